@@ -51,7 +51,7 @@ class IdsSampled:
     logprobs: Sequence[float] | None
     """The log-probability of each of them in nats; None where the engine tells none."""
     top: TopLogprobs | None
-    """The likeliest ids in their places; None where none were asked for."""
+    """The likeliest ids at their positions; None where none were asked for."""
 
 
 TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent

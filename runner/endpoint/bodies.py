@@ -75,9 +75,9 @@ def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """A list of objects; null is an empty one."""
     values = field_of(body, name, list, [])
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if not isinstance(value, dict):
-            bad(f"{name}[{place}]: give an object, not {value!r:.60}.")
+            bad(f"{name}[{index}]: give an object, not {value!r:.60}.")
     return values
 
 

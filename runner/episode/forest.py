@@ -110,7 +110,7 @@ class Head:
         return None if self.node is None else self.node.origin
 
     def copied(self) -> Head:
-        """The same place, for another turn that is asked there."""
+        """A head at the same point, for another turn that is asked there."""
         return replace(self, queued=list(self.queued))
 
     def schemas(self) -> list[dict[str, object]]:

@@ -266,7 +266,7 @@ class ConversationState:
         return id(segment) in self._indices  # all of which live as long as this
 
     def node_of(self, turn: Turn) -> Node | None:
-        """The place of a turn in the forest; None for a turn of somebody else."""
+        """The node of a turn in the forest; None for a turn of somebody else."""
         return next((node for node in reversed(self.nodes) if node.turn is turn), None)
 
     def sampling(self) -> Sampling:

@@ -114,7 +114,7 @@ def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
 
 
 @dataclass(slots=True)
-class _Request:
+class _TurnRequest:
     generation: GenerationRequest
     """What the engine is given."""
     sampling: Sampling
@@ -131,7 +131,7 @@ def _request(
     sampling: Sampling | None,
     tool_choice: ToolChoice | None,
     audience: TurnAudience,
-) -> _Request:
+) -> _TurnRequest:
     state, chat, tools = spot.state, spot.state.chat, spot.head.tools
     settings = sampling_of(state, sampling)
     settings.check_vocabulary(vocabulary_size(chat.engine))
@@ -153,7 +153,7 @@ def _request(
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
         acts_on_deltas=audience.listens or bool(settings.stop),
     )
-    return _Request(generation, unconstrained(settings), choice, ceiling)
+    return _TurnRequest(generation, unconstrained(settings), choice, ceiling)
 
 
 def _constraint(
@@ -172,7 +172,7 @@ def _constraint(
     return constraint
 
 
-def _empty_sample(spot: TurnSpot, prompt: PreparedPrompt, request: _Request, audience: TurnAudience) -> Sample:
+def _empty_sample(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, audience: TurnAudience) -> Sample:
     """What the deltas are kept in, with those who hear of them."""
     before = spot.head.node
     return Sample(
@@ -186,7 +186,7 @@ def _empty_sample(spot: TurnSpot, prompt: PreparedPrompt, request: _Request, aud
 
 
 def _listener(
-    spot: TurnSpot, prompt: PreparedPrompt, request: _Request, tell: Callable[[TurnEvent], None]
+    spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, tell: Callable[[TurnEvent], None]
 ) -> TurnListener:
     before, log = spot.head.node, prompt.segment.log
     listener = TurnListener(spot.state.chat, spot.head.tools, request.tool_choice, tell)
@@ -199,7 +199,7 @@ def _listener(
 
 
 def _sampling(
-    state: ConversationState, prompt: PreparedPrompt, request: _Request, into: Sample
+    state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: Sample
 ) -> Coroutine[Any, Any, None]:
     # No coroutine of its own: each delta would go through one frame more.
     state.play.report_activity(f"{state.name}: engine")
@@ -217,7 +217,7 @@ def _sampling(
 # --- what came of it
 
 
-def _written_down(spot: TurnSpot, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Node:
+def _written_down(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, sampled: Sample) -> Node:
     """Put the prompt into its segment, and what was sampled into a turn behind it, which is not read yet."""
     head, segment = spot.head, prompt.segment
     if prompt.taken_back is not None:
