@@ -7,7 +7,7 @@ task that the episode started, so that what it samples is under the clocks and l
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -37,15 +37,12 @@ from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tools.foreign import tools_of
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
-from runner.turn_events import TurnRelay
+from runner.turn_events import GiveTurn, TurnRelay
 
 __all__ = ["ChatDesk"]
 
 OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
 """Opens the conversation of a thread, by its name, its tools and whether it is trained."""
-
-Give = Callable[[Turn, Turn | None], Awaitable[None]]
-"""Hands a turn over; the second one is the cut turn with which it goes on, or None."""
 
 GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice", "logprobs"})
 """The sampling that a trained thread is asked for and given; the rest is the run's own."""
@@ -106,13 +103,7 @@ class ChatDesk:
                 if self._was_asked:
                     group.cancel_scope.cancel()
 
-    async def ask(
-        self,
-        asked: Asked,
-        *,
-        relay: TurnRelay | None = None,
-        give: Give | None = None,
-    ) -> Turn:
+    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered.
 
         Args:

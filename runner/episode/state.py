@@ -13,11 +13,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 import anyio
 
-from runner.chat_requests import ChatRequest
+from runner.chat_requests import Asked, ChatRequest
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
@@ -32,8 +32,40 @@ from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
 from runner.tools.tool import Tool
 from runner.trajectory import BRANCH, Segment, Trajectory, Turn
+from runner.turn_events import GiveTurn, TurnRelay
 
-__all__ = ["ConversationState", "EpisodeState", "checked_tools"]
+__all__ = ["ConversationState", "Desk", "EpisodeState", "OpenConversation", "checked_tools"]
+
+
+class OpenConversation(Protocol):
+    """As much of a `Conversation`, which stands above this module, as an episode calls."""
+
+    async def call_tools(self, turn: Turn) -> list[Message]:
+        """Run the calls of a turn."""
+        ...
+
+    async def close(self) -> None:
+        """End the conversation."""
+        ...
+
+
+class Desk(Protocol):
+    """As much of a `ChatDesk`, which stands above this module, as an episode and its endpoint call."""
+
+    threads: list[ConversationState]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests of whoever asks."""
+        ...
+
+    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+        """Have a request answered."""
+        ...
+
+    async def count(self, asked: Asked) -> int:
+        """How many ids the prompt of a request has."""
+        ...
 
 
 class EpisodeState:
@@ -54,8 +86,8 @@ class EpisodeState:
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
-        self.desk: Any = None
-        """Where it takes requests: a `ChatDesk`, which stands above this module."""
+        self.desk: Desk
+        """Takes the requests of somebody else's loop; `Play` sets it."""
         self.renamed: dict[str, str] = {}
         """What threads of requests are called in the end, by the name that they were opened with."""
         self.faults: list[str] = []
@@ -173,8 +205,8 @@ class ConversationState:
         server of messages speaks for it."""
         self.play = play
         """The episode it speaks in."""
-        self.conversation: Any = None
-        """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
+        self.conversation: OpenConversation
+        """The conversation as the author sees it; whoever opens it sets this."""
         self.model = play.shared.chat_of(name)
         """What speaks for it."""
         check_answers(messages)
