@@ -103,10 +103,15 @@ class _SaidItems:
     """What was said of one turn, item by item."""
 
     handle: str
+    """The name of the turn; "" where the items tell none."""
     last: _ItemKind
+    """The kind of the item that was read last."""
     reasoning: list[str] = field(default_factory=list)
+    """The texts of its reasoning."""
     texts: list[str] = field(default_factory=list)
+    """The texts of its messages."""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    """The calls, in OpenAI's chat form."""
 
     def takes(self, handle: str, kind: _ItemKind) -> bool:
         """Whether a further item is of the same turn; one that is told apart wrongly is joined by whoever knows it."""

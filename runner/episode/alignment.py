@@ -22,24 +22,24 @@ AS_SENT = "client"
 
 @dataclass(slots=True)
 class Aligned:
-    """Where a request goes on."""
+    """The answer to where a request goes on."""
 
     walk: Walk
     """Its history in the tree."""
     verdict: Verdict
-    """What the history is."""
+    """The verdict: how the history relates to the turns that were sampled."""
     parent: AskedTurn | None = None
     """The turn that it follows."""
     behind: AskedTurn | None = None
     """The turn that its history ends with, before what it asks; None where it tells no turn as it was."""
     before: AskedTurn | None = None
-    """The turn whose prompt it asks again, or that it left behind where it left all."""
+    """The turn whose prompt is asked again, or the first turn of a history that was given up whole."""
     again: Again = Again.NO
-    """What is to be done then."""
+    """The treatment of a prompt that was asked before."""
     messages: list[Message] = field(default_factory=list)
-    """What is put behind the turn that it follows; all of it where it is rendered anew."""
+    """The messages to put behind the turn that it follows; the whole history where that is rendered anew."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """What the client changed."""
+    """The differences that the client made, which change nothing."""
     as_sent: bool = False
     """Whether its history is wanted as the client sends it."""
 

@@ -53,16 +53,27 @@ class _OpenRequest:
     """A request that is being answered."""
 
     asked: Asked
+    """The request as the client made it."""
     relay: TurnRelay | None = None
+    """The relay of the turn while it is sampled."""
     began: float = field(default_factory=time.perf_counter)
+    """The moment at which it was there."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    """The scope in which it is answered; whoever asked and goes away cancels it."""
     done: anyio.Event = field(default_factory=anyio.Event)
+    """Is set once nothing more is done for it."""
     asked_turn: AskedTurn | None = None
+    """The turn in the tree, once it is known what the history is."""
     record: ChatRequest | None = None
+    """The record of the request, from then on."""
     turn: Turn | None = None
+    """The turn that answers it."""
     continued: Turn | None = None
+    """The cut turn with which that one goes on."""
     error: Exception | None = None
+    """The reason why there is no turn."""
     gone: bool = False
+    """Whether whoever asked went away."""
 
 
 class ChatDesk:
@@ -234,12 +245,13 @@ class ChatDesk:
         key = canonical_json(list(given))
         if key not in self._tools:
             self._tools[key] = tools_of(given)
-        return list(self._tools[key])
+        return list(self._tools[key])  # a copy: it becomes a head's own list, which authors may change
 
     async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
         schemas = [tool.as_openai() for tool in tools]
         while True:
             began = time.perf_counter()
+            # An author's own conversations may have spoken since, and a request may go on from what they said.
             for state in self._play.states.values():
                 if state not in self._own:
                     self._histories.take_in(state)

@@ -29,7 +29,7 @@ from runner.trajectory import Turn
 __all__ = ["Conversation", "open_conversation", "open_thread"]
 
 DRAIN_SECONDS = 10.0
-"""How long a conversation that is closed waits for what was sampled of a turn in flight."""
+"""How long a conversation that is closed waits for what was sampled of a turn in flight, which is under a shield."""
 
 
 def open_conversation(

@@ -27,10 +27,10 @@ JOINED = 64
 
 @dataclass(slots=True, eq=False)
 class HistoryPoint:
-    """What a history has come to."""
+    """A point in the tree: all histories that begin with the same messages end here."""
 
     after: dict[tuple[Hashable, CallIndex | None], HistoryPoint] = field(default_factory=dict)
-    """Where each further message leads to."""
+    """The point that each further message leads to."""
     asked: list[AskedTurn] = field(default_factory=list)
     """The turns whose prompt ends here, in the order in which they were asked for."""
     said: list[AskedTurn] = field(default_factory=list)
@@ -42,13 +42,13 @@ class AskedTurn:
     """A turn in the tree, from the moment on at which it is asked for."""
 
     thread: ConversationState
-    """The conversation that it is of."""
+    """The conversation in which it was asked."""
     asked: HistoryPoint
-    """Where its prompt ends."""
+    """The point at which its prompt ends."""
     parent: AskedTurn | None
     """The turn that it follows."""
     head: Head
-    """Where it was asked; what is asked beside it begins there too."""
+    """The head of the conversation at which it was asked; a sibling request begins there too."""
     behind: AskedTurn | None = None
     """The turn that its history was found to end with, before what it was asked."""
     children: list[AskedTurn] = field(default_factory=list)
@@ -58,9 +58,9 @@ class AskedTurn:
     node: Node | None = None
     """The node of the turn in the forest, once it was sampled."""
     said: HistoryPoint | None = None
-    """Where its message ends."""
+    """The point at which its message ends."""
     number: int = 0
-    """Counts what is in the tree."""
+    """The turn's number in the order in which turns entered the tree."""
     taken_back: bool = False
     """Whether it was sampled anew."""
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -112,14 +112,14 @@ class AskedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What a history was found to have changed of the turns that it tells."""
+    """The comparison of a history with the turns that it tells."""
 
     parent: AskedTurn | None
     """The last of these turns."""
     messages: int
-    """How many messages were compared."""
+    """The number of messages that were compared."""
     changed: frozenset[Tolerated]
-    """What was changed in them."""
+    """The differences that were found in these messages."""
 
 
 @dataclass(slots=True)
@@ -127,21 +127,21 @@ class Walk:
     """The history of a request, message by message through the tree."""
 
     messages: list[ReadMessage] = field(default_factory=list)
-    """Its messages, those of one turn joined."""
+    """The messages, those of one turn joined."""
     points: list[HistoryPoint] = field(default_factory=list)
-    """Where each of them leads to."""
+    """The point that each message leads to."""
     answers: list[CallIndex | None] = field(default_factory=list)
-    """The call that each of them answers."""
+    """The call that each message answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
-    """What the client changed on the way."""
+    """The differences that the client made on the way, which change nothing."""
     thoughts: list[int] = field(default_factory=list)
-    """Which of its messages have reasoning."""
+    """The indices of the messages that have reasoning."""
     size: int = 0
-    """How many bytes its messages have as JSON."""
+    """The bytes of the messages as JSON."""
     volatile: int = 0
-    """How many lines were taken out of them."""
+    """The number of lines that were taken out of the messages."""
     compared: Compared | None = None
-    """What the begin of the history was found to have changed of the turns on it, when it was looked at before."""
+    """An earlier comparison of the beginning of this history, so that it is not made twice."""
 
     def copied(self) -> Walk:
         """The same, to be gone on with."""

@@ -40,7 +40,7 @@ SMALL = 16_384
 """Prompts of more characters are made off the event loop: encoding one of 80 kB takes some 50 ms."""
 
 A_TOOL = 1_000
-"""What a tool is taken to add to a prompt, in characters."""
+"""The characters that a tool is taken to add to a prompt: a guess, which only decides whether a thread renders it."""
 
 A_MESSAGE = 100
 """What a message is taken to add to it besides what it says: a template may take 20 us for each."""

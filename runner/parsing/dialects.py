@@ -25,12 +25,19 @@ class NotationDialect:
     """How a notation writes values that may hold others."""
 
     open_object: str
+    """The begin of an object."""
     colon: str
+    """The text between a key and its value."""
     member: str
+    """The text between two members of an object."""
     close_object: str
+    """The end of an object."""
     open_list: str
+    """The begin of a list."""
     item: str
+    """The text between two items of a list."""
     close_list: str
+    """The end of a list."""
     string: Strings
     """Any string."""
     key: Strings

@@ -43,7 +43,9 @@ class SaidCall:
     """One call that the assistant is said to have made."""
 
     name: str
+    """The tool that it calls."""
     arguments: Mapping[str, Any]
+    """The arguments by name."""
 
 
 @dataclass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 from runner.messages import canonical_json
 from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
-from runner.parsing.notations import Cdata, Html, Raw, type_of
+from runner.parsing.notations import Cdata, Html, Raw, ValueType, type_of
 from runner.parsing.reading import CallReader, Reading, Schemas
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
@@ -35,8 +35,11 @@ class Case:
     """Something that an assistant may say."""
 
     what: str
+    """The name of the case, as a report has it."""
     calls: tuple[SaidCall, ...]
+    """The calls of the turn, in order."""
     content: str = ""
+    """The text beside the calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class CaseDifference:
     """A case in which the template and its format differ."""
 
     case: Case
+    """The case that was tried."""
     why: str
+    """The clause that says what differs."""
 
     @property
     def sentence(self) -> str:
@@ -231,7 +236,7 @@ def _traits(form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallT
     style = form.arguments
     if not isinstance(style, TaggedArguments):
         return
-    if len(style.styles) < 7:
+    if len(style.styles) < len(get_args(ValueType)):
         yield CallTrait.SOME_TYPES_UNWRITABLE
     string = style.styles.get("string")
     if string is not None and isinstance(string.notation, Raw | Html | Cdata):

@@ -30,6 +30,7 @@ class CallSpan:
     before_arguments: str
     """What stands in front of that in the render."""
     container: Container | None
+    """The object that holds name and arguments; None where they stand one behind the other."""
 
 
 def contained(text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
