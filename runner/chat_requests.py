@@ -77,7 +77,7 @@ class Tolerated(enum.StrEnum):
     REORDERED = "reordered"
     """Results in another order than the calls, or calls of one turn as several messages with results between them."""
     CALL_IDS = "call_ids"
-    """Other ids of calls than those that were given; results are matched by their place."""
+    """Other ids of calls than those that were given; results are matched by their position."""
     SYSTEM_AS_USER = "system_as_user"
     """System messages in mid-conversation, which were asked to be put before the model as a user's."""
     CUT_ITEMS = "cut_items"

@@ -13,7 +13,7 @@ from runner.errors import BadMessage
 
 __all__ = [
     "AnsweredCalls",
-    "CallPlace",
+    "CallIndex",
     "FunctionCall",
     "Message",
     "Prompt",
@@ -138,7 +138,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
 _SILENT: Message = {"role": "assistant", "content": ""}
 
 
-class CallPlace(NamedTuple):
+class CallIndex(NamedTuple):
     """A call, by where it stands, since libraries give calls other ids."""
 
     message: int
@@ -154,8 +154,8 @@ class AnsweredCalls:
     """
 
     def __init__(self) -> None:
-        self._unanswered: list[tuple[str, CallPlace]] = []
-        self._latest: dict[str, CallPlace] = {}  # ids may come again in every turn
+        self._unanswered: list[tuple[str, CallIndex]] = []
+        self._latest: dict[str, CallIndex] = {}  # ids may come again in every turn
 
     def copied(self) -> AnsweredCalls:
         """The same, to be gone on with."""
@@ -163,16 +163,16 @@ class AnsweredCalls:
         other._unanswered, other._latest = list(self._unanswered), dict(self._latest)
         return other
 
-    def by(self, index: int, message: Message) -> CallPlace | None:
+    def by(self, index: int, message: Message) -> CallIndex | None:
         """The call that the next message answers, or None where it answers none that is known.
 
         Args:
-            index: where the message stands in the history, as the places of its own calls have it.
+            index: where the message stands in the history, as the indices of its own calls have it.
             message: the message.
         """
         calls = message.get("tool_calls")
         if calls:
-            self._unanswered = [(call["id"], CallPlace(index, number)) for number, call in enumerate(calls)]
+            self._unanswered = [(call["id"], CallIndex(index, number)) for number, call in enumerate(calls)]
             self._latest.update(self._unanswered)
         if message["role"] != "tool":
             return None

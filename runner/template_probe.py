@@ -27,14 +27,14 @@ from runner.parsing.learning.turn import LearntTurn, learn_turn
 from runner.parsing.learnt import remember
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
-from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
+from runner.tokens.probing.usable import TemplateFault, UnusableTemplate, usable_renderer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.template import _bundled as bundled_templates
 
 __all__ = [
     "MEMORY",
     "SECONDS",
-    "Fault",
+    "TemplateFault",
     "UnusableTemplate",
     "bundled_templates",
     "in_process",
@@ -142,13 +142,13 @@ def in_process(
         answer: dict[str, Any] = last["answer"]
         return answer
     if "fault" in last:
-        raise UnusableTemplate(Fault(last["fault"]), last["message"])
+        raise UnusableTemplate(TemplateFault(last["fault"]), last["message"])
     if "error" in last:
         raise getattr(runner.errors, last["error"])(last["message"])
     if process.returncode == -signal.SIGALRM:
         raise _endless(name, seconds, last.get("activity", ""))
     words = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-    raise UnusableTemplate(Fault.FAILED, f"template {name!r} could not be probed: {words[-1]}")
+    raise UnusableTemplate(TemplateFault.FAILED, f"template {name!r} could not be probed: {words[-1]}")
 
 
 def _answered(
@@ -174,7 +174,7 @@ def _answered(
 def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
     what = activity or "what a conversation may hold"
     return UnusableTemplate(
-        Fault.ENDLESS,
+        TemplateFault.ENDLESS,
         f"template {name!r} was still rendering {what} after {seconds:g} s and was stopped: a loop in it does not end, "
         "or runs far too often",
     )
@@ -235,7 +235,12 @@ def main() -> None:
         _say({"error": type(error).__name__, "message": str(error)})
     except MemoryError:
         limit = f"{memory >> 30} GiB"
-        _say({"fault": Fault.TOO_BIG, "message": f"template {request['name']!r} takes more than {limit} of memory"})
+        _say(
+            {
+                "fault": TemplateFault.TOO_BIG,
+                "message": f"template {request['name']!r} takes more than {limit} of memory",
+            }
+        )
     else:
         _say({"answer": answer})
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from runner.messages import ToolCall
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.tokens.top_logprobs import TopLogprobs
+from runner.trajectory import Turn
 
-__all__ = ["IdsSampled", "ToolCalled", "TurnAdmitted", "TurnEvent", "TurnProgress", "TurnRelay", "TurnRestarted"]
+__all__ = [
+    "GiveTurn",
+    "IdsSampled",
+    "ToolCalled",
+    "TurnAdmitted",
+    "TurnEvent",
+    "TurnProgress",
+    "TurnRelay",
+    "TurnRestarted",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +61,15 @@ class IdsSampled:
     logprobs: Sequence[float] | None
     """The log-probability of each of them in nats; None where the engine tells none."""
     top: TopLogprobs | None
-    """The likeliest ids in their places; None where none were asked for."""
+    """The likeliest ids at their positions; None where none were asked for."""
 
 
 TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent
 """All that is told of a turn to whoever passes it on."""
+
+
+GiveTurn: TypeAlias = Callable[[Turn, Turn | None], Awaitable[None]]
+"""Hands a turn over to its client; the second one is the cut turn with which it goes on, or None."""
 
 
 class TurnRelay(Protocol):

@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 import runner.template_probe as probe_module
-from runner.template_probe import Fault, UnusableTemplate, in_process, probe, request_of
+from runner.template_probe import TemplateFault, UnusableTemplate, in_process, probe, request_of
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import usable_renderer
@@ -270,21 +270,21 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize(
     ("text", "fault", "words"),
     [
-        ("{% for m in messages", Fault.NOT_JINJA, "is not valid jinja2, line 1"),
-        (ENDLESS, Fault.ENDLESS, "was still rendering a question or a call after 0.5 s"),
-        ("{{ 'a' * 10**10 }}", Fault.TOO_BIG, "more than 2 GiB"),
-        ("{{ system_message.text }}" + PLAIN, Fault.VARIABLE_MISSING, "--template-option system_message="),
-        ("{{ raise_exception('Only in rhyme.') }}", Fault.RAISES, "Only in rhyme."),
-        ("{{ messages[0].parts[0] }}", Fault.RAISES, "parts"),
-        ("", Fault.QUESTION_MISSING, "renders nothing:"),
-        ("Hello.", Fault.QUESTION_MISSING, "nothing of a plain question"),
-        (PLAIN + "<|im_start|>assistant\n", Fault.OPENED_TWICE, "opens the assistant's turn twice"),
+        ("{% for m in messages", TemplateFault.NOT_JINJA, "is not valid jinja2, line 1"),
+        (ENDLESS, TemplateFault.ENDLESS, "was still rendering a question or a call after 0.5 s"),
+        ("{{ 'a' * 10**10 }}", TemplateFault.TOO_BIG, "more than 2 GiB"),
+        ("{{ system_message.text }}" + PLAIN, TemplateFault.VARIABLE_MISSING, "--template-option system_message="),
+        ("{{ raise_exception('Only in rhyme.') }}", TemplateFault.RAISES, "Only in rhyme."),
+        ("{{ messages[0].parts[0] }}", TemplateFault.RAISES, "parts"),
+        ("", TemplateFault.QUESTION_MISSING, "renders nothing:"),
+        ("Hello.", TemplateFault.QUESTION_MISSING, "nothing of a plain question"),
+        (PLAIN + "<|im_start|>assistant\n", TemplateFault.OPENED_TWICE, "opens the assistant's turn twice"),
     ],
-    ids=lambda value: value.value if isinstance(value, Fault) else "",
+    ids=lambda value: value.value if isinstance(value, TemplateFault) else "",
 )
-def test_what_cannot_be_used_is_named(text: str, fault: Fault, words: str) -> None:
+def test_what_cannot_be_used_is_named(text: str, fault: TemplateFault, words: str) -> None:
     with pytest.raises(UnusableTemplate) as caught:
-        probe(ChatTemplate(text, name="tiny"), seconds=0.5 if fault is Fault.ENDLESS else 60)
+        probe(ChatTemplate(text, name="tiny"), seconds=0.5 if fault is TemplateFault.ENDLESS else 60)
     assert caught.value.fault is fault
     assert words in str(caught.value)
     assert "'tiny'" in str(caught.value)

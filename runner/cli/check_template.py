@@ -25,7 +25,7 @@ from runner.options import HistoryPolicy, check_tool_format
 from runner.parsing.learning.turn import LearntTurn
 from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.bridging.refusal import Property
-from runner.tokens.probing.appends import Append, Exactness, Passage, Verdict
+from runner.tokens.probing.appends import Append, AppendVerdict, Exactness, ExamplePassage
 from runner.tokens.probing.profile import TemplateProfile, TraitValue
 from runner.tokens.template import ChatTemplate
 from runner.transcript import printable
@@ -60,10 +60,10 @@ class Findings:
 
     profile: TemplateProfile
 
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[AppendVerdict]
     """What may be appended, and how exactly."""
 
-    example: Sequence[Passage]
+    example: Sequence[ExamplePassage]
     """A short conversation as its token log would be."""
 
     stops: Mapping[str, int]
@@ -79,7 +79,7 @@ class Findings:
     """The tool format that the user named, tried on what the template writes."""
 
     @property
-    def missing(self) -> list[Verdict]:
+    def missing(self) -> list[AppendVerdict]:
         """What an environment with tools needs and the template does not give exactly."""
         return [each for each in self.verdicts if each.kind.needed and each.result is not Exactness.EXACT]
 
@@ -156,8 +156,8 @@ def _examined(subject: Subject, options: Mapping[str, Any], tool_format: str | N
         named = NamedFormat.tried(tool_format, subject.template, options, model, profile, turn)
     return Findings(
         profile,
-        [Verdict.from_json(values) for values in answer["appends"]],
-        [Passage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
+        [AppendVerdict.from_json(values) for values in answer["appends"]],
+        [ExamplePassage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
         answer["stops"],
         turn,
         answer["lacking"],
@@ -199,7 +199,7 @@ _FIXES: Mapping[Property, str] = {
 _NEVER_FORKED = (Property.REASONING_CLOSED, Property.TEXT_KEPT)
 
 
-def _consequence(verdict: Verdict) -> str:
+def _consequence(verdict: AppendVerdict) -> str:
     if verdict.result is Exactness.SOFT:
         return "the ids at the seam may differ from those of the whole text; it is counted as seam=unverified"
     if verdict.refusal in _NEVER_FORKED:
@@ -213,7 +213,7 @@ def _consequence(verdict: Verdict) -> str:
     )
 
 
-def _fix(verdict: Verdict) -> str:
+def _fix(verdict: AppendVerdict) -> str:
     return _FIXES[verdict.refusal] if verdict.refusal is not None else "take " + _ANOTHER
 
 
@@ -243,7 +243,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
     }
 
 
-def _verdict_document(verdict: Verdict) -> dict[str, Any]:
+def _verdict_document(verdict: AppendVerdict) -> dict[str, Any]:
     exact = verdict.result is Exactness.EXACT
     return {
         "kind": verdict.kind,
@@ -319,7 +319,7 @@ def _shown(value: TraitValue) -> str:
     return (text if len(text) <= VALUE_SHOWN else text[: VALUE_SHOWN - 1] + "…") or "none"
 
 
-def _appends(verdicts: Sequence[Verdict]) -> Table:
+def _appends(verdicts: Sequence[AppendVerdict]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("append", "bridge", "attached after", "close", "work follows", ""):
         table.add_column(column)
@@ -379,7 +379,7 @@ def _problem(name: str, style: str, what: str, **more: str) -> Iterator[Text]:
         yield Text.assemble((f"  {label:12}", "dim"), text)
 
 
-def _example(passages: Sequence[Passage], *, bytes_alone: bool) -> Iterator[Text]:
+def _example(passages: Sequence[ExamplePassage], *, bytes_alone: bool) -> Iterator[Text]:
     yield Text("a conversation, id by id: │ stands between two ids", "dim")
     if bytes_alone:
         yield Text("(in this vocabulary every other letter is an id as well)", "dim")
@@ -390,7 +390,7 @@ def _example(passages: Sequence[Passage], *, bytes_alone: bool) -> Iterator[Text
         yield Text.assemble((label, "bold"), (f"│{text}│", STYLES[passage.source]))
 
 
-def _joined(passage: Passage) -> list[str]:
+def _joined(passage: ExamplePassage) -> list[str]:
     """The texts of its ids, bytes that follow each other as one."""
     pieces: list[str] = []
     spoken = bytearray()

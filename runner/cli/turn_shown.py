@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from runner.parsing.enforcing import enforceable
-from runner.parsing.learning.turn import LearntTurn, Source
+from runner.parsing.learning.turn import FormatSource, LearntTurn
 from runner.parsing.traits import SENTENCES
-from runner.parsing.turn_format import CallFormat, Piece, TaggedArguments, Text
+from runner.parsing.turn_format import CallFormat, LiteralText, Piece, TaggedArguments
 
 __all__ = ["turn_document", "turn_lines"]
 
@@ -38,10 +38,14 @@ _VERDICTS = {
 
 
 _SOURCES = {
-    Source.HARMONY: "Its channels are read by hand, since the template does not show all that is written on them.",
-    Source.LEARNT: "From what the template writes.",
-    Source.RESPONSE_TEMPLATE: "They could not be learnt; the model's own tokenizer_config.json says how answers are "
-    "read, and that reads what the template writes.",
+    FormatSource.HARMONY: (
+        "Its channels are read by hand, since the template does not show all that is written on them."
+    ),
+    FormatSource.LEARNT: "From what the template writes.",
+    FormatSource.RESPONSE_TEMPLATE: (
+        "They could not be learnt; the model's own tokenizer_config.json says how answers are read, and that reads "
+        "what the template writes."
+    ),
 }
 _READ_ONLY = ("  tool_choice", "auto, none", "Not enforced: nothing tells how calls are written.")
 
@@ -69,7 +73,7 @@ def _call_lines(form: CallFormat) -> Iterator[tuple[str, str, str]]:
 
 
 def _named(piece: Piece) -> str:
-    return piece.text if isinstance(piece, Text) else f"«{piece.value}»"
+    return piece.text if isinstance(piece, LiteralText) else f"«{piece.value}»"
 
 
 def _arguments(form: TaggedArguments) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import anyio
 from runner.chat_requests import Asked
 from runner.endpoint.refusals import Reason, Refused, ended
 from runner.trajectory import Turn
-from runner.turn_events import TurnRelay
+from runner.turn_events import GiveTurn, TurnRelay
 
 __all__ = ["Answering", "Door"]
 
@@ -19,13 +19,7 @@ __all__ = ["Answering", "Door"]
 class Answering(Protocol):
     """An episode that takes requests with whole histories."""
 
-    async def ask(
-        self,
-        asked: Asked,
-        *,
-        relay: TurnRelay | None = None,
-        give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
-    ) -> Turn:
+    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
         ...
 
@@ -50,11 +44,15 @@ class Door:
 
     def __init__(self, answering: Answering, *, model: str, context: int, at_once: int) -> None:
         self.answering = answering
+        """The episode that answers."""
         self.model = model
+        """The name of the model that answers."""
         self.context = context
+        """The number of ids that the model can have."""
         self.at_once = at_once
+        """The number of requests that may be in flight."""
         self.in_flight = 0
-        """How many requests are."""
+        """The number of requests that are in flight."""
         self._scopes: set[anyio.CancelScope] = set()
         self.told_over: Callable[[], None] = _nothing
         """Is called whenever a client is told that the episode is over."""

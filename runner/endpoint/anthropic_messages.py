@@ -46,7 +46,7 @@ class AnthropicMessages(WireForm):
         return asked_of(body, headers, form=self.name, counting=True)
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
-        return _Writer(request, model, text_of)
+        return _MessageWriter(request, model, text_of)
 
     def refusal(self, refused: Refused) -> Mapping[str, Any]:
         return _error(refused)
@@ -72,13 +72,13 @@ def _error(refused: Refused) -> dict[str, Any]:
     message = refused.message
     if refused.context:  # in these words clients tell that they have to compact
         message = f"prompt is too long: {refused.prompt} tokens > {refused.context} maximum"
-    elif refused.reason is Reason.OVER:  # the form has no place for a code
+    elif refused.reason is Reason.OVER:  # the form has no field for a code
         message = f"{refused.reason}: {message}"
     kind = _ERROR_TYPES.get(refused.reason, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
-class _Kind(enum.StrEnum):
+class _BlockKind(enum.StrEnum):
     """The blocks that grow while they are written."""
 
     THINKING = "thinking"
@@ -86,12 +86,12 @@ class _Kind(enum.StrEnum):
 
 
 _EMPTY: Final = {
-    _Kind.THINKING: b'{"type":"thinking","thinking":"","signature":""}',
-    _Kind.TEXT: b'{"type":"text","text":""}',
+    _BlockKind.THINKING: b'{"type":"thinking","thinking":"","signature":""}',
+    _BlockKind.TEXT: b'{"type":"text","text":""}',
 }
 
 
-class _Writer(AnswerWriter):
+class _MessageWriter(AnswerWriter):
     """Writes the events of blocks, one block after the other."""
 
     keep_alive: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -99,7 +99,7 @@ class _Writer(AnswerWriter):
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         super().__init__(request, model, text_of)
         self._index = 0
-        self._open: _Kind | None = None
+        self._open: _BlockKind | None = None
         # What was sampled since the last event that tells of it: clients skip events that are none of a block.
         self._ids: list[int] = []
         self._logprobs: list[float | None] = []
@@ -117,10 +117,10 @@ class _Writer(AnswerWriter):
         return _event(b"message_start", b'"message":%b' % _json(message))
 
     def write_reasoning(self, text: str) -> bytes:
-        return self._within(_Kind.THINKING) + self._delta(b'{"type":"thinking_delta","thinking":%b}' % _json(text))
+        return self._within(_BlockKind.THINKING) + self._delta(b'{"type":"thinking_delta","thinking":%b}' % _json(text))
 
     def write_text(self, text: str) -> bytes:
-        return self._within(_Kind.TEXT) + self._delta(b'{"type":"text_delta","text":%b}' % _json(text))
+        return self._within(_BlockKind.TEXT) + self._delta(b'{"type":"text_delta","text":%b}' % _json(text))
 
     def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
         call = _json(_call(call_id, name, {}))
@@ -165,7 +165,7 @@ class _Writer(AnswerWriter):
 
     # --- blocks
 
-    def _within(self, kind: _Kind) -> bytes:
+    def _within(self, kind: _BlockKind) -> bytes:
         """What has to be written so that a block of this kind is open."""
         if self._open is kind:
             return b""
@@ -177,7 +177,7 @@ class _Writer(AnswerWriter):
         if self._open is None:
             return b""
         signed = b""
-        if self._open is _Kind.THINKING:
+        if self._open is _BlockKind.THINKING:
             signed = self._delta(b'{"type":"signature_delta","signature":%b}' % _json(self.handle))
         self._open = None
         return signed + self._stop()

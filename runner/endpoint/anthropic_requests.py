@@ -76,19 +76,19 @@ def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: 
 
 
 @dataclass(slots=True)
-class _History:
+class _ReadHistory:
     """The messages of a request, and what in them names turns."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     handles: list[str] = field(default_factory=list)
 
 
-def _history(body: Mapping[str, Any]) -> _History:
-    history = _History()
+def _history(body: Mapping[str, Any]) -> _ReadHistory:
+    history = _ReadHistory()
     if body.get("system"):
         _add_system(history, _blocks(body, "system", "system"))
-    for place, message in enumerate(listed(body, "messages") or bad("messages: give at least one.")):
-        where = f"messages[{place}]"
+    for index, message in enumerate(listed(body, "messages") or bad("messages: give at least one.")):
+        where = f"messages[{index}]"
         blocks = _blocks(message, "content", f"{where}.content")
         match message.get("role"):
             case "user":
@@ -109,18 +109,18 @@ class _Block:
     """A block of a content."""
 
     # Histories come whole with every request, so this is made a thousand times for one: it does as little as may be.
-    __slots__ = ("_path", "_place", "given", "kind")
+    __slots__ = ("_index", "_path", "given", "kind")
 
-    def __init__(self, given: Mapping[str, Any], path: str, place: int | None = None) -> None:
+    def __init__(self, given: Mapping[str, Any], path: str, index: int | None = None) -> None:
         self.given = given
         self.kind = given.get("type")
         self._path = path
-        self._place = place
+        self._index = index
 
     @property
     def where(self) -> str:
         """Where it stands."""
-        return self._path if self._place is None else f"{self._path}[{self._place}]"
+        return self._path if self._index is None else f"{self._path}[{self._index}]"
 
     def text(self, name: str) -> str:
         value = self.given.get(name)
@@ -141,10 +141,10 @@ def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
     if not isinstance(content, list):
         bad(f"{where}: give a string or a list of blocks, not {content!r:.60}.")
     blocks = []
-    for place, block in enumerate(content):
+    for index, block in enumerate(content):
         if not isinstance(block, dict):
-            bad(f"{where}[{place}]: give a block, which is an object with a type, not {block!r:.60}.")
-        blocks.append(_Block(block, where, place))
+            bad(f"{where}[{index}]: give a block, which is an object with a type, not {block!r:.60}.")
+        blocks.append(_Block(block, where, index))
     return blocks
 
 
@@ -162,12 +162,12 @@ def _lines(blocks: Sequence[_Block], role: str) -> str:
     return "\n".join([block.text("text") if block.kind == "text" else block.refuse(role) for block in blocks])
 
 
-def _add_system(history: _History, blocks: Sequence[_Block]) -> None:
+def _add_system(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
     if blocks:
         history.messages.append(_message("system", _lines(blocks, "system"), blocks))
 
 
-def _add_user(history: _History, blocks: Sequence[_Block]) -> None:
+def _add_user(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
     """The results, which answer what stands right before them, and then what the user says."""
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
     history.messages += results
@@ -185,7 +185,7 @@ def _result(block: _Block) -> dict[str, Any]:
     return message
 
 
-def _add_assistant(history: _History, blocks: Sequence[_Block]) -> None:
+def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
     """What a turn said: its pieces have nothing between them, as they were written."""
     content, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for block in blocks:
@@ -224,8 +224,8 @@ def _call(block: _Block) -> dict[str, Any]:
 def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> list[dict[str, Any]]:
     """The tools in OpenAI's form; those that the API itself would have run, or knows the schema of, are left out."""
     tools, left_out = list[dict[str, Any]](), list[str]()
-    for place, tool in enumerate(listed(body, "tools")):
-        where, kind = f"tools[{place}]", tool.get("type")
+    for index, tool in enumerate(listed(body, "tools")):
+        where, kind = f"tools[{index}]", tool.get("type")
         if kind not in (None, "custom") and tool.get("input_schema") is None:
             left_out.append(str(tool.get("name") or kind))
             continue

@@ -82,7 +82,7 @@ class ChatCompletions(WireForm):
         )
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
-        return _Writer(request, model, text_of)
+        return _CompletionWriter(request, model, text_of)
 
     def refusal(self, refused: Refused) -> Mapping[str, Any]:
         return openai_error(refused)
@@ -114,7 +114,7 @@ def _tool_choice(body: Mapping[str, Any]) -> ToolChoice | None:
     return name
 
 
-class _Writer(AnswerWriter):
+class _CompletionWriter(AnswerWriter):
     """Writes chunks; the parts that do not change are encoded once."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:

@@ -42,12 +42,12 @@ def logprob_rows(
     *,
     count: int,
 ) -> list[dict[str, Any]]:
-    """The log-probability of each id as OpenAI writes it, with the `count` likeliest in its place."""
+    """The log-probability of each id as OpenAI writes it, with the `count` likeliest at its position."""
     rows = [] if top is None or not count else list(zip(top.id_rows(), top.logprob_rows(), strict=True))
     told = []
-    for place, token_id in enumerate(token_ids):
-        own = _token(text_of, token_id, 0.0 if logprobs is None else logprobs[place])
-        likeliest = zip(*(each[:count] for each in rows[place]), strict=True) if place < len(rows) else ()
+    for index, token_id in enumerate(token_ids):
+        own = _token(text_of, token_id, 0.0 if logprobs is None else logprobs[index])
+        likeliest = zip(*(each[:count] for each in rows[index]), strict=True) if index < len(rows) else ()
         own["top_logprobs"] = [_token(text_of, int(other), float(value)) for other, value in likeliest]
         told.append(own)
     return told

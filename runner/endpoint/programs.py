@@ -100,7 +100,7 @@ class Running:
         self._argv = argv
         self._process = process
         self._mark = mark
-        self._stdout, self._stderr = _Tail(), _Tail()
+        self._stdout, self._stderr = _OutputTail(), _OutputTail()
 
     async def wait(self) -> FinishedProgram:
         """Wait until it has ended; what it leaves behind is ended then."""
@@ -195,13 +195,13 @@ def _started(
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
     """The program on PATH, or by a path from its own folder, or from ours."""
-    places = [program]
+    paths = [program]
     if os.path.dirname(program) and not os.path.isabs(program):
-        places = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]
-    return next((found for place in places if (found := shutil.which(place, path=env.get("PATH")))), None)
+        paths = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]
+    return next((found for path in paths if (found := shutil.which(path, path=env.get("PATH")))), None)
 
 
-class _Tail:
+class _OutputTail:
     """The end of what a program prints."""
 
     def __init__(self) -> None:

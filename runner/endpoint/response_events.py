@@ -38,7 +38,7 @@ _IN_VAIN: Final = "invalid_prompt"
 
 
 @dataclass(slots=True)
-class _Part:
+class _OpenItem:
     """An item that is being told: a text, of reasoning or of a message."""
 
     item: dict[str, Any]
@@ -68,7 +68,7 @@ class ResponseWriter(AnswerWriter):
         self._tools: Mapping[str, OfferedTool] = request.options["tools"]
         self._number = 0
         self._output: list[dict[str, Any]] = []
-        self._open: _Part | None = None
+        self._open: _OpenItem | None = None
         self._answers = False  # it has a message or a call
         self._ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -100,12 +100,12 @@ class ResponseWriter(AnswerWriter):
             item["namespace"] = tool.namespace
         closed = self._close()
         self._answers = True
-        place = {"item_id": item["id"], "output_index": len(self._output)}
+        address = {"item_id": item["id"], "output_index": len(self._output)}
         status = {} if tool.custom else {"status": "in_progress"}
         parts = [
             self._added({**item, told: "", **status}),
-            self._event(f"{event}.delta", **place, delta=text),
-            self._event(f"{event}.done", **place, **{told: text}, name=tool.name),
+            self._event(f"{event}.delta", **address, delta=text),
+            self._event(f"{event}.done", **address, **{told: text}, name=tool.name),
         ]
         status = {} if tool.custom else {"status": "completed"}
         return b"".join((closed, *parts, self._done({**item, told: text, **status})))
@@ -166,12 +166,12 @@ class ResponseWriter(AnswerWriter):
         else:
             item |= {"type": "reasoning", "summary": [], "encrypted_content": self.handle}
         event = f"response.{kind}.delta"
-        place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
-        fields = orjson.dumps({"type": event, **place})
-        self._open = part = _Part(item, kind, b"event: %b\ndata: %b" % (event.encode(), fields[:-1]))
-        return self._added(item) + self._event("response.content_part.added", **place, part=part.content())
+        address = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+        fields = orjson.dumps({"type": event, **address})
+        self._open = part = _OpenItem(item, kind, b"event: %b\ndata: %b" % (event.encode(), fields[:-1]))
+        return self._added(item) + self._event("response.content_part.added", **address, part=part.content())
 
-    def _delta(self, part: _Part, text: str) -> bytes:
+    def _delta(self, part: _OpenItem, text: str) -> bytes:
         further = b""
         if part.is_message:
             further = b',"logprobs":%b' % (encode(self._logprobs) if self._logprobs else b"[]")
@@ -191,10 +191,10 @@ class ResponseWriter(AnswerWriter):
         late = self._delta(part, "") if part.is_message and self._logprobs else b""
         self._open = None
         content = part.content()
-        place = {"item_id": part.item["id"], "output_index": len(self._output), "content_index": 0}
+        address = {"item_id": part.item["id"], "output_index": len(self._output), "content_index": 0}
         logprobs = {"logprobs": part.logprobs} if part.is_message else {}
-        told = self._event(f"response.{part.kind}.done", **place, text=content["text"], **logprobs)
-        told += self._event("response.content_part.done", **place, part=content)
+        told = self._event(f"response.{part.kind}.done", **address, text=content["text"], **logprobs)
+        told += self._event("response.content_part.done", **address, part=content)
         return late + told + self._done({**part.item, "status": status, "content": [content]})
 
     def _added(self, item: Mapping[str, Any]) -> bytes:

@@ -90,7 +90,7 @@ class ReadItems:
     """What names turns among the items, in order."""
 
 
-class _Kind(enum.IntEnum):
+class _ItemKind(enum.IntEnum):
     """What an item says of a turn, in the order in which a turn says it."""
 
     REASONING = 0
@@ -99,20 +99,25 @@ class _Kind(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class _Said:
+class _SaidItems:
     """What was said of one turn, item by item."""
 
     handle: str
-    last: _Kind
+    """The name of the turn; "" where the items tell none."""
+    last: _ItemKind
+    """The kind of the item that was read last."""
     reasoning: list[str] = field(default_factory=list)
+    """The texts of its reasoning."""
     texts: list[str] = field(default_factory=list)
+    """The texts of its messages."""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    """The calls, in OpenAI's chat form."""
 
-    def takes(self, handle: str, kind: _Kind) -> bool:
+    def takes(self, handle: str, kind: _ItemKind) -> bool:
         """Whether a further item is of the same turn; one that is told apart wrongly is joined by whoever knows it."""
         if handle or self.handle:
             return handle == self.handle
-        return kind > self.last or kind == self.last != _Kind.MESSAGE
+        return kind > self.last or kind == self.last != _ItemKind.MESSAGE
 
     def as_message(self) -> dict[str, Any] | None:
         """The message; None of reasoning that is kept from us."""
@@ -131,18 +136,18 @@ def read_items(items: Sequence[Mapping[str, Any]]) -> ReadItems:
     """The messages that items stand for.
 
     Raises:
-        Refused: one cannot be put before a model; named by its place.
+        Refused: one cannot be put before a model; named by its index.
     """
-    reader = _Reader()
-    for place, item in enumerate(items):
-        reader.read(item, f"input[{place}]")
+    reader = _ItemReader()
+    for index, item in enumerate(items):
+        reader.read(item, f"input[{index}]")
     return reader.end()
 
 
-class _Reader:
+class _ItemReader:
     def __init__(self) -> None:
         self._read = ReadItems()
-        self._said: _Said | None = None
+        self._said: _SaidItems | None = None
         self._handles: dict[str, None] = {}
 
     def end(self) -> ReadItems:
@@ -158,7 +163,7 @@ class _Reader:
             case "reasoning":
                 texts = _text_of(item.get("content"), f"{where}.content")
                 texts = texts or _text_of(item.get("summary"), f"{where}.summary")
-                self._of_turn(item, _Kind.REASONING).reasoning.append(texts)
+                self._of_turn(item, _ItemKind.REASONING).reasoning.append(texts)
             case "function_call":
                 self._call(item, where, _arguments(item, where))
             case "custom_tool_call":
@@ -177,7 +182,7 @@ class _Reader:
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role, content = item.get("role"), _text_of(item.get("content"), f"{where}.content")
         if role == "assistant":
-            self._of_turn(item, _Kind.MESSAGE).texts.append(content)
+            self._of_turn(item, _ItemKind.MESSAGE).texts.append(content)
             return
         if not isinstance(role, str) or role not in _ROLES:
             bad(f"{where}.role: give user, assistant, system or developer, not {role!r:.60}.")
@@ -189,17 +194,17 @@ class _Reader:
         name = flat_name(_string(item, "name", where), namespace if isinstance(namespace, str) else "")
         call_id = _minted(_string(item, "call_id", where))
         function = {"name": name, "arguments": arguments}
-        said = self._of_turn(item, _Kind.CALL)
+        said = self._of_turn(item, _ItemKind.CALL)
         said.calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _of_turn(self, item: Mapping[str, Any], kind: _Kind) -> _Said:
+    def _of_turn(self, item: Mapping[str, Any], kind: _ItemKind) -> _SaidItems:
         """Where an item belongs that says something of a turn."""
         handle = _handle_of(item)
         if handle:
             self._handles[handle] = None
         if self._said is None or not self._said.takes(handle, kind):
             self._finish_turn()
-            self._said = _Said(handle, kind)
+            self._said = _SaidItems(handle, kind)
         self._said.last = kind
         return self._said
 

@@ -44,11 +44,11 @@ def read_tools(given: Sequence[Mapping[str, Any]]) -> OfferedTools:
     """The tools of a request.
 
     Raises:
-        Refused: one has no name, or a part of it is of the wrong type; named by its place.
+        Refused: one has no name, or a part of it is of the wrong type; named by its index.
     """
     offered = OfferedTools()
-    for place, tool in enumerate(given):
-        _read(offered, tool, f"tools[{place}]", "")
+    for index, tool in enumerate(given):
+        _read(offered, tool, f"tools[{index}]", "")
     return offered
 
 
@@ -67,10 +67,10 @@ def _read(offered: OfferedTools, tool: Mapping[str, Any], where: str, namespace:
             offered.by_name[flat] = made
         case "namespace" if not namespace:
             name = _name(tool, where)
-            for place, inner in enumerate(_field(tool, "tools", list, [], where)):
+            for index, inner in enumerate(_field(tool, "tools", list, [], where)):
                 if not isinstance(inner, Mapping):
-                    bad(f"{where}.tools[{place}]: give an object, not {inner!r:.60}.")
-                _read(offered, inner, f"{where}.tools[{place}]", name)
+                    bad(f"{where}.tools[{index}]: give an object, not {inner!r:.60}.")
+                _read(offered, inner, f"{where}.tools[{index}]", name)
         case str(kind) if kind:
             offered.dropped.append(kind)
         case other:
@@ -130,8 +130,8 @@ def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoic
     if mode not in ("auto", "required"):
         bad(f"tool_choice.mode: give auto or required, not {mode!r:.60}.")
     allowed = [
-        _chosen(tool, f"tool_choice.tools[{place}]")
-        for place, tool in enumerate(listed(given, "tools"))
+        _chosen(tool, f"tool_choice.tools[{index}]")
+        for index, tool in enumerate(listed(given, "tools"))
         if tool.get("type") in ("function", "custom")
     ]
     if mode == "required" and len(allowed) == 1:

@@ -41,7 +41,6 @@ STOP_SECONDS: Final = 3.0
 IDLE_SECONDS: Final = 75
 """Seconds after which a connection is closed on which nothing was asked any more."""
 
-
 LAST_BYTES: Final = 0.2
 """Seconds in which a client has to read the end of its answer once the run is over."""
 
@@ -252,6 +251,7 @@ def _server(application: Application) -> Any:
             if state.tasks:
                 await asyncio.wait(list(state.tasks))
 
+    # Its warnings, as of a request that is no HTTP, would be printed into the run's display.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return Server(
         uvicorn.Config(

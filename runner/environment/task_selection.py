@@ -30,7 +30,7 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
         source = read_tasks(Path(source), task_class)
     if most is None and only is None:
         return source
-    kind: Any = _AsyncSelection if isinstance(source, AsyncIterable) else _Selection
+    kind: Any = _AsyncSelection if isinstance(source, AsyncIterable) else _TaskSelection
     chosen = kind(source, most, only)
     if hasattr(source, "finished"):
         chosen.finished = source.finished
@@ -46,7 +46,7 @@ def read_now(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Tas
         BadTask: there is no such task, or the source raised.
     """
     ready = isinstance(source, str | Path | Sequence) or not environment.overrides("lifespan")
-    if not ready or not isinstance(chosen, _Selection) or hasattr(chosen, "finished"):
+    if not ready or not isinstance(chosen, _TaskSelection) or hasattr(chosen, "finished"):
         return chosen
     try:
         return list(chosen)
@@ -67,7 +67,7 @@ class _Choice:
         self._only = only
 
 
-class _Selection(_Choice):
+class _TaskSelection(_Choice):
     def __iter__(self) -> Iterator[Task]:
         if self._only is None:
             yield from islice(self._source, self._most)

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.chat_requests import Again, Tolerated, Verdict
 from runner.engines.base import FinishReason
-from runner.episode.histories import Attempt, Compared, Histories, Walk
+from runner.episode.histories import AskedTurn, Compared, Histories, Walk
 from runner.episode.reading import said_by_user
 from runner.errors import BadMessage
 from runner.messages import Message, check_answers
@@ -22,24 +22,24 @@ AS_SENT = "client"
 
 @dataclass(slots=True)
 class Aligned:
-    """Where a request goes on."""
+    """The answer to where a request goes on."""
 
     walk: Walk
     """Its history in the tree."""
     verdict: Verdict
-    """What the history is."""
-    parent: Attempt | None = None
+    """The verdict: how the history relates to the turns that were sampled."""
+    parent: AskedTurn | None = None
     """The turn that it follows."""
-    behind: Attempt | None = None
+    behind: AskedTurn | None = None
     """The turn that its history ends with, before what it asks; None where it tells no turn as it was."""
-    before: Attempt | None = None
-    """The turn whose prompt it asks again, or that it left behind where it left all."""
+    before: AskedTurn | None = None
+    """The turn whose prompt is asked again, or the first turn of a history that was given up whole."""
     again: Again = Again.NO
-    """What is to be done then."""
+    """The treatment of a prompt that was asked before."""
     messages: list[Message] = field(default_factory=list)
-    """What is put behind the turn that it follows; all of it where it is rendered anew."""
+    """The messages to put behind the turn that it follows; the whole history where that is rendered anew."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """What the client changed."""
+    """The differences that the client made, which change nothing."""
     as_sent: bool = False
     """Whether its history is wanted as the client sends it."""
 
@@ -80,7 +80,7 @@ def align(
     if not read:
         raise BadMessage("a request has no message: give the whole history, such as a user message.")
     walk = histories.walk(read)
-    if not walk.places:
+    if not walk.points:
         raise BadMessage("a request begins with what was said of a turn that was cut: put what it was asked before it.")
     echoed = next((each.handles for each in reversed(walk.messages) if histories.named(each.handles)), ())
     named = histories.named([*handles, *echoed])
@@ -102,31 +102,31 @@ def align(
     return found
 
 
-def _depth(walk: Walk, attempt: Attempt) -> int:
+def _depth(walk: Walk, asked_turn: AskedTurn) -> int:
     """How many messages of the history lead to what a turn said."""
-    return next(index for index, place in enumerate(walk.places, 1) if place is attempt.said)
+    return next(index for index, point in enumerate(walk.points, 1) if point is asked_turn.said)
 
 
-def _parent(walk: Walk, named: Attempt | None, label: str) -> Attempt | None:
-    for place in reversed(walk.places):
+def _parent(walk: Walk, named: AskedTurn | None, label: str) -> AskedTurn | None:
+    for point in reversed(walk.points):
         # Only what the handle names, what came to it or goes on from it; where nothing does, the content alone tells.
-        known = [each for each in place.said if named is None or _in_line(each, named)]
+        known = [each for each in point.said if named is None or _in_line(each, named)]
         proven = [each for each in known if _reasons(walk, each)]
         if proven:
             return max(proven, key=lambda each: (each.label == label, each.fits(label), each.number))
     return _parent(walk, None, label) if named is not None else None
 
 
-def _in_line(one: Attempt, other: Attempt) -> bool:
-    older, younger = sorted((one, other), key=lambda attempt: attempt.number)
+def _in_line(one: AskedTurn, other: AskedTurn) -> bool:
+    older, younger = sorted((one, other), key=lambda asked_turn: asked_turn.number)
     return any(each is older for each in younger.path())
 
 
-def _reasons(walk: Walk, attempt: Attempt) -> bool:
+def _reasons(walk: Walk, asked_turn: AskedTurn) -> bool:
     """Whether the history has no other reasoning than its turns had; it may lack it."""
-    said = {id(each.said): each for each in attempt.path()} if walk.thoughts else {}
+    said = {id(each.said): each for each in asked_turn.path()} if walk.thoughts else {}
     for index in walk.thoughts:
-        turn = said.get(id(walk.places[index]))
+        turn = said.get(id(walk.points[index]))
         if turn is not None and turn.node is not None:
             known = turn.node.reply.get("reasoning_content", "")
             if walk.messages[index].message["reasoning_content"].strip() != known.strip():
@@ -136,7 +136,7 @@ def _reasons(walk: Walk, attempt: Attempt) -> bool:
 
 def _verdict(
     walk: Walk,
-    parent: Attempt | None,
+    parent: AskedTurn | None,
     depth: int,
     tools: Sequence[dict[str, Any]],
     label: str,
@@ -172,19 +172,19 @@ def _verdict(
     return Aligned(walk, _followed(parent, histories), parent)
 
 
-def _is_asked_again(each: Attempt, parent: Attempt | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
+def _is_asked_again(each: AskedTurn, parent: AskedTurn | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
     if each.behind is not parent or each.taken_back or not each.fits(label):
         return False
     return same_tools(each.head.schemas() if each.node is None else each.node.segment.tools, tools)
 
 
-def _again(before: Attempt) -> Again:
+def _again(before: AskedTurn) -> Again:
     if not before.gone:
         return Again.SIBLING
     return Again.REPLAYED if before.finished else Again.TAKEN_BACK
 
 
-def _followed(parent: Attempt, histories: Histories) -> Verdict:
+def _followed(parent: AskedTurn, histories: Histories) -> Verdict:
     """What goes on from a turn with the same tools."""
     if not parent.children:
         return Verdict.APPEND
@@ -194,22 +194,22 @@ def _followed(parent: Attempt, histories: Histories) -> Verdict:
     return Verdict.REWOUND if any(each is parent for each in latest.path()) else Verdict.BRANCH
 
 
-def _begun(walk: Walk, parent: Attempt | None, depth: int, label: str) -> Attempt | None:
+def _begun(walk: Walk, parent: AskedTurn | None, depth: int, label: str) -> AskedTurn | None:
     """A turn that was asked on the way, and whose own words do not follow."""
-    for place in reversed(walk.places[depth:-1]):
-        for each in reversed(place.asked):
+    for point in reversed(walk.points[depth:-1]):
+        for each in reversed(point.asked):
             if each.parent is parent and each.fits(label):
                 return each
     return None
 
 
-def _latest(begun: Attempt, label: str) -> Attempt | None:
+def _latest(begun: AskedTurn, label: str) -> AskedTurn | None:
     """The latest turn on a path that begins with this one."""
     sampled = (each for each in begun.line() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 
 
-def _speeches(begun: Attempt, latest: Attempt) -> int:
+def _speeches(begun: AskedTurn, latest: AskedTurn) -> int:
     return next(count for count, each in enumerate(latest.path(), 1) if each is begun)
 
 
@@ -223,7 +223,7 @@ def _as_given(walk: Walk, index: int, stored: Sequence[Message]) -> Message:
     return {**message, "tool_call_id": calls[number]["id"], "name": calls[number]["function"]["name"]}
 
 
-def _changed(walk: Walk, parent: Attempt | None) -> frozenset[Tolerated]:
+def _changed(walk: Walk, parent: AskedTurn | None) -> frozenset[Tolerated]:
     """What a client changed of the turns that it sends back."""
     before, begin, changed = walk.compared, 0, set[Tolerated]()
     path = [] if parent is None else list(parent.path())
@@ -231,8 +231,8 @@ def _changed(walk: Walk, parent: Attempt | None) -> frozenset[Tolerated]:
         begin, path = before.messages, path[: path.index(before.parent)]
         changed.update(before.changed)
     said = {id(each.said): each for each in path}
-    for heard, place in zip(walk.messages[begin:], walk.places[begin:], strict=True):
-        turn = said.get(id(place))
+    for heard, point in zip(walk.messages[begin:], walk.points[begin:], strict=True):
+        turn = said.get(id(point))
         if turn is None or turn.node is None:
             continue
         ours, theirs = turn.node.reply, heard.message

@@ -7,7 +7,7 @@ task that the episode started, so that what it samples is under the clocks and l
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -23,12 +23,13 @@ from runner.concurrency.clocks import Asking
 from runner.concurrency.threads import Job
 from runner.episode.alignment import Aligned, align
 from runner.episode.forest import Head, Node
-from runner.episode.histories import Attempt, Histories
+from runner.episode.histories import AskedTurn, Histories
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, MessageModel
 from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
+from runner.episode.turn_settings import TurnAudience
 from runner.errors import BadMessage, ContextFull, EpisodeOver
 from runner.messages import canonical_json
 from runner.options import Sampling
@@ -36,35 +37,43 @@ from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tools.foreign import tools_of
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
-from runner.turn_events import TurnRelay
+from runner.turn_events import GiveTurn, TurnRelay
 
 __all__ = ["ChatDesk"]
 
 OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationState]
 """Opens the conversation of a thread, by its name, its tools and whether it is trained."""
 
-Give = Callable[[Turn, Turn | None], Awaitable[None]]
-"""Hands a turn over; the second one is the cut turn with which it goes on, or None."""
-
 GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice", "logprobs"})
 """The sampling that a trained thread is asked for and given; the rest is the run's own."""
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _OpenRequest:
     """A request that is being answered."""
 
     asked: Asked
+    """The request as the client made it."""
     relay: TurnRelay | None = None
+    """The relay of the turn while it is sampled."""
     began: float = field(default_factory=time.perf_counter)
+    """The moment at which it was there."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    """The scope in which it is answered; whoever asked and goes away cancels it."""
     done: anyio.Event = field(default_factory=anyio.Event)
-    attempt: Attempt | None = None
+    """Is set once nothing more is done for it."""
+    asked_turn: AskedTurn | None = None
+    """The turn in the tree, once it is known what the history is."""
     record: ChatRequest | None = None
+    """The record of the request, from then on."""
     turn: Turn | None = None
+    """The turn that answers it."""
     continued: Turn | None = None
+    """The cut turn with which that one goes on."""
     error: Exception | None = None
+    """The reason why there is no turn."""
     gone: bool = False
+    """Whether whoever asked went away."""
 
 
 class ChatDesk:
@@ -105,13 +114,7 @@ class ChatDesk:
                 if self._was_asked:
                     group.cancel_scope.cancel()
 
-    async def ask(
-        self,
-        asked: Asked,
-        *,
-        relay: TurnRelay | None = None,
-        give: Give | None = None,
-    ) -> Turn:
+    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered.
 
         Args:
@@ -125,32 +128,32 @@ class ChatDesk:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
             BadInput: the messages, the tools or the sampling cannot be used.
         """
-        job = _Job(asked, relay)
+        request = _OpenRequest(asked, relay)
         try:
             if self._group is not None:
-                await self._hand_over(job, self._group)
+                await self._hand_over(request, self._group)
             elif self._play.limits.clock.is_over_this_task():  # a tool's, in the usual loop
-                await self._serve(job)
+                await self._serve(request)
             else:
                 raise self._is_over()
-            if job.turn is not None and give is not None:
-                await give(job.turn, job.continued)
+            if request.turn is not None and give is not None:
+                await give(request.turn, request.continued)
         except BaseException:
-            job.gone = True
-            if job.attempt is not None:
-                job.attempt.gone = True
-            job.scope.cancel()
+            request.gone = True
+            if request.asked_turn is not None:
+                request.asked_turn.gone = True
+            request.scope.cancel()
             raise
         finally:
-            if job.record is not None:
-                job.record.seconds = time.perf_counter() - job.began
-        if job.error is not None:
-            raise job.error
-        assert job.turn is not None  # or there is an error
-        if job.attempt is not None and job.record is not None:
-            job.record.delivery = Delivery.DELIVERED
-            job.attempt.gone = False
-        return job.turn
+            if request.record is not None:
+                request.record.seconds = time.perf_counter() - request.began
+        if request.error is not None:
+            raise request.error
+        assert request.turn is not None  # or there is an error
+        if request.asked_turn is not None and request.record is not None:
+            request.record.delivery = Delivery.DELIVERED
+            request.asked_turn.gone = False
+        return request.turn
 
     async def count(self, asked: Asked) -> int:
         """How many ids a prompt with the messages and tools of a request has, rendered anew.
@@ -169,65 +172,62 @@ class ChatDesk:
         except Unbridgeable as missing:
             raise BadMessage(f"the chat template cannot write this history: {missing}") from None
 
-    async def _hand_over(self, job: _Job, group: TaskGroup) -> None:
+    async def _hand_over(self, request: _OpenRequest, group: TaskGroup) -> None:
         self._was_asked = True
         # Whoever asks may be under no clock of the episode, and a task has those of whoever starts it.
-        self._context.copy().run(group.start_soon, self._serve, job)
-        if job.relay is not None:
-            await job.relay.pass_on()
-        if not job.done.is_set():
-            await job.done.wait()
+        self._context.copy().run(group.start_soon, self._serve, request)
+        if request.relay is not None:
+            await request.relay.pass_on()
+        if not request.done.is_set():
+            await request.done.wait()
 
     def _is_over(self) -> EpisodeOver:
         return EpisodeOver(f"{self._play.key.id} is not being played: no request can be answered")
 
-    async def _serve(self, job: _Job) -> None:
-        job.error = self._is_over()  # where it is cut
+    async def _serve(self, request: _OpenRequest) -> None:
+        request.error = self._is_over()  # where it is cut
         try:
-            with job.scope, Asking():
-                if job.gone:
+            with request.scope, Asking():
+                if request.gone:
                     return
-                job.turn, job.error = await self._answer(job), None
+                request.turn, request.error = await self._answer(request), None
         except Exception as error:
-            job.error = error
+            request.error = error
         finally:
-            job.done.set()
-            if job.relay is not None:
-                job.relay.close()
+            request.done.set()
+            if request.relay is not None:
+                request.relay.close()
 
     # --- one request
 
-    async def _answer(self, job: _Job) -> Turn:
-        asked = job.asked
+    async def _answer(self, request: _OpenRequest) -> Turn:
+        asked = request.asked
         tools = self._tools_of(asked.tools)
         found, seconds = await self._aligned(asked, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
-            return self._replay(job, found, found.before.node.turn, seconds)
+            return self._replay(request, found, found.before.node.turn, seconds)
         if found.verdict is Verdict.CONTINUED and found.parent is not None and found.parent.node is not None:
-            job.continued = found.parent.node.turn
+            request.continued = found.parent.node.turn
         thread = self._thread(asked, found, tools)
         sampling, not_granted = _granted(thread, asked.sampling)
-        record = job.record = self._record(thread, asked, found, seconds)
+        record = request.record = self._record(thread, asked, found, seconds)
         record.not_granted = {**not_granted, **asked.not_granted}
         head = _head(found, tools)
         if found.again is Again.TAKEN_BACK and found.before is not None:
             found.before.taken_back = True
-        attempt = job.attempt = Attempt(
+        asked_turn = request.asked_turn = AskedTurn(
             thread, found.walk.end, found.parent, head.copied(), found.behind, record=record
         )
-        self._histories.ask(attempt)
+        self._histories.ask(asked_turn)
         self._play.limits.context_rewritten(thread.name)
-        known, told = len(thread.nodes), None if job.relay is None else job.relay.put
+        known, told = len(thread.nodes), None if request.relay is None else request.relay.put
+        audience = TurnAudience(
+            self._handle(thread),
+            tell=told if told is not None and _streams(thread, tools, asked) else None,
+            watch=told,
+        )
         try:
-            return await take_turn(
-                thread,
-                head,
-                sampling,
-                asked.tool_choice,
-                handle=self._handle(thread),
-                tell=told if told is not None and _streams(thread, tools, asked) else None,
-                watch=told,
-            )
+            return await take_turn(thread, head, sampling, asked.tool_choice, audience=audience)
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
                 self._play.limits.context_rewritten(thread.name)  # the client was told, and that is all
@@ -236,7 +236,7 @@ class ChatDesk:
             record.error = "" if cut else str(error)
             raise
         finally:
-            self._settle(attempt, found, head, thread.nodes[known:])
+            self._settle(asked_turn, found, head, thread.nodes[known:])
 
     def _tools_of(self, given: Sequence[Any]) -> list[Tool]:
         """The tools of a request; they come again with every one, and making them takes a look at each schema."""
@@ -245,12 +245,13 @@ class ChatDesk:
         key = canonical_json(list(given))
         if key not in self._tools:
             self._tools[key] = tools_of(given)
-        return list(self._tools[key])
+        return list(self._tools[key])  # a copy: it becomes a head's own list, which authors may change
 
     async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
         schemas = [tool.as_openai() for tool in tools]
         while True:
             began = time.perf_counter()
+            # An author's own conversations may have spoken since, and a request may go on from what they said.
             for state in self._play.states.values():
                 if state not in self._own:
                     self._histories.take_in(state)
@@ -269,26 +270,26 @@ class ChatDesk:
             # It is being cut at this moment.
             await found.before.over.wait()
 
-    def _replay(self, job: _Job, found: Aligned, turn: Turn, seconds: float) -> Turn:
+    def _replay(self, request: _OpenRequest, found: Aligned, turn: Turn, seconds: float) -> Turn:
         assert found.before is not None
-        job.attempt = found.before
-        record = job.record = self._record(found.before.thread, job.asked, found, seconds)
+        request.asked_turn = found.before
+        record = request.record = self._record(found.before.thread, request.asked, found, seconds)
         record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until whoever asked has it
         return turn
 
-    def _settle(self, attempt: Attempt, found: Aligned, head: Head, added: Sequence[Node]) -> None:
+    def _settle(self, asked_turn: AskedTurn, found: Aligned, head: Head, added: Sequence[Node]) -> None:
         """Put what came of a request into the tree."""
         node = next((each for each in added if each is head.node), None)
         if node is None:
-            self._histories.forget(attempt)
+            self._histories.forget(asked_turn)
             if found.again is Again.TAKEN_BACK and found.before is not None:
                 found.before.taken_back = False
             return
-        assert attempt.record is not None
-        attempt.record.turn = node.turn.number
-        if attempt.record.delivery is Delivery.IN_FLIGHT:
-            attempt.record.delivery = Delivery.UNDELIVERED  # until whoever asked has it
-        self._histories.say(attempt, node, [node.turn.handle])
+        assert asked_turn.record is not None
+        asked_turn.record.turn = node.turn.number
+        if asked_turn.record.delivery is Delivery.IN_FLIGHT:
+            asked_turn.record.delivery = Delivery.UNDELIVERED  # until whoever asked has it
+        self._histories.say(asked_turn, node, [node.turn.handle])
 
     def _thread(self, asked: Asked, found: Aligned, tools: Sequence[Tool]) -> ConversationState:
         """The conversation that answers: that of the turns it goes on from, unless another client asks."""

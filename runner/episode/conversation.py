@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -19,17 +19,17 @@ from runner.episode.state import ConversationState, EpisodeState, checked_tools
 from runner.episode.streamed_turn import StreamedTurn, heard
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
+from runner.episode.turn_settings import NOBODY, TurnAudience
 from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Sampling, ToolChoice
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
-from runner.turn_events import TurnEvent
 
 __all__ = ["Conversation", "open_conversation", "open_thread"]
 
 DRAIN_SECONDS = 10.0
-"""How long a conversation that is closed waits for what was sampled of a turn in flight."""
+"""How long a conversation that is closed waits for what was sampled of a turn in flight, which is under a shield."""
 
 
 def open_conversation(
@@ -146,13 +146,13 @@ class Conversation:
             RuntimeError: nothing was added, or another `generate` of this conversation is running.
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
-        return await self._generate(None, sampling, tool_choice)
+        return await self._generate(NOBODY, sampling, tool_choice)
 
     async def _generate(
-        self, tell: Callable[[TurnEvent], None] | None, sampling: Sampling | None, tool_choice: ToolChoice | None
+        self, audience: TurnAudience, sampling: Sampling | None, tool_choice: ToolChoice | None
     ) -> Turn:
         with self._speaking():
-            return await take_turn(self._state, self._state.head, sampling, tool_choice, tell=tell)
+            return await take_turn(self._state, self._state.head, sampling, tool_choice, audience=audience)
         # Only `close` leaves the block without a turn: it cancels the scope, which swallows its own cancellation.
         raise self._is_over()
 
@@ -168,18 +168,13 @@ class Conversation:
         Args:
             sampling: goes over the run's and the environment's, field by field.
             tool_choice: goes over the environment's.
-
-        Raises:
-            EpisodeOver: a limit was reached, or the tokens or the engine failed; leaving `rollout` with it is normal.
-            RuntimeError: nothing was added, or another `generate` of this conversation is running.
-            BadOption: the sampling, the limits or the tool choice cannot be used.
         """
 
         def last() -> Turn | None:
             node = self._state.head.node
             return None if node is None else node.turn
 
-        async with heard(last, lambda tell: self._generate(tell, sampling, tool_choice)) as streamed:
+        async with heard(last, lambda tell: self._generate(TurnAudience(tell=tell), sampling, tool_choice)) as streamed:
             yield streamed
 
     async def call_tools(self, turn: Turn) -> list[Message]:

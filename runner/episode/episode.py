@@ -14,7 +14,7 @@ from runner.endpoint.endpoint import Endpoint, serving
 from runner.episode.conversation import Conversation, open_conversation
 from runner.episode.key import MAIN, task_rng
 from runner.episode.serving import Overflow, SentHistory, ServedEpisode, Train, model_name
-from runner.episode.state import EpisodeState
+from runner.episode.state import ConversationState, EpisodeState
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Sampling, ToolChoice
 from runner.tools.tool import Tool
@@ -52,7 +52,7 @@ class Episode:
     @property
     def conversations(self) -> dict[str, Conversation]:
         """The conversations that are open, by agent."""
-        return {name: state.conversation for name, state in self._play.states.items()}
+        return {name: _seen_by_author(state) for name, state in self._play.states.items()}
 
     @property
     def turns(self) -> list[Turn]:
@@ -119,8 +119,7 @@ class Episode:
             RuntimeError: `main` is not open yet; it is after `prompt()`.
         """
         if name in self._play.states:
-            opened: Conversation = self._play.states[name].conversation
-            return opened
+            return _seen_by_author(self._play.states[name])
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
         return open_conversation(
@@ -173,8 +172,7 @@ class Episode:
             handles=handles,
             system_as_user=system_as_user,
         )
-        turn: Turn = await self._play.desk.ask(asked)
-        return turn
+        return await self._play.desk.ask(asked)
 
     @asynccontextmanager
     async def serve(
@@ -239,8 +237,7 @@ class Episode:
         began = loop_time()
         try:
             if turn.tool_calls:
-                answers: list[Message] = await self._play.states[turn.agent].conversation.call_tools(turn)
-                return answers
+                return await self._play.states[turn.agent].conversation.call_tools(turn)
             return await self._step(turn)
         finally:
             turn.timings.environment += loop_time() - began
@@ -282,3 +279,8 @@ class Episode:
             yield
         finally:
             limiter.release_on_behalf_of(owner)
+
+
+def _seen_by_author(state: ConversationState) -> Conversation:
+    assert isinstance(state.conversation, Conversation)  # there is no other kind, and `state` cannot know it
+    return state.conversation

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from runner.messages import Message
 from runner.tools.tool import Tool
-from runner.trajectory import Segment, Turn
+from runner.trajectory import Origin, Segment, Turn
 
 __all__ = ["Head", "Node"]
 
@@ -23,21 +23,21 @@ class Node:
     parent: Node | None
     """The turn that it follows, of this conversation or of the one that it branched from; None for a first."""
     answered: int
-    """How many messages of its segment stand before those that it was asked; 0 where its prompt was rendered whole."""
+    """The index, in its segment, of the first message that this turn answers; 0 where the whole prompt was rendered."""
     start: int
-    """How many of the segment's messages its message stands behind."""
+    """The index of its own message in the segment."""
     reply: Message
-    """Its message: what was said from `begin` on, of a turn that was cut as far as it came."""
+    """The assistant message, read from the ids at `begin` on; a cut turn's message is as long as it got."""
     begin: int
     """The first sampled id of its message, which may have begun in a turn that was cut."""
     calls_before: int
-    """How many calls the turns before its message made on its path."""
+    """The number of calls on the path before the message."""
     calls: int
-    """The same with its own."""
+    """The number of calls on the path up to and with the message."""
     plain: bool
     """Whether every message up to it is plain, and gives a template nothing special to look back at (`is_plain`)."""
     extended: bool = False
-    """A later turn has the end of its segment, so that what else goes on from it begins a segment of its own."""
+    """Whether a later turn extends this segment; any other turn that follows then begins a segment of its own."""
 
     @property
     def messages(self) -> list[Message]:
@@ -53,6 +53,11 @@ class Node:
     def asked(self) -> Sequence[Message]:
         """The messages that it was asked: those between the turn before it and its own."""
         return self.segment.messages[self.answered : self.start]
+
+    @property
+    def origin(self) -> Origin:
+        """The turn, as a segment names it that follows."""
+        return Origin(self.turn.agent, self.turn.number, self.turn)
 
     @property
     def spoken(self) -> Node:
@@ -90,17 +95,22 @@ class Head:
     whole: str = ""
     """Why everything is rendered anew, whatever stands in `node`; "" where the ids of `node` stay."""
     again: Node | None = None
-    """The turn whose prompt is sampled once more, as long as what is queued is what that was asked."""
+    """The turn to sample again; it applies only while `queued` equals the messages that this turn was asked."""
     takes_back: bool = False
-    """Whether that turn is not trained on then."""
+    """Whether the turn in `again` is not trained on any more once it is sampled again."""
 
     @property
     def seen(self) -> list[Message]:
-        """The messages that what is queued comes behind."""
+        """The messages in front of the queued ones."""
         return [] if self.node is None or self.whole else self.node.messages
 
+    @property
+    def origin(self) -> Origin | None:
+        """The turn that a segment follows which begins here; None where no turn stands before."""
+        return None if self.node is None else self.node.origin
+
     def copied(self) -> Head:
-        """The same place, for another turn that is asked there."""
+        """A head at the same point, for another turn that is asked there."""
         return replace(self, queued=list(self.queued))
 
     def schemas(self) -> list[dict[str, object]]:

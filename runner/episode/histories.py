@@ -1,6 +1,6 @@
 """The histories of an episode: a tree of messages that says which turns were asked, and which were said, after which.
 
-A step of the tree is what counts in a message, with the place of the call that it answers. So a whole history is looked
+A step of the tree is what counts in a message, with the index of the call that it answers. So a whole history is looked
 up by one step a message, however many turns there are.
 """
 
@@ -17,50 +17,50 @@ from runner.engines.base import FinishReason
 from runner.episode.forest import Head, Node
 from runner.episode.reading import RECENT, MessageReader, ReadMessage, joined
 from runner.episode.state import ConversationState
-from runner.messages import AnsweredCalls, CallPlace
+from runner.messages import AnsweredCalls, CallIndex
 
-__all__ = ["Attempt", "Histories", "Place", "Walk"]
+__all__ = ["AskedTurn", "Histories", "HistoryPoint", "Walk"]
 
 JOINED = 64
 """A turn may come back as so many messages, one for each of its calls."""
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """What a history has come to."""
+class HistoryPoint:
+    """A point in the tree: all histories that begin with the same messages end here."""
 
-    after: dict[tuple[Hashable, CallPlace | None], Place] = field(default_factory=dict)
-    """Where each further message leads to."""
-    asked: list[Attempt] = field(default_factory=list)
+    after: dict[tuple[Hashable, CallIndex | None], HistoryPoint] = field(default_factory=dict)
+    """The point that each further message leads to."""
+    asked: list[AskedTurn] = field(default_factory=list)
     """The turns whose prompt ends here, in the order in which they were asked for."""
-    said: list[Attempt] = field(default_factory=list)
+    said: list[AskedTurn] = field(default_factory=list)
     """The turns whose message is the last one here."""
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class AskedTurn:
     """A turn in the tree, from the moment on at which it is asked for."""
 
     thread: ConversationState
-    """The conversation that it is of."""
-    asked: Place
-    """Where its prompt ends."""
-    parent: Attempt | None
+    """The conversation in which it was asked."""
+    asked: HistoryPoint
+    """The point at which its prompt ends."""
+    parent: AskedTurn | None
     """The turn that it follows."""
     head: Head
-    """Where it was asked; what is asked beside it begins there too."""
-    behind: Attempt | None = None
+    """The head of the conversation at which it was asked; a sibling request begins there too."""
+    behind: AskedTurn | None = None
     """The turn that its history was found to end with, before what it was asked."""
-    children: list[Attempt] = field(default_factory=list)
+    children: list[AskedTurn] = field(default_factory=list)
     """The turns that follow it."""
     record: ChatRequest | None = None
     """The request that asked for it; None for a turn of an author's own."""
     node: Node | None = None
-    """Its place in the forest, once it was sampled."""
-    said: Place | None = None
-    """Where its message ends."""
+    """The node of the turn in the forest, once it was sampled."""
+    said: HistoryPoint | None = None
+    """The point at which its message ends."""
     number: int = 0
-    """Counts what is in the tree."""
+    """The turn's number in the order in which turns entered the tree."""
     taken_back: bool = False
     """Whether it was sampled anew."""
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -90,20 +90,20 @@ class Attempt:
         """Whether it was sampled to its end."""
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
-    def line(self) -> Iterator[Attempt]:
+    def line(self) -> Iterator[AskedTurn]:
         """Itself and all turns that go on from it, at any depth."""
         left = [self]
         while left:
-            attempt = left.pop()
-            yield attempt
-            left += attempt.children
+            asked_turn = left.pop()
+            yield asked_turn
+            left += asked_turn.children
 
-    def path(self) -> Iterator[Attempt]:
+    def path(self) -> Iterator[AskedTurn]:
         """The turns on its path, itself first."""
-        attempt: Attempt | None = self
-        while attempt is not None:
-            yield attempt
-            attempt = attempt.parent
+        asked_turn: AskedTurn | None = self
+        while asked_turn is not None:
+            yield asked_turn
+            asked_turn = asked_turn.parent
 
     def fits(self, label: str) -> bool:
         """Whether it may be of the client that calls itself so."""
@@ -112,14 +112,14 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What a history was found to have changed of the turns that it tells."""
+    """The comparison of a history with the turns that it tells."""
 
-    parent: Attempt | None
+    parent: AskedTurn | None
     """The last of these turns."""
     messages: int
-    """How many messages were compared."""
+    """The number of messages that were compared."""
     changed: frozenset[Tolerated]
-    """What was changed in them."""
+    """The differences that were found in these messages."""
 
 
 @dataclass(slots=True)
@@ -127,42 +127,42 @@ class Walk:
     """The history of a request, message by message through the tree."""
 
     messages: list[ReadMessage] = field(default_factory=list)
-    """Its messages, those of one turn joined."""
-    places: list[Place] = field(default_factory=list)
-    """Where each of them leads to."""
-    answers: list[CallPlace | None] = field(default_factory=list)
-    """The call that each of them answers."""
+    """The messages, those of one turn joined."""
+    points: list[HistoryPoint] = field(default_factory=list)
+    """The point that each message leads to."""
+    answers: list[CallIndex | None] = field(default_factory=list)
+    """The call that each message answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
-    """What the client changed on the way."""
+    """The differences that the client made on the way, which change nothing."""
     thoughts: list[int] = field(default_factory=list)
-    """Which of its messages have reasoning."""
+    """The indices of the messages that have reasoning."""
     size: int = 0
-    """How many bytes its messages have as JSON."""
+    """The bytes of the messages as JSON."""
     volatile: int = 0
-    """How many lines were taken out of them."""
+    """The number of lines that were taken out of the messages."""
     compared: Compared | None = None
-    """What the begin of the history was found to have changed of the turns on it, when it was looked at before."""
+    """An earlier comparison of the beginning of this history, so that it is not made twice."""
 
     def copied(self) -> Walk:
         """The same, to be gone on with."""
-        lists = list(self.messages), list(self.places), list(self.answers)
+        lists = list(self.messages), list(self.points), list(self.answers)
         return Walk(*lists, set(self.tolerated), list(self.thoughts), self.size, self.volatile, self.compared)
 
-    def add(self, message: ReadMessage, place: Place, answered: CallPlace | None) -> None:
+    def add(self, message: ReadMessage, point: HistoryPoint, answered: CallIndex | None) -> None:
         """Go on by a message."""
         if "reasoning_content" in message.message:
             self.thoughts.append(len(self.messages))
         self.messages.append(message)
-        self.places.append(place)
+        self.points.append(point)
         self.answers.append(answered)
         self.tolerated |= message.tolerated
         self.size += message.size
         self.volatile += message.volatile
 
     @property
-    def end(self) -> Place:
+    def end(self) -> HistoryPoint:
         """Where the whole history leads to."""
-        return self.places[-1]
+        return self.points[-1]
 
 
 class Histories:
@@ -171,50 +171,50 @@ class Histories:
     def __init__(self) -> None:
         self.reader = MessageReader()
         """Reads messages, and keeps what it read."""
-        self.latest: dict[ConversationState, Attempt] = {}
+        self.latest: dict[ConversationState, AskedTurn] = {}
         """The turn of each conversation that was asked for last."""
         self._numbered = 0
-        self._root = Place()
-        self._handles: dict[str, Attempt] = {}
-        self._known: dict[int, Attempt] = {}
+        self._root = HistoryPoint()
+        self._handles: dict[str, AskedTurn] = {}
+        self._known: dict[int, AskedTurn] = {}
         self._taken_in: dict[int, int] = {}
         self._recent = deque[_Walked](maxlen=RECENT)
 
     # --- what was asked and said
 
-    def ask(self, attempt: Attempt) -> None:
+    def ask(self, asked_turn: AskedTurn) -> None:
         """Add a turn that is asked for now."""
-        attempt.number = self._numbered
+        asked_turn.number = self._numbered
         self._numbered += 1
-        self.latest[attempt.thread] = attempt
-        attempt.asked.asked.append(attempt)
-        if attempt.parent is not None:
-            attempt.parent.children.append(attempt)
+        self.latest[asked_turn.thread] = asked_turn
+        asked_turn.asked.asked.append(asked_turn)
+        if asked_turn.parent is not None:
+            asked_turn.parent.children.append(asked_turn)
 
-    def forget(self, attempt: Attempt) -> None:
+    def forget(self, asked_turn: AskedTurn) -> None:
         """Take away one that came to nothing."""
-        attempt.asked.asked.remove(attempt)
-        if attempt.parent is not None:
-            attempt.parent.children.remove(attempt)
-        attempt.over.set()
+        asked_turn.asked.asked.remove(asked_turn)
+        if asked_turn.parent is not None:
+            asked_turn.parent.children.remove(asked_turn)
+        asked_turn.over.set()
 
-    def say(self, attempt: Attempt, node: Node, handles: Sequence[str]) -> None:
+    def say(self, asked_turn: AskedTurn, node: Node, handles: Sequence[str]) -> None:
         """Add what was sampled for a turn."""
-        attempt.node = node
-        attempt.call_ids = frozenset(call["id"] for call in node.turn.as_message().get("tool_calls", ()))
-        self._known[id(node)] = attempt
+        asked_turn.node = node
+        asked_turn.call_ids = frozenset(call["id"] for call in node.turn.as_message().get("tool_calls", ()))
+        self._known[id(node)] = asked_turn
         (reply,) = self.reader.read([node.reply])
         # Where it goes on with a turn that was cut, its message is the whole one, which began there.
-        begun = self._known.get(id(node.spoken), attempt)
-        attempt.said = _stepped(begun.asked, reply.key, None)
-        attempt.said.said.append(attempt)
-        self._handles.update(dict.fromkeys(handles, attempt))
-        attempt.over.set()
+        begun = self._known.get(id(node.spoken), asked_turn)
+        asked_turn.said = _stepped(begun.asked, reply.key, None)
+        asked_turn.said.said.append(asked_turn)
+        self._handles.update(dict.fromkeys(handles, asked_turn))
+        asked_turn.over.set()
 
-    def named(self, handles: Sequence[str]) -> Attempt | None:
+    def named(self, handles: Sequence[str]) -> AskedTurn | None:
         """The latest turn that one of these names; None where none is known."""
         known = [self._handles[handle] for handle in handles if handle in self._handles]
-        return max(known, key=lambda attempt: attempt.number, default=None)
+        return max(known, key=lambda asked_turn: asked_turn.number, default=None)
 
     def take_in(self, thread: ConversationState) -> None:
         """Add the turns of a conversation that nobody asked for by a request: an author's own."""
@@ -223,9 +223,9 @@ class Histories:
             parent = None if before is None else self._known.get(id(before))
             walk = self.walk(self.reader.read(node.messages[:-1]))
             head = Head(thread.head.tools, list(node.asked), before, "" if node.answered else node.segment.cause)
-            attempt = Attempt(thread, walk.end, parent, head, parent)
-            self.ask(attempt)
-            self.say(attempt, node, ())
+            asked_turn = AskedTurn(thread, walk.end, parent, head, parent)
+            self.ask(asked_turn)
+            self.say(asked_turn, node, ())
         self._taken_in[id(thread)] = len(thread.nodes)
 
     # --- looking up
@@ -237,46 +237,46 @@ class Histories:
         """
         before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
         walk, calls = (Walk(), AnsweredCalls()) if before is None else (before.walk.copied(), before.calls.copied())
-        place, index = (walk.end if walk.places else self._root), 0
+        point, index = (walk.end if walk.points else self._root), 0
         history, rest = list(messages), messages[0 if before is None else len(before.history) :]
         messages = _in_order_of_calls(self._gathered(rest, walk), walk)
         while index < len(messages):
-            taken, message = self._next(place, messages, index, walk)
+            taken, message = self._next(point, messages, index, walk)
             index += taken
             if message is None:
                 continue
             answered = calls.by(len(walk.messages), message.message)
-            place = _stepped(place, message.key, answered)
-            walk.add(message, place, answered)
+            point = _stepped(point, message.key, answered)
+            walk.add(message, point, answered)
         self._recent.append(_Walked(history, walk, calls))
         return walk
 
     def _next(
-        self, place: Place, messages: Sequence[ReadMessage], index: int, walk: Walk
+        self, point: HistoryPoint, messages: Sequence[ReadMessage], index: int, walk: Walk
     ) -> tuple[int, ReadMessage | None]:
         """The next message of a history, joined of how many; None where those are no part of it."""
         message = messages[index]
         if message.role != "assistant":
             return 1, message
         end = index + 1
-        if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in place.after:
+        if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in point.after:
             return 1, message
         while end < min(len(messages), index + JOINED) and messages[end].role == "assistant":
             end += 1
         # What ends a history is no part of it where its turn is asked for again.
-        lost = [attempt for attempt in place.asked if attempt.lost]
+        lost = [asked_turn for asked_turn in point.asked if asked_turn.lost]
         if end == len(messages) and lost:
             whole = joined(messages[index:end])
-            if any(_is_part(whole, attempt) for attempt in lost):
+            if any(_is_part(whole, asked_turn) for asked_turn in lost):
                 walk.tolerated.add(Tolerated.CUT_ITEMS)
                 return end - index, None
-        for last in range(end, index, -1) if any(each.said for each in place.after.values()) else ():
+        for last in range(end, index, -1) if any(each.said for each in point.after.values()) else ():
             whole = joined(messages[index:last])
-            known = place.after.get((whole.key, None))
+            known = point.after.get((whole.key, None))
             # What a cut turn thought may stand before the turn that was sampled in its stead.
             if known is not None and known.said and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
-        if end > index + 1 and any(_is_part(message, attempt) for attempt in place.asked if attempt.gone):
+        if end > index + 1 and any(_is_part(message, asked_turn) for asked_turn in point.asked if asked_turn.gone):
             walk.tolerated.add(Tolerated.CUT_ITEMS)
             return 1, None
         return 1, message
@@ -309,22 +309,24 @@ def _in_order_of_calls(messages: list[ReadMessage], walk: Walk) -> list[ReadMess
     Clients send them as they come, and most templates tell by their order alone which call each of them answers.
     """
     begin: int | None = None  # where results begin
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for index, message in enumerate([*messages, None]):
         if message is not None and message.role == "tool":
             begin = index if begin is None else begin
             continue
         if begin is not None and index - begin > 1:
             results = messages[begin:index]
-            ordered = sorted(results, key=lambda each: places.get(each.message.get("tool_call_id", ""), len(places)))
+            ordered = sorted(
+                results, key=lambda each: positions.get(each.message.get("tool_call_id", ""), len(positions))
+            )
             if ordered != results:
                 messages[begin:index] = ordered
                 walk.tolerated.add(Tolerated.REORDERED)
         begin = None
         if message is not None and message.role == "assistant":
             goes_on = index > 0 and messages[index - 1].role == "assistant"  # a turn may come as several messages
-            ids = (*places, *message.call_ids) if goes_on else message.call_ids
-            places = {call_id: place for place, call_id in enumerate(ids)}
+            ids = (*positions, *message.call_ids) if goes_on else message.call_ids
+            positions = {call_id: position for position, call_id in enumerate(ids)}
     return messages
 
 
@@ -356,19 +358,19 @@ class _Walked:
         return messages[:length] == self.history
 
 
-def _stepped(place: Place, key: Hashable, answered: CallPlace | None) -> Place:
+def _stepped(point: HistoryPoint, key: Hashable, answered: CallIndex | None) -> HistoryPoint:
     step = key, answered
-    found = place.after.get(step)
+    found = point.after.get(step)
     if found is None:
-        found = place.after[step] = Place()
+        found = point.after[step] = HistoryPoint()
     return found
 
 
-def _is_part(message: ReadMessage, attempt: Attempt) -> bool:
+def _is_part(message: ReadMessage, asked_turn: AskedTurn) -> bool:
     """Whether a message says the beginning of what a turn said, as a client has it of one that was cut."""
-    if attempt.node is None:
+    if asked_turn.node is None:
         return False
-    said, heard = attempt.node.reply, message.message
+    said, heard = asked_turn.node.reply, message.message
     calls, made = heard.get("tool_calls", ()), said.get("tool_calls", ())
     if not _begins(heard["content"], said["content"]):
         return False
@@ -378,7 +380,7 @@ def _is_part(message: ReadMessage, attempt: Attempt) -> bool:
     return names == [call["function"]["name"] for call in made][: len(names)]
 
 
-def _thinks_alike(message: ReadMessage, known: Place) -> bool:
+def _thinks_alike(message: ReadMessage, known: HistoryPoint) -> bool:
     """Whether a message has the reasoning of a turn that said the same; it may lack it."""
     heard = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.said if each.node is not None)

@@ -1,7 +1,8 @@
 """The hooks of an environment, as its episode calls them.
 
 `Environment`, which authors subclass, stands above the episode and is not known here. What the hooks are given that
-stands above this module, the episode and its conversation, has no type.
+stands above this module, the episode and its conversation, is Any: a protocol in its stead would have to be the very
+type that `Environment` names, since attributes that are assigned, and parameters, take no wider one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Play(EpisodeState):
         """The phase of its life that the episode is in."""
         self.began = anyio.current_time()
         """When it was made, in the event loop's time."""
-        self.desk = ChatDesk(self, open_thread)
+        self.desk: ChatDesk = ChatDesk(self, open_thread)
         self.episode = Episode(self)
         """The same as the author sees it."""
         self._outer = Clock()

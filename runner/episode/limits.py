@@ -76,7 +76,7 @@ class EpisodeLimits:
         """Tokens that the counted conversations may still sample, or None for no limit."""
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
-    async def admit(self, agent: str, *, counted: bool) -> None:
+    async def let_speak(self, agent: str, *, counted: bool) -> None:
         """Let an agent take a turn, or raise.
 
         Raises:

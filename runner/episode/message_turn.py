@@ -3,43 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from runner.concurrency.clocks import Clock, WhileSampling, loop_time
-from runner.engines.base import FinishReason, Session
+from runner.engines.base import FinishReason
 from runner.engines.message_engine import MessageEngine, MessageFinish, MessagePiece, MessageRequest, MessageStream
-from runner.episode.forest import Head, Node
+from runner.episode.forest import Node
 from runner.episode.parsed_turn import ParsedTurn
-from runner.episode.state import ConversationState
-from runner.episode.turn_settings import end_by, given_constraint, sampling_of, tool_choice_of, unconstrained
+from runner.episode.turn_settings import (
+    TurnAudience,
+    TurnSpot,
+    end_by,
+    given_constraint,
+    sampling_of,
+    tool_choice_of,
+    unconstrained,
+)
 from runner.errors import EngineError, EngineStalled, PromptTooLong
 from runner.messages import Message, ToolCall
 from runner.options import Sampling, ToolChoice
 from runner.parsing.events import ContentPiece, ReasoningPiece
-from runner.seeds import derive_seed
 from runner.tokens.shape import is_plain
-from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Segment, Timings, Turn
-from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnEvent
+from runner.trajectory import AGAIN, BRANCH, RETRY, Segment, Timings, Turn
+from runner.turn_events import ToolCalled, TurnAdmitted, TurnEvent
 
 __all__ = ["MessageTurn"]
 
 
 @dataclass(slots=True)
-class _Said:
+class _Answer:
     """What came of one request; filled in while it streams, so that a cancellation loses nothing."""
 
-    tell: Callable[[TurnEvent], None] | None
+    audience: TurnAudience
+    """Whoever hears of it meanwhile."""
+    handle: str
+    """The name of the turn to a client."""
     text: list[str] = field(default_factory=list)
+    """The pieces of its text."""
     reasoning: list[str] = field(default_factory=list)
+    """The pieces of its reasoning."""
     calls: list[ToolCall] = field(default_factory=list)
+    """Its calls, in order."""
     admitted: bool = False
     """The server began to answer."""
     finish: MessageFinish = field(default_factory=lambda: MessageFinish(FinishReason.ABORT))
+    """How the answer ended."""
     error: EngineError | None = None
+    """The failure of the server, if it failed."""
     timings: Timings = field(default_factory=Timings)
+    """How long it was queued, and how long its first piece and the others took."""
+
+    def begin(self) -> None:
+        self.admitted = True
+        if self.audience.watch is not None:
+            self.audience.watch(TurnAdmitted(self.handle, ()))
 
     def keep(self, piece: MessagePiece) -> None:
         event: TurnEvent
@@ -53,8 +72,8 @@ class _Said:
             case ToolCall():
                 self.calls.append(piece)
                 event = ToolCalled(piece)
-        if self.tell is not None:
-            self.tell(event)
+        if self.audience.tell is not None:
+            self.audience.tell(event)
 
     def as_parsed(self) -> ParsedTurn:
         return ParsedTurn("".join(self.text), "".join(self.reasoning), self.calls)
@@ -64,31 +83,17 @@ class MessageTurn:
     """One turn that a server of messages is asked for.
 
     Args:
-        state: the conversation.
+        spot: where it is taken.
         engine: the server.
-        head: where the agent speaks; it moves behind the turn.
-        number: the turn's number.
-        session: what the engine keeps of the conversation.
     """
 
-    def __init__(
-        self, state: ConversationState, engine: MessageEngine, head: Head, number: int, session: Session
-    ) -> None:
-        self._state = state
+    def __init__(self, spot: TurnSpot, engine: MessageEngine) -> None:
+        self._spot = spot
+        self._state = spot.state
+        self._head = spot.head
         self._engine = engine
-        self._head = head
-        self._number = number
-        self._session = session
 
-    async def take(
-        self,
-        sampling: Sampling | None,
-        tool_choice: ToolChoice | None,
-        *,
-        handle: Callable[[int], str] | None = None,
-        tell: Callable[[TurnEvent], None] | None = None,
-        watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None,
-    ) -> Turn:
+    async def take(self, sampling: Sampling | None, tool_choice: ToolChoice | None, audience: TurnAudience) -> Turn:
         """Let the agent speak once; `take_turn` says what the arguments mean."""
         self._refuse_unaskable()
         settings = sampling_of(self._state, sampling)
@@ -98,26 +103,26 @@ class MessageTurn:
             # A copy: while the server answers, the author may add what only the turn after this one will see.
             queued = list(self._head.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
-            name = handle(self._number) if handle is not None else ""
-            said, turn = _Said(tell), None
+            said, node = _Answer(audience, audience.handle_of(self._spot.number)), None
             stream = self._engine.stream(request)
             try:
-                await self._sample(stream, said, lambda: watch(TurnAdmitted(name, ())) if watch is not None else None)
+                await self._sample(stream, said)
             finally:
                 # Cancelled or failed, what was said is kept all the same.
                 if said.admitted:
-                    turn = self._record(segment, queued, said, stream.seed)
-                    turn.sampling, turn.tool_choice, turn.handle = unconstrained(settings), choice, name
+                    node = self._written_down(segment, queued, said, stream.seed)
+                    turn = node.turn
+                    turn.sampling, turn.tool_choice = unconstrained(settings), choice
                     turn.constraint = given_constraint(settings)
                     if turn.finish is FinishReason.LENGTH:
                         turn.stop = ceiling
-                    self._state.play.limits.count(turn, counted=self._state.counted)
+                    self._state.record(self._head, node)
         if isinstance(said.error, PromptTooLong):
-            self._refuse_too_long(str(said.error), prompt=said.error.prompt, context=said.error.context)
+            self._state.refuse_prompt(str(said.error), prompt=said.error.prompt, context=said.error.context)
         if said.error is not None:
             end_by(self._state, said.error)
-        assert turn is not None  # an engine that did not fail has begun to answer
-        return turn
+        assert node is not None  # an engine that did not fail has begun to answer
+        return node.turn
 
     # --- what is asked
 
@@ -133,17 +138,8 @@ class MessageTurn:
         # Only the server counts, and only what it was asked.
         used = node.turn.usage.total_tokens if node is not None and not head.whole and node.turn.usage else 0
         if used >= state.context:
-            self._refuse_too_long(
-                f"{state.play.key.id}: {used} tokens do not fit the context of {state.context}",
-                prompt=used,
-                context=state.context,
-            )
-
-    def _refuse_too_long(self, text: str, *, prompt: int, context: int) -> NoReturn:
-        state = self._state
-        state.play.limits.refuse_prompt(
-            state.name, text, counted=state.counted, prompt=prompt, context=context or state.context
-        )
+            text = f"{state.play.key.id}: {used} tokens do not fit the context of {state.context}"
+            state.refuse_prompt(text, prompt=used)
 
     def _history(self) -> Sequence[Message]:
         """What the model has before what is queued."""
@@ -154,22 +150,22 @@ class MessageTurn:
         self, settings: Sampling, choice: ToolChoice, messages: Sequence[Message]
     ) -> tuple[MessageRequest, str]:
         """The request, and the limit that its `max_tokens` stands for."""
-        state, play, ceiling = self._state, self._state.play, "max_tokens"
-        left = play.limits.tokens_left() if state.counted else None
+        state, ceiling = self._state, "max_tokens"
+        left = state.play.limits.tokens_left() if state.counted else None
         if left is not None and left < settings.max_tokens:
             settings, ceiling = settings.shortened(left), "tokens"
         request = MessageRequest(
-            name=f"{play.key.id}/{state.thread}/{self._number}",
+            name=self._spot.name,
             messages=messages,
             tools=self._head.schemas(),
             tool_choice=choice,
             sampling=settings,
-            seed=derive_seed(play.seed, state.thread, self._number),
-            session=self._session,
+            seed=self._spot.seed,
+            session=self._spot.session,
         )
         return request, ceiling
 
-    async def _sample(self, stream: MessageStream, said: _Said, admitted: Callable[[], None]) -> None:
+    async def _sample(self, stream: MessageStream, said: _Answer) -> None:
         """Take down what the server says; what goes wrong with it is kept and not raised."""
         state = self._state
         state.play.report_activity(f"{state.name}: engine")
@@ -179,8 +175,7 @@ class MessageTurn:
         with WhileSampling():
             try:
                 async with stream as pieces:
-                    said.admitted = True
-                    admitted()
+                    said.begin()
                     with silence:
                         await _read(pieces, said, silence, began)
             except EngineError as error:
@@ -202,10 +197,10 @@ class MessageTurn:
         tools = head.schemas()
         if node is None or head.whole or head.again is not None or node.segment.tools != tools:
             cause = self._cause()
-            yield Segment(cause=cause, tools=tools, origin=_origin(node), messages=list(self._history()))
+            yield Segment(cause=cause, tools=tools, origin=head.origin, messages=list(self._history()))
             return
         if not node.ends_segment or not self._state.has(node.segment):
-            yield Segment(cause=BRANCH, tools=tools, origin=_origin(node), messages=list(node.messages))
+            yield Segment(cause=BRANCH, tools=tools, origin=node.origin, messages=list(node.messages))
             return
         node.extended, before = True, len(node.segment.messages)
         try:
@@ -221,9 +216,9 @@ class MessageTurn:
             return head.whole or "start"
         return BRANCH if head.again is not None else "environment"
 
-    def _record(self, segment: Segment, queued: Sequence[Message], said: _Said, seed: int | None) -> Turn:
-        """Put the prompt and the turn into the conversation."""
-        state, head, before = self._state, self._head, self._head.node
+    def _written_down(self, segment: Segment, queued: Sequence[Message], said: _Answer, seed: int | None) -> Node:
+        """Put the prompt into its segment, and what was said into a turn behind it."""
+        head, before = self._head, self._head.node
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)
         segment.messages.extend(queued)
@@ -231,8 +226,8 @@ class MessageTurn:
         del head.queued[: len(queued)]
         parsed = said.as_parsed()
         turn = Turn(
-            agent=state.name,
-            number=self._number,
+            agent=self._state.name,
+            number=self._spot.number,
             log=segment.log,
             start=0,
             end=0,
@@ -244,8 +239,9 @@ class MessageTurn:
             seed=seed,
             timings=said.timings,
             usage=said.finish.usage,
+            handle=said.handle,
         )
-        node = Node(
+        return Node(
             turn=turn,
             segment=segment,
             parent=before,
@@ -257,14 +253,9 @@ class MessageTurn:
             calls=calls_before + len(parsed.tool_calls),
             plain=(before is None or before.plain) and all(map(is_plain, queued)),
         )
-        segment.messages.append(node.reply)
-        state.record(node)
-        turn.segment = state.place_of(segment)
-        head.node, head.whole, head.again = node, "", None
-        return turn
 
 
-async def _read(pieces: MessageStream, said: _Said, silence: Clock, began: float) -> None:
+async def _read(pieces: MessageStream, said: _Answer, silence: Clock, began: float) -> None:
     patience = math.inf if silence.seconds is None else silence.seconds
     heard = loop_time()
     first: float | None = None
@@ -279,7 +270,3 @@ async def _read(pieces: MessageStream, said: _Said, silence: Clock, began: float
             silence.start(silence.seconds)
         said.keep(piece)
         said.timings.decode = now - first
-
-
-def _origin(node: Node | None) -> Origin | None:
-    return None if node is None else Origin(node.turn.agent, node.turn.number, node.turn)

@@ -73,6 +73,7 @@ class ChatModel:
         """The ids that end its turns."""
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
+        # The bridger gives back one that treats words which the template writes as control tokens; it needed the first.
         self.tokenizer = self.bridger.tokenizer
         self.encoding: dict[PromptText, Encoding] = {}
         """The long prompts that are being encoded in threads."""

@@ -22,7 +22,7 @@ from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source
 from runner.tokens.shape import AnsweredTurn, is_plain
-from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Outcome, Segment, Turn
+from runner.trajectory import AGAIN, BRANCH, RETRY, Outcome, Segment, Turn
 
 __all__ = [
     "REENCODED",
@@ -40,7 +40,7 @@ SMALL = 16_384
 """Prompts of more characters are made off the event loop: encoding one of 80 kB takes some 50 ms."""
 
 A_TOOL = 1_000
-"""What a tool is taken to add to a prompt, in characters."""
+"""The characters that a tool is taken to add to a prompt: a guess, which only decides whether a thread renders it."""
 
 A_MESSAGE = 100
 """What a message is taken to add to it besides what it says: a template may take 20 us for each."""
@@ -135,7 +135,7 @@ async def _first(state: ConversationState, head: Head, messages: Sequence[Messag
     render = partial(bridger.prompt_text, messages, tools)
     ids = await _encoded(state, render() if size <= SMALL else await _in_thread(state, render))
     junction = forked_junction(cause) if cause != "start" else None
-    segment = Segment(cause=cause, tools=tools, origin=_origin(head.node))
+    segment = Segment(cause=cause, tools=tools, origin=head.origin)
     plain = all(map(is_plain, messages))
     return PreparedPrompt(segment, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
@@ -146,7 +146,7 @@ def _once_more(again: Node, *, takes_back: bool) -> PreparedPrompt:
     start = first.turn.start
     ids, messages = first.turn.log.ids[:start], again.segment.messages[: again.start]
     cause = RETRY if takes_back else AGAIN
-    segment = Segment(cause=cause, tools=again.segment.tools, origin=_origin(first), shared=start)
+    segment = Segment(cause=cause, tools=again.segment.tools, origin=first.origin, shared=start)
     return PreparedPrompt(
         segment,
         ids,
@@ -163,13 +163,9 @@ def _once_more(again: Node, *, takes_back: bool) -> PreparedPrompt:
 def _branch_off(prompt: PreparedPrompt, node: Node) -> None:
     """Begin a segment of its own with a copy of the ids that the prompt goes on from."""
     tools, shared = node.segment.tools, node.turn.end
-    prompt.segment = Segment(cause=BRANCH, tools=tools, origin=_origin(node), shared=shared)
+    prompt.segment = Segment(cause=BRANCH, tools=tools, origin=node.origin, shared=shared)
     prompt.new_ids, prompt.source = prompt.ids, Source.PROMPT
     prompt.messages = [*node.messages, *prompt.messages]
-
-
-def _origin(node: Node | None) -> Origin | None:
-    return None if node is None else Origin(node.turn.agent, node.turn.number, node.turn)
 
 
 async def _answering(state: ConversationState, head: Head, node: Node, new: Sequence[Message]) -> PreparedPrompt:
@@ -212,7 +208,7 @@ async def _forked(
     bridger, messages = state.chat.bridger, [*node.messages, *new]
     text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
     ids = await _encoded(state, text)
-    again, junction = Segment(cause=cause, tools=tools, origin=_origin(node)), forked_junction(cause)
+    again, junction = Segment(cause=cause, tools=tools, origin=node.origin), forked_junction(cause)
     plain = node.plain and all(map(is_plain, new))
     return PreparedPrompt(again, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
@@ -274,10 +270,9 @@ def _refuse_oversized(state: ConversationState, head: Head) -> None:
     # Before it is encoded: that takes its time on a huge text, on the event loop.
     size = oversized(state, head)
     if size:
-        play = state.play
-        text = f"{play.key.id}: {size} characters cannot fit the context of {state.context} ids"
         least = size // state.chat.tokenizer.longest_token
-        play.limits.refuse_prompt(state.name, text, counted=state.counted, prompt=least, context=state.context)
+        text = f"{state.play.key.id}: {size} characters cannot fit the context of {state.context} ids"
+        state.refuse_prompt(text, prompt=least)
 
 
 def _end_without_prompt(state: ConversationState, head: Head, missing: Unbridgeable) -> NoReturn:

@@ -73,7 +73,7 @@ class MessageReader:
         """Read the messages of a request.
 
         Raises:
-            BadMessage: one is no message, or holds what is no text; named by its place.
+            BadMessage: one is no message, or holds what is no text; named by its index.
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")

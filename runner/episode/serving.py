@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,14 +12,13 @@ import anyio
 from runner.chat_requests import Asked
 from runner.endpoint.endpoint import LAST_SECONDS, ChatThread
 from runner.episode.alignment import AS_SENT
-from runner.episode.chat import ChatDesk
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, Model
 from runner.episode.outcome import failure
 from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption, ContextFull, EpisodeOver
 from runner.trajectory import Turn
-from runner.turn_events import TurnRelay
+from runner.turn_events import GiveTurn, TurnRelay
 
 __all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "model_name"]
 
@@ -55,7 +54,7 @@ class ServedEpisode:
         if history not in ("append", AS_SENT):
             raise BadOption(f"serve(history={history!r:.60}): give 'append' or 'client'.")
         self._play = play
-        self._desk: ChatDesk = play.desk
+        self._desk = play.desk
         self._train = train
         self._ends = overflow == "end"
         self._as_sent = history == AS_SENT
@@ -63,13 +62,7 @@ class ServedEpisode:
         self._told: float | None = None
         self._chat = play.shared.chat_of(MAIN)
 
-    async def ask(
-        self,
-        asked: Asked,
-        *,
-        relay: TurnRelay | None = None,
-        give: Callable[[Turn, Turn | None], Awaitable[None]] | None = None,
-    ) -> Turn:
+    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
         self._refuse_if_over()
         asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)

@@ -70,7 +70,7 @@ class RunShared:
         return self.other_models.get(agent, self.chat)
 
     def evaluates(self, agent: str) -> bool:
-        """Whether what is said of an agent is that of a server of messages, and the run is there to see how it does."""
+        """Whether the run evaluates this agent: it speaks through a server of messages and has no engine of its own."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)
 
     def unused(self) -> list[str]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import NoReturn, Protocol
 
 import anyio
 
-from runner.chat_requests import ChatRequest
+from runner.chat_requests import Asked, ChatRequest
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
@@ -31,9 +31,41 @@ from runner.errors import BadOption
 from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
 from runner.tools.tool import Tool
-from runner.trajectory import BRANCH, Origin, Segment, Trajectory, Turn
+from runner.trajectory import BRANCH, Segment, Trajectory, Turn
+from runner.turn_events import GiveTurn, TurnRelay
 
-__all__ = ["ConversationState", "EpisodeState", "checked_tools"]
+__all__ = ["ConversationState", "Desk", "EpisodeState", "OpenConversation", "checked_tools"]
+
+
+class OpenConversation(Protocol):
+    """As much of a `Conversation`, which stands above this module, as an episode calls."""
+
+    async def call_tools(self, turn: Turn) -> list[Message]:
+        """Run the calls of a turn."""
+        ...
+
+    async def close(self) -> None:
+        """End the conversation."""
+        ...
+
+
+class Desk(Protocol):
+    """As much of a `ChatDesk`, which stands above this module, as an episode and its endpoint call."""
+
+    threads: list[ConversationState]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests of whoever asks."""
+        ...
+
+    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+        """Have a request answered."""
+        ...
+
+    async def count(self, asked: Asked) -> int:
+        """How many ids the prompt of a request has."""
+        ...
 
 
 class EpisodeState:
@@ -54,8 +86,8 @@ class EpisodeState:
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
-        self.desk: Any = None
-        """Where it takes requests: a `ChatDesk`, which stands above this module."""
+        self.desk: Desk
+        """Takes the requests of somebody else's loop; `Play` sets it."""
         self.renamed: dict[str, str] = {}
         """What threads of requests are called in the end, by the name that they were opened with."""
         self.faults: list[str] = []
@@ -173,8 +205,8 @@ class ConversationState:
         server of messages speaks for it."""
         self.play = play
         """The episode it speaks in."""
-        self.conversation: Any = None
-        """The same as the author sees it: a `Conversation`, which stands above this module and has no type here."""
+        self.conversation: OpenConversation
+        """The conversation as the author sees it; whoever opens it sets this."""
         self.model = play.shared.chat_of(name)
         """What speaks for it."""
         check_answers(messages)
@@ -186,7 +218,7 @@ class ConversationState:
         """The same as a forest, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """Its token logs, with the messages that are their view."""
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}  # of its segments, by identity
         self.numbered = 0
         """How many numbers of turns were given out."""
         self.requests: list[ChatRequest] = []
@@ -243,24 +275,30 @@ class ConversationState:
         """The number of a turn that begins now. What comes to no turn gives it back, unless a later one is given."""
         return NumberOfTurn(self)
 
-    def record(self, node: Node) -> None:
-        """Add a turn to the forest; one that was begun earlier may end later."""
-        if not self.has(node.segment):
-            self._places[id(node.segment)] = len(self.segments)
-            self.segments.append(node.segment)
+    def record(self, head: Head, node: Node) -> None:
+        """Add a turn to its segment and to the forest, move the head behind it, and count it."""
+        segment, turn = node.segment, node.turn
+        segment.messages.append(node.reply)
+        if not self.has(segment):
+            self._indices[id(segment)] = len(self.segments)
+            self.segments.append(segment)
+        turn.segment = self._indices[id(segment)]
         self.nodes.append(node)
-        insort(self.turns, node.turn, key=lambda turn: turn.number)
+        insort(self.turns, turn, key=lambda turn: turn.number)  # one that was begun earlier may end later
+        head.node, head.whole, head.again = node, "", None
+        self.play.limits.count(turn, counted=self.counted)
+
+    def refuse_prompt(self, error: str, *, prompt: int, context: int = 0) -> NoReturn:
+        """Raise that a prompt of at least so many ids does not fit the context, or another one that a server told."""
+        context = context or self.context
+        self.play.limits.refuse_prompt(self.name, error, counted=self.counted, prompt=prompt, context=context)
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is one of this conversation's."""
-        return id(segment) in self._places  # all of which live as long as this
-
-    def place_of(self, segment: Segment) -> int:
-        """Which of the segments it is, while turns are recorded."""
-        return self._places[id(segment)]
+        return id(segment) in self._indices  # all of which live as long as this
 
     def node_of(self, turn: Turn) -> Node | None:
-        """The place of a turn in the forest; None for a turn of somebody else."""
+        """The node of a turn in the forest; None for a turn of somebody else."""
         return next((node for node in reversed(self.nodes) if node.turn is turn), None)
 
     def sampling(self) -> Sampling:
@@ -304,18 +342,16 @@ class ConversationState:
             at = id(node.segment)
             first[at] = min(first.get(at, node.turn.number), node.turn.number)
         self.segments.sort(key=lambda segment: first.get(id(segment), self.numbered))
-        places = {id(segment): place for place, segment in enumerate(self.segments)}
+        indices = {id(segment): index for index, segment in enumerate(self.segments)}
         for node in self.nodes:
-            if id(node.segment) in places:
-                node.turn.segment = places[id(node.segment)]
+            if id(node.segment) in indices:
+                node.turn.segment = indices[id(node.segment)]
 
 
 def _unsampled(head: Head) -> Segment:
     """A segment of messages alone, which end with some that the model never saw."""
-    node = head.node
-    origin = None if node is None else Origin(node.turn.agent, node.turn.number, node.turn)
-    cause = head.whole or ("start" if node is None else BRANCH)
-    return Segment(cause=cause, tools=head.schemas(), origin=origin, messages=[*head.seen, *head.queued])
+    cause = head.whole or ("start" if head.node is None else BRANCH)
+    return Segment(cause=cause, tools=head.schemas(), origin=head.origin, messages=[*head.seen, *head.queued])
 
 
 def _says(turn: Turn, message: Message) -> bool:

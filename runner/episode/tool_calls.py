@@ -36,7 +36,7 @@ async def answer_calls(
     known = {tool.name: tool for tool in tools}
     calls = [call for call in turn.tool_calls if call.error is None]
     report_activity(", ".join(f"{call.name}()" for call in calls) or "nothing")
-    running = _Running(known, author_code, seconds)
+    running = _RunningCalls(known, author_code, seconds)
     for batch in _between_barriers(calls, known):
         await running.run(batch)
     messages: list[Message] = [
@@ -49,7 +49,7 @@ async def answer_calls(
     return messages
 
 
-class _Running:
+class _RunningCalls:
     def __init__(self, tools: dict[str, Tool], author_code: AuthorCode, seconds: float | None) -> None:
         self.results: dict[str, str] = {}
         self._tools = tools

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from runner.concurrency.threads import Job
-from runner.engines.base import FinishReason, GenerationRequest, Session, vocabulary_size
+from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.forest import Head, Node
 from runner.episode.message_turn import MessageTurn
 from runner.episode.model import ChatModel, MessageModel
@@ -20,13 +20,21 @@ from runner.episode.prompting import PreparedPrompt, next_prompt
 from runner.episode.sample import Sample, sample
 from runner.episode.state import ConversationState
 from runner.episode.turn_listener import TurnListener
-from runner.episode.turn_settings import end_by, given_constraint, sampling_of, tool_choice_of, unconstrained
+from runner.episode.turn_settings import (
+    NOBODY,
+    TurnAudience,
+    TurnSpot,
+    end_by,
+    given_constraint,
+    sampling_of,
+    tool_choice_of,
+    unconstrained,
+)
 from runner.errors import BadOption
 from runner.options import Constraint, Sampling, ToolChoice
-from runner.seeds import derive_seed
 from runner.tools.tool import Tool
 from runner.trajectory import AGAIN, RETRY, Turn
-from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent
+from runner.turn_events import TurnEvent
 
 __all__ = ["take_turn"]
 
@@ -38,9 +46,7 @@ async def take_turn(
     tool_choice: ToolChoice | None = None,
     *,
     number: int | None = None,
-    handle: Callable[[int], str] | None = None,
-    tell: Callable[[TurnEvent], None] | None = None,
-    watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None,
+    audience: TurnAudience = NOBODY,
 ) -> Turn:
     """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
 
@@ -50,54 +56,32 @@ async def take_turn(
         sampling: goes over the conversation's.
         tool_choice: goes over the environment's.
         number: the turn's number, where that was given out before.
-        handle: what names the turn of a number to a client.
-        tell: is told what the turn says while it is sampled.
-        watch: is told when the engine took the turn's request, and its ids as they are sampled.
+        audience: who hears of the turn while it is sampled.
     """
-    limits = state.play.limits
-    await limits.admit(state.name, counted=state.counted)
+    await state.play.limits.let_speak(state.name, counted=state.counted)
     numbered = state.number() if number is None else nullcontext(number)
     if isinstance(state.model, MessageModel):
         with numbered as number, state.session() as session:
-            asking = MessageTurn(state, state.model.engine, head, number, session)
-            return await asking.take(sampling, tool_choice, handle=handle, tell=tell, watch=watch)
+            asking = MessageTurn(TurnSpot(state, head, number, session), state.model.engine)
+            return await asking.take(sampling, tool_choice, audience)
     with _Extending(state, head) as extend, numbered as number, state.session() as session:
+        spot = TurnSpot(state, head, number, session)
         prompt = await next_prompt(state, head, extend=extend)
         _refuse_too_long(state, prompt)
-        place = _Place(state, head, number, session)
-        request = _request(place, prompt, sampling, tool_choice, heard=tell is not None or watch is not None)
-        turn_handle = handle(number) if handle is not None else ""
-        sampled, turn = Sample(prompt.segment.log, watch=watch, handle=turn_handle), None
-        if prompt.continued and head.node is not None:
-            sampled.calls_before = len(head.node.turn.tool_calls)
-        if tell is not None:
-            sampled.listener = _listener(place, prompt, request, tell)
+        request = _request(spot, prompt, sampling, tool_choice, audience)
+        sampled, node = _empty_sample(spot, prompt, request, audience), None
         try:
             await _sampling(state, prompt, request, sampled)
         finally:
             # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission.
             if sampled.admitted:
-                turn = await _record(place, prompt, request, sampled)
-                turn.handle = turn_handle
-                limits.count(turn, counted=state.counted)
+                node = _written_down(spot, prompt, request, sampled)
+                await _parse(spot, node, sampled)
+                state.record(head, node)
     if sampled.error is not None:
         end_by(state, sampled.error)
-    assert turn is not None  # an engine that did not fail has admitted the request
-    return turn
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where a turn is sampled."""
-
-    state: ConversationState
-    """The conversation."""
-    head: Head
-    """Where in its forest."""
-    number: int
-    """The turn's number."""
-    session: Session
-    """What the engine keeps of the turns before."""
+    assert node is not None  # an engine that did not fail has admitted the request
+    return node.turn
 
 
 class _Extending:
@@ -122,18 +106,15 @@ class _Extending:
 
 def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
     if len(prompt.ids) >= state.context:
-        play = state.play
-        text = f"{play.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
-        play.limits.refuse_prompt(
-            state.name, text, counted=state.counted, prompt=len(prompt.ids), context=state.context
-        )
+        text = f"{state.play.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
+        state.refuse_prompt(text, prompt=len(prompt.ids))
 
 
 # --- the request
 
 
 @dataclass(slots=True)
-class _Request:
+class _TurnRequest:
     generation: GenerationRequest
     """What the engine is given."""
     sampling: Sampling
@@ -145,36 +126,34 @@ class _Request:
 
 
 def _request(
-    place: _Place,
+    spot: TurnSpot,
     prompt: PreparedPrompt,
     sampling: Sampling | None,
     tool_choice: ToolChoice | None,
-    *,
-    heard: bool,
-) -> _Request:
-    state, number = place.state, place.number
-    play, chat, tools = state.play, state.chat, place.head.tools
+    audience: TurnAudience,
+) -> _TurnRequest:
+    state, chat, tools = spot.state, spot.state.chat, spot.head.tools
     settings = sampling_of(state, sampling)
     settings.check_vocabulary(vocabulary_size(chat.engine))
     chat.engine.check_sampling(settings)
     choice = tool_choice_of(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
-    left = play.limits.tokens_left() if state.counted else None
+    left = state.play.limits.tokens_left() if state.counted else None
     if left is not None:
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
     generation = GenerationRequest(
-        name=f"{play.key.id}/{state.thread}/{number}",
+        name=spot.name,
         prompt=prompt.ids,
         sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
         stop_ids=settings.all_stop_ids(chat.stop_ids),
-        seed=derive_seed(play.seed, state.thread, number),
-        session=place.session,
+        seed=spot.seed,
+        session=spot.session,
         constraint=_constraint(chat, tools, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
-        acts_on_deltas=heard or bool(settings.stop),
+        acts_on_deltas=audience.listens or bool(settings.stop),
     )
-    return _Request(generation, unconstrained(settings), choice, ceiling)
+    return _TurnRequest(generation, unconstrained(settings), choice, ceiling)
 
 
 def _constraint(
@@ -193,8 +172,34 @@ def _constraint(
     return constraint
 
 
+def _empty_sample(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, audience: TurnAudience) -> Sample:
+    """What the deltas are kept in, with those who hear of them."""
+    before = spot.head.node
+    return Sample(
+        prompt.segment.log,
+        listener=None if audience.tell is None else _listener(spot, prompt, request, audience.tell),
+        watch=audience.watch,
+        handle=audience.handle_of(spot.number),
+        # A client counts on from the calls that it has already; only a turn that goes on with a cut one has any.
+        calls_before=len(before.turn.tool_calls) if prompt.continued and before is not None else 0,
+    )
+
+
+def _listener(
+    spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, tell: Callable[[TurnEvent], None]
+) -> TurnListener:
+    before, log = spot.head.node, prompt.segment.log
+    listener = TurnListener(spot.state.chat, spot.head.tools, request.tool_choice, tell)
+    listener.begin(
+        log.ids[before.begin :] if prompt.continued and before is not None else (),
+        calls_before=_calls_before(spot, prompt),
+        longest_stop=max(map(len, request.sampling.stop), default=0),
+    )
+    return listener
+
+
 def _sampling(
-    state: ConversationState, prompt: PreparedPrompt, request: _Request, into: Sample
+    state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: Sample
 ) -> Coroutine[Any, Any, None]:
     # No coroutine of its own: each delta would go through one frame more.
     state.play.report_activity(f"{state.name}: engine")
@@ -212,17 +217,17 @@ def _sampling(
 # --- what came of it
 
 
-async def _record(place: _Place, prompt: PreparedPrompt, request: _Request, sampled: Sample) -> Turn:
-    """Put the prompt and the turn into the conversation, and read what it says."""
-    state, head, segment = place.state, place.head, prompt.segment
+def _written_down(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, sampled: Sample) -> Node:
+    """Put the prompt into its segment, and what was sampled into a turn behind it, which is not read yet."""
+    head, segment = spot.head, prompt.segment
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
     # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
     del head.queued[: prompt.queued]
     turn = Turn(
-        agent=state.name,
-        number=place.number,
+        agent=spot.state.name,
+        number=spot.number,
         log=segment.log,
         start=sampled.start,
         end=sampled.end,
@@ -237,19 +242,14 @@ async def _record(place: _Place, prompt: PreparedPrompt, request: _Request, samp
         timings=sampled.timings,
         dropped=sampled.dropped,
         resampled=sampled.resampled,
+        handle=sampled.handle,
     )
     if turn.finish is FinishReason.LENGTH:
         turn.stop = request.ceiling
         # An engine knows one number only; which limit it stands for is known here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
-    node = _node(place, prompt, turn)
-    await _parse(place, node, turn, sampled)
-    segment.messages.append(node.reply)
-    state.record(node)
-    turn.segment = state.place_of(segment)
-    head.node, head.whole, head.again = node, "", None
-    return turn
+    return _node(spot, prompt, turn)
 
 
 def _take_back(node: Node) -> None:
@@ -261,15 +261,15 @@ def _take_back(node: Node) -> None:
             break
 
 
-def _node(place: _Place, prompt: PreparedPrompt, turn: Turn) -> Node:
-    """The place of a turn in the forest; what it says is not read yet."""
-    before, messages = place.head.node, prompt.segment.messages
+def _node(spot: TurnSpot, prompt: PreparedPrompt, turn: Turn) -> Node:
+    """The node of a turn in the forest; what it says is not read yet."""
+    before, messages = spot.head.node, prompt.segment.messages
     begin, answered = turn.start, len(messages) - prompt.asked
     if prompt.continued and before is not None:
         # A call may be cut in two, so the message is read again from its first turn on.
         messages.pop()
         begin, answered = before.begin, before.answered
-    calls = _calls_before(place, prompt)
+    calls = _calls_before(spot, prompt)
     return Node(
         turn=turn,
         segment=prompt.segment,
@@ -284,9 +284,9 @@ def _node(place: _Place, prompt: PreparedPrompt, turn: Turn) -> Node:
     )
 
 
-def _calls_before(place: _Place, prompt: PreparedPrompt) -> int:
+def _calls_before(spot: TurnSpot, prompt: PreparedPrompt) -> int:
     """How many calls there were before the message that the turn says, or goes on with."""
-    before, again = place.head.node, place.head.again
+    before, again = spot.head.node, spot.head.again
     if prompt.continued and before is not None:
         return before.calls_before
     if again is not None and prompt.segment.cause in (RETRY, AGAIN):
@@ -294,22 +294,10 @@ def _calls_before(place: _Place, prompt: PreparedPrompt) -> int:
     return 0 if before is None else before.calls
 
 
-def _listener(
-    place: _Place, prompt: PreparedPrompt, request: _Request, tell: Callable[[TurnEvent], None]
-) -> TurnListener:
-    before, log = place.head.node, prompt.segment.log
-    listener = TurnListener(place.state.chat, place.head.tools, request.tool_choice, tell)
-    listener.begin(
-        log.ids[before.begin :] if prompt.continued and before is not None else (),
-        calls_before=_calls_before(place, prompt),
-        longest_stop=max(map(len, request.sampling.stop), default=0),
-    )
-    return listener
-
-
-async def _parse(place: _Place, node: Node, turn: Turn, sampled: Sample) -> None:
+async def _parse(spot: TurnSpot, node: Node, sampled: Sample) -> None:
     """Fill in what the sampled ids say, as text, reasoning and calls."""
-    chat, ids, text = place.state.chat, turn.log.ids, sampled.text
+    turn, chat, text = node.turn, spot.state.chat, sampled.text
+    ids = turn.log.ids
     if text is not None and node.begin < turn.start:
         text = chat.tokenizer.decode(ids[node.begin : turn.start]) + text
     spoken = ids[node.begin : turn.end]
@@ -318,9 +306,9 @@ async def _parse(place: _Place, node: Node, turn: Turn, sampled: Sample) -> None
         sampled.listener.finish(stopped=stopped, text=text)
     if text is None:
         text = text_of(spoken, chat, stopped=stopped)
-    before, tools = node.calls_before, place.head.tools
+    before, tools = node.calls_before, spot.head.tools
     read = partial(ParsedTurn.of, text, spoken, chat, tools, before=before, tool_choice=turn.tool_choice)
-    said = read() if chat.parser.named is None else await _in_thread(place.state, read)
+    said = read() if chat.parser.named is None else await _in_thread(spot.state, read)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = said.cut_in_reasoning(turn, chat)
     node.calls = before + len(said.tool_calls)

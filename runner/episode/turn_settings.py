@@ -1,21 +1,83 @@
-"""What a turn is asked with: how it is sampled, whether it may call tools; and how its engine's failure ends a play."""
+"""What a turn is asked with: where, how it is sampled, what tools it may call, who hears it; what its failure ends."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from runner.engines.base import Session
+from runner.episode.forest import Head
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
 from runner.episode.state import ConversationState
 from runner.errors import EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
+from runner.seeds import derive_seed
 from runner.tools.tool import Tool
 from runner.trajectory import Outcome
+from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent
 
-__all__ = ["end_by", "given_constraint", "sampling_of", "tool_choice_of", "unconstrained"]
+__all__ = [
+    "NOBODY",
+    "TurnAudience",
+    "TurnSpot",
+    "end_by",
+    "given_constraint",
+    "sampling_of",
+    "tool_choice_of",
+    "unconstrained",
+]
+
+
+@dataclass(slots=True)
+class TurnSpot:
+    """Where a turn is taken."""
+
+    state: ConversationState
+    """The conversation."""
+    head: Head
+    """The point of the conversation at which the agent speaks; it moves behind the turn."""
+    number: int
+    """The turn's number."""
+    session: Session
+    """The engine's memory of the turns before."""
+
+    @property
+    def name(self) -> str:
+        """The name of the turn's request, for people and logs."""
+        return f"{self.state.play.key.id}/{self.state.thread}/{self.number}"
+
+    @property
+    def seed(self) -> int:
+        """The seed of the turn's random numbers."""
+        return derive_seed(self.state.play.seed, self.state.thread, self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAudience:
+    """Whoever hears of a turn while it is sampled, and what names the turn to them."""
+
+    handle: Callable[[int], str] | None = None
+    """Makes what names the turn of a number to a client."""
+    tell: Callable[[TurnEvent], None] | None = None
+    """Is told what the turn says."""
+    watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None
+    """Is told when the engine took the turn's request, and its ids as they are sampled."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether anybody hears of the turn before it is over."""
+        return self.tell is not None or self.watch is not None
+
+    def handle_of(self, number: int) -> str:
+        """What names the turn of this number to a client; "" where nobody names turns."""
+        return "" if self.handle is None else self.handle(number)
+
+
+NOBODY = TurnAudience()
+"""The audience of a turn that nobody hears before it is over: one for all of them, since most turns are such."""
 
 
 def sampling_of(state: ConversationState, given: Sampling | None) -> Sampling:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.parsing.dialects import NOT_IN_KEYS, Dialect, dialect_of, plain_text
+from runner.parsing.dialects import NOT_IN_KEYS, NotationDialect, dialect_of, plain_text
 from runner.parsing.ebnf import Rules, either, literal, none_of
 from runner.parsing.marks import Marks
 from runner.parsing.notations import Cdata, Html, JsonText, Raw, ValueType, members_in_order
 from runner.parsing.schema_rules import Field, Rest, SchemaRules, Sequenced, by_type, in_order
-from runner.parsing.turn_format import CallFormat, Slot, TaggedArguments, Text, ValueStyle
+from runner.parsing.turn_format import CallFormat, LiteralText, Slot, TaggedArguments, ValueStyle
 
 __all__ = ["ArgumentRules", "EnforcingProperty", "Inexpressible", "ends_of_strings"]
 
@@ -176,11 +176,11 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
 def _behind_values(form: CallFormat, arguments: TaggedArguments) -> Sequence[str]:
     """What may stand behind a value: what separates it from the next one, and what surely ends the last one."""
     pieces = form.call[form.call.index(Slot.ARGUMENTS) + 1 :]
-    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    text = "".join(piece.text for piece in pieces if isinstance(piece, LiteralText))
     return (arguments.separator, arguments.tail + text + form.post)
 
 
-def _dialect(notation: Any) -> Dialect:
+def _dialect(notation: Any) -> NotationDialect:
     dialect = dialect_of(notation)
     assert dialect is not None, f"only strings are written as {notation.kind}"
     return dialect

@@ -11,13 +11,13 @@ from typing import Any, Final, NamedTuple
 
 from runner.parsing.lenient import FREE, compiled, free_once, lenient, searched, squeezed
 from runner.parsing.marks import Marks
-from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
+from runner.parsing.turn_format import CallFormat, LiteralText, Piece, Slot, TaggedArguments
 from runner.parsing.values import AS_TEXT, WORD, TaggedReader, read_object
 
-__all__ = ["CallPatterns", "Missing"]
+__all__ = ["CallPatterns", "MissingPart"]
 
 
-class Missing(NamedTuple):
+class MissingPart(NamedTuple):
     """What a call lacks that cannot be read."""
 
     why: str
@@ -63,7 +63,7 @@ class CallPatterns:
         following: list[str] = []
         if isinstance(self.format.arguments, TaggedArguments):
             following = self._behind_name(self.format.arguments)
-        elif not isinstance(pieces[-1], Text) or not pieces[-1].text.strip():
+        elif not isinstance(pieces[-1], LiteralText) or not pieces[-1].text.strip():
             following = [r"\s*[{\"\']"]
         return compiled(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
 
@@ -72,29 +72,29 @@ class CallPatterns:
         """The pieces of a call in front of its arguments."""
         return self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
 
-    def missing(self, pieces: Sequence[Piece], text: str, at: int) -> Missing:
+    def missing(self, pieces: Sequence[Piece], text: str, at: int) -> MissingPart:
         """What of `pieces` does not stand at `at`: for what a reader says that found something else there."""
         behind, name = "", ""
         pieces = [each for piece in pieces for each in ((piece is Slot.ID and self.format.id_pieces) or (piece,))]
         first = "it has to begin with {}" if len(pieces) == 1 else "{} is missing in front of the name of a tool"
         for number, piece in enumerate(pieces):
-            if not isinstance(piece, Text):
+            if not isinstance(piece, LiteralText):
                 found = compiled(self._pattern(pieces[:number]) + _SLOTS[piece].replace("+?", "+")).match(text, at)
                 if found is None:
-                    return Missing(f"{_SAID[piece]} is missing", at, name)
+                    return MissingPart(f"{_SAID[piece]} is missing", at, name)
                 behind, name = _SAID[piece], found.groupdict().get("name") or name
                 continue
             marks = Marks().of(piece.text)
             for count, mark in enumerate(marks):
                 begun = "".join(marks[: count + 1])
-                if not compiled(self._pattern([*pieces[:number], Text(begun)])).match(text, at):
+                if not compiled(self._pattern([*pieces[:number], LiteralText(begun)])).match(text, at):
                     before = "".join(marks[:count]).strip()
                     after = repr(before) if before else behind
                     rest = repr("".join(marks[count:]).strip() or mark)
                     why = f"{rest} is missing behind {after}" if after else first.format(rest)
-                    return Missing(why, at, name)
+                    return MissingPart(why, at, name)
             behind = repr(piece.text.strip()) if piece.text.strip() else behind
-        return Missing(
+        return MissingPart(
             f"what stands behind {behind} are no arguments" if behind else "its arguments are missing", at, name
         )
 
@@ -113,7 +113,7 @@ class CallPatterns:
 
     @cached_property
     def tail_text(self) -> str:
-        return "".join(piece.text for piece in self._behind_arguments if isinstance(piece, Text)).strip()
+        return "".join(piece.text for piece in self._behind_arguments if isinstance(piece, LiteralText)).strip()
 
     def _pattern(self, pieces: Sequence[Piece]) -> str:
         parts: list[str] = []
@@ -121,7 +121,7 @@ class CallPatterns:
             if piece is Slot.ID and self.format.id_pieces:
                 parts.append(f"\\s*(?P<id>{self._pattern(self.format.id_pieces).removeprefix(FREE)})")
             else:
-                parts.append(lenient(piece.text) if isinstance(piece, Text) else _SLOTS[piece])
+                parts.append(lenient(piece.text) if isinstance(piece, LiteralText) else _SLOTS[piece])
         return "".join(parts)
 
     @cached_property
@@ -213,8 +213,8 @@ class CallPatterns:
 
     @cached_property
     def _before_name(self) -> str:
-        before = itertools.takewhile(lambda piece: isinstance(piece, Text), self.format.call)
-        return squeezed(self.format.begin + "".join(piece.text for piece in before if isinstance(piece, Text)))
+        before = itertools.takewhile(lambda piece: isinstance(piece, LiteralText), self.format.call)
+        return squeezed(self.format.begin + "".join(piece.text for piece in before if isinstance(piece, LiteralText)))
 
     @cached_property
     def _by_names(self) -> dict[tuple[str, ...], re.Pattern[str]]:
@@ -224,7 +224,7 @@ class CallPatterns:
     def _bare_begin(self) -> str:
         """What stands in front of the first name, where nothing announces calls."""
         piece = self.format.call[0]
-        return self.format.begin.strip() or (piece.text.strip() if isinstance(piece, Text) else "")
+        return self.format.begin.strip() or (piece.text.strip() if isinstance(piece, LiteralText) else "")
 
     @cached_property
     def close_is_longer(self) -> bool:

@@ -46,13 +46,13 @@ def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
 
     Tried are, of each tool, every argument alone in every type that it may have, all of them together, and none.
     """
-    trial = _Trial(form, tools)
+    trial = _CarryingTrial(form, tools)
     for tool in tools:
         found = list(_lost_arguments(trial, tool))
         yield from found or _lost_calls(trial, tool)
 
 
-class _Trial:
+class _CarryingTrial:
     """Writes calls, and reads what it wrote."""
 
     def __init__(self, form: TurnFormat, tools: Sequence[Tool]) -> None:
@@ -79,7 +79,7 @@ class _Trial:
         return None if alike(back, arguments) else f"{arguments!r:.60} is read as {back!r:.60}"
 
 
-def _lost_arguments(trial: _Trial, tool: Tool) -> Iterator[Loss]:
+def _lost_arguments(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
     required = tool.parameters.get("required", ())
     for name, schema in tool.parameters["properties"].items():
         examples = _examples(schema, tool.parameters)
@@ -102,7 +102,7 @@ def _fix(argument: str) -> str:
     return "Rename it: letters, digits and _ are read in every format."
 
 
-def _lost_calls(trial: _Trial, tool: Tool) -> Iterator[Loss]:
+def _lost_calls(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
     every = {
         name: next(iter(_examples(schema, tool.parameters).values()))
         for name, schema in tool.parameters["properties"].items()

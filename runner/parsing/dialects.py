@@ -11,7 +11,7 @@ from typing import Any, Final
 from runner.parsing.ebnf import NOTHING, Rules, any_of, either, literal, none_of, text_without
 from runner.parsing.notations import Cdata, Html, Json, JsonText, Nested, Notation, Python, Raw
 
-__all__ = ["NOT_IN_KEYS", "Dialect", "dialect_of", "plain_text"]
+__all__ = ["NOT_IN_KEYS", "NotationDialect", "dialect_of", "plain_text"]
 
 NOT_IN_KEYS: Final = " \t\n\r<>{}()[]\"'`,=|"
 """What no name of an argument has, so that one can be told from what stands behind it."""
@@ -21,16 +21,23 @@ Strings = Callable[[Rules, str], str]
 
 
 @dataclass(frozen=True)
-class Dialect:
+class NotationDialect:
     """How a notation writes values that may hold others."""
 
     open_object: str
+    """The begin of an object."""
     colon: str
+    """The text between a key and its value."""
     member: str
+    """The text between two members of an object."""
     close_object: str
+    """The end of an object."""
     open_list: str
+    """The begin of a list."""
     item: str
+    """The text between two items of a list."""
     close_list: str
+    """The end of a list."""
     string: Strings
     """Any string."""
     key: Strings
@@ -60,7 +67,7 @@ class Dialect:
 
 
 @functools.cache
-def dialect_of(notation: Notation) -> Dialect | None:
+def dialect_of(notation: Notation) -> NotationDialect | None:
     """The dialect of a notation; None for those of plain text, which only strings have."""
     match notation:
         case Json():
@@ -68,7 +75,7 @@ def dialect_of(notation: Notation) -> Dialect | None:
         case JsonText(inner):
             return _json(inner, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
         case Python():
-            return Dialect("{", ": ", ", ", "}", "[", ", ", "]", _python, _python, lambda value, _: repr(value))
+            return NotationDialect("{", ": ", ", ", "}", "[", ", ", "]", _python, _python, lambda value, _: repr(value))
         case Nested():
             return _nested(notation)
         case _:
@@ -96,7 +103,7 @@ def _escaped_for_html(notation: Html, name: str) -> str:
     return f'{NOTHING} | {none_of(signs)} {name} | "&" {either(map(literal, entities))} {name}'
 
 
-def _json(notation: Json, written: Callable[[str], str]) -> Dialect:
+def _json(notation: Json, written: Callable[[str], str]) -> NotationDialect:
     """JSON whose text is passed through `written` before it stands in the turn."""
 
     def string(rules: Rules, behind: str) -> str:
@@ -112,7 +119,7 @@ def _json(notation: Json, written: Callable[[str], str]) -> Dialect:
         return written(Json(notation.item, notation.key, notation.ascii, notation.indent, margin).encode(value))
 
     item, key = notation.item, notation.key
-    return Dialect(
+    return NotationDialect(
         "{", key, item, "}", "[", item, "]", string, string, encode,
         indent=notation.indent, margin=notation.margin, line_break=written("\n"),
     )  # fmt: skip
@@ -163,7 +170,7 @@ def _python(rules: Rules, behind: str) -> str:
     return either(f"{literal(quote)} {rest(quote)}" for quote in "'\"")
 
 
-def _nested(notation: Nested) -> Dialect:
+def _nested(notation: Nested) -> NotationDialect:
     def string(rules: Rules, behind: str) -> str:
         text = rules.add("text", text_without([notation.close_string]))
         return f"{rules.written(notation.open_string)} {text} {rules.written(notation.close_string)}"
@@ -172,7 +179,7 @@ def _nested(notation: Nested) -> Dialect:
         signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation)))
         return f"{rules.written(notation.open_key)} {none_of(signs + _SPACE)}+ {rules.written(notation.close_key)}"
 
-    return Dialect(
+    return NotationDialect(
         notation.open_object, notation.colon, notation.member, notation.close_object, notation.open_list,
         notation.item, notation.close_list, string, key, lambda value, _: notation.encode(value),
         sorted_keys=notation.sorted_keys, signs_are_tokens=True,

@@ -15,7 +15,7 @@ from runner.options import Constraint, ConstraintKind, ToolChoice
 from runner.parsing.argument_rules import ArgumentRules, Inexpressible
 from runner.parsing.ebnf import NOTHING, Rules, either, literal, text_without
 from runner.parsing.harmony import NEXT_MESSAGE
-from runner.parsing.turn_format import CallFormat, Piece, ReasoningFormat, Slot, Text
+from runner.parsing.turn_format import CallFormat, LiteralText, Piece, ReasoningFormat, Slot
 from runner.tools.tool import Tool
 
 __all__ = ["constraint", "enforceable", "harmony_constraint"]
@@ -212,7 +212,7 @@ LONGEST_ID: Final = 32
 
 def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
     match piece:
-        case Text(text):
+        case LiteralText(text):
             return rules.written(text)
         case Slot.NAME:
             return literal(name)

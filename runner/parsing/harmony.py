@@ -16,7 +16,7 @@ from runner.parsing.events import Event, TurnEvents, TurnReading
 from runner.parsing.literals import Unreadable, behind_space
 from runner.parsing.notations import Json, object_notations
 from runner.parsing.reading import ReadCall
-from runner.parsing.turn_format import CallFormat, IdStyle, ReasoningFormat, Slot, Text, WholeArguments
+from runner.parsing.turn_format import CallFormat, IdStyle, LiteralText, ReasoningFormat, Slot, WholeArguments
 from runner.parsing.values import read_object
 from runner.parsing.watching import Budget, EndWatch, begun_mark
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
@@ -35,7 +35,7 @@ NEXT_MESSAGE: Final = f"<|end|>{START}assistant"
 
 CALLS: Final = CallFormat(
     begin=" to=functions.",
-    call=(Slot.NAME, Text(f"<|channel|>commentary json{MESSAGE}"), Slot.ARGUMENTS),
+    call=(Slot.NAME, LiteralText(f"<|channel|>commentary json{MESSAGE}"), Slot.ARGUMENTS),
     between=None,
     close="",
     arguments=WholeArguments(Json()),
@@ -66,7 +66,7 @@ def learn_harmony(renderer: Renderer) -> CallFormat | None:
             continue
         for notation in object_notations(""):
             if notation.encode({KEY: VALUE}) == written["arguments"]:
-                call = (Slot.NAME, Text(written["behind"]), Slot.ARGUMENTS)
+                call = (Slot.NAME, LiteralText(written["behind"]), Slot.ARGUMENTS)
                 begin, arguments = written["before"], WholeArguments(notation)
                 return dataclasses.replace(CALLS, begin=begin, trigger=begin, call=call, arguments=arguments)
     return None
@@ -84,7 +84,7 @@ def read_harmony(text: str, *, calls: bool = True) -> TurnReading:
     return stream.reading
 
 
-class _Kind(enum.Enum):
+class _MessageKind(enum.Enum):
     """What a message is."""
 
     THOUGHT = enum.auto()
@@ -93,10 +93,10 @@ class _Kind(enum.Enum):
     FOREIGN = enum.auto()
 
 
-class _Header(NamedTuple):
+class _MessageHeader(NamedTuple):
     """What a message says of itself."""
 
-    kind: _Kind
+    kind: _MessageKind
     name: str
     """The tool that it calls."""
 
@@ -115,7 +115,7 @@ class HarmonyStream:
         self._state: Callable[[str], str] = self._before
         self._held = ""
         self._role = False  # the next message says whose it is; of the first the prompt did
-        self._header = _Header(_Kind.CONTENT, "")
+        self._header = _MessageHeader(_MessageKind.CONTENT, "")
         self._arguments: list[str] = []
         self._watch = EndWatch(ENDS, quoted=True)
         self._budget = Budget()
@@ -150,7 +150,7 @@ class HarmonyStream:
             if not self._ended and _HEADER_BEGUN.fullmatch(start):
                 self._held = text
                 return ""
-            self._header = _Header(_Kind.CONTENT, "")
+            self._header = _MessageHeader(_MessageKind.CONTENT, "")
             self._state = self._body
         else:
             self._state = self._heading
@@ -160,7 +160,7 @@ class HarmonyStream:
         text = self._taken(text)
         mark = _MARK.search(text)
         if (len(text) - MOST_BEGUN if mark is None else mark.start()) > LONGEST_HEADER:
-            self._begin(_Header(_Kind.CONTENT, ""))
+            self._begin(_MessageHeader(_MessageKind.CONTENT, ""))
             return text
         if mark is None and not self._ended:
             self._held = text
@@ -169,15 +169,15 @@ class HarmonyStream:
         if mark is not None and mark[0] == MESSAGE:
             self._begin(header)
             return text[mark.end() :]
-        if header.kind is _Kind.CALL:
+        if header.kind is _MessageKind.CALL:
             self._told.call(ReadCall(header.name, error="its arguments are missing"))
         return self._behind(text, mark)
 
-    def _begin(self, header: _Header) -> None:
+    def _begin(self, header: _MessageHeader) -> None:
         """A message comes."""
         self._header = header
         self._state = self._body
-        if header.kind is _Kind.CALL:
+        if header.kind is _MessageKind.CALL:
             self._state = self._called
             self._arguments = []
             self._watch, self._budget = EndWatch(ENDS, quoted=True), Budget()
@@ -187,9 +187,9 @@ class HarmonyStream:
         mark = _END.search(text)
         begun = begun_mark(text, ENDS) if mark is None and not self._ended else 0
         end = mark.start() if mark is not None else len(text) - begun
-        if self._header.kind is _Kind.THOUGHT:
+        if self._header.kind is _MessageKind.THOUGHT:
             self._told.think(text[:end])
-        elif self._header.kind is _Kind.CONTENT:
+        elif self._header.kind is _MessageKind.CONTENT:
             self._told.say(text[:end])
         if mark is None:
             self._held = text[end:]
@@ -226,18 +226,18 @@ class HarmonyStream:
         return text
 
 
-def _read_header(text: str, *, foreign: bool) -> _Header:
+def _read_header(text: str, *, foreign: bool) -> _MessageHeader:
     """What the header of a message says, in whatever order; with `foreign` it begins with whose message it is."""
     if foreign:
         role, text = _ROLE.match(text)[0].strip(), text  # type: ignore[index]  # it matches the empty text
         if role and not role.startswith("assistant"):
-            return _Header(_Kind.FOREIGN, "")
+            return _MessageHeader(_MessageKind.FOREIGN, "")
         text = text.lstrip().removeprefix("assistant")
     recipient, channel = _RECIPIENT.search(text), _CHANNEL.search(text)
     if recipient is not None:
-        return _Header(_Kind.CALL, recipient["name"])
+        return _MessageHeader(_MessageKind.CALL, recipient["name"])
     thought = channel is not None and channel["name"] == "analysis"
-    return _Header(_Kind.THOUGHT if thought else _Kind.CONTENT, "")
+    return _MessageHeader(_MessageKind.THOUGHT if thought else _MessageKind.CONTENT, "")
 
 
 def _read_call(name: str, text: str) -> tuple[ReadCall, int]:

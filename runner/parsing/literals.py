@@ -32,15 +32,15 @@ def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
     try:
         value, end = _SCANNER(text, start)
     except StopIteration:
-        return _Reader(text).value(start, 0)
+        return _LiteralReader(text).value(start, 0)
     except json.JSONDecodeError:
-        return _Reader(text).value(start, 0)
+        return _LiteralReader(text).value(start, 0)
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
     except ValueError as error:
         raise Unreadable(str(error)) from None
     if isinstance(value, int | float) and _IN_NUMBERS.match(text, end):
-        return _Reader(text).value(start, 0)
+        return _LiteralReader(text).value(start, 0)
     return value, end
 
 
@@ -84,7 +84,7 @@ def behind_space(text: str, at: int) -> int:
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
 
 
-class _Reader:
+class _LiteralReader:
     """Reads one value by descending into it."""
 
     def __init__(self, text: str) -> None:

@@ -142,19 +142,33 @@ class Nested:
     """A notation of a template's own, learnt from its renders: values inside each other, strings in marks."""
 
     open_object: str
+    """The begin of an object."""
     colon: str
+    """The text between a key and its value."""
     member: str
+    """The text between two members of an object."""
     close_object: str
+    """The end of an object."""
     open_list: str
+    """The begin of a list."""
     item: str
+    """The text between two items of a list."""
     close_list: str
+    """The end of a list."""
     open_string: str
+    """The mark in front of a string."""
     close_string: str
+    """The mark behind a string, which no string can hold."""
     open_key: str
+    """The mark in front of a key; "" where keys stand bare."""
     close_key: str
+    """The mark behind a key."""
     true: str
+    """The word for true."""
     false: str
+    """The word for false."""
     null: str
+    """The word for null."""
     sorted_keys: bool = False
     """Whether members stand in the order of their keys."""
     kind: Literal["nested"] = "nested"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from runner.parsing.call_patterns import CallPatterns
 from runner.parsing.literals import Unreadable, behind_space, read_literal
-from runner.parsing.turn_format import CallFormat, TaggedArguments, Text
+from runner.parsing.turn_format import CallFormat, LiteralText, TaggedArguments
 from runner.parsing.values import Undecided, as_object
 
 __all__ = ["CallReader", "Decided", "ReadCall", "Reading", "Schemas"]
@@ -164,7 +164,7 @@ class CallReader:
         return limit
 
     def _bare(self, text: str, schemas: Schemas | None) -> list[str | ReadCall]:
-        """Calls that nothing announces: all the rest of the turn from some place on."""
+        """Calls that nothing announces: all the rest of the turn from some position on."""
         unreadable: list[str | ReadCall] = []
         for start in self._candidates(text, tuple(schemas or ())):
             calls = self._bare_calls(text, start, schemas)
@@ -205,7 +205,7 @@ class CallReader:
         return not isinstance(self.format.arguments, TaggedArguments)
 
     def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:
-        """Where in a text calls may begin that nothing announces, and whether that place is one where they are read.
+        """Where in a text calls may begin that nothing announces, and whether that position is one where they are read.
 
         Args:
             text: what came; in front of it they do not begin.
@@ -215,12 +215,12 @@ class CallReader:
         """
         patterns, names = self.patterns, tuple(schemas or ())
         line = patterns.line_start.search(before + text, len(before))
-        places = [line.start() - len(before)] if line is not None else []
+        positions = [line.start() - len(before)] if line is not None else []
         named = patterns.named(names).search(text) if names else None
         if named is not None and (whole or named.end() < len(text)):
-            places.append(named.start())
+            positions.append(named.start())
         at = len(text) if whole else patterns.may_begin(text, names, line_begun=before in ("", "\n"))
-        return (at, False) if all(at < place for place in places) else (min(places), True)
+        return (at, False) if all(at < position for position in positions) else (min(positions), True)
 
     # --- calls
 
@@ -251,7 +251,7 @@ class CallReader:
     def _begun(self, text: str, start: int) -> int:
         begun = self.patterns.begin.match(text, start)
         if begun is None:
-            raise _Malformed(*self.patterns.missing([Text(self.format.begin)], text, start))
+            raise _Malformed(*self.patterns.missing([LiteralText(self.format.begin)], text, start))
         return begun.end()
 
     def _following(self, text: str, at: int) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.parsing.dialects import Dialect
+from runner.parsing.dialects import NotationDialect
 from runner.parsing.ebnf import NOTHING, Rules, either, literal
 from runner.parsing.notations import ValueType, members_in_order, type_of
 
@@ -70,7 +70,7 @@ class Sequenced:
 class SchemaRules:
     """Writes rules for the schemas of one tool."""
 
-    def __init__(self, rules: Rules, dialect: Dialect, root: Any, tool: str, behind: str) -> None:
+    def __init__(self, rules: Rules, dialect: NotationDialect, root: Any, tool: str, behind: str) -> None:
         """Of the tool whose schema is `root`; `behind` has the characters behind a value that is in no other."""
         self._rules = rules
         self._dialect = dialect

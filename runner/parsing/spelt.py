@@ -88,8 +88,8 @@ class StreamedSpelling:
         if not ends and self._sign not in piece:
             return piece
         self._broken = True
-        places = sorted(len(piece) + end - 1 for end in ends)
-        parts = [piece[a:b] for a, b in zip([0, *places], [*places, len(piece)], strict=True)]
+        cuts = sorted(len(piece) + end - 1 for end in ends)
+        parts = [piece[a:b] for a, b in zip([0, *cuts], [*cuts, len(piece)], strict=True)]
         return self._sign.join(part.replace(self._sign, 2 * self._sign) for part in parts)
 
 

@@ -21,8 +21,8 @@ class TurnStream:
     the end of the turn, with what stands behind it, since the text that would mend it may still come. Of thought and
     content only what may be the begin of a mark is held back, and white space until something stands behind it; so
     the pieces of the content, joined, are that of `reading`, but for white space at the very begin of a turn that
-    calls something. Where calls have no trigger, what stands from the first place on that may begin one is told at the
-    end; where nothing opens a thought, so is all that is not known to be one by its close.
+    calls something. Where calls have no trigger, what stands from the first position on that may begin one is told at
+    the end; where nothing opens a thought, so is all that is not known to be one by its close.
     """
 
     def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:

@@ -18,12 +18,12 @@ __all__ = [
     "Container",
     "ContentFormat",
     "IdStyle",
+    "LiteralText",
     "Piece",
     "ReasoningFormat",
     "ResponseFormat",
     "Slot",
     "TaggedArguments",
-    "Text",
     "TurnFormat",
     "ValueStyle",
     "WholeArguments",
@@ -40,14 +40,14 @@ class Slot(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class LiteralText:
     """A piece of a call that is always the same."""
 
     text: str
     """The piece itself."""
 
 
-Piece: TypeAlias = Text | Slot
+Piece: TypeAlias = LiteralText | Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """The same pieces with neighbouring texts as one, and none empty."""
     result: list[Piece] = []
     for piece in pieces:
-        if isinstance(piece, Text) and result and isinstance(result[-1], Text):
-            result[-1] = Text(result[-1].text + piece.text)
-        elif not isinstance(piece, Text) or piece.text:
+        if isinstance(piece, LiteralText) and result and isinstance(result[-1], LiteralText):
+            result[-1] = LiteralText(result[-1].text + piece.text)
+        elif not isinstance(piece, LiteralText) or piece.text:
             result.append(piece)
     return tuple(result)

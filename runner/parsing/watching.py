@@ -16,7 +16,7 @@ _IN_QUOTES: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 class EndWatch:
     """Looks for the marks that end calls, or where there are none, for the bracket that closes the first one.
 
-    What it finds is a place to read from, and no proof: a reader decides.
+    What it finds is a position to read from, and no proof: a reader decides.
     """
 
     def __init__(self, marks: Sequence[str], *, quoted: bool) -> None:

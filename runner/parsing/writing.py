@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from runner.parsing.notations import members_in_order, type_of
-from runner.parsing.turn_format import CallFormat, Piece, Slot, TaggedArguments, Text
+from runner.parsing.turn_format import CallFormat, LiteralText, Piece, Slot, TaggedArguments
 
 __all__ = ["Unwritable", "WrittenCall", "id_for", "write_calls"]
 
@@ -45,7 +45,7 @@ def id_for(form: CallFormat, name: str, number: int) -> str:
 
 def _piece(form: CallFormat, piece: Piece, call: WrittenCall, number: int) -> str:
     match piece:
-        case Text(text):
+        case LiteralText(text):
             return text
         case Slot.NAME:
             return call.name

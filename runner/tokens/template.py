@@ -203,7 +203,7 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-class _Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """Accepts `{% generation %}`, which marks assistant text for trainers that render; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance variable
@@ -252,7 +252,7 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 @functools.cache
 def environment() -> jinja2.Environment:
     """The sandbox of transformers' `apply_chat_template`, so that a template means here what it means there."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment

@@ -17,7 +17,7 @@ def tools_of(schemas: Sequence[Any]) -> list[Tool]:
     Raises:
         BadOption: one is no function with a name, or two have one name; names which one.
     """
-    tools = [each if isinstance(each, Tool) else _tool_of(place, each) for place, each in enumerate(schemas)]
+    tools = [each if isinstance(each, Tool) else _tool_of(index, each) for index, each in enumerate(schemas)]
     names = [tool.name for tool in tools]
     for name in names if len(set(names)) < len(names) else ():
         if names.count(name) > 1:
@@ -25,25 +25,25 @@ def tools_of(schemas: Sequence[Any]) -> list[Tool]:
     return tools
 
 
-def _tool_of(place: int, schema: Any) -> Tool:
+def _tool_of(index: int, schema: Any) -> Tool:
     function = schema.get("function") if isinstance(schema, Mapping) and schema.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         kind = schema.get("type") if isinstance(schema, Mapping) else type(schema).__name__
         raise BadOption(
-            f"tool {place} is of type {kind!r}: only functions can be called, as "
+            f"tool {index} is of type {kind!r}: only functions can be called, as "
             f'{{"type": "function", "function": {{"name": ..., "description": ..., "parameters": ...}}}}.'
         )
     for name, kind, wanted in (("parameters", Mapping, "a JSON schema"), ("description", str, "a string")):
         value = function.get(name)
         if value and not isinstance(value, kind):
-            raise BadOption(f"tool {place} ({function['name']}): its {name}: give {wanted}, not {value!r:.60}.")
+            raise BadOption(f"tool {index} ({function['name']}): its {name}: give {wanted}, not {value!r:.60}.")
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     try:
         tool = Tool(
             _not_ours, name=function["name"], description=function.get("description") or "-", parameters=parameters
         )
     except BadEnvironment as error:
-        raise BadOption(f"tool {place}: {error}") from None
+        raise BadOption(f"tool {index}: {error}") from None
     tool.description = function.get("description") or ""
     return tool
 

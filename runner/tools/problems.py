@@ -43,7 +43,7 @@ _EXPECTED = {
 
 
 def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """The clauses for what pydantic found in the arguments that a model gave, `raw`, by whose names places are told.
+    """The clauses for what pydantic found in the arguments that a model gave, `raw`, by whose names positions are told.
 
     The alternatives of a union that all failed are one problem.
     """
@@ -70,7 +70,7 @@ def _expectation(error: ErrorDetails) -> str:
 
 
 def _path(location: Sequence[int | str], raw: Any, *, missing: bool = False) -> str:
-    """The place as the model wrote it. Names that pydantic gives to the alternatives of a union are no part of it."""
+    """The path as the model wrote it. Names that pydantic gives to the alternatives of a union are no part of it."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):

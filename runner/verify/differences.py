@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 from runner.tokens.token_diff import first_mismatch
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["Comparison", "Difference", "DifferenceFound", "Ids", "Kind", "Spoken"]
+__all__ = ["Comparison", "Difference", "DifferenceFound", "Ids", "Kind", "SpokenText"]
 
 AROUND = 12
 """Ids on each side of a difference that are shown."""
@@ -94,7 +94,7 @@ class DifferenceFound(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class SpokenText:
     """The text of a turn's ids, with those of the cut turns that it goes on with."""
 
     turn: Turn
@@ -150,7 +150,7 @@ class Comparison:
             derived_ids=tuple(derived[window]),
         )
 
-    def text(self, kind: Kind, what: str, stored: str, derived: str, spoken: Spoken) -> None:
+    def text(self, kind: Kind, what: str, stored: str, derived: str, spoken: SpokenText) -> None:
         """Compare text with what was read from sampled ids."""
         if stored == derived:
             return
@@ -164,7 +164,7 @@ class Comparison:
             derived=derived[window],
         )
 
-    def _index_of(self, part: str, at: int, spoken: Spoken) -> int:
+    def _index_of(self, part: str, at: int, spoken: SpokenText) -> int:
         """The id that character `at` of `part` came from; where that is not seen, the first one of what was said."""
         offset = spoken.text.find(part) if part else -1
         if offset < 0:

@@ -33,7 +33,7 @@ from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
 from runner.tools.tool import Tool
 from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Segment, Trajectory, Turn
-from runner.verify.differences import Comparison, Difference, DifferenceFound, Ids, Kind, Spoken
+from runner.verify.differences import Comparison, Difference, DifferenceFound, Ids, Kind, SpokenText
 
 __all__ = ["first_difference", "stored_chat"]
 
@@ -68,14 +68,14 @@ def first_difference(
         others: gives the trajectory of another agent of the same episode, which a segment may go on from.
     """
     try:
-        _Check(trajectory, chat, others).run()
+        _TrajectoryCheck(trajectory, chat, others).run()
     except DifferenceFound as found:
         return found.difference
     return None
 
 
 @dataclass(slots=True)
-class _Part:
+class _CheckedSegment:
     """A segment as it is checked."""
 
     segment: Segment
@@ -92,7 +92,7 @@ class _Part:
         return self.seen[: self.spoken[0]]
 
     def speech_of(self, turn: Turn) -> int:
-        """The place of the message that a turn is of, among those that were sampled in this segment."""
+        """The index of the message that a turn is of, among those that were sampled in this segment."""
         return len(_speeches([each for each in self.turns if each.start <= turn.start])) - 1
 
 
@@ -106,7 +106,7 @@ class _Begun:
     """The first id of its message, where that began in the turn that the segment follows."""
 
 
-class _Check:
+class _TrajectoryCheck:
     """One trajectory, from its first id to its last; raises `DifferenceFound` at the first difference."""
 
     def __init__(
@@ -118,7 +118,7 @@ class _Check:
         self._calls = 0  # made so far on the path: the calls of a turn are numbered on from those before
         self._made_calls: dict[tuple[str, int], tuple[int, int]] = {}
         self._junction: Junction | None = None  # of the bridge that was made last
-        self._done: list[_Part] = []
+        self._done: list[_CheckedSegment] = []
         self._compare = Comparison(trajectory, chat.tokenizer.decode)
         self._retried = _played_again(trajectory)
 
@@ -127,7 +127,7 @@ class _Check:
             self._compare.segment, self._compare.turn = number, None
             turns = [turn for turn in self._trajectory.turns if turn.segment == number]
             self._check_layout(segment, turns)
-            part = _Part(segment, turns, *self._seen(segment, turns))
+            part = _CheckedSegment(segment, turns, *self._seen(segment, turns))
             if turns:
                 self._check_turns(part, self._check_first_prompt(part))
             self._done.append(part)
@@ -191,7 +191,7 @@ class _Check:
 
     # --- prompts
 
-    def _check_first_prompt(self, part: _Part) -> _Begun:
+    def _check_first_prompt(self, part: _CheckedSegment) -> _Begun:
         first, segment = part.turns[0], part.segment
         self._compare.turn = first.number
         begun = _Begun()
@@ -227,7 +227,7 @@ class _Check:
             was, becomes = ("none" if each is None else "/".join(map(str, astuple(each))) for each in (stored, made))
             self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
 
-    def _origin(self, origin: Origin) -> tuple[_Part, Turn]:
+    def _origin(self, origin: Origin) -> tuple[_CheckedSegment, Turn]:
         """The turn that a segment follows, and its own segment."""
         parts, turns = self._done, self._trajectory.turns
         if origin.agent != self._trajectory.agent:
@@ -239,14 +239,14 @@ class _Check:
             self._compare.differ(Kind.LAYOUT, f"there is no turn {origin.number} of {origin.agent!r} to go on from")
         return parts[turn.segment], turn
 
-    def _once_more(self, part: _Part, before: _Part, turn: Turn) -> Ids:
+    def _once_more(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> Ids:
         """The prompt of a turn that is played again."""
         asked = before.seen[: before.spoken[before.speech_of(turn)]]
         if encode_json(asked) != encode_json(part.prompt):
             self._compare.differ(Kind.MESSAGE, "the turn that is played again was asked something else")
         return turn.prompt_ids
 
-    def _branched(self, part: _Part, before: _Part, turn: Turn) -> tuple[Ids, _Begun]:
+    def _branched(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> tuple[Ids, _Begun]:
         """The prompt of a segment that goes on behind a turn of another one."""
         first, speech = part.turns[0], before.speech_of(turn)
         begin = _speeches([each for each in before.turns if each.start <= turn.start])[-1].start
@@ -261,7 +261,7 @@ class _Check:
             return ids, _Begun(calls[0], begin)
         return ids + array("i", self._joined(part, turn, history, part.prompt[len(history) :])), _Begun(calls[1])
 
-    def _message_of(self, part: _Part, turn: Turn, begin: int, calls: int) -> Message:
+    def _message_of(self, part: _CheckedSegment, turn: Turn, begin: int, calls: int) -> Message:
         """What a turn said; where it was cut and gone on with, as far as it came."""
         last = [each for each in part.turns if part.speech_of(each) == part.speech_of(turn)][-1]
         if last is turn:
@@ -271,14 +271,14 @@ class _Check:
             self._said(turn, begin), ids, self._chat, tools, before=calls, tool_choice=turn.tool_choice
         ).as_message()
 
-    def _calls_of(self, part: _Part, turn: Turn) -> tuple[int, int]:
+    def _calls_of(self, part: _CheckedSegment, turn: Turn) -> tuple[int, int]:
         """How many calls were made before a turn's message on its path, and with it."""
         key = turn.agent, turn.number
         if key not in self._made_calls:
             self._count_calls(part, turn.agent)
         return self._made_calls[key]
 
-    def _count_calls(self, part: _Part, agent: str) -> None:
+    def _count_calls(self, part: _CheckedSegment, agent: str) -> None:
         origin, after = part.segment.origin, 0
         before = 0
         if origin is not None:
@@ -294,10 +294,10 @@ class _Check:
             after = before + len(turn.tool_calls)
             self._made_calls[agent, turn.number] = before, after
 
-    def _bridge(self, part: _Part, before: Turn, said: int, next_said: int) -> Ids:
+    def _bridge(self, part: _CheckedSegment, before: Turn, said: int, next_said: int) -> Ids:
         return self._joined(part, before, part.seen[: said + 1], part.seen[said + 1 : next_said])
 
-    def _joined(self, part: _Part, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
+    def _joined(self, part: _CheckedSegment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         if not new:
             self._compare.differ(Kind.LAYOUT, "no message stands between this turn and the one before it")
         if self._chat.history.policy is HistoryPolicy.FORK:
@@ -320,7 +320,7 @@ class _Check:
             junction = replace(junction, dropped=before.dropped, cause="stop_string")
         return junction
 
-    def _followed(self, part: _Part, before: Turn, messages: Sequence[Message]) -> Ids:
+    def _followed(self, part: _CheckedSegment, before: Turn, messages: Sequence[Message]) -> Ids:
         """What the render of everything has behind the turn, where a template is followed."""
         bridger, tools = self._chat.bridger, part.segment.tools
         whole = self._made(Kind.BRIDGE, lambda: bridger.first_prompt(messages, tools))
@@ -338,7 +338,7 @@ class _Check:
 
     # --- what was said
 
-    def _check_turns(self, part: _Part, begun: _Begun) -> None:
+    def _check_turns(self, part: _CheckedSegment, begun: _Begun) -> None:
         speech, begin, self._calls = -1, 0, begun.calls
         calls_before = self._calls
         for before, turn, after in zip([None, *part.turns], part.turns, [*part.turns[1:], None], strict=False):
@@ -353,14 +353,14 @@ class _Check:
                     derived = self._bridge(part, before, part.spoken[speech - 1], part.spoken[speech])
                     self._compare.ids(Kind.BRIDGE, turn.log.ids[before.end : turn.start], derived, before.end)
                     self._check_junction(turn, self._made_junction(turn, before, len(derived)))
-            spoken = Spoken(turn, begin, self._said(turn, begin))
+            spoken = SpokenText(turn, begin, self._said(turn, begin))
             view = self._check_view(part.segment, spoken)
             self._calls += len(view.tool_calls)
             self._made_calls[turn.agent, turn.number] = calls_before, self._calls
             if not _continues(turn, after):
                 self._check_message(part.seen[part.spoken[speech]], view, spoken)
 
-    def _check_view(self, segment: Segment, spoken: Spoken) -> ParsedTurn:
+    def _check_view(self, segment: Segment, spoken: SpokenText) -> ParsedTurn:
         turn, chat = spoken.turn, self._chat
         tools = _as_tools(segment)
         ids = turn.log.ids[spoken.begin : turn.end]
@@ -397,7 +397,7 @@ class _Check:
             )
         return decode(ids[begin : turn.start]) + stops.text
 
-    def _check_message(self, stored: Message, view: ParsedTurn, spoken: Spoken) -> None:
+    def _check_message(self, stored: Message, view: ParsedTurn, spoken: SpokenText) -> None:
         derived = view.as_message()
         for key in ("content", "reasoning_content"):
             one, other = str(stored.get(key, "")), str(derived.get(key, ""))
@@ -412,14 +412,14 @@ def _as_tools(segment: Segment) -> list[Tool]:
     return cast("list[Tool]", tools)
 
 
-def _parts_of(trajectory: Trajectory) -> list[_Part]:
+def _parts_of(trajectory: Trajectory) -> list[_CheckedSegment]:
     """The segments of another agent's trajectory, which is checked by itself."""
     parts = []
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
         seen = list(as_messages(segment.messages))[: len(segment.messages) - segment.unseen]
         said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
-        parts.append(_Part(segment, turns, seen, said[len(said) - len(_speeches(turns)) :]))
+        parts.append(_CheckedSegment(segment, turns, seen, said[len(said) - len(_speeches(turns)) :]))
     return parts
 
 

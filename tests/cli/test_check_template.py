@@ -23,7 +23,7 @@ from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking
-from runner.tokens.probing.appends import Append, Exactness, Verdict, example, verdicts
+from runner.tokens.probing.appends import Append, AppendVerdict, Exactness, example, verdicts
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate
@@ -65,7 +65,7 @@ def document(done: Result) -> dict[str, Any]:
     return told
 
 
-def judged(bridger: Bridger) -> dict[Append, Verdict]:
+def judged(bridger: Bridger) -> dict[Append, AppendVerdict]:
     return {verdict.kind: verdict for verdict in verdicts(bridger, profile_of(bridger.renderer))}
 
 

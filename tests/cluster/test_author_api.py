@@ -13,7 +13,7 @@ from runner.cluster.engines import FleetEngine
 from runner.testing import assert_exact
 from tests.cluster.in_process import in_process
 from tests.cluster.playing import played
-from tests.environment import test_author_api as author_api
+from tests.environment import test_kinds_of_environments as author_api
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from runner.parsing.learning.asking import Said
+from runner.parsing.learning.asking import SaidCall
 from runner.parsing.notations import Json
-from runner.parsing.turn_format import CallFormat, Container, IdStyle, Slot, Text, WholeArguments
+from runner.parsing.turn_format import CallFormat, Container, IdStyle, LiteralText, Slot, WholeArguments
 from runner.parsing.writing import WrittenCall, write_calls
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
@@ -81,7 +81,7 @@ def _entry(name: str) -> Entry:
 
 FORM = CallFormat(
     begin="<tool_call>",
-    call=(Text('{"name": "'), Slot.NAME, Text('", "arguments": '), Slot.ARGUMENTS, Text("}")),
+    call=(LiteralText('{"name": "'), Slot.NAME, LiteralText('", "arguments": '), Slot.ARGUMENTS, LiteralText("}")),
     between="</tool_call><tool_call>",
     close="</tool_call>",
     arguments=WholeArguments(Json()),
@@ -93,10 +93,10 @@ FORM = CallFormat(
     ids=IdStyle.ANY,
     stop="",
 )
-SAID = Said("f", {"a": "one two", "b": None, "c": 1})
+SAID = SaidCall("f", {"a": "one two", "b": None, "c": 1})
 
 
-def trial(*said: Said, content: str = "", ids: tuple[str, ...] = ()) -> Trial:
+def trial(*said: SaidCall, content: str = "", ids: tuple[str, ...] = ()) -> Trial:
     return Trial(Kind.CALLS, "", "its text", said, content, schemas_of(said), ids)
 
 
@@ -137,7 +137,7 @@ def test_what_the_template_writes_in_the_same_way_is_right_where_the_schema_allo
 ) -> None:
     form = format_of("GLM-4.6").calls
     assert form is not None
-    said = Said("f", {"a": 5})
+    said = SaidCall("f", {"a": 5})
     schemas = {"f": {"type": "object", "properties": {"a": types}}}
     text = write_calls(form, [WrittenCall(said.name, said.arguments, "")])
     read = Read("", [Call("f", {"a": "5"}, None)])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runner.parsing.learning.turn import Verdict
+from runner.parsing.learning.turn import FormatVerdict
 from runner.tokens.tool_support import missing_tool_property
 from tests import sweeps
 from tests.conformance import turn_formats
@@ -21,14 +21,14 @@ def test_the_page_is_what_the_record_says() -> None:
 
 
 def test_354_templates_can_be_used_with_tools_and_be_made_to_call_one() -> None:
-    usable = [row for row in ROWS if row.verdict != Verdict.REFUSED]
+    usable = [row for row in ROWS if row.verdict != FormatVerdict.REFUSED]
     assert len(usable) >= 354
     assert sum(row.enforced for row in usable) >= 354
 
 
 def test_the_page_of_models_has_the_counts_of_the_record() -> None:
     entries = {entry.name: len(entry.models) for entry in corpus()}
-    usable = [row for row in ROWS if row.verdict != Verdict.REFUSED]
+    usable = [row for row in ROWS if row.verdict != FormatVerdict.REFUSED]
     everything, used = (sum(entries[row.template] for row in rows) for rows in (ROWS, usable))
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     assert f"Of {len(ROWS)} public templates ({everything:,} models)" in page

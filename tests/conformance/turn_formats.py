@@ -15,7 +15,7 @@ from runner.parsing.harmony import HarmonyStream, read_harmony
 from runner.parsing.learning.asking import Asker
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.checking import differences
-from runner.parsing.learning.turn import Verdict, learn_turn
+from runner.parsing.learning.turn import FormatVerdict, learn_turn
 from runner.parsing.marks import Marks
 from runner.parsing.reading import Schemas
 from runner.parsing.streaming import TurnStream
@@ -134,7 +134,7 @@ def page(rows: Sequence[Row]) -> str:
     """The generated page, docs/tool-formats.md."""
     entries = {entry.name: entry for entry in corpus()}
     models = {row.template: len(entries[row.template].models) for row in rows}
-    usable = [row for row in rows if row.verdict != Verdict.REFUSED]
+    usable = [row for row in rows if row.verdict != FormatVerdict.REFUSED]
     families = sorted({entries[row.template].family for row in rows}, key=str.lower)
     return "\n".join([
         "# Tool calls and thoughts, template by template",
@@ -192,7 +192,7 @@ def _cells(thought: str) -> tuple[str, str, str]:
 
 
 def _counts(rows: Sequence[Row], models: dict[str, int]) -> list[str]:
-    chosen = [[row for row in rows if row.verdict == verdict] for verdict in Verdict]
+    chosen = [[row for row in rows if row.verdict == verdict] for verdict in FormatVerdict]
     chosen += [[row for row in rows if getattr(row, held)] for held in ("enforced", "strict", "streamed")]
     return [_share(some, models) for some in (*chosen, [row for row in rows if row.thought])]
 

@@ -13,7 +13,7 @@ from runner.engines.scripted.replies import ReplyEncoder
 from runner.parsing.enforcing import harmony_constraint
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
 from runner.parsing.harmony import CALLS, HarmonyStream, learn_harmony, read_harmony
-from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.asking import Asker, SaidCall
 from runner.parsing.learning.checking import STRINGS, check_calls, differences
 from runner.parsing.marks import Marks
 from runner.parsing.reading import ReadCall, Schemas
@@ -50,7 +50,7 @@ def test_its_templates_are_known_and_written_and_read_as_they_do(entry: Entry) -
 @pytest.mark.parametrize("entry", HARMONY, ids=lambda entry: entry.name)
 def test_a_render_is_read_as_what_was_said(entry: Entry) -> None:
     for string in STRINGS.values():
-        said = Said("look_up", {"query": string, "more": [1, {"a": None}]})
+        said = SaidCall("look_up", {"query": string, "more": [1, {"a": None}]})
         for content in ("", "I look it up."):
             for followed in (False, True):
                 text = asker(entry).turn(said, content=content, followed=followed)

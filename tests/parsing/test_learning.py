@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.parsing.learning import turn
-from runner.parsing.learning.asking import MOST_RENDERS, Asker, FormatProperty, Said
+from runner.parsing.learning.asking import MOST_RENDERS, Asker, FormatProperty, SaidCall
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.checking import alike
 from runner.parsing.learning.readers import RenderedTurns
-from runner.parsing.learning.turn import LearntTurn, Verdict, learn_turn
+from runner.parsing.learning.turn import FormatVerdict, LearntTurn, learn_turn
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat
 from runner.parsing.turns import TurnReader
@@ -29,8 +29,8 @@ from tests.conformance.corpus import corpus
 pytestmark = pytest.mark.cases_in_turns(2)
 
 ROWS = turn_formats.recorded()
-LEARNT = [row.template for row in ROWS if row.verdict != Verdict.REFUSED and "<|channel|>" not in row.thought]
-EXACT = [row.template for row in ROWS if row.verdict == Verdict.EXACT]
+LEARNT = [row.template for row in ROWS if row.verdict != FormatVerdict.REFUSED and "<|channel|>" not in row.thought]
+EXACT = [row.template for row in ROWS if row.verdict == FormatVerdict.EXACT]
 
 
 @functools.cache
@@ -125,11 +125,11 @@ def values(form: CallFormat) -> st.SearchStrategy[Any]:
     )
 
 
-def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[Said]]:
+def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[SaidCall]]:
     arguments = st.dictionaries(NAMES, values(form), max_size=3)
     if name in OWN_INSTRUCTIONS:
         arguments = arguments.filter(lambda each: not UNICODE_BREAKS.intersection(text_of(each)))
-    return st.lists(st.builds(Said, NAMES, arguments), min_size=1, max_size=1 if form.between is None else 3)
+    return st.lists(st.builds(SaidCall, NAMES, arguments), min_size=1, max_size=1 if form.between is None else 3)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ UNTYPED = [row.template for row in ROWS if CallTrait.UNTYPED in row.traits]
 
 @pytest.mark.parametrize("name", sweeps.part(UNTYPED, 8))
 def test_where_nothing_tells_types_two_inputs_have_one_render(name: str) -> None:
-    number, text = (asker_of(name).turn(Said("look_up", {"query": value})) for value in (5, "5"))
+    number, text = (asker_of(name).turn(SaidCall("look_up", {"query": value})) for value in (5, "5"))
     assert number == text != None  # noqa: E711  # one comparison says both
 
 
@@ -168,11 +168,11 @@ SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallTrait
 @pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))
 def test_where_a_string_may_hold_what_ends_calls_two_inputs_have_one_render(name: str) -> None:
     # Some write a string otherwise where "<" is in it, and then all of them have to.
-    one, other = Said("look_up", {"query": "<zqone"}), Said("look_up", {"query": "<zqother"})
+    one, other = SaidCall("look_up", {"query": "<zqone"}), SaidCall("look_up", {"query": "<zqother"})
     both = asker_of(name).turn(one, other)
     assert both is not None
     within = both[both.index("<zqone") : both.rindex("<zqother") + len("<zqother")]
-    assert asker_of(name).turn(Said("look_up", {"query": within})) == both
+    assert asker_of(name).turn(SaidCall("look_up", {"query": within})) == both
 
 
 @pytest.mark.parametrize("name", ["Cohere2MoE", "CohereLabs-command-a-plus-05-2026-w4a4"])
@@ -274,6 +274,6 @@ REFUSED = {
 def test_what_cannot_be_learnt_is_refused_by_the_property_that_is_missing(what: str) -> None:
     body, missing = REFUSED[what]
     learnt = learn_turn(ChatTemplate(LOOP.replace("BODY", body), name=what).renderer())
-    assert learnt.verdict is Verdict.REFUSED
+    assert learnt.verdict is FormatVerdict.REFUSED
     assert learnt.missing is missing
     assert learnt.why

@@ -29,7 +29,7 @@ from runner import (
 from runner.cli.app import app
 from runner.models import ResolvedModel, chat_template
 from runner.parsing.learning.asking import FormatProperty
-from runner.parsing.learning.turn import LearntTurn, Source, Verdict, learn_turn
+from runner.parsing.learning.turn import FormatSource, FormatVerdict, LearntTurn, learn_turn
 from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
 from runner.parsing.reading import ReadCall
@@ -58,9 +58,9 @@ def learnt(template: ChatTemplate) -> LearntTurn:
 
 
 def test_calls_that_cannot_be_learnt_are_read_as_the_checkpoint_says() -> None:
-    assert learnt(unlearnable(None)).verdict is Verdict.REFUSED
+    assert learnt(unlearnable(None)).verdict is FormatVerdict.REFUSED
     told = learnt(unlearnable())
-    assert (told.source, told.verdict) == (Source.RESPONSE_TEMPLATE, Verdict.LIMITED)
+    assert (told.source, told.verdict) == (FormatSource.RESPONSE_TEMPLATE, FormatVerdict.LIMITED)
     assert told.traits == (CallTrait.UNTYPED,)
     assert told.format.response is not None
     assert told.format.response.template == READS_IT
@@ -70,7 +70,7 @@ def test_calls_that_cannot_be_learnt_are_read_as_the_checkpoint_says() -> None:
 def test_what_can_be_learnt_is_read_as_it_was_learnt(name: str) -> None:
     template = replace(ChatTemplate.load(name), response_template=HERMES)
     told = learnt(template)
-    assert told.source is Source.LEARNT
+    assert told.source is FormatSource.LEARNT
     assert told == learnt(ChatTemplate.load(name))
 
 
@@ -90,7 +90,7 @@ def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
     response_template: dict[str, Any], case: str
 ) -> None:
     told = learnt(unlearnable(response_template))
-    assert told.verdict is Verdict.REFUSED
+    assert told.verdict is FormatVerdict.REFUSED
     assert told.missing is FormatProperty.VALUES
     assert told.why.startswith(
         "nothing tells where a string in a call's arguments ends; nor can they by the model's response_template: "

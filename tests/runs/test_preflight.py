@@ -139,9 +139,9 @@ async def test_a_start_tries_only_the_appends_that_its_conversations_can_come_to
     tools: bool, system: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Append] = []
-    try_one = appends._Trial.verdict
+    try_one = appends._AppendTrial.verdict
 
-    def noted(trial: appends._Trial) -> appends.Verdict:
+    def noted(trial: appends._AppendTrial) -> appends.AppendVerdict:
         tried.append(trial._kind)
         return try_one(trial)
 
@@ -154,7 +154,7 @@ async def test_a_start_tries_only_the_appends_that_its_conversations_can_come_to
         if tools:
             add_two = tool(add)
 
-    monkeypatch.setattr(appends._Trial, "verdict", noted)
+    monkeypatch.setattr(appends._AppendTrial, "verdict", noted)
     await play(Asks, recording("Yes", template=template(ChatTemplate.load("pythonic").text + "{# no longer ours #}")))
     user = Append.UNDER_SYSTEM if system else Append.USER
     assert set(tried) == {user, *(kind for kind in Append if tools and kind.needed and kind.calls)}

@@ -21,6 +21,7 @@ from runner.cli.check import Checking
 from runner.cli.findings import Finding
 from runner.episode import conversation as conversations
 from runner.episode import turn as turns
+from runner.episode.forest import Node
 from runner.episode.lifecycle import Play
 from runner.episode.tool_calls import answer_calls
 from runner.testing import (
@@ -206,9 +207,9 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
 def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = turns._parse
 
-    async def in_capitals(conversation: Any, prompt: Any, turn: Turn, sampled: Any) -> None:
-        await parse(conversation, prompt, turn, sampled)
-        turn.text = turn.text.upper()
+    async def in_capitals(spot: Any, node: Node, sampled: Any) -> None:
+        await parse(spot, node, sampled)
+        node.turn.text = node.turn.text.upper()
 
     monkeypatch.setattr(turns, "_parse", in_capitals)
     with pytest.raises(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from runner.tokens.probing.profile import TemplateProfile, TraitValue
 from runner.tokens.probing.traits import profile_of
-from runner.tokens.probing.usable import Fault, UnusableTemplate, usable_renderer
+from runner.tokens.probing.usable import TemplateFault, UnusableTemplate, usable_renderer
 from runner.tokens.template import ChatTemplate
 from tests.conformance.corpus import CLOCK, VARIABLES, Entry, corpus
 from tests.repository import DOCS
@@ -21,7 +21,7 @@ PAGE = DOCS / "chat-templates.md"
 BEGIN, END = "<!-- counts -->\n", "<!-- /counts -->\n"
 
 
-def profile(entry: Entry) -> TemplateProfile | Fault:
+def profile(entry: Entry) -> TemplateProfile | TemplateFault:
     """What a template of the corpus does, or why it cannot be used."""
     template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
     try:
@@ -33,7 +33,9 @@ def profile(entry: Entry) -> TemplateProfile | Fault:
 def traits(entry: Entry) -> str:
     """What a template of the corpus does, in words."""
     found = profile(entry)
-    return found.value if isinstance(found, Fault) else " ".join(_word(getattr(found, trait)) for trait in TRAITS)
+    return (
+        found.value if isinstance(found, TemplateFault) else " ".join(_word(getattr(found, trait)) for trait in TRAITS)
+    )
 
 
 def table(processes: int = 2) -> str:
@@ -42,7 +44,7 @@ def table(processes: int = 2) -> str:
         found = pool.map(profile, corpus(), chunksize=8)
     profiles = [each for each in found if isinstance(each, TemplateProfile)]
     capable = [each for each in profiles if each.carries_tools]
-    faults = Counter(each.value for each in found if isinstance(each, Fault))
+    faults = Counter(each.value for each in found if isinstance(each, TemplateFault))
     lines = [
         f"Of {len(found)} public templates {len(profiles)} can be used, and {len(capable)} of those carry tools. "
         "The others: " + ", ".join(f"{count} {fault}" for fault, count in faults.most_common()) + ".",

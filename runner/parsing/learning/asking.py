@@ -13,7 +13,7 @@ from runner.parsing.notations import type_of
 from runner.tokens.probe_messages import AGAIN_ASKED, ASKED, QUESTION, call_id
 from runner.tokens.template import Renderer, TemplateRaised
 
-__all__ = ["Asker", "FormatProperty", "Said", "Unlearnt"]
+__all__ = ["Asker", "FormatProperty", "SaidCall", "Unlearnt"]
 
 MOST_RENDERS: Final = 400
 """A template takes some forty to be learnt, and twice as many to be checked."""
@@ -39,11 +39,13 @@ class Unlearnt(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SaidCall:
     """One call that the assistant is said to have made."""
 
     name: str
+    """The tool that it calls."""
     arguments: Mapping[str, Any]
+    """The arguments by name."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Asker:
     """How often the template was rendered."""
     _known: dict[str, str | None] = field(default_factory=dict)
 
-    def id_of(self, said: Said, number: int, ids: str | None = None) -> str:
+    def id_of(self, said: SaidCall, number: int, ids: str | None = None) -> str:
         """The id that the call of that number has."""
         if ids is not None:
             return ids.format(number=number)
@@ -76,7 +78,7 @@ class Asker:
 
     def turn(
         self,
-        *calls: Said,
+        *calls: SaidCall,
         content: str = "",
         thought: Mapping[str, Any] | None = None,
         followed: bool = False,
@@ -112,14 +114,14 @@ class Asker:
         return self._behind_question(messages, calls)
 
     def _behind_question(
-        self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Said], *, asking: bool = False
+        self, messages: Sequence[Mapping[str, Any]], calls: Sequence[SaidCall], *, asking: bool = False
     ) -> str | None:
         key = canonical_json([messages, asking])
         if key not in self._known:
             self._known[key] = self._rendered(messages, calls, asking)
         return self._known[key]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Said], asking: bool) -> str | None:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[SaidCall], asking: bool) -> str | None:
         # Some templates raise on types that they cannot describe, and are right with them in a call.
         for typed in (True, False):
             self.renders += 1
@@ -137,10 +139,10 @@ class Asker:
 
 
 _RESULT: Final = "zqreturnedz"
-_NO_CALL: Final = Said("zqtoolz", {"zqkeyz": "zqvaluez"})
+_NO_CALL: Final = SaidCall("zqtoolz", {"zqkeyz": "zqvaluez"})
 
 
-def _tools(calls: Sequence[Said], *, typed: bool) -> list[dict[str, Any]]:
+def _tools(calls: Sequence[SaidCall], *, typed: bool) -> list[dict[str, Any]]:
     """Schemas under which the calls are right, as a template may look up what it writes; or all of strings."""
     properties: dict[str, dict[str, Any]] = {}
     for said in calls or [_NO_CALL]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
-from runner.parsing.learning.spans import Span, contained, named
+from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
+from runner.parsing.learning.spans import CallSpan, contained, named
 from runner.parsing.learning.tagged import TaggedLearner
 from runner.parsing.notations import Json, JsonText, Notation, object_notations
 from runner.parsing.turn_format import (
@@ -17,9 +17,9 @@ from runner.parsing.turn_format import (
     CallFormat,
     Container,
     IdStyle,
+    LiteralText,
     Piece,
     Slot,
-    Text,
     WholeArguments,
     merged,
 )
@@ -27,9 +27,9 @@ from runner.tokens.probe_messages import ANSWERED
 
 __all__ = ["accepted_ids", "end_of_turn", "find_form", "learn_calls"]
 
-FIRST: Final = Said("zqfirstz", {"zqkeyaz": "zqvalueaz"})
-SECOND: Final = Said("zqsecondz", {"zqkeybz": "zqvaluebz"})
-THIRD: Final = Said("zqthirdz", {"zqkeycz": "zqvaluecz"})
+FIRST: Final = SaidCall("zqfirstz", {"zqkeyaz": "zqvalueaz"})
+SECOND: Final = SaidCall("zqsecondz", {"zqkeybz": "zqvaluebz"})
+THIRD: Final = SaidCall("zqthirdz", {"zqkeycz": "zqvaluecz"})
 RICH: Final[dict[str, Any]] = {
     "zqkeyaz": "é \"q\" 'r' \\ / <b> & \n z",
     "zqkeybz": [1, {"zqkeycz": True, "zqkeydz": None}, []],
@@ -37,15 +37,15 @@ RICH: Final[dict[str, Any]] = {
     "zqkeyfz": {},
 }
 
-FindCall = Callable[[str, Said, str, int], Span | None]
+FindCall = Callable[[str, SaidCall, str, int], CallSpan | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _CallShape:
     """How one call is found in a render, and how its arguments are written."""
 
     find: FindCall
-    probes: tuple[Said, Said, Said]
+    probes: tuple[SaidCall, SaidCall, SaidCall]
     """Calls by which the shape is seen."""
     arguments: ArgumentsFormat
     container: Container | None
@@ -90,23 +90,23 @@ def learn_calls(asker: Asker) -> CallFormat:
         trigger=trigger,
         after_content=after_content,
         before_content=before_content,
-        id_pieces=(Text("functions."), Slot.NAME, Text(":"), Slot.INDEX) if asker.named_ids else None,
+        id_pieces=(LiteralText("functions."), Slot.NAME, LiteralText(":"), Slot.INDEX) if asker.named_ids else None,
         ids=accepted_ids(asker, first),
         stop=stop,
     )
 
 
-def accepted_ids(asker: Asker, said: Said = FIRST) -> IdStyle:
+def accepted_ids(asker: Asker, said: SaidCall = FIRST) -> IdStyle:
     """The first of our ways to make up ids that the template takes."""
     return next((each for each in IdStyle if _accepted(asker, said, each)), IdStyle.ANY)
 
 
-def _accepted(asker: Asker, said: Said, style: IdStyle) -> bool:
+def _accepted(asker: Asker, said: SaidCall, style: IdStyle) -> bool:
     text = asker.turn(said, ids=style, followed=True)
     return text is not None and said.name in text
 
 
-def _asked(asker: Asker, *calls: Said, **more: Any) -> str:
+def _asked(asker: Asker, *calls: SaidCall, **more: Any) -> str:
     text = asker.turn(*calls, **more)
     if text is None:
         raise Unlearnt(FormatProperty.SHOWN, "the template refuses a call that it is asked to show")
@@ -128,19 +128,19 @@ def find_form(asker: Asker) -> None:
     raise Unlearnt(FormatProperty.SHOWN, "the template writes no name and arguments of a call")
 
 
-def _shape(asker: Asker) -> _Shape:
+def _shape(asker: Asker) -> _CallShape:
     text = _asked(asker, FIRST)
     for find in (contained, named):
         span = find(text, FIRST, asker.id_of(FIRST, 0))
         if span is not None:
             notation = _notation(asker, find)
-            return _Shape(find, (FIRST, SECOND, THIRD), WholeArguments(notation), span.container)
+            return _CallShape(find, (FIRST, SECOND, THIRD), WholeArguments(notation), span.container)
     tagged = TaggedLearner.learn(asker)
-    return _Shape(tagged, tagged.probes, tagged.arguments, None)
+    return _CallShape(tagged, tagged.probes, tagged.arguments, None)
 
 
 def _notation(asker: Asker, find: FindCall) -> Notation:
-    rich = Said(FIRST.name, RICH)
+    rich = SaidCall(FIRST.name, RICH)
     span = find(_asked(asker, rich), rich, asker.id_of(rich, 0), 0)
     if span is None:
         raise Unlearnt(
@@ -157,19 +157,19 @@ def _notation(asker: Asker, find: FindCall) -> Notation:
     )
 
 
-def _found(shape: _Shape, text: str, said: Said, asker: Asker, number: int, start: int = 0) -> Span:
+def _found(shape: _CallShape, text: str, said: SaidCall, asker: Asker, number: int, start: int = 0) -> CallSpan:
     span = shape.find(text, said, asker.id_of(said, number), start)
     if span is None:
         raise Unlearnt(FormatProperty.SEPARABLE, "a call could not be found in what the template wrote of it")
     return span
 
 
-def _several(asker: Asker, shape: _Shape, one: Span) -> tuple[tuple[Piece, ...], str | None]:
+def _several(asker: Asker, shape: _CallShape, one: CallSpan) -> tuple[tuple[Piece, ...], str | None]:
     """The pieces of a call, with its number as a slot, and what stands between two calls."""
     text = asker.turn(*shape.probes)
     if text is None or any(said.name not in text for said in shape.probes):
         return one.pieces, None
-    spans: list[Span] = []
+    spans: list[CallSpan] = []
     for number, said in enumerate(shape.probes):
         span = shape.find(text, said, asker.id_of(said, number), spans[-1].end if spans else 0)
         if span is None:
@@ -181,7 +181,7 @@ def _several(asker: Asker, shape: _Shape, one: Span) -> tuple[tuple[Piece, ...],
     return (_counted(spans), between.pop()) if len(between) == 1 else (one.pieces, None)
 
 
-def _counted(spans: Sequence[Span]) -> tuple[Piece, ...]:
+def _counted(spans: Sequence[CallSpan]) -> tuple[Piece, ...]:
     """The pieces that all calls have, with a slot where a text counts them."""
     pieces = spans[0].pieces
     if all(span.pieces == pieces for span in spans):
@@ -196,13 +196,13 @@ def _counted(spans: Sequence[Span]) -> tuple[Piece, ...]:
 def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
     result: list[Piece] = []
     for piece in pieces:
-        if not isinstance(piece, Text):
+        if not isinstance(piece, LiteralText):
             result.append(piece)
             continue
         for index, part in enumerate(re.split(rf"(?<!\d){number}(?!\d)", piece.text)):
             if index:
                 result.append(Slot.INDEX)
-            result.append(Text(part))
+            result.append(LiteralText(part))
     return merged(result)
 
 
@@ -222,7 +222,7 @@ def _ends_of_turn(asker: Asker) -> str:
     return asker.marks.common_prefix(behind) if behind else ""
 
 
-def _behind_call(shape: _Shape, text: str | None, one: Span, asker: Asker) -> str | None:
+def _behind_call(shape: _CallShape, text: str | None, one: CallSpan, asker: Asker) -> str | None:
     """What stands behind the call that `one` is, where results follow it."""
     said = shape.probes[0]
     # Where the call has no id, one that follows is the result's.
@@ -256,7 +256,7 @@ def _header(asker: Asker) -> str:
     return "" if answer is None or ANSWERED not in answer else answer.partition(ANSWERED)[0]
 
 
-def _front(asker: Asker, shape: _Shape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
+def _front(asker: Asker, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
     """What begins the calls, what stands between a content and them, and between them and a content behind them."""
     marks = asker.marks
     said = shape.probes[0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 from runner.messages import canonical_json
 from runner.parsing.events import TurnReading
-from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
-from runner.parsing.notations import Cdata, Html, Raw, type_of
+from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
+from runner.parsing.notations import Cdata, Html, Raw, ValueType, type_of
 from runner.parsing.reading import CallReader, Reading, Schemas
 from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
@@ -17,7 +17,7 @@ from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
 __all__ = [
     "Case",
-    "Difference",
+    "CaseDifference",
     "ReadText",
     "alike",
     "battery",
@@ -35,16 +35,21 @@ class Case:
     """Something that an assistant may say."""
 
     what: str
-    calls: tuple[Said, ...]
+    """The name of the case, as a report has it."""
+    calls: tuple[SaidCall, ...]
+    """The calls of the turn, in order."""
     content: str = ""
+    """The text beside the calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CaseDifference:
     """A case in which the template and its format differ."""
 
     case: Case
+    """The case that was tried."""
     why: str
+    """The clause that says what differs."""
 
     @property
     def sentence(self) -> str:
@@ -70,19 +75,19 @@ def check_calls(asker: Asker, form: CallFormat, read: ReadText | None = None) ->
     return traits
 
 
-def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) -> list[Difference]:
+def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
     """Every case of the battery in which what is written is not in the render, or what is read is not what was said."""
     read = read or CallReader(form).read
-    found: list[Difference] = []
+    found: list[CaseDifference] = []
     for case in battery(form):
         try:
             text = text_of(asker, form, case)
         except Unwritable as error:
-            found.append(Difference(case, str(error)))
+            found.append(CaseDifference(case, str(error)))
             continue
         wrong = misread(read(text, schemas_of(case.calls)), case)
         if wrong:
-            found.append(Difference(case, wrong))
+            found.append(CaseDifference(case, wrong))
     return found
 
 
@@ -137,7 +142,7 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def schemas_of(calls: Sequence[Said], *, typed: bool = False) -> dict[str, Any]:
+def schemas_of(calls: Sequence[SaidCall], *, typed: bool = False) -> dict[str, Any]:
     """Schemas under which the calls are right; they tell the type of strings alone, or that of every value."""
     schemas: dict[str, Any] = {}
     for said in calls:
@@ -174,19 +179,19 @@ def battery(form: CallFormat) -> Iterator[Case]:
 def common_cases() -> Iterator[Case]:
     """Cases for every format, in words that were not learnt from."""
     for what, value in STRINGS.items():
-        yield Case(f"a string: {what}", (Said("look_up", {"limit": 3, "query": value}),))
+        yield Case(f"a string: {what}", (SaidCall("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():
-        yield Case(f"a value: {what}", (Said("set_value", {"note": "done", "value": value}),))
-    yield Case("no arguments", (Said("refresh", {}),))
-    yield Case("many arguments", (Said("many", {f"arg_{n}": n if n % 2 else f"text {n}" for n in range(10)}),))
-    yield Case("keys in no order", (Said("look_up", {"zone": 1, "Area": {"z": 1, "b": 2}, "query": "first"}),))
+        yield Case(f"a value: {what}", (SaidCall("set_value", {"note": "done", "value": value}),))
+    yield Case("no arguments", (SaidCall("refresh", {}),))
+    yield Case("many arguments", (SaidCall("many", {f"arg_{n}": n if n % 2 else f"text {n}" for n in range(10)}),))
+    yield Case("keys in no order", (SaidCall("look_up", {"zone": 1, "Area": {"z": 1, "b": 2}, "query": "first"}),))
     for name in ("ns.tool", "get-weather", "tool_2", "Tool$x"):
-        yield Case(f"the name {name}", (Said(name, {"$g": None, "a_b": 1, "c-d": "x", "e.f": True}),))
-    two = (Said("look_up", {"query": "first one"}), Said("refresh", {"hard": True}))
+        yield Case(f"the name {name}", (SaidCall(name, {"$g": None, "a_b": 1, "c-d": "x", "e.f": True}),))
+    two = (SaidCall("look_up", {"query": "first one"}), SaidCall("refresh", {"hard": True}))
     yield Case("two calls", two)
-    yield Case("three calls", (*two, Said("look_up", {"query": "third"})))
+    yield Case("three calls", (*two, SaidCall("look_up", {"query": "third"})))
     yield Case("the same call twice", (two[0], two[0]))
-    yield Case("two calls, one without arguments", (Said("refresh", {}), two[0]))
+    yield Case("two calls, one without arguments", (SaidCall("refresh", {}), two[0]))
     yield Case("content beside a call", (two[0],), "I look it up.")
     yield Case("content of two lines", (two[0],), "First.\n\nThen I look it up.")
     yield Case("JSON in the content", (two[0],), 'It is {"a": [1, 2]} and so on.')
@@ -196,12 +201,12 @@ def common_cases() -> Iterator[Case]:
 def _cases(form: CallFormat) -> Iterator[Case]:
     yield from common_cases()
     for mark in dict.fromkeys(each for each in (form.trigger, form.close.strip(), form.begin.strip()) if each):
-        yield Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b"}),))
+        yield Case(f"{mark!r} in a string", (SaidCall("look_up", {"query": f"a {mark} b"}),))
     if isinstance(form.arguments, TaggedArguments):
         for mark in dict.fromkeys(
             each.strip() for each in (form.arguments.tail, form.arguments.separator) if each.strip()
         ):
-            yield Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b", "zone": 3}),))
+            yield Case(f"{mark!r} in a string", (SaidCall("look_up", {"query": f"a {mark} b", "zone": 3}),))
         yield _whole_closing(form, form.arguments)
 
 
@@ -212,10 +217,10 @@ WHOLE_CLOSING: Final = "what ends the calls in a string"
 def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> Case:
     string = arguments.styles.get("string")
     ending = f"{string.close if string else ''}{arguments.tail}{form.close}"
-    return Case(WHOLE_CLOSING, (Said("look_up", {"query": f"a{ending} b"}),))
+    return Case(WHOLE_CLOSING, (SaidCall("look_up", {"query": f"a{ending} b"}),))
 
 
-def _traits(form: CallFormat, wrong: Sequence[Difference]) -> Iterator[CallTrait]:
+def _traits(form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallTrait]:
     if form.between is None:
         yield CallTrait.ONE_CALL
     if not form.trigger:
@@ -231,7 +236,7 @@ def _traits(form: CallFormat, wrong: Sequence[Difference]) -> Iterator[CallTrait
     style = form.arguments
     if not isinstance(style, TaggedArguments):
         return
-    if len(style.styles) < 7:
+    if len(style.styles) < len(get_args(ValueType)):
         yield CallTrait.SOME_TYPES_UNWRITABLE
     string = style.styles.get("string")
     if string is not None and isinstance(string.notation, Raw | Html | Cdata):
@@ -250,7 +255,7 @@ def write_one(form: CallFormat, value: Any) -> str | None:
         return None
 
 
-def _explained(difference: Difference, traits: frozenset[CallTrait]) -> bool:
+def _explained(difference: CaseDifference, traits: frozenset[CallTrait]) -> bool:
     case = difference.case
     if case.what == WHOLE_CLOSING:
         return CallTrait.CLOSING_IN_STRING in traits

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, Final
 
 from runner.parsing.events import TurnReading
-from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
+from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
 from runner.parsing.learning.calls import end_of_turn
-from runner.parsing.learning.checking import Case, Difference, ReadText, common_cases, misread, schemas_of
+from runner.parsing.learning.checking import Case, CaseDifference, ReadText, common_cases, misread, schemas_of
 from runner.parsing.learning.reasoning import FIELDS, OTHER_THOUGHT
 from runner.parsing.responses import NoParser, ResponseReader
 from runner.parsing.traits import CallTrait
@@ -18,8 +18,8 @@ from runner.parsing.turn_format import ReasoningFormat, ResponseFormat
 
 __all__ = ["CheckedReader", "RenderedTurns", "check_reader", "learn_response"]
 
-ONE: Final = Said("look_up", {"limit": 3, "query": "what it is"})
-TWO: Final = (ONE, Said("refresh", {"hard": True}))
+ONE: Final = SaidCall("look_up", {"limit": 3, "query": "what it is"})
+TWO: Final = (ONE, SaidCall("refresh", {"hard": True}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class CheckedReader:
 
     cases: int
     """How many there were."""
-    differences: tuple[Difference, ...]
+    differences: tuple[CaseDifference, ...]
     """Those in which something else is read than was said, and no trait says why."""
     traits: frozenset[CallTrait]
     """What the reader, or the template, cannot do."""
@@ -69,7 +69,7 @@ def check_reader(asker: Asker, read: ReadText, reasoning: ReasoningFormat | None
     What a learnt format writes is put together from its literals; here the renders themselves are read, cut as turns
     are. Tools describe their parameters as tools do, since that is what such readers tell types by.
     """
-    return _Check(asker, read, RenderedTurns(asker, reasoning)).checked()
+    return _ReaderCheck(asker, read, RenderedTurns(asker, reasoning)).checked()
 
 
 @dataclass(frozen=True)  # without slots, since what ends a turn is kept in it
@@ -81,7 +81,7 @@ class RenderedTurns:
     reasoning: ReasoningFormat | None
     """How the template writes thoughts."""
 
-    def said(self, *calls: Said, content: str = "", thought: dict[str, str] | None = None) -> str | None:
+    def said(self, *calls: SaidCall, content: str = "", thought: dict[str, str] | None = None) -> str | None:
         """What the model says; None where the template refuses it."""
         text = self.asker.turn(*calls, content=content, thought=thought)
         return None if text is None else self._cut(self._behind_prompt(text))
@@ -128,13 +128,13 @@ class RenderedTurns:
 
 
 @dataclass(frozen=True)  # without slots, since what was found is kept in it
-class _Check:
+class _ReaderCheck:
     asker: Asker
     read: ReadText
     turns: RenderedTurns
 
     def checked(self) -> CheckedReader:
-        cases, found, traits = 0, list[Difference](), set(self._limits)
+        cases, found, traits = 0, list[CaseDifference](), set(self._limits)
         for case in self._cases():
             cases += 1
             difference, trait = self._tried(case)
@@ -150,7 +150,7 @@ class _Check:
         yield from self._marks
         yield THINKING
 
-    def _tried(self, case: Case) -> tuple[Difference | None, CallTrait | None]:
+    def _tried(self, case: Case) -> tuple[CaseDifference | None, CallTrait | None]:
         """What is wrong, if no trait says so, or that trait."""
         said = self._thinking() if case is THINKING else self.turns.said(*case.calls, content=case.content)
         if said is None:
@@ -162,7 +162,7 @@ class _Check:
             return None, CallTrait.UNTYPED
         if case in self._marks:
             return None, CallTrait.MARKS_IN_STRING
-        return Difference(case, wrong), None
+        return CaseDifference(case, wrong), None
 
     def _wrong(self, said: str, case: Case, *, typed: bool) -> str:
         reading = self.read(said, schemas_of(case.calls, typed=typed))
@@ -184,7 +184,7 @@ class _Check:
         """Each mark of a call in a string."""
         said = self.turns.said(ONE) or ""
         marks = dict.fromkeys(mark for mark in self.asker.marks.of(said) if self.asker.marks.is_tag(mark))
-        return tuple(Case(f"{mark!r} in a string", (Said("look_up", {"query": f"a {mark} b"}),)) for mark in marks)
+        return tuple(Case(f"{mark!r} in a string", (SaidCall("look_up", {"query": f"a {mark} b"}),)) for mark in marks)
 
     @cached_property
     def _limits(self) -> frozenset[CallTrait]:

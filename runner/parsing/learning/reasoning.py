@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.asking import Asker, SaidCall
 from runner.parsing.turn_format import ContentFormat, ReasoningFormat
 from runner.tokens.probe_messages import ANSWERED, THOUGHT
 
@@ -14,7 +14,7 @@ __all__ = ["learn_content", "learn_reasoning"]
 
 OTHER_THOUGHT: Final = "First this, then that.\n\nSo: 42."
 OTHER_ANSWER: Final = "It is 42."
-CALL: Final = Said("zqfirstz", {"zqkeyaz": "zqvaluez"})
+CALL: Final = SaidCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
 FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 TAGS: Final = ("<think>", "[THINK]", "<thinking>")
 """Marks that a thought inside a content is tried with, where the template neither has a field for it nor opens one."""

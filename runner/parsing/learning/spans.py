@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.parsing.learning.asking import Said
-from runner.parsing.turn_format import Container, Piece, Slot, Text, merged
+from runner.parsing.learning.asking import SaidCall
+from runner.parsing.turn_format import Container, LiteralText, Piece, Slot, merged
 
-__all__ = ["Span", "contained", "named"]
+__all__ = ["CallSpan", "contained", "named"]
 
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CallSpan:
     """One call inside a render."""
 
     start: int
@@ -30,20 +30,21 @@ class Span:
     before_arguments: str
     """What stands in front of that in the render."""
     container: Container | None
+    """The object that holds name and arguments; None where they stand one behind the other."""
 
 
-def contained(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
+def contained(text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
     """The call as a JSON object that holds its name and its arguments, wherever in it they are."""
     for at, end, value in _objects(text, start):
         container = _container(value, said, call_id)
         arguments = container and _arguments(text, at + 1, end, said.arguments)
         if container and arguments:
             pieces = _pieces(text, at, end, arguments, said.name, call_id)
-            return Span(at, end, pieces, text[slice(*arguments)], text[: arguments[0]], container)
+            return CallSpan(at, end, pieces, text[slice(*arguments)], text[: arguments[0]], container)
     return None
 
 
-def named(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
+def named(text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
     """The call as its name and an object of its arguments, one behind the other."""
     arguments = _arguments(text, start, len(text), said.arguments)
     if arguments is None:
@@ -57,7 +58,7 @@ def named(text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
     if with_id >= 0:
         first, last = min(first, with_id), max(last, with_id + len(call_id))
     pieces = _pieces(text, first, last, arguments, said.name, call_id)
-    return Span(first, last, pieces, text[slice(*arguments)], text[: arguments[0]], None)
+    return CallSpan(first, last, pieces, text[slice(*arguments)], text[: arguments[0]], None)
 
 
 def _objects(text: str, start: int) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
@@ -93,7 +94,7 @@ def _arguments(text: str, start: int, end: int, arguments: Mapping[str, Any]) ->
     return None
 
 
-def _container(value: Any, said: Said, call_id: str) -> Container | None:
+def _container(value: Any, said: SaidCall, call_id: str) -> Container | None:
     arguments = next(_paths(value, lambda each: each == said.arguments or _is_text_of(each, said.arguments)), None)
     if arguments is None:
         return None
@@ -132,13 +133,13 @@ def _pieces(text: str, start: int, end: int, arguments: tuple[int, int], name: s
 
 def with_slots(text: str, name: str, call_id: str) -> list[Piece]:
     """`text` with the name and the id of a call as slots."""
-    pieces: list[Piece] = [Text(text)]
+    pieces: list[Piece] = [LiteralText(text)]
     # An id may hold the name.
     for word, slot in ((call_id, Slot.ID), (name, Slot.NAME)):
         pieces = [
             part
             for piece in pieces
-            for part in (_split(piece.text, word, slot) if isinstance(piece, Text) else [piece])
+            for part in (_split(piece.text, word, slot) if isinstance(piece, LiteralText) else [piece])
         ]
     return pieces
 
@@ -148,4 +149,4 @@ def _split(text: str, word: str, slot: Slot) -> Iterator[Piece]:
         if number:
             yield slot
         if part:
-            yield Text(part)
+            yield LiteralText(part)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from runner.parsing.learning.asking import Asker, FormatProperty, Said, Unlearnt
+from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
 from runner.parsing.learning.nested import learn_nested
-from runner.parsing.learning.spans import Span
+from runner.parsing.learning.spans import CallSpan
 from runner.parsing.notations import Cdata, Html, Json, Notation, Python, Raw, ValueType, object_notations, type_of
 from runner.parsing.turn_format import Slot, TaggedArguments, ValueStyle
 
@@ -16,11 +16,11 @@ __all__ = ["TaggedLearner"]
 
 NAME: Final = "zqfirstz"
 # Integers are written without quotes in every notation.
-INTEGERS: Final = Said(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
+INTEGERS: Final = SaidCall(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
 PROBES: Final = (
-    Said(NAME, {"zqkeyaz": 70707}),
-    Said("zqsecondz", {"zqkeybz": 80808}),
-    Said("zqthirdz", {"zqkeycz": 90909}),
+    SaidCall(NAME, {"zqkeyaz": 70707}),
+    SaidCall("zqsecondz", {"zqkeybz": 80808}),
+    SaidCall("zqthirdz", {"zqkeycz": 90909}),
 )
 SIMPLE: Final = "zqvaluez"
 HARD: Final = "é \"q\" 'r' \\ / <b> & \n z"
@@ -42,7 +42,7 @@ class TaggedLearner:
 
     arguments: TaggedArguments
     """How arguments are written, with all that the last value's end and the close have in common in the close."""
-    probes: tuple[Said, Said, Said] = PROBES
+    probes: tuple[SaidCall, SaidCall, SaidCall] = PROBES
 
     @classmethod
     def learn(cls, asker: Asker) -> Self:
@@ -59,10 +59,10 @@ class TaggedLearner:
         head, open_integer, separator, _, behind = parts
         tail, none = _ends(asker, behind)
         styles = _styles(asker, head, separator, open_integer)
-        backwards = Said(NAME, dict(reversed(list(INTEGERS.arguments.items()))))
+        backwards = SaidCall(NAME, dict(reversed(list(INTEGERS.arguments.items()))))
         return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=asker.turn(backwards) == text))
 
-    def __call__(self, text: str, said: Said, call_id: str, start: int = 0) -> Span | None:
+    def __call__(self, text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
         """The span of a call whose arguments are one integer."""
         ((key, value),) = said.arguments.items()
         style = self.arguments.styles["integer"]
@@ -72,7 +72,7 @@ class TaggedLearner:
             return None
         end = at + len(written)
         arguments = at + len(said.name)
-        return Span(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
+        return CallSpan(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
 
     def ended(self, close: str, between: str | None) -> tuple[TaggedArguments, str, str | None]:
         """The arguments, and `close` and `between` without what ends the last value."""
@@ -82,7 +82,7 @@ class TaggedLearner:
         return self.arguments, close[len(tail) :], None if between is None else between[len(tail) :]
 
 
-def _asked(asker: Asker, said: Said) -> str:
+def _asked(asker: Asker, said: SaidCall) -> str:
     text = asker.turn(said)
     if text is None:
         raise Unlearnt(FormatProperty.VALUES, "the template raises on a call with some arguments")
@@ -114,7 +114,7 @@ _SAID: Final[Mapping[ValueType, str]] = {
 
 def _ends(asker: Asker, behind: str) -> tuple[str, str | None]:
     """What stands behind the last value, and what a call without arguments has instead of them."""
-    text = asker.turn(Said(NAME, {}))
+    text = asker.turn(SaidCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
     without = text.partition(NAME)[2]
@@ -141,7 +141,7 @@ def _styles(asker: Asker, head: str, separator: str, open_integer: str) -> dict[
 
 def _body(asker: Asker, value: Any, separator: str) -> str | None:
     """What stands between a value's key and what separates it from the next, or None where it is not written."""
-    text = asker.turn(Said(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
+    text = asker.turn(SaidCall(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
     parts = [] if text is None else list(_between(text, [NAME, "zqkeyaz", "zqkeybz"]))
     if len(parts) < 3 or not parts[1].endswith(separator):
         return None

@@ -22,10 +22,10 @@ from runner.parsing.turn_format import ContentFormat, TurnFormat
 from runner.tokens.control_text import special_tokens, tag_tokens
 from runner.tokens.template import Renderer
 
-__all__ = ["LearntTurn", "Source", "Verdict", "asker_of", "learn_turn"]
+__all__ = ["FormatSource", "FormatVerdict", "LearntTurn", "asker_of", "learn_turn"]
 
 
-class Source(enum.StrEnum):
+class FormatSource(enum.StrEnum):
     """Where a format comes from, in the order in which they are tried."""
 
     HARMONY = "harmony"  # known, and read by hand
@@ -33,7 +33,7 @@ class Source(enum.StrEnum):
     RESPONSE_TEMPLATE = "response_template"  # of the checkpoint
 
 
-class Verdict(enum.StrEnum):
+class FormatVerdict(enum.StrEnum):
     """How good a format of calls is."""
 
     EXACT = "exact"
@@ -57,11 +57,11 @@ class LearntTurn:
     """How often the template was rendered for it."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FormatVerdict:
         """How good it is."""
         if not self.reads_calls:
-            return Verdict.REFUSED
-        return Verdict.LIMITED if self.traits else Verdict.EXACT
+            return FormatVerdict.REFUSED
+        return FormatVerdict.LIMITED if self.traits else FormatVerdict.EXACT
 
     @property
     def reads_calls(self) -> bool:
@@ -69,11 +69,11 @@ class LearntTurn:
         return self.format.calls is not None or self.format.response is not None
 
     @property
-    def source(self) -> Source:
+    def source(self) -> FormatSource:
         """Where it comes from."""
         if self.format.response is not None:
-            return Source.RESPONSE_TEMPLATE
-        return Source.HARMONY if self.format.harmony else Source.LEARNT
+            return FormatSource.RESPONSE_TEMPLATE
+        return FormatSource.HARMONY if self.format.harmony else FormatSource.LEARNT
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, with the verdict and the source; of a response template only where there is one."""

@@ -55,7 +55,7 @@ class Bridge:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class _BridgeStart:
     """Where in the tail the bridge begins, and why there."""
 
     ids: list[int]
@@ -162,14 +162,14 @@ class Bridger:
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
         return Bridge(start.ids, junction)
 
-    def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _Start:
+    def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _BridgeStart:
         index = tail_ids.find_in_close({stop})
         if index is not None:
-            return _Start(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
+            return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
         # Some models write the template's close and then stop with another token: the close is not written twice.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
         if closed is not None:
-            return _Start(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
+            return _BridgeStart(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
         name = self.tokenizer.decode([stop])
         # GLM's turns end with the token that opens the next message: it fits only before a message of its own role.
         if self.closes.opens_a_role(stop):
@@ -183,23 +183,23 @@ class Bridger:
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
         # gpt-oss stops with <|return|>, where history has <|end|>: what was sampled stays and stands for the close.
-        return _Start(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
+        return _BridgeStart(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 
-    def _after_cut(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int]) -> _Start:
+    def _after_cut(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int]) -> _BridgeStart:
         closed = tail_ids.end_of_sampled_close(sampled)
         if closed is not None:
-            return _Start(tail_ids.ids[closed:], Anchor.NONE, Close.SAMPLED)
+            return _BridgeStart(tail_ids.ids[closed:], Anchor.NONE, Close.SAMPLED)
         if not tail.after_call:
-            return _Start(tail_ids.ids, Anchor.NONE, Close.MASKED)
+            return _BridgeStart(tail_ids.ids, Anchor.NONE, Close.MASKED)
         ids = tail_ids.behind_call(sampled, self.stop_ids)
         if ids is None:
             raise Unbridgeable(
                 Property.CLOSE_KNOWN,
                 f"the turn was cut after a call, and nothing shows where the call ends in {tail.text[:40]!r}",
             )
-        return _Start(ids, Anchor.NONE, Close.MASKED)
+        return _BridgeStart(ids, Anchor.NONE, Close.MASKED)
 
-    def _after_reasoning(self, tail: Tail, tail_ids: TailIds) -> _Start:
+    def _after_reasoning(self, tail: Tail, tail_ids: TailIds) -> _BridgeStart:
         if not self.close_reasoning:
             raise Unbridgeable(
                 Property.REASONING_CLOSED,
@@ -211,7 +211,7 @@ class Bridger:
                 Property.REASONING_CLOSED, "the template shows no reasoning, so nothing tells how it ends"
             )
         ids = [*self.tokenizer.encode(between), *tail_ids.ids]
-        return _Start(ids, Anchor.NONE, Close.MASKED, cause="reasoning_closed")
+        return _BridgeStart(ids, Anchor.NONE, Close.MASKED, cause="reasoning_closed")
 
     def _seam(self, sampled: Sequence[int], bridge: Sequence[int]) -> Seam:
         control = self.tokenizer.control_ids

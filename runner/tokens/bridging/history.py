@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from runner.messages import AnsweredCalls, CallPlace, Message
+from runner.messages import AnsweredCalls, CallIndex, Message
 
 __all__ = ["Alignment", "AlignmentKind", "canonical", "compare", "normalize", "same_tools"]
 
-_Answered: TypeAlias = tuple[CallPlace, str]
+_Answered: TypeAlias = tuple[CallIndex, str]
 """A call that is answered, and the name of its tool."""
 
 
@@ -123,10 +123,10 @@ def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) ->
 def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
     """For each message the call that it answers, or None where it answers none that is known."""
     calls = AnsweredCalls()
-    places = [calls.by(index, message) for index, message in enumerate(messages)]
+    answered = [calls.by(index, message) for index, message in enumerate(messages)]
     return [
-        None if place is None else (place, messages[place.message]["tool_calls"][place.call]["function"]["name"])
-        for place in places
+        None if call is None else (call, messages[call.message]["tool_calls"][call.call]["function"]["name"])
+        for call in answered
     ]
 
 

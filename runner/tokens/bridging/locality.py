@@ -33,7 +33,7 @@ PROOFS_KEPT = 4096
 
 
 @dataclass(slots=True)
-class _Kind:
+class _TurnShape:
     """What is known of the turns of one shape."""
 
     past: Lookback
@@ -54,7 +54,7 @@ class Locality:
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
         self._template = _key_of(renderer.renderer)
-        self._kinds: dict[Shape, _Kind] = {}
+        self._kinds: dict[Shape, _TurnShape] = {}
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
@@ -92,7 +92,7 @@ class Locality:
 
     # --- tails
 
-    def _short(self, kind: _Kind, answered: AnsweredTurn) -> Tail | None:
+    def _short(self, kind: _TurnShape, answered: AnsweredTurn) -> Tail | None:
         """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
@@ -114,7 +114,7 @@ class Locality:
             self._check_real(tail, stand_in, answered)
         return tail
 
-    def _proving(self, kind: _Kind, answered: AnsweredTurn) -> Callable[[Further], bool]:
+    def _proving(self, kind: _TurnShape, answered: AnsweredTurn) -> Callable[[Further], bool]:
         def proves(further: Further) -> bool:
             if further not in kind.proven:
                 kind.proven[further] = _further_proven(further, self._question(answered))
@@ -142,7 +142,7 @@ class Locality:
 
     # --- what is learnt of a shape
 
-    def _bridgeable_kind(self, answered: AnsweredTurn) -> _Kind:
+    def _bridgeable_kind(self, answered: AnsweredTurn) -> _TurnShape:
         shape = answered.shape
         kind = self._kinds.get(shape)
         if kind is None:
@@ -153,13 +153,13 @@ class Locality:
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
         return kind
 
-    def _learn(self, answered: AnsweredTurn) -> _Kind:
+    def _learn(self, answered: AnsweredTurn) -> _TurnShape:
         shape, tools = answered.shape, answered.tools
         refusal = self._hidden_message(shape, tools) or self._moved(shape, tools)
         past, words_matter = _proven(self._question(answered))
         if len(self._kinds) >= KINDS_KEPT:
             del self._kinds[next(iter(self._kinds))]
-        kind = self._kinds[shape] = _Kind(past, words_matter, refusal)
+        kind = self._kinds[shape] = _TurnShape(past, words_matter, refusal)
         return kind
 
     def _hidden_message(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:

@@ -12,7 +12,7 @@ from jinja2.visitor import NodeVisitor
 
 from runner.tokens.lookback.filters import TransferFunctions
 from runner.tokens.lookback.join import LoopExits, State, Symbols, join
-from runner.tokens.lookback.operators import Raised, Stopped
+from runner.tokens.lookback.operators import RenderRaised, RenderStopped
 from runner.tokens.lookback.positions import range_of
 from runner.tokens.lookback.values import (
     AMBIGUOUS,
@@ -86,7 +86,7 @@ class Evaluator(NodeVisitor, ABC):
     # --- branches
 
     def _both(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
-        """The join of two branches, by a condition that is not known; `Stopped` if neither goes on."""
+        """The join of two branches, by a condition that is not known; `RenderStopped` if neither goes on."""
         # Both start from the same state. While one is taken, the condition tells who decided, if it raises.
         before, ends = self._state, []
         self._conditions.append(condition)
@@ -95,12 +95,12 @@ class Evaluator(NodeVisitor, ABC):
                 self._state = before.copy()
                 try:
                     ends.append((branch(), self._state))
-                except Stopped as stopped:
+                except RenderStopped as stopped:
                     self._note_refusal(stopped, condition)
         finally:
             self._conditions.pop()
         if not ends:
-            raise Stopped("neither branch goes on")
+            raise RenderStopped("neither branch goes on")
         if len(ends) == 1:
             value, self._state = ends[0]
             return value
@@ -114,9 +114,9 @@ class Evaluator(NodeVisitor, ABC):
             return if_true() if truth else if_false()
         return self._both(truth, if_true, if_false)
 
-    def _note_refusal(self, stopped: Stopped, condition: Condition) -> None:
+    def _note_refusal(self, stopped: RenderStopped, condition: Condition) -> None:
         unknown = any(isinstance(each, Unknown) for each in (*self._conditions, condition))
-        self.refuses = self.refuses or (isinstance(stopped, Raised) and unknown)
+        self.refuses = self.refuses or (isinstance(stopped, RenderRaised) and unknown)
 
     # --- names and literals
 
@@ -241,7 +241,7 @@ class Evaluator(NodeVisitor, ABC):
     def visit_Call(self, node: nodes.Call) -> Value:
         callee = self.visit(node.node)
         if callee is _RAISE:
-            raise Raised("the template raised")
+            raise RenderRaised("the template raised")
         arguments, keywords = self._arguments(node)
         if isinstance(callee, Macro):
             return self._call_macro(callee, arguments, keywords)
@@ -257,7 +257,7 @@ class Evaluator(NodeVisitor, ABC):
             return self._new_namespace(arguments, keywords)
         everything = (*arguments, *keywords.values())
         if isinstance(callee, jinja2.Undefined):
-            raise Raised("what is called is undefined")
+            raise RenderRaised("what is called is undefined")
         if is_concrete(callee) and all(map(is_concrete, everything)) and callable(callee):
             return self._transfer.concrete(lambda: callee(*arguments, **keywords))
         return self._transfer.of("call", callee, *everything, *keywords)

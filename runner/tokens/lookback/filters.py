@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from runner.tokens.lookback.operators import Operators, Raised
+from runner.tokens.lookback.operators import Operators, RenderRaised
 from runner.tokens.lookback.positions import mapped
 from runner.tokens.lookback.values import (
     END,
@@ -45,7 +45,7 @@ class TransferFunctions(Operators):
         everything = (value, *arguments, *keywords.values())
         if all(map(is_concrete, everything)):
             if name not in self._environment.filters:
-                raise Raised(f"no filter named {name!r}")
+                raise RenderRaised(f"no filter named {name!r}")
             return self.concrete(
                 lambda: _read_now(
                     self._environment.call_filter(

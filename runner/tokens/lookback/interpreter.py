@@ -12,7 +12,7 @@ from jinja2 import nodes
 
 from runner.tokens.lookback.evaluator import FUNCTIONS, Evaluator
 from runner.tokens.lookback.join import LoopExits, State
-from runner.tokens.lookback.operators import Stopped
+from runner.tokens.lookback.operators import RenderStopped
 from runner.tokens.lookback.positions import loop_after_gap, loop_before_gap, loop_of_list
 from runner.tokens.lookback.values import (
     GappedList,
@@ -49,7 +49,7 @@ class Interpreter(Evaluator):
     """One render: runs the statements whose expressions an `Evaluator` knows the values of."""
 
     def output(self, template: nodes.Template) -> Value:
-        """What the template writes; `Stopped` where it raises, whatever came before."""
+        """What the template writes; `RenderStopped` where it raises, whatever came before."""
         self._run(template.body)
         return self._state.output
 
@@ -193,7 +193,7 @@ class Interpreter(Evaluator):
         exits = self._exits[-1]
         exits.conditions += self._conditions[exits.depth :]
         states.append(self._state.copy())
-        raise Stopped("left a loop")
+        raise RenderStopped("left a loop")
 
     def _run_and_join(self, run: Callable[[], None], left: list[State]) -> None:
         """Run a pass or a loop, and join the state at its end with the states in which it was `left` early."""
@@ -202,7 +202,7 @@ class Interpreter(Evaluator):
         try:
             run()
             ends.append(self._state)
-        except Stopped as stopped:
+        except RenderStopped as stopped:
             if not left:
                 raise
             # This render ended beside others that had left before: the conditions of those decided which.
@@ -301,7 +301,7 @@ class Interpreter(Evaluator):
                 try:
                     self._pass(node, value, loop)
                     ends.append(self._state)
-                except Stopped as stopped:
+                except RenderStopped as stopped:
                     self._note_refusal(stopped, unknown)
                 finally:
                     self._conditions.pop()

@@ -41,14 +41,14 @@ from runner.tokens.lookback.values import (
     may_hold_end,
 )
 
-__all__ = ["Operators", "Raised", "Stopped"]
+__all__ = ["Operators", "RenderRaised", "RenderStopped"]
 
 
-class Stopped(Exception):
+class RenderStopped(Exception):
     """The render does not go on from here."""
 
 
-class Raised(Stopped):
+class RenderRaised(RenderStopped):
     """The template raised."""
 
 
@@ -83,11 +83,11 @@ class Operators:
         return Unknown(may_end=any(map(may_hold_end, operands)), text=text)
 
     def concrete(self, compute: Callable[[], Value]) -> Value:
-        """What jinja computes; `Raised` where it raises."""
+        """What jinja computes; `RenderRaised` where it raises."""
         try:
             return compute()
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Raised(str(error)) from error
+            raise RenderRaised(str(error)) from error
 
     def truth(self, value: Value) -> bool | Symbol | Unknown:
         """Whether a value counts as true."""

@@ -21,7 +21,7 @@ from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Append", "Exactness", "Passage", "Verdict", "appends_answer", "example", "verdicts"]
+__all__ = ["Append", "AppendVerdict", "Exactness", "ExamplePassage", "appends_answer", "example", "verdicts"]
 
 
 class Append(enum.StrEnum):
@@ -57,7 +57,7 @@ class Exactness(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AppendVerdict:
     """What the bridge makes of one kind of append."""
 
     kind: Append
@@ -89,7 +89,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class ExamplePassage:
     """Ids of the worked example that came in one go."""
 
     source: str
@@ -155,14 +155,14 @@ _ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
 
 def verdicts(
     bridger: Bridger, profile: TemplateProfile, *, tools: bool = True, kinds: Iterable[Append] = Append
-) -> list[Verdict]:
+) -> list[AppendVerdict]:
     """What the bridge makes of these kinds of append, after short and longer histories, with or without tools shown."""
     carried = tools and profile.carries_tools
     # What becomes of a system message is told apart from what becomes of tools.
-    return [_Trial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
+    return [_AppendTrial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
 
 
-class _Trial:
+class _AppendTrial:
     def __init__(self, bridger: Bridger, kind: Append, *, tools: bool) -> None:
         self._bridger = bridger
         self._speaker = _Speaker(bridger)
@@ -172,21 +172,21 @@ class _Trial:
         told = [_TOLD] if kind is Append.UNDER_SYSTEM else []
         self._pasts = ([*told, *_SHORT], [*told, *(_ROUNDS if tools else _LONG)])
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> AppendVerdict:
         tried = [self._after(past, number) for number, past in enumerate(self._pasts)]
         worst = max(tried, key=lambda verdict: list(Exactness).index(verdict.result))
         return replace(worst, rewrites=any(verdict.rewrites for verdict in tried))
 
-    def _after(self, past: Sequence[Message], number: int) -> Verdict:
+    def _after(self, past: Sequence[Message], number: int) -> AppendVerdict:
         history = [*past, self._turn]
         try:
             sampled, stop = self._speaker.said(history, self._tools, cut=self._kind is Append.CUT)
             history = self._speaker.as_recorded(history, self._tools, sampled)
             bridge = self._bridger.bridge(history, self._new, self._tools, sampled=sampled, stop=stop, turn=number)
         except Unbridgeable as refusal:
-            return Verdict(self._kind, Exactness.UNSUPPORTED, refusal.property, refusal.explanation)
+            return AppendVerdict(self._kind, Exactness.UNSUPPORTED, refusal.property, refusal.explanation)
         junction = bridge.junction
-        return Verdict(
+        return AppendVerdict(
             self._kind,
             Exactness.SOFT if junction.seam is Seam.UNVERIFIED else Exactness.EXACT,
             anchor=junction.anchor.value,
@@ -272,7 +272,7 @@ def _words(turn: Message) -> str:
 # --- the worked example
 
 
-def example(bridger: Bridger, profile: TemplateProfile) -> list[Passage]:
+def example(bridger: Bridger, profile: TemplateProfile) -> list[ExamplePassage]:
     """A short conversation with a call, as its token log would be; it ends where there is no exact bridge."""
     if profile.carries_tools:
         turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
@@ -283,7 +283,7 @@ def example(bridger: Bridger, profile: TemplateProfile) -> list[Passage]:
 
 def _played(
     bridger: Bridger, turns: Sequence[tuple[Message, Sequence[Message]]], tools: Sequence[ToolSchema]
-) -> Iterator[Passage]:
+) -> Iterator[ExamplePassage]:
     speaker, history = _Speaker(bridger), [_QUESTION]
     yield _passage(bridger.tokenizer, "prompt", bridger.first_prompt(history, tools))
     with suppress(Unbridgeable):
@@ -296,8 +296,8 @@ def _played(
             history.extend(new)
 
 
-def _passage(tokenizer: Tokenizer, source: str, ids: Sequence[int]) -> Passage:
-    return Passage(source, tuple(ids), tuple(tokenizer.decode([token_id]) for token_id in ids))
+def _passage(tokenizer: Tokenizer, source: str, ids: Sequence[int]) -> ExamplePassage:
+    return ExamplePassage(source, tuple(ids), tuple(tokenizer.decode([token_id]) for token_id in ids))
 
 
 # --- for the process that probes

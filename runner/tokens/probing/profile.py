@@ -14,9 +14,9 @@ __all__ = [
     "Bos",
     "Literals",
     "NullContent",
+    "ParallelResults",
     "PromptReasoning",
     "Reasoning",
-    "Results",
     "SystemMidRun",
     "SystemPosition",
     "TemplateProfile",
@@ -61,7 +61,7 @@ class ToolsPosition(enum.StrEnum):
     NOT_SHOWN = "not_shown"
 
 
-class Results(enum.StrEnum):
+class ParallelResults(enum.StrEnum):
     """The results of parallel calls."""
 
     ONE_BY_ONE = "one_by_one"  # each may be appended for itself
@@ -151,7 +151,7 @@ class TemplateProfile:
     """Whether an assistant turn shows its calls."""
     results_shown: bool
     """Whether the results of tools are shown."""
-    parallel_results: Results
+    parallel_results: ParallelResults
     """Whether the results of parallel calls may be appended one by one."""
     arguments: Arguments
     """The form in which a call's arguments are taken."""
@@ -278,10 +278,10 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         False: "The model is not shown what a tool returned: no environment with tools can be played.",
     },
     "parallel_results": {
-        Results.ONE_BY_ONE: "Results of parallel calls may be appended one after the other.",
-        Results.TOGETHER: "Results of parallel calls share a block: appended one by one they would give another text, "
-        "so they are appended together.",
-        Results.NOT_SHOWN: "There are no parallel results to be shown.",
+        ParallelResults.ONE_BY_ONE: "Results of parallel calls may be appended one after the other.",
+        ParallelResults.TOGETHER: "Results of parallel calls share a block: appended one by one they would give "
+        "another text, so they are appended together.",
+        ParallelResults.NOT_SHOWN: "There are no parallel results to be shown.",
     },
     "arguments": {
         Arguments.EITHER: "A call's arguments may be an object or JSON text.",

@@ -40,16 +40,15 @@ from runner.tokens.probing.profile import (
     Bos,
     Literals,
     NullContent,
+    ParallelResults,
     PromptReasoning,
     Reasoning,
-    Results,
     SystemMidRun,
     SystemPosition,
     TemplateProfile,
     ToolsPosition,
 )
-from runner.tokens.template import Renderer, TemplateRaised
-from runner.tokens.template import _Generation as GenerationTag
+from runner.tokens.template import GenerationTag, Renderer, TemplateRaised
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tool_support import shows_calls, shows_results, shows_tools
 
@@ -290,14 +289,14 @@ def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
     return ToolsPosition.MOVES if 0 <= answer < text.rfind(TOOL) else ToolsPosition.FIRST
 
 
-def _parallel_results(probe: ProbeRenderer) -> Results:
+def _parallel_results(probe: ProbeRenderer) -> ParallelResults:
     before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
     last = "zqsecondz"
     # A block that both results share is closed behind the first one, where that is the last.
     one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
     if both is None or last not in both or RETURNED not in both:
-        return Results.NOT_SHOWN
-    return Results.ONE_BY_ONE if one is not None and both.startswith(one) else Results.TOGETHER
+        return ParallelResults.NOT_SHOWN
+    return ParallelResults.ONE_BY_ONE if one is not None and both.startswith(one) else ParallelResults.TOGETHER
 
 
 def _arguments(probe: ProbeRenderer) -> Arguments:

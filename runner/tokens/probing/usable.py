@@ -16,10 +16,10 @@ from runner.tokens.probe_messages import QUESTION
 from runner.tokens.probing.traits import options_of
 from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
 
-__all__ = ["Fault", "UnusableTemplate", "usable_renderer"]
+__all__ = ["TemplateFault", "UnusableTemplate", "usable_renderer"]
 
 
-class Fault(enum.StrEnum):
+class TemplateFault(enum.StrEnum):
     """Why a template cannot be used."""
 
     NOT_JINJA = "does_not_compile"
@@ -35,7 +35,7 @@ class Fault(enum.StrEnum):
 class UnusableTemplate(BadTemplate):
     """The template serves no conversation."""
 
-    def __init__(self, fault: Fault, message: str) -> None:
+    def __init__(self, fault: TemplateFault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
         """Why the template cannot be used."""
@@ -50,7 +50,7 @@ def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: dat
     try:
         renderer = template.renderer(options, now)
     except BadTemplate as error:
-        raise UnusableTemplate(Fault.NOT_JINJA, str(error)) from error
+        raise UnusableTemplate(TemplateFault.NOT_JINJA, str(error)) from error
     try:
         text = renderer.render([QUESTION])
     except TemplateRaised as error:
@@ -58,7 +58,7 @@ def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: dat
     if QUESTION["content"] not in text:
         what = "nothing of a plain question" if text.strip() else "nothing"
         raise UnusableTemplate(
-            Fault.QUESTION_MISSING,
+            TemplateFault.QUESTION_MISSING,
             f"template {template.name!r} renders {what}: it reads messages in another form than role and content as "
             "text, or is no chat template",
         )
@@ -72,11 +72,12 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
         missing = next((each for each in options_of(renderer) if f"'{each}' is undefined" in str(cause)), None)
         if missing is not None:
             return UnusableTemplate(
-                Fault.VARIABLE_MISSING,
+                TemplateFault.VARIABLE_MISSING,
                 f"template {name!r} needs {missing!r}, which nobody gives it: --template-option {missing}=...",
             )
     return UnusableTemplate(
-        Fault.RAISES, f"template {name!r} fails on a plain question, which every conversation begins with: {cause}"
+        TemplateFault.RAISES,
+        f"template {name!r} fails on a plain question, which every conversation begins with: {cause}",
     )
 
 
@@ -92,7 +93,7 @@ def _check_opened_once(renderer: Renderer, text: str) -> None:
         doubled = doubled or refusal.property is Property.OPENED_ONCE
     if doubled:
         raise UnusableTemplate(
-            Fault.OPENED_TWICE,
+            TemplateFault.OPENED_TWICE,
             f"template {renderer.template.name!r} opens the assistant's turn twice, once of itself and once as the "
             f"generation prompt ({asked!r}): take one of them out",
         )

@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import orjson
 
-from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.asking import Asker, SaidCall
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, TurnFormat
@@ -127,7 +127,7 @@ def _asker(entry: Entry, turn: TurnFormat) -> Asker:
     return asker
 
 
-def _plain(form: CallFormat, said: Said) -> Trial:
+def _plain(form: CallFormat, said: SaidCall) -> Trial:
     text = write_calls(form, [WrittenCall(said.name, said.arguments, id_for(form, said.name, 0))])
     return Trial(Kind.ARGUMENTS, "", text, (said,), "", schemas_of([said]))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.parsing.learning.asking import Asker, Said
+from runner.parsing.learning.asking import Asker, SaidCall
 from runner.parsing.learning.checking import WHOLE_CLOSING, Case, battery, text_of
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
@@ -81,7 +81,7 @@ class Trial:
     what: str
     """The case, which a format has once."""
     text: str
-    calls: tuple[Said, ...]
+    calls: tuple[SaidCall, ...]
     content: str
     schemas: Mapping[str, Any]
     """The tools' parameters, as a request has them."""
@@ -100,7 +100,7 @@ NOT_TRIED: Final[Mapping[str, str]] = {
 }
 """The names of vLLM's parsers that are not tried, and why."""
 
-PLAIN: Final = (Said("look_up", {"query": "two words", "limit": 3}), Said("look_up", {"query": "two words"}))
+PLAIN: Final = (SaidCall("look_up", {"query": "two words", "limit": 3}), SaidCall("look_up", {"query": "two words"}))
 """Calls of which a reader has to read one right to be given all the rest."""
 
 
@@ -109,7 +109,7 @@ def written(asker: Asker, form: CallFormat) -> Iterator[Trial]:
     for case in battery(form):
         yield from _trial(asker, form, _kind(case), case, schemas_of(case.calls))
     for what, value, schema in _SCHEMAS:
-        calls = (Said("set_value", {"note": "done", "value": value}),)
+        calls = (SaidCall("set_value", {"note": "done", "value": value}),)
         schemas = schemas_of(calls)
         schemas["set_value"]["properties"]["value"] = schema
         schemas["set_value"]["$defs"] = _DEFINITIONS
@@ -122,7 +122,7 @@ def written(asker: Asker, form: CallFormat) -> Iterator[Trial]:
         yield Trial(Kind.ANSWERS, f"an answer: {answer}", answer, (), answer, schemas_of(PLAIN))
 
 
-def schemas_of(calls: Sequence[Said]) -> dict[str, Any]:
+def schemas_of(calls: Sequence[SaidCall]) -> dict[str, Any]:
     """The parameters of the tools under which these calls are right: every argument has its type."""
     schemas: dict[str, Any] = {}
     for said in calls:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.parsing.learning.asking import Said
+from runner.parsing.learning.asking import SaidCall
 from runner.parsing.learning.checking import alike
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
@@ -101,7 +101,7 @@ def _fault(trial: Trial, read: Read) -> Fault | None:
     return Fault.CONTENT_LOST if len(read_words) < len(said_words) else Fault.CONTENT_MORE
 
 
-def _misread(name: str, arguments: Any, said: Said) -> Fault | None:
+def _misread(name: str, arguments: Any, said: SaidCall) -> Fault | None:
     if name != said.name:
         return Fault.NAME
     if not isinstance(arguments, dict):

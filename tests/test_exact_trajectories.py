@@ -1,4 +1,4 @@
-"""The main job on the real engine: many tool-use episodes at once, and exact trajectories in the run file."""
+"""Exact trajectories in the run file, of many tool-use episodes at once on the real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that were found by breaking it, each with the test that names it."""
+"""Mistakes of an author that stay in their episode or are refused by name, each with the run around it unharmed."""
 
 from __future__ import annotations
 
