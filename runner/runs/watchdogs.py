@@ -21,7 +21,7 @@ BREAKER_WINDOW: Final = 32
 BREAKER_LEAST: Final = 16
 """With fewer episodes the breaker waits: a run whose first one fails may be fine."""
 
-STUCK_SECONDS: Final = 600.0
+RUN_STUCK_SECONDS: Final = 600.0
 """Seconds in which nothing happens, after which the run counts as stuck."""
 
 LISTED: Final = 10
@@ -68,7 +68,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
 
 
 async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
-    """Return when nothing happened for `STUCK_SECONDS`, with an error that says who waits for what.
+    """Return when nothing happened for `RUN_STUCK_SECONDS`, with an error that says who waits for what.
 
     Args:
         plays: the episodes in flight; as long as there are none nothing is stuck.
@@ -82,14 +82,14 @@ async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashabl
         signs = progress(), max((play.since for play in plays), default=0.0)
         if signs != seen or not plays:
             seen, since = signs, anyio.current_time()
-        elif anyio.current_time() - since > STUCK_SECONDS:
+        elif anyio.current_time() - since > RUN_STUCK_SECONDS:
             return RunStuck(_who_waits(plays))
 
 
 def _who_waits(plays: Collection[Attempt]) -> str:
     now = anyio.current_time()
     longest = sorted(plays, key=lambda play: play.since)[:LISTED]
-    lines = [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
+    lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
     lines += [f"  {play.key.id} waits for {play.activity} since {now - play.since:.0f} s" for play in longest]
     if len(plays) > len(longest):
         lines.append(f"  and {len(plays) - len(longest)} more")

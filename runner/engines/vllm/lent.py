@@ -14,7 +14,7 @@ from runner.engines.base import Delta, Finish, GenerationRequest
 from runner.engines.exactness import is_unchanged
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
-from runner.engines.vllm.runtime import DRAIN_SECONDS, VllmRuntime
+from runner.engines.vllm.runtime import ABORT_SECONDS, VllmRuntime
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings
 from runner.engines.vllm.start import VllmProcess
@@ -239,7 +239,7 @@ class LentRuntime(VllmRuntime):
     async def stop(self) -> None:
         """End our requests, and let vLLM go."""
         inside = [request.collector for request in self._streams() if not request.sent_all]
-        with anyio.move_on_after(DRAIN_SECONDS, shield=True):
+        with anyio.move_on_after(ABORT_SECONDS, shield=True):
             await self._end_all()
         await super().stop()
         for collector in inside:
