@@ -308,19 +308,11 @@ class Controllable:
         return True
 
     async def start_profile(self) -> None:
-        """Start the engine's profiler.
-
-        Raises:
-            BadControl: the engine was started without one; names the engine argument.
-        """
+        """Start the profiler that the engine was started with."""
         await self._profile(on=True)
 
     async def stop_profile(self) -> None:
-        """Stop the engine's profiler, which then writes what it saw.
-
-        Raises:
-            BadControl: the engine was started without one; names the engine argument.
-        """
+        """Stop the profiler, which then writes what it saw."""
         await self._profile(on=False)
 
     async def _profile(self, *, on: bool) -> None:

@@ -213,11 +213,7 @@ class RemoteEngine(Engine):
         return self.running and self.remote.is_alive()
 
     async def health(self) -> None:
-        """Return when the server says that it can answer.
-
-        Raises:
-            EngineDead: it cannot, with the cause.
-        """
+        """Return when the server says that it can answer."""
         await self.remote.health()
 
     def describe(self) -> dict[str, Any]:
