@@ -307,3 +307,14 @@ def test_the_architecture_names_every_module_once() -> None:
     folders = {f"{file.parent.relative_to(ROOT / 'runner')}/" for file in (ROOT / "runner").rglob("__init__.py")}
     listed = [name for names, _ in rows_of_the_architecture() for name in names if name.endswith("/")]
     assert sorted(listed) == sorted(folders - {"./"})
+
+
+def test_no_module_is_longer_than_the_habits_of_this_code_allow() -> None:
+    (most,) = re.findall(r"At (\d+) lines it is two", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    long = {
+        str(module.relative_to(ROOT)): lines
+        for folder in ("runner", "envs", "tests", "examples")
+        for module in (ROOT / folder).rglob("*.py")
+        if (lines := len(module.read_text(encoding="utf-8").splitlines())) > int(most)
+    }
+    assert long == {}
