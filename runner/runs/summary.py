@@ -16,6 +16,9 @@ from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
 __all__ = ["Mean", "Summary", "TokenCounts", "UsageCounts"]
 
+SOLVED = 1.0
+"""The reward from which on an episode counts as solved."""
+
 
 @dataclass(slots=True)
 class Mean:
@@ -331,7 +334,3 @@ class Summary:
             if junction.cause:
                 self.junction_causes[junction.cause] += 1
             self.junctions[junction.result, junction.anchor, junction.close, junction.seam] += 1
-
-
-SOLVED = 1.0
-"""The reward from which on an episode counts as solved."""
