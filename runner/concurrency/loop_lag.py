@@ -25,7 +25,8 @@ TICK = 0.02
 LATE_SECONDS = 0.05
 """Seconds by which a mark is late before anybody is blamed, at the default tick, and before a lag is told of."""
 LOOP_STUCK_SECONDS = 60.0
-"""Seconds of standstill after which the run is told that its loop is stuck."""
+"""Seconds of standstill after which the run is told that its loop is stuck. No limit of an episode fires
+meanwhile, since the clocks are the loop's own."""
 
 
 @dataclass(frozen=True, slots=True)

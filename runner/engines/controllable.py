@@ -232,7 +232,10 @@ class Controllable:
             raise BadControl("sleep(): the engine is asleep already.")
 
     async def _sleep(self, level: int) -> bool:
-        """Fall asleep; gives False, and changes nothing, where the engine sleeps."""
+        """Fall asleep; gives False, and changes nothing, where the engine sleeps.
+
+        The state is looked at under the lock: calls of NeMo RL may be repeated and overlap, and are no mistake.
+        """
         runtime = self._controlled()
         if level not in (1, 2):
             raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")

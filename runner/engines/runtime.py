@@ -20,6 +20,7 @@ from runner.errors import BadControl, BadOption
 __all__ = ["EngineRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
+"""The seconds that undoing a failed pause may take: nothing can cancel it."""
 
 
 class OpenRequest(Protocol):

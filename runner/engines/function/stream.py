@@ -35,7 +35,7 @@ class FunctionSession(Session):
     """A conversation, by the name that the function knows it by."""
 
     name: str = field(default_factory=lambda: uuid4().hex)
-    """What the function is given as `session`."""
+    """The name that the function gets as `session`."""
 
 
 class _Call:

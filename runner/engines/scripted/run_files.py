@@ -21,8 +21,11 @@ class RecordedTurn(Protocol):
     """One turn of a recorded run."""
 
     seed: int | None
+    """The seed of the turn's random numbers; None where it had none."""
     finish: FinishReason
+    """The reason for which the turn ended."""
     stop: int | str | None
+    """The stop id or the stop string behind that."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -46,6 +49,7 @@ class RecordedRun(Protocol):
     """A run file that is open."""
 
     path: Path
+    """The path of the file."""
 
     def __enter__(self) -> Self: ...
     def __exit__(

@@ -29,6 +29,7 @@ __all__ = ["LentProcess", "LentRuntime", "LentStream", "check_constraint", "chec
 _LISTEN_SECONDS = 1.0
 """How soon it is heard that the owner shut it down, of which vLLM tells nobody who waits for an id."""
 _LOOK_SECONDS = 0.005
+"""How soon the end of our requests is looked for again: no logger of ours tells of steps."""
 
 _EXTENSION = "worker_extension_cls='runner.engines.vllm.worker.extension.WeightWorker'"
 _PROBABILITIES = ("processed_logprobs", "raw_logprobs")
