@@ -176,6 +176,7 @@ class RunningRows:
         """Cut what is being sampled, and return once no request of it is open."""
         self._closed = True
         self._scope.cancel()
+        # Without a bound: every stream that is left ends within a bound of its own.
         with anyio.CancelScope(shield=True):
             await self.over.wait()
 

@@ -31,7 +31,9 @@ class Start:
     stage: Stage
     """What its episodes are played with."""
     lag: LagMonitor
+    """The monitor of the event loop, entered once the engines run."""
     state: RunState
+    """The state of the run, which learns of faults and of the file's path."""
 
     async def enter(self, exit_stack: AsyncExitStack) -> StartedRun:
         """Enter what has to be left again, and give what plays the run; nothing plays yet."""

@@ -16,19 +16,20 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["Breaker", "until_dead", "until_stuck"]
 
 BREAKER_WINDOW: Final = 32
-"""The breaker looks at so many of the last episodes."""
+"""The number of last episodes that the breaker looks at: older ones cannot hide that an environment has broken."""
 
 BREAKER_LEAST: Final = 16
-"""With fewer episodes the breaker waits: a run whose first one fails may be fine."""
+"""The number of episodes that the breaker waits for: a run whose first one fails may be fine."""
 
 RUN_STUCK_SECONDS: Final = 600.0
-"""Seconds in which nothing happens, after which the run counts as stuck."""
+"""The seconds without any sign of life after which a run is stuck. No default limit of an episode is longer, so that
+limits end what they can before the whole run ends."""
 
 LISTED: Final = 10
-"""So many episodes of a run that is stuck are named."""
+"""The most episodes of a stuck run that the error names, those that waited longest."""
 
 HEALTH_SECONDS: Final = 1.0
-"""Engines are asked this often whether they are alive."""
+"""The seconds from one question whether the engines are alive to the next."""
 
 
 class Breaker:
