@@ -125,6 +125,12 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.versions.append(version)
         self.weights_discarded = False
 
+    def noticed(self, version: str) -> None:
+        """Take note of the version that ids came with: whoever owns the weights may have exchanged them."""
+        if version not in self._ages:
+            self._add_version(version)
+            self.tell()
+
     def tell(self) -> None:
         """Call the listeners."""
         for listener in list(self.listeners):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from runner.engines.base import BaseEngine, Engine
+from runner.engines.base import Engine
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
@@ -19,7 +19,7 @@ from runner.runs.stage import Stage
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
+__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine"]
 
 
 class Attempt(Protocol):
@@ -183,8 +183,3 @@ class PlayingEngine(Engine):
         Raises:
             BadInput: a worker cannot play them; the message names the worker and why.
         """
-
-
-def width_of(engine: BaseEngine) -> int:
-    """Twice as many as the engine takes: while some wait for tools or their environment, others are sampled."""
-    return 2 * engine.places

@@ -9,11 +9,12 @@ from functools import partial
 
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job
+from runner.engines.base import width_of
 from runner.engines.sharing import running
 from runner.environment.task_feed import TaskFeed, own_tasks
 from runner.episode.shared import RunShared
 from runner.runs.describe import describe_run
-from runner.runs.player import LocalPlayer, Player, PlayingEngine, width_of
+from runner.runs.player import LocalPlayer, Player, PlayingEngine
 from runner.runs.preflight import require_sampling
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness

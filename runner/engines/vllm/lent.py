@@ -191,12 +191,6 @@ class LentRuntime(VllmRuntime):
     def _streams(self) -> Any:
         return self.requests
 
-    def noticed(self, version: str) -> None:
-        """Take note of the version that ids came with: its owner may have given it new weights."""
-        if version not in self._ages:
-            self._add_version(version)
-            self.tell()
-
     # --- what its trainer has it do
 
     async def pause(self, mode: PauseMode) -> None:
