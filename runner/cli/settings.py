@@ -38,32 +38,30 @@ TOOL_FORMAT = typer.Option(
 JSON = typer.Option("--json", help="One line of JSON on stdout, everything else on stderr.")
 
 
-SERVED = frozenset(
-    [
-        "model",
-        "template",
-        "template_options",
-        "tool_format",
-        "engine_options",
-        "server",
-        "server_key",
-        "api_model",
-        "api_url",
-        "api_key",
-        "seed",
-        "temperature",
-        "max_tokens",
-        "top_p",
-        "top_k",
-        "min_p",
-        "limits",
-        "history",
-        "listen",
-        "train",
-        "concurrency",
-        "file",
-        "json",
-    ]
+SERVED = (
+    "model",
+    "template",
+    "template_options",
+    "tool_format",
+    "engine_options",
+    "server",
+    "server_key",
+    "api_model",
+    "api_url",
+    "api_key",
+    "seed",
+    "temperature",
+    "max_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "limits",
+    "history",
+    "listen",
+    "train",
+    "concurrency",
+    "file",
+    "json",
 )
 """The options of `deltarunner run` that `deltarunner serve` has too; a new one joins them once it works there."""
 
