@@ -51,7 +51,7 @@ class ResolvedModel:
     name: str
     """The model as it was asked for."""
     location: str
-    """What vLLM loads: a folder, or a Hugging Face id."""
+    """The folder or the Hugging Face id that vLLM loads."""
     folder: Path
     """The folder that holds config.json, the tokenizer's files and the model's own chat template."""
     template: str | None = None

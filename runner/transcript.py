@@ -248,8 +248,11 @@ class Labelled:
     """Text beside a label, its further lines under its first one."""
 
     label: str
+    """The label; it stands in the margin."""
     text: str
+    """The text, of one line or several."""
     style: str
+    """The style of the text, in Rich's words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         text = Text(printable(self.text), style=self.style)

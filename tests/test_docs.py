@@ -15,8 +15,10 @@ from typing import Any
 import griffe
 import pytest
 
+import runner
 from runner import Concurrency, Environment, Outcome, Run, Sampling, ScriptedEngine, reward
 from runner.testing import Replies, call
+from tests.benchmarks.__main__ import NAMES
 from tests.repository import DOCS, ROOT
 
 PAGE = (DOCS / "environments.md").read_text()
@@ -39,6 +41,24 @@ def test_every_outcome_is_explained() -> None:
 def test_every_guide_is_linked_from_the_start(start: Path) -> None:
     linked = {(start.parent / link).resolve() for link in re.findall(r"\]\(([\w/-]+\.md)\)", start.read_text())}
     assert set(DOCS.glob("*.md")) - {DOCS / "index.md"} <= linked
+
+
+def test_guides_link_into_the_reference_where_they_name_what_is_in_it() -> None:
+    """A page whose prose names a public class leads its reader on; the page on the inside is for no user."""
+    classes = "|".join(name for name in runner.__all__ if inspect.isclass(getattr(runner, name)))
+    unlinked = []
+    for page in sorted(set(DOCS.glob("*.md")) - {DOCS / "architecture.md"}):
+        text = page.read_text(encoding="utf-8")
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        if re.search(rf"`({classes})\b", prose) and "](reference/" not in prose:
+            unlinked.append(page.name)
+    assert unlinked == []
+
+
+def test_every_benchmark_is_in_the_table_of_its_page_and_no_other() -> None:
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    table = page.split("| name | what it measures |\n|---|---|\n")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == sorted(NAMES)
 
 
 @pytest.mark.anyio
@@ -287,3 +307,14 @@ def test_the_architecture_names_every_module_once() -> None:
     folders = {f"{file.parent.relative_to(ROOT / 'runner')}/" for file in (ROOT / "runner").rglob("__init__.py")}
     listed = [name for names, _ in rows_of_the_architecture() for name in names if name.endswith("/")]
     assert sorted(listed) == sorted(folders - {"./"})
+
+
+def test_no_module_is_longer_than_the_habits_of_this_code_allow() -> None:
+    (most,) = re.findall(r"At (\d+) lines it is two", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    long = {
+        str(module.relative_to(ROOT)): lines
+        for folder in ("runner", "envs", "tests", "examples")
+        for module in (ROOT / folder).rglob("*.py")
+        if (lines := len(module.read_text(encoding="utf-8").splitlines())) > int(most)
+    }
+    assert long == {}

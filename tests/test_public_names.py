@@ -2,8 +2,12 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +29,8 @@ HEAVY = (
     "rich",
     "typer",
 )
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+ROWS = next(contract["layers"] for contract in CONTRACTS if contract.get("containers") == ["runner"])
 
 
 def test_public_names() -> None:
@@ -122,3 +128,50 @@ def test_no_module_takes_a_public_name_from_the_root_package() -> None:
         if not any((PACKAGE / name).exists() for name in (alias.name, f"{alias.name}.py"))
     ]
     assert taken == []
+
+
+def test_no_module_reaches_what_is_above_it_by_a_text_at_run_time() -> None:
+    """An import by a text, or the loaded package itself, may lead anywhere, and the layers would not see it."""
+    found = [
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        for name in taken_by_text(path.read_text(encoding="utf-8"))
+        if not is_below(path, name)
+    ]
+    assert found == []
+
+
+def taken_by_text(code: str) -> Iterator[str]:
+    """The modules of the package that code takes from `sys.modules` or imports by a text."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case (
+                ast.Subscript(value=ast.Attribute(attr="modules"), slice=ast.Constant(value=str(name)))
+                | ast.Call(func=ast.Attribute(value=ast.Attribute(attr="modules")), args=[ast.Constant(str(name)), *_])
+                | ast.Call(func=ast.Name("__import__" | "import_module"), args=[ast.Constant(str(name)), *_])
+                | ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(str(name)), *_])
+            ) if name.split(".")[0] in ("", "runner"):
+                yield name
+
+
+def is_below(path: Path, name: str) -> bool:
+    """Whether the row of the module with this name is below that of the file."""
+    row_of = {each: number for number, row in enumerate(ROWS) for each in re.split(" [:|] ", row)}
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return name.count(".") > 0 and row_of[own] < row_of.get(name.split(".")[1], -1)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'sys.modules["runner"]',
+        'sys.modules.get("runner.store")',
+        'importlib.import_module("runner.store.reader")',
+        'importlib.import_module(".store.reader", "runner")',
+        'import_module("runner.runs")',
+        '__import__("runner.store")',
+    ],
+)
+def test_a_text_that_names_what_is_above_is_found(code: str) -> None:
+    (name,) = taken_by_text(code)
+    assert not is_below(PACKAGE / "engines" / "base.py", name)

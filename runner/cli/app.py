@@ -88,6 +88,7 @@ def main() -> NoReturn:
         app()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    # Only who played has threads that may hang; the others need not load what plays.
     if "runner.runs.process" in sys.modules:
         from runner.runs.process import end_process
 

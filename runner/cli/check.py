@@ -55,6 +55,7 @@ CHECKED = (
     "arguments that some chat templates cannot write"
 )
 SECONDS: Final = 30.0
+"""The seconds that an episode may take, none of which is a model's."""
 ONE_AT_A_TIME: Final = Concurrency(episodes=1)
 
 
@@ -66,11 +67,13 @@ class Played:
     """What each agent of each episode saw and was given, by the names of both."""
 
     turns: int = 0
+    """The number of turns."""
 
     tools: dict[str, Tool] = field(default_factory=dict)
     """The tools that could be called, by name."""
 
     findings: list[Finding] = field(default_factory=list)
+    """The faults that were found."""
 
     was_cut: bool = False
     """Whether the run ended before all was played."""

@@ -59,9 +59,10 @@ class Findings:
     """What was found out."""
 
     profile: TemplateProfile
+    """The profile of the template that was probed."""
 
     verdicts: Sequence[AppendVerdict]
-    """What may be appended, and how exactly."""
+    """The verdict on each kind of append: whether it can be made, and how exactly."""
 
     example: Sequence[ExamplePassage]
     """A short conversation as its token log would be."""
@@ -70,7 +71,7 @@ class Findings:
     """The ids that end a turn, by their names."""
 
     turn: LearntTurn
-    """How calls and thoughts are written."""
+    """The form in which calls and thoughts are written."""
 
     lacking: Sequence[str] = ()
     """Control tokens that the template writes and the vocabulary has not got."""
@@ -134,7 +135,7 @@ def _template(name: str) -> ChatTemplate:
     path = Path(name)
     if name in bundled_templates() or not path.is_file():
         return ChatTemplate.load(name)
-    with suppress(OSError, UnicodeDecodeError):
+    with suppress(OSError, UnicodeDecodeError):  # they are met again below, where they are put into words
         return ChatTemplate(path.read_text(encoding="utf-8"), name=name)
     return ChatTemplate.load(name)  # which says what is wrong with the file
 

@@ -198,7 +198,9 @@ class Seen:
     """What one agent of an episode saw and was given."""
 
     agent: str
+    """The agent's name."""
     messages: Sequence[Mapping[str, Any]]
+    """The messages of its last segment."""
 
     given: int
     """How many of the messages stood in the task, with the system message."""
@@ -207,9 +209,10 @@ class Seen:
     """How many of the assistant's messages were sampled; those before them stood in the prompt."""
 
     rewards: Mapping[str, float | None]
-    """Its rewards and metrics by name."""
+    """The agent's rewards and metrics, by name."""
 
     outcome: Outcome
+    """The outcome of the episode."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Seen:
@@ -232,7 +235,7 @@ class Differences:
     """Counts in how many episodes each cause made a difference."""
 
     episodes: int
-    """How many episodes were compared."""
+    """The number of episodes that were compared."""
 
     @classmethod
     def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:

@@ -33,8 +33,9 @@ class NamedFormat:
     """What a tool format makes of what a template writes."""
 
     name: str
+    """The name of the format, as users give it."""
     checked: CheckedReader | None
-    """What came of the battery's cases; None where the template shows no call."""
+    """The result of the battery's cases; None where the template shows no call."""
 
     @classmethod
     def tried(

@@ -20,7 +20,9 @@ class Terminal:
     """Where output went before; what is meant to be seen is written here."""
 
     stdout: TextIO
+    """The standard output of before."""
     stderr: TextIO
+    """The standard error of before."""
 
 
 @contextmanager

@@ -22,8 +22,11 @@ from runner.transcript import printable, printable_line
 __all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 FAULTS = 3
+"""The last faults that are shown; the others are counted."""
 NOTABLE_SECONDS = 1.0
+"""With fewer seconds of a late loop altogether nobody is named."""
 PIPED_WIDTH = 200
+"""The columns of output that is no terminal: Rich would take 80, and cut paths and tables."""
 UNTRAINED = "nothing that was asked is trained: programs that offer no tools are with --train, or serve(train=True)"
 
 

@@ -187,12 +187,15 @@ class Plan:
     """What is to be played: everything that can be checked before the engine is started."""
 
     settings: RunSettings
+    """The settings of the command line."""
     environment: Environment[Any]
+    """The environment that is played."""
     engine: BaseEngine
+    """The engine, not entered yet."""
     options: RunOptions
     """All but the file, which is named by the header of the run, and what follows from there being one."""
     total: int | None
-    """How many episodes that makes, where it is known."""
+    """The number of episodes in all; None where nobody knows it."""
 
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> Plan:

@@ -39,26 +39,31 @@ JSON = typer.Option("--json", help="One line of JSON on stdout, everything else 
 
 
 SERVED = (
-    *("model", "template", "template_options", "tool_format", "engine_options", "seed", "temperature", "max_tokens"),
-    *(
-        "server",
-        "server_key",
-        "api_model",
-        "api_url",
-        "api_key",
-        "top_p",
-        "top_k",
-        "min_p",
-        "limits",
-        "history",
-        "listen",
-        "train",
-        "concurrency",
-        "file",
-        "json",
-    ),
+    "model",
+    "template",
+    "template_options",
+    "tool_format",
+    "engine_options",
+    "server",
+    "server_key",
+    "api_model",
+    "api_url",
+    "api_key",
+    "seed",
+    "temperature",
+    "max_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "limits",
+    "history",
+    "listen",
+    "train",
+    "concurrency",
+    "file",
+    "json",
 )
-"""The options of `deltarunner run` that `deltarunner serve` has too."""
+"""The options of `deltarunner run` that `deltarunner serve` has too; a new one joins them once it works there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

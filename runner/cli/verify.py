@@ -43,13 +43,17 @@ class Verdict:
     """How many trajectories were looked at, with how many turns and ids, and the first difference."""
 
     trajectories: int = 0
+    """The number of trajectories."""
     turns: int = 0
+    """The number of their turns."""
     ids: int = 0
+    """The number of their ids, by the table of episodes."""
     messages: int = 0
     """How many of the trajectories are of servers that take messages: there is no prompt of theirs to make again."""
     differing: int = 0
     """How many of the trajectories do not follow from their messages and sampled ids."""
     difference: Difference | None = None
+    """The first difference; None where there is none."""
 
     @property
     def exit_code(self) -> int:

@@ -34,7 +34,6 @@ from runner.errors import BadControl, BadEnvironment, BadInput, BadTask
 from runner.runs.process import exit_now
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
-from runner.scoring import with_weights
 from runner.tasks import Task
 
 __all__ = ["Worker"]
@@ -152,14 +151,7 @@ class Worker(EngineProcess):
         sent, environment = await anyio.to_thread.run_sync(self._made, packed, abandon_on_cancel=True)
         options = sent.options
         workers = Workers(options.concurrency.threads)
-        stage = Stage(
-            environment=environment,
-            engines=list(dict.fromkeys((self.engine, *options.engines.values()))),
-            options=options,
-            limits=options.limits_of(environment),
-            scorers=with_weights(environment.scorers, options.weights),
-            workers=workers,
-        )
+        stage = Stage.of(environment, self.engine, options, workers)
         async with AsyncExitStack() as exit_stack:
             exit_stack.callback(workers.close)
             for engine in stage.engines[1:]:

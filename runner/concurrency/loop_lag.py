@@ -24,8 +24,9 @@ TICK = 0.02
 """Seconds between two marks that the loop leaves."""
 LATE_SECONDS = 0.05
 """Seconds by which a mark is late before anybody is blamed, at the default tick, and before a lag is told of."""
-STUCK_SECONDS = 60.0
-"""Seconds of standstill after which the run is told that its loop is stuck."""
+LOOP_STUCK_SECONDS = 60.0
+"""Seconds of standstill after which the run is told that its loop is stuck. No limit of an episode fires
+meanwhile, since the clocks are the loop's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class LagMonitor:
     50 ms late, at what the loop and the run's worker threads are executing. With another `tick` both change with it.
     """
 
-    def __init__(self, workers: Workers, *, stuck_seconds: float = STUCK_SECONDS, tick: float = TICK) -> None:
+    def __init__(self, workers: Workers, *, stuck_seconds: float = LOOP_STUCK_SECONDS, tick: float = TICK) -> None:
         self.on_stuck: Callable[[Blocker], None] | None = None
         """Called in the watching thread with who keeps the loop, when it has stood still for `stuck_seconds`."""
         self.stuck_seconds = stuck_seconds

@@ -28,7 +28,8 @@ IDLE_SECONDS = 10.0
 """Seconds after which a thread without work ends."""
 
 BUSY = 0.002
-"""Seconds of processor time between two looks that tell computing from waiting."""
+"""Seconds of processor time between two looks, 20 ms apart, that tell computing from waiting: a thread that wakes every
+millisecond to wait on was measured at a quarter of it."""
 
 
 class Job:

@@ -49,7 +49,9 @@ class AskedServer(Generic[ServerT]):
     """Whether a server can be asked, and the errors for requests that it failed."""
 
     gate: AdmissionGate
+    """The gate where requests wait; it is shut once the server cannot be asked."""
     server: ServerT
+    """The server."""
     _death: EngineDead | None = None
 
     def is_alive(self) -> bool:
@@ -98,6 +100,7 @@ class RetriedStream(Generic[PieceT, FinishT]):
     """The pieces of an answer: what fails before the first of them is asked for again, and nothing after it."""
 
     finish: FinishT | None
+    """The end of the answer; None while it goes on."""
     _pieces: deque[PieceT]
     """What was read of the answer and not given yet."""
 

@@ -35,6 +35,7 @@ __all__ = [
     "GenerationRequest",
     "Session",
     "vocabulary_size",
+    "width_of",
 ]
 
 
@@ -261,6 +262,11 @@ class Engine(BaseEngine):
         Raises:
             BadOption: says what to do.
         """
+
+
+def width_of(engine: BaseEngine) -> int:
+    """Twice as many as the engine takes: while some wait, such as for tools, others are sampled."""
+    return 2 * engine.places
 
 
 def vocabulary_size(engine: Engine) -> int:

@@ -232,7 +232,10 @@ class Controllable:
             raise BadControl("sleep(): the engine is asleep already.")
 
     async def _sleep(self, level: int) -> bool:
-        """Fall asleep; gives False, and changes nothing, where the engine sleeps."""
+        """Fall asleep; gives False, and changes nothing, where the engine sleeps.
+
+        The state is looked at under the lock: calls of NeMo RL may be repeated and overlap, and are no mistake.
+        """
         runtime = self._controlled()
         if level not in (1, 2):
             raise BadOption(f"sleep(level={level!r}): give 1, which keeps the weights, or 2, which discards them.")
@@ -308,19 +311,11 @@ class Controllable:
         return True
 
     async def start_profile(self) -> None:
-        """Start the engine's profiler.
-
-        Raises:
-            BadControl: the engine was started without one; names the engine argument.
-        """
+        """Start the profiler that the engine was started with."""
         await self._profile(on=True)
 
     async def stop_profile(self) -> None:
-        """Stop the engine's profiler, which then writes what it saw.
-
-        Raises:
-            BadControl: the engine was started without one; names the engine argument.
-        """
+        """Stop the profiler, which then writes what it saw."""
         await self._profile(on=False)
 
     async def _profile(self, *, on: bool) -> None:

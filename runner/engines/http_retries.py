@@ -40,8 +40,8 @@ class FailureKind(enum.StrEnum):
 
 
 _AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY})
-_BUSY = (429, 503, 529)
-_TIMEOUT = (408, 409, 425)
+_BUSY = (429, 503, 529)  # 529 is what Anthropic answers when it is overloaded
+_TIMEOUT = (408, 409, 425)  # 409 is a lock that was not had in time, 425 a request that came too early
 _REFUSED = (401, 402, 403, 404)
 
 

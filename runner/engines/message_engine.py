@@ -80,7 +80,7 @@ class MessageFinish:
     stop: str | None = None
     """The stop string that ended it, where the server says, or the text of an error."""
     usage: Usage | None = None
-    """What the server says that it took."""
+    """The usage that the server says; None where it says none."""
 
 
 class MessageStream(AbstractAsyncContextManager["MessageStream", None]):

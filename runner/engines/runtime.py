@@ -20,6 +20,7 @@ from runner.errors import BadControl, BadOption
 __all__ = ["EngineRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
+"""The seconds that undoing a failed pause may take: nothing can cancel it."""
 
 
 class OpenRequest(Protocol):
@@ -123,6 +124,12 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self._ages[version] = len(self.versions)
         self.versions.append(version)
         self.weights_discarded = False
+
+    def noticed(self, version: str) -> None:
+        """Take note of the version that ids came with: whoever owns the weights may have exchanged them."""
+        if version not in self._ages:
+            self._add_version(version)
+            self.tell()
 
     def tell(self) -> None:
         """Call the listeners."""

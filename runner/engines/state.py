@@ -56,9 +56,9 @@ class CheckedUpdate:
     version: str
     """The version that they will have."""
     seconds: float
-    """How long the comparison took."""
+    """The seconds of the comparison."""
     weights: Any
-    """What the engine needs of them to load them."""
+    """The weights in the form in which the engine loads them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Announced:
     """A transfer, as far as it is known before anything is sent."""
 
     given_as: str
-    """What its trainer gave, for errors."""
+    """The trainer's argument in words, for errors."""
     forms: Mapping[str, TensorForm]
     """The form of every tensor, by its name."""
     seconds: float

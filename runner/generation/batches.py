@@ -241,10 +241,6 @@ class Generation:
 
         Returns:
             True; what cannot be done raises.
-
-        Raises:
-            BadControl: the engine cannot be controlled.
-            BadOption: there is no such part.
         """
         if self.settings.colocated:
             await self.engine.prepare_for_generation(tags)
@@ -260,9 +256,6 @@ class Generation:
 
         Returns:
             True; what cannot be done raises.
-
-        Raises:
-            BadControl: the engine cannot be controlled.
         """
         await self.engine.finish_generation(level=0)
         if self.settings.colocated and release_gpu:

@@ -127,15 +127,19 @@ class GenerationSettings:
     """A configuration that was read; what its names mean is said at `GenerationConfig`."""
 
     sampling: Sampling
-    """How rows are sampled, every field set."""
+    """The sampling of rows, every field set."""
     greedy: Sampling
-    """How they are sampled with `greedy=True`."""
+    """The sampling of rows with `greedy=True`."""
     stop_token_ids: tuple[int, ...]
+    """The ids that end a row besides the model's own."""
     pad_id: int
+    """The id that fills rows up."""
     context: int | None
-    """Bounds prompt and row together; None leaves it to the engine."""
+    """The most ids of a prompt and its row together; None leaves it to the engine."""
     colocated: bool
+    """Whether engine and trainer share their accelerators."""
     seed: int | None
+    """The seed that rows' own follow from; None leaves them to the engine."""
 
     @classmethod
     def read(cls, config: GenerationConfig | Mapping[str, Any]) -> Self:

@@ -40,11 +40,13 @@ class PaddedBatch:
     """Prompts in one padded array."""
 
     rows: list[Row]
+    """The rows to sample, one for each prompt."""
     like: Any
     """The array that was given, for its kind and device."""
     dtype: np.dtype[np.integer[Any]]
     """The type of its numbers."""
     pad_id: int
+    """The id that fills rows up."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
@@ -94,6 +96,7 @@ class TextBatch:
     """Prompts as texts."""
 
     rows: list[Row]
+    """The rows to sample, one for each prompt."""
     tokenizer: Tokenizer
     """Encodes prompts and decodes what was sampled."""
 

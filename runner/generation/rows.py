@@ -14,7 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from runner.concurrency.threads import soon_on_this_loop
-from runner.engines.base import Engine, FinishReason, GenerationRequest
+from runner.engines.base import Engine, FinishReason, GenerationRequest, width_of
 from runner.episode.sample import Sample, sample
 from runner.errors import EngineDead, EngineError, RequestRejected
 from runner.options import Sampling
@@ -133,7 +133,7 @@ class RunningRows:
         self._missing = len(rows)
         self._setting = setting
         # Beyond those that are inside the engine only as many wait as keep it full: ten thousand cost no task each.
-        self._width = min(len(rows), 2 * setting.engine.places)
+        self._width = min(len(rows), width_of(setting.engine))
         self._ready: deque[SampledRow] = deque()
         self._news = anyio.Event()
         self._scope = anyio.CancelScope()
@@ -176,6 +176,7 @@ class RunningRows:
         """Cut what is being sampled, and return once no request of it is open."""
         self._closed = True
         self._scope.cancel()
+        # Without a bound: every stream that is left ends within a bound of its own.
         with anyio.CancelScope(shield=True):
             await self.over.wait()
 

@@ -19,7 +19,7 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["Attempts"]
 
 COMMIT_SECONDS = 10.0
-"""How long an episode that was cancelled may hold up the end of the run until the file has it."""
+"""The seconds of a shield: an episode that was cancelled may hold up the end of the run for as long, to be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,22 +27,22 @@ class Attempts:
     """Plays the episodes of a run."""
 
     state: RunState
-    """Is told what is in flight and how often something was played again."""
+    """The state of the run, which is told what is in flight and what was played again."""
 
     engines: Sequence[BaseEngine]
-    """Are asked whether they can answer again."""
+    """All engines of the run; each is asked for its health where one of them failed an episode."""
 
     player: Player
-    """Plays each attempt, here or elsewhere."""
+    """The player of each attempt, on this event loop or on workers."""
 
     writer: RunWriter
-    """Keeps the attempts that are no results."""
+    """The run file, which keeps the attempts that are no results too."""
 
     staleness: Staleness
-    """Says which episode is too old."""
+    """The rule by which an episode's weights are too old."""
 
     retries: int
-    """How often an episode is played again after a failure of the engine."""
+    """The number of times that an episode is played again after failures of the engine."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
         """The trajectories of the last attempt, not yet committed; earlier ones are."""

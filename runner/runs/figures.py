@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 RATE_SECONDS: Final = 5.0
-"""Seconds over which the pace is measured."""
+"""The seconds over which the pace is measured."""
 
 SLOWEST: Final = 5
 """So many episodes that have waited longest are told of."""
@@ -46,13 +46,13 @@ class Stuck:
     """The episode's id."""
 
     turns: int
-    """How many turns it has had."""
+    """The number of turns that it has had."""
 
     activity: str
-    """What it waits for."""
+    """The thing that it waits for."""
 
     seconds: float
-    """How long it has waited."""
+    """The seconds for which it has waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Figures:
     """Seconds of playing."""
 
     lag: float = 0.0
-    """How late the event loop is in seconds, 99th percentile."""
+    """The lag of the event loop in seconds, 99th percentile."""
 
     blocker: Blocker | None = None
     """Whose code makes the loop late, where it is."""
@@ -236,7 +236,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 SUSPECT_CALLS: Final = 3
+"""With fewer unreadable calls nothing is suspected: any share of a handful of calls may be chance."""
 SUSPECT_SHARE: Final = 0.2
+"""The share of unreadable calls above which the model is suspected to write otherwise than its template."""
 
 WRITES_OTHERWISE: Final = (
     "the model seems to write calls otherwise than its template: compare check-template with show, and give the "

@@ -25,7 +25,9 @@ OF_THE_TEMPLATE: Final = ("messages", "tools", "add_generation_prompt")
 class RunKeywords(TypedDict, total=False):
     """The options of a run by name, as editors and type checkers see them; `RunOptions` says what each means.
 
-    `tasks` is not among them: the testing kit has a `tasks` of its own, so every door names it itself.
+    Keywords are typed by a TypedDict, and no type checker derives one from a dataclass: so both stand here, and a test
+    compares their fields. `tasks` is not among them: the testing kit has a `tasks` of its own, so every door names it
+    itself.
     """
 
     group_size: int

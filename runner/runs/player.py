@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from runner.engines.base import BaseEngine, Engine
+from runner.engines.base import Engine
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
@@ -19,20 +19,20 @@ from runner.runs.stage import Stage
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "width_of"]
+__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine"]
 
 
 class Attempt(Protocol):
     """One attempt at an episode, as the run that asked for it sees it; `Play` is one."""
 
     key: EpisodeKey
-    """Which play of which task it is."""
+    """The key of the episode: which play of which task it is."""
     faults: list[str]
-    """What went wrong without changing the outcome."""
+    """Faults that did not change the outcome, for people."""
     activity: str
-    """What it waits for, for people."""
+    """The thing that it waits for, for people."""
     since: float
-    """When it began to wait for that, in the event loop's time."""
+    """The time at which it began to wait for that, by the event loop's clock."""
 
     @property
     def turns_taken(self) -> int:
@@ -78,9 +78,9 @@ class LocalPlayer:
     """Plays episodes on the event loop of the run itself."""
 
     shared: RunShared
-    """What every episode gets."""
+    """The things that all episodes of the run share."""
     width: int
-    """How many episodes should be in flight."""
+    """The number of episodes that should be in flight."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
         """An attempt, on this event loop."""
@@ -100,25 +100,25 @@ class FleetWorker:
     """A worker of a fleet, as it was when it was last heard."""
 
     number: int
-    """No other worker of the fleet was or will be called so."""
+    """The worker's number, which no other worker of the fleet had or will have."""
     node: str
     """The machine it is on."""
     pid: int
-    """Its process there."""
+    """The id of its process on that machine."""
     playing: int
-    """How many episodes it plays."""
+    """The number of episodes that it plays now."""
     width: int
-    """How many it plays at most."""
+    """The number of episodes that it plays at most."""
     version: str
     """The version of its weights."""
     lag: float
-    """How late its event loop is in seconds, 99th percentile."""
+    """The lag of its event loop in seconds, 99th percentile."""
     silent: float
     """Seconds since it was last heard."""
     oldest: str
-    """What that episode of its waits for that has waited longest; "" where it plays none."""
+    """The thing that its longest-waiting episode waits for; "" where it plays none."""
     waited: float
-    """How many seconds that is."""
+    """The seconds for which that episode has waited."""
 
 
 class Absence(enum.StrEnum):
@@ -140,11 +140,11 @@ class PlayingEngine(Engine):
     """An engine that plays whole episodes, on workers that have both the model and the environment."""
 
     engine: Engine
-    """What every worker has."""
+    """The engine of every worker, of which each has its own copy."""
     least: int
-    """With fewer workers it does not begin."""
+    """The number of workers with which it begins to play."""
     most: int
-    """No more workers are started."""
+    """The most workers that are started."""
 
     @property
     @abstractmethod
@@ -183,8 +183,3 @@ class PlayingEngine(Engine):
         Raises:
             BadInput: a worker cannot play them; the message names the worker and why.
         """
-
-
-def width_of(engine: BaseEngine) -> int:
-    """Twice as many as the engine takes: while some wait for tools or their environment, others are sampled."""
-    return 2 * engine.places

@@ -242,10 +242,11 @@ def _end_stuck(run: Run, reporter: Reporter, blocker: Blocker) -> None:
 
 def exit_now(code: int) -> NoReturn:
     """End this process and its child processes at once, without cleaning up."""
+    # `os._exit` skips what multiprocessing does at a usual exit: its children would outlive this process.
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
+        with suppress(Exception):  # a stream may be closed, or its reader gone, and the process is to end in any case
             stream.flush()
     os._exit(code)
 

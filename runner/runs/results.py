@@ -29,7 +29,7 @@ class Result:
     """Whether no further agent of the same episode follows."""
 
     missing: int
-    """How many episodes of its group this run plays."""
+    """The number of episodes of its group that this run plays."""
 
 
 class Results:

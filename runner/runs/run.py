@@ -26,7 +26,6 @@ from runner.runs.start import Start
 from runner.runs.started import StartedRun
 from runner.runs.state import RunState
 from runner.runs.summary import Summary
-from runner.scoring import with_weights
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["Run"]
@@ -74,14 +73,15 @@ class Run:
         """The engine of every agent that has none of its own."""
         self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it settles None and names
         """The options, checked, with their defaults."""
-        self.limits = self.options.limits_of(self.environment)
+        self.workers = Workers(self.options.concurrency.threads)
+        """The threads in which the author's synchronous code runs."""
+        self._stage = Stage.of(self.environment, engine, self.options, self.workers)
+        self.limits = self._stage.limits
         """What every episode may use: the run's limits over the environment's over the defaults."""
-        self.scorers = with_weights(self.environment.scorers, self.options.weights)
+        self.scorers = self._stage.scorers
         """The rewards and metrics of the environment, with the run's weights."""
         self.summary = Summary(group_size=self.options.group_size)
         """What came of the run so far; it may be read at any time."""
-        self.workers = Workers(self.options.concurrency.threads)
-        """The threads in which the author's synchronous code runs."""
         self.lag = LagMonitor(self.workers)
         """How late the event loop is, and whose code makes it so."""
         self._state = RunState(self.summary)
@@ -94,7 +94,7 @@ class Run:
     @property
     def engines(self) -> list[BaseEngine]:
         """All engines of the run, each once; the one of the trained agents comes first."""
-        return list(dict.fromkeys((self.engine, *self.options.engines.values())))
+        return list(self._stage.engines)
 
     @property
     def file(self) -> Path | None:
@@ -117,15 +117,7 @@ class Run:
         if self._entered:
             raise RuntimeError("a run is entered once: make another Run(...) to play again")
         self._entered = True
-        stage = Stage(
-            environment=self.environment,
-            engines=self.engines,
-            options=self.options,
-            limits=self.limits,
-            scorers=self.scorers,
-            workers=self.workers,
-        )
-        start = Start(stage=stage, lag=self.lag, state=self._state)
+        start = Start(stage=self._stage, lag=self.lag, state=self._state)
         async with AsyncExitStack() as exit_stack:
             self._started = started = await start.enter(exit_stack)
             self.summary.start()

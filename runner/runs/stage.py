@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from runner.concurrency.threads import Job, Workers
 from runner.endpoint.server import EndpointServer
@@ -24,7 +24,7 @@ from runner.options import Limits
 from runner.parsing.foreign import NamedReader
 from runner.runs.options import RunOptions
 from runner.runs.preflight import check_appends, check_templates
-from runner.scoring import Scorer
+from runner.scoring import Scorer, with_weights
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Stage"]
@@ -35,15 +35,29 @@ class Stage:
     """What the episodes of a run are played with."""
 
     environment: Environment[Any]
+    """The environment object; every episode is played with a fresh one that is made alike."""
     engines: Sequence[BaseEngine]
     """All engines of the run, each once; that of agents without one of their own comes first."""
     options: RunOptions
+    """The options of the run."""
     limits: Limits
     """What every episode may use, every field set."""
     scorers: tuple[Scorer, ...]
     """The environment's rewards and metrics, with the run's weights."""
     workers: Workers
     """The threads in which the author's synchronous code runs."""
+
+    @classmethod
+    def of(cls, environment: Environment[Any], engine: BaseEngine, options: RunOptions, workers: Workers) -> Self:
+        """The stage of a run with these options, whose agents without an engine of their own sample from `engine`."""
+        return cls(
+            environment=environment,
+            engines=list(dict.fromkeys((engine, *options.engines.values()))),
+            options=options,
+            limits=options.limits_of(environment),
+            scorers=with_weights(environment.scorers, options.weights),
+            workers=workers,
+        )
 
     async def check_options(self) -> None:
         """Refuse what no engine has to be started for."""

@@ -9,11 +9,12 @@ from functools import partial
 
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job
+from runner.engines.base import width_of
 from runner.engines.sharing import running
 from runner.environment.task_feed import TaskFeed, own_tasks
 from runner.episode.shared import RunShared
 from runner.runs.describe import describe_run
-from runner.runs.player import LocalPlayer, Player, PlayingEngine, width_of
+from runner.runs.player import LocalPlayer, Player, PlayingEngine
 from runner.runs.preflight import require_sampling
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
@@ -31,7 +32,9 @@ class Start:
     stage: Stage
     """What its episodes are played with."""
     lag: LagMonitor
+    """The monitor of the event loop, entered once the engines run."""
     state: RunState
+    """The state of the run, which learns of faults and of the file's path."""
 
     async def enter(self, exit_stack: AsyncExitStack) -> StartedRun:
         """Enter what has to be left again, and give what plays the run; nothing plays yet."""

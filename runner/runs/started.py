@@ -30,10 +30,10 @@ from runner.store.writer import RunWriter
 __all__ = ["StartedRun"]
 
 RECALLED_AT_ONCE: Final = 100
-"""So many episodes of the file are read in one visit to a thread."""
+"""The episodes of the file that one visit to a thread reads: each visit costs a hop, and memory follows this number."""
 
 _OF_SERVERS: Final = ("throttled", "retried")
-"""What engines that ask a server count."""
+"""The counts that engines have which ask a server."""
 
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
@@ -52,13 +52,21 @@ class StartedRun:
     """
 
     options: RunOptions
+    """The options of the run."""
     engines: Sequence[BaseEngine]
+    """All engines of the run, each once."""
     shared: RunShared
+    """What all episodes share."""
     player: Player
+    """The player of the episodes, on this event loop or on workers."""
     writer: RunWriter
+    """The run file."""
     feed: TaskFeed
+    """The source of the tasks."""
     state: RunState
+    """The state that the parts of the run share."""
     staleness: Staleness
+    """The rule by which an episode's weights are too old."""
 
     def __post_init__(self) -> None:
         options, state, shared, writer = self.options, self.state, self.shared, self.writer
@@ -101,6 +109,7 @@ class StartedRun:
 
     async def _play_tasks(self) -> None:
         state, summary = self.state, self.state.summary
+        # Before any task is asked for: a source decides by all results what is played next.
         await self._recall_stored()
         all_begun = False
         async with anyio.create_task_group() as episodes:

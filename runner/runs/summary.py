@@ -16,6 +16,9 @@ from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
 __all__ = ["Mean", "Summary", "TokenCounts", "UsageCounts"]
 
+SOLVED = 1.0
+"""The reward from which on an episode counts as solved."""
+
 
 @dataclass(slots=True)
 class Mean:
@@ -25,7 +28,7 @@ class Mean:
     """How many values there were."""
 
     mean: float = math.nan
-    """Their mean; NaN if there are no values, since no value is not the same as 0."""
+    """The mean of the values; NaN if there are none, since no value is not the same as 0."""
 
     _squares: float = 0.0
 
@@ -34,7 +37,7 @@ class Mean:
         if value is None:
             return
         self.count += 1
-        before = self.mean if self.count > 1 else value
+        before = self.mean if self.count > 1 else value  # the mean of nothing is NaN, and would stay NaN
         delta = value - before
         self.mean = before + delta / self.count
         self._squares += delta * (value - self.mean)
@@ -88,7 +91,7 @@ class UsageCounts:
     """Tokens of the reasoning among those that were sampled."""
 
     cost: float = 0.0
-    """What they charge, all agents together."""
+    """The price that they charge for all turns together."""
 
     models: Counter[str] = field(default_factory=Counter)
     """How many turns each version of a model answered."""
@@ -137,13 +140,13 @@ class Summary:
     """The ids of all agents."""
 
     usage: UsageCounts = field(default_factory=UsageCounts)
-    """What servers of messages say that the turns of all agents took."""
+    """The usage of all agents' turns, as servers of messages say it."""
 
     throttled: int = 0
     """How often servers said that they were asked too much, by runs of this file that are over."""
 
     resent: int = 0
-    """How many requests were sent to servers again, likewise."""
+    """The number of requests that were sent to servers again, by runs of this file that are over."""
 
     junctions: Counter[tuple[Result, Anchor, Close, Seam]] = field(default_factory=Counter)
     """How often each (result, anchor, close, seam) of a junction came."""
@@ -161,10 +164,10 @@ class Summary:
     """Calls that were begun and could not be read: of many, the model writes otherwise than its template."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """How many requests of `Episode.chat` were found to be what."""
+    """The number of `Episode.chat` requests, by what each was found to be."""
 
     tolerated: Counter[str] = field(default_factory=Counter)
-    """How many of these had which difference that changed nothing."""
+    """The number of these, by each difference that was tolerated."""
 
     times: Timings = field(default_factory=Timings)
     """Where the time of all turns together went."""
@@ -331,7 +334,3 @@ class Summary:
             if junction.cause:
                 self.junction_causes[junction.cause] += 1
             self.junctions[junction.result, junction.anchor, junction.close, junction.seam] += 1
-
-
-SOLVED = 1.0
-"""The reward from which on an episode counts as solved."""

@@ -43,7 +43,7 @@ class Slots:
 
     async def take(self) -> None:
         """Wait until a slot is free, and take it. One task alone asks for slots."""
-        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()  # also where a slot is free: a run that drains begins no further episode
         while self._taken >= self.width:
             self._one_is_free = anyio.Event()
             await self._one_is_free.wait()
@@ -64,13 +64,19 @@ class TaskFeeder:
     """Begins the episodes of a run, so many at once as there are slots."""
 
     feed: TaskFeed
+    """The source of the tasks."""
     shared: RunShared
+    """What all episodes share."""
     writer: RunWriter
+    """The run file, which knows what earlier runs finished."""
     scoring: GroupScoring
+    """The scoring of groups; it is told how many episodes each will have."""
     state: RunState
+    """The state of the run, where a failure ends it."""
     indices: Sequence[int]
     """The episodes of each group that are played."""
     slots: Slots
+    """The slots of the episodes in flight."""
 
     def __post_init__(self) -> None:
         self._given = 0  # tasks

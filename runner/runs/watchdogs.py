@@ -16,19 +16,20 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["Breaker", "until_dead", "until_stuck"]
 
 BREAKER_WINDOW: Final = 32
-"""The breaker looks at so many of the last episodes."""
+"""The number of last episodes that the breaker looks at: older ones cannot hide that an environment has broken."""
 
 BREAKER_LEAST: Final = 16
-"""With fewer episodes the breaker waits: a run whose first one fails may be fine."""
+"""The number of episodes that the breaker waits for: a run whose first one fails may be fine."""
 
-STUCK_SECONDS: Final = 600.0
-"""Seconds in which nothing happens, after which the run counts as stuck."""
+RUN_STUCK_SECONDS: Final = 600.0
+"""The seconds without any sign of life after which a run is stuck. No default limit of an episode is longer, so that
+limits end what they can before the whole run ends."""
 
 LISTED: Final = 10
-"""So many episodes of a run that is stuck are named."""
+"""The most episodes of a stuck run that the error names, those that waited longest."""
 
 HEALTH_SECONDS: Final = 1.0
-"""Engines are asked this often whether they are alive."""
+"""The seconds from one question whether the engines are alive to the next."""
 
 
 class Breaker:
@@ -68,7 +69,7 @@ async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
 
 
 async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
-    """Return when nothing happened for `STUCK_SECONDS`, with an error that says who waits for what.
+    """Return when nothing happened for `RUN_STUCK_SECONDS`, with an error that says who waits for what.
 
     Args:
         plays: the episodes in flight; as long as there are none nothing is stuck.
@@ -82,14 +83,14 @@ async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashabl
         signs = progress(), max((play.since for play in plays), default=0.0)
         if signs != seen or not plays:
             seen, since = signs, anyio.current_time()
-        elif anyio.current_time() - since > STUCK_SECONDS:
+        elif anyio.current_time() - since > RUN_STUCK_SECONDS:
             return RunStuck(_who_waits(plays))
 
 
 def _who_waits(plays: Collection[Attempt]) -> str:
     now = anyio.current_time()
     longest = sorted(plays, key=lambda play: play.since)[:LISTED]
-    lines = [f"nothing happened for {STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
+    lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
     lines += [f"  {play.key.id} waits for {play.activity} since {now - play.since:.0f} s" for play in longest]
     if len(plays) > len(longest):
         lines.append(f"  and {len(plays) - len(longest)} more")

@@ -111,7 +111,6 @@ class Packer:
             batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])
             if turn.top is not None:
                 batch.insert(TOP_LOGPROBS, [key, position, *top_values(turn.top)])
-
         for request in trajectory.requests:
             batch.insert(REQUESTS, [key, *request_values(request)])
 

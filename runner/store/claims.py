@@ -27,7 +27,7 @@ class Claimed:
     """A task that may be played now."""
 
     visit: int = 0
-    """How often the task was given before in this run."""
+    """The number of times that this run was given the task before."""
     finished: frozenset[int] = frozenset()
     """The indices of its group whose episode has a final outcome in the file."""
     attempts: Mapping[int, int] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class Claims:
         # A nameless database is temporary: SQLite keeps it in memory while it is small, and on disk where a source
         # gives millions of tasks. It dies with the process, so it needs no journal and no sync.
         self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        # A negative size of the cache is in KiB: 4 MiB of it stay in memory.
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
             self._given.execute(f"PRAGMA {pragma}")
         self._given.execute(

@@ -102,7 +102,7 @@ def make_folder(path: Path) -> None:
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """A connection that may write and has not done so."""
+    """A connection that may write and has not done so; it waits ten seconds for others' locks."""
     # Opened in a worker thread and used in the writer's own; transactions are begun by hand (`transaction`).
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
 

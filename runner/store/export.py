@@ -50,7 +50,7 @@ def _whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
             f"Give a path in a folder that is writable and has room."
         ) from error
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the error that passes says why, and would be lost behind this one
             partial.unlink(missing_ok=True)
 
 

@@ -84,7 +84,7 @@ class Change:
     new: Any
     """The value now; `MISSING` likewise."""
     meaning: OnChange
-    """What follows from the change."""
+    """The consequence of the change."""
 
     def __str__(self) -> str:
         return f"{self.path}: {_difference(self.old, self.new)}"
@@ -118,7 +118,7 @@ class Header:
     also the `control_tokens` and the `eos_token` that it is made of. An engine that takes messages has only the first,
     and says so by `takes`."""
     engines: Mapping[str, Any] = field(default_factory=dict)
-    """The same for every agent that has an engine of its own, by agent."""
+    """The descriptions of the engines that agents have of their own, by agent."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """The engine's chat template: name, text, variables, fingerprint, and how it writes turns, as it was learnt, or
     how the checkpoint says that they are read. An engine that takes messages has none."""

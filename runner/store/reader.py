@@ -73,7 +73,7 @@ class GroupRow:
     task_id: str
     """The id of the task."""
     visit: int
-    """Which visit of the task it was, counted from 0."""
+    """The number of the task's visit, counted from 0."""
     agent: str
     """The agent whose trajectories these are."""
     rows: tuple[EpisodeRow, ...]

@@ -41,7 +41,8 @@ __all__ = ["Claimed", "RunWriter"]
 CLOSE_SECONDS = 30.0
 """How long a run that ends waits for its last transaction: a disk that hangs must not keep the process."""
 ANSWER_SECONDS = 60.0
-"""How long a commit is waited for."""
+"""The seconds that a commit is waited for: more than SQLite waits for a lock, whose own error says more
+(`connect_writer`)."""
 WAITING_COMMITS = 1024
 """Commits that are under way at most; further episodes wait, so that a slow disk does not fill the memory."""
 
@@ -95,6 +96,7 @@ class RunWriter:
         self._claims: Claims
         self._thread: CommitThread | None = None
         self._stored_until = 0
+        # `fast_acquire`: while there is room, a commit waits for no pass of the event loop.
         self._waiting = anyio.Semaphore(WAITING_COMMITS, fast_acquire=True)
 
     async def __aenter__(self) -> Self:
@@ -275,6 +277,7 @@ def _close_file(connection: sqlite3.Connection) -> None:
     Not while somebody reads it, or where the disk is full: then the log stays, and holds what the file does not.
     """
     with suppress(sqlite3.Error):
+        # At once or not at all: the run is over, and is not to wait for who reads the file.
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()

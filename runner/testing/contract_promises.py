@@ -38,7 +38,7 @@ __all__ = [
     "until",
 ]
 
-WATCHDOG: Final = 120.0
+WATCHDOG: Final = 120.0  # seconds after which an engine that keeps a promise waiting has broken it
 SHORT: Final = 12  # ids
 LONG: Final = 32  # ids: what is asked of the engine meanwhile comes before the last of them
 ENDLESS: Final = 900  # ids: nobody waits for the last of them
@@ -185,7 +185,9 @@ class Said:
     """What one request was answered so far."""
 
     ids: list[int]
+    """The ids that were read."""
     finish: Finish | None = None
+    """The end of the answer; None while it goes on."""
 
 
 @asynccontextmanager

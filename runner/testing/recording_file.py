@@ -84,11 +84,15 @@ class Recording:
     """What is in a file: turns, and what the model has that said them."""
 
     path: Path
+    """The path of the file."""
     turns: Sequence[RecordedTurn]
     """The turns, sorted by name."""
     tokenizer: Tokenizer
+    """The vocabulary, loaded by the name that the file has, or the one that was given."""
     template: ChatTemplate
+    """The chat template."""
     stop_ids: tuple[int, ...]
+    """The ids that end a turn."""
     context: int
     """The most ids that a prompt and what is sampled on it may have together."""
 

@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from runner import Environment, Limits, Outcome, Run, RunFile, RunStuck, ScriptedEngine, Task, Turn, reward, tool
 from runner.engines.scripted.script import Answer, Fault, ModelCall, Reply, call
-from runner.runs.watchdogs import STUCK_SECONDS
+from runner.runs.watchdogs import RUN_STUCK_SECONDS
 from tests.faults.clocks import ASYNCIO, TRIO, put_forward
 
 pytestmark = pytest.mark.anyio
@@ -79,7 +79,7 @@ async def test_no_event_in_the_whole_run_for_10_minutes_names_who_waits_for_what
         except RunStuck as stuck:
             told.append(str(stuck))
 
-    with anyio.fail_after(100 * STUCK_SECONDS):
+    with anyio.fail_after(100 * RUN_STUCK_SECONDS):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(play)
             while run.summary.episodes < 1 or len(run.plays) < 4 or not all_wait(run):
@@ -87,11 +87,11 @@ async def test_no_event_in_the_whole_run_for_10_minutes_names_who_waits_for_what
             put_forward(2)  # it looks every second
             for _ in range(100):
                 await checkpoint()
-            put_forward(STUCK_SECONDS / 2)
+            put_forward(RUN_STUCK_SECONDS / 2)
             for _ in range(100):
                 await checkpoint()
             assert not told, "half of the time is too early"
-            put_forward(STUCK_SECONDS)
+            put_forward(RUN_STUCK_SECONDS)
     (message,) = told
     assert "nothing happened for 600 s; 4 episodes in flight" in message
     for line in ("step#0 waits for step", "tool#0 waits for ponder()", "limiter#0 waits for limiter 'door'"):
@@ -114,11 +114,11 @@ async def test_a_run_in_which_something_happens_is_never_stuck() -> None:
         async def step(self, turn: Turn) -> str | None:
             if len(self.episode.turns) == 5:
                 return None
-            put_forward(STUCK_SECONDS - 1)
+            put_forward(RUN_STUCK_SECONDS - 1)
             await checkpoint()
             return "go on"
 
-    with anyio.fail_after(100 * STUCK_SECONDS):
+    with anyio.fail_after(100 * RUN_STUCK_SECONDS):
         async with Run(Slow(), ScriptedEngine(speak), limits=NO_LIMITS) as run:
             (trajectory,) = [trajectory async for trajectory in run]
     assert trajectory.outcome is Outcome.COMPLETED

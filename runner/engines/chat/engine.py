@@ -181,11 +181,7 @@ class ChatEngine(MessageEngine):
         return self.running and self._asked.is_alive()
 
     async def health(self) -> None:
-        """Return if the server has not refused what it was asked; it is not asked for this.
-
-        Raises:
-            EngineDead: it has, with the cause.
-        """
+        """Return if the server has not refused what it was asked; it is not asked for this."""
         self._asked.require_alive()
 
     def describe(self) -> dict[str, Any]:

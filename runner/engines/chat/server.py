@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["ChatAnswer", "ChatServer", "check_url", "require_openai", "too_long"]
 
 _LONGEST_ERROR: Final = 600
+"""Characters of a server's error that are kept."""
 _CLOSE_SECONDS: Final = 1.0
+"""The seconds that closing a connection may take; it is shielded, and a network may not answer."""
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
 """The libraries below OpenAI's client, whose errors it does not wrap in every version."""
 
@@ -148,6 +150,7 @@ class ChatServer:
             self._client.organization = self._client.project = None  # else both are sent, empty
         self.url = str(self._client.base_url).rstrip("/")
         keys = (self._client.api_key, *self._headers.values())
+        # Not "none", which stands for no key above: struck out, it would be missing in every error that says the word.
         self._secrets = [key for key in keys if isinstance(key, str) and len(key) > 4]
         return self
 

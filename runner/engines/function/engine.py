@@ -231,11 +231,7 @@ class TokenEngine(Engine):
         return self.running and self.function.is_alive()
 
     async def health(self) -> None:
-        """Return while the function can be called.
-
-        Raises:
-            EngineDead: it cannot, with the cause.
-        """
+        """Return while the function can be called."""
         self.function.require_alive()
 
     def describe(self) -> dict[str, Any]:

@@ -71,12 +71,6 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
         self._death: EngineDead | None = None
         self._news: anyio.Event | None = None
 
-    def noticed(self, version: str) -> None:
-        """Take note of the version that ids came with; whoever owns the engine may have given it new weights."""
-        if version not in self._ages:
-            self._add_version(version)
-            self.tell()
-
     # --- what its trainer has it do
 
     async def pause(self, mode: PauseMode) -> None:

@@ -26,7 +26,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["FunctionSession", "FunctionStream"]
 
-_DRAIN_SECONDS = 2.0
+_END_SECONDS = 2.0
 """How long a call that was cancelled may take to end before its turn is over without it."""
 
 
@@ -35,7 +35,7 @@ class FunctionSession(Session):
     """A conversation, by the name that the function knows it by."""
 
     name: str = field(default_factory=lambda: uuid4().hex)
-    """What the function is given as `session`."""
+    """The name that the function gets as `session`."""
 
 
 class _Call:
@@ -236,7 +236,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         try:
             if not self._over.is_set():
                 self.cut()
-                with anyio.move_on_after(_DRAIN_SECONDS, shield=True):
+                with anyio.move_on_after(_END_SECONDS, shield=True):
                     await self._over.wait()
             self._settle()
             self.rest.extend(self._deltas)

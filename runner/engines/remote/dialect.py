@@ -66,8 +66,11 @@ class Call:
     """A request to a server beside those that sample."""
 
     method: str
+    """The HTTP method."""
     path: str
+    """The path on the server, with its query."""
     body: Mapping[str, Any] | None = None
+    """The JSON that is sent; None for nothing."""
     json: bool = True
     """Whether its answer is JSON; what is not is not read."""
 
@@ -76,6 +79,7 @@ class Dialect(ABC):
     """A protocol in which a server takes token ids and gives token ids."""
 
     name: ClassVar[ServerDialect]
+    """The name by which users choose it."""
     path: ClassVar[str]
     """Where requests that sample are posted."""
     missing: ClassVar[str]

@@ -32,8 +32,12 @@ from runner.tokens.template import ChatTemplate
 __all__ = ["RemoteEngine"]
 
 _PLACES = 128
+"""The places where the server does not say how many requests it runs at once."""
 _STREAM_INTERVAL = 8
+"""Ids in a delta unless told otherwise, as for vLLM in this process."""
 _CERTAIN = math.log(0.99)
+"""The log-probability above which the id of the first request has all the probability. Its bias gives it that in the
+distribution that is sampled from; in the model's own it has hardly any (`probe_request`)."""
 _ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -213,11 +217,7 @@ class RemoteEngine(Engine):
         return self.running and self.remote.is_alive()
 
     async def health(self) -> None:
-        """Return when the server says that it can answer.
-
-        Raises:
-            EngineDead: it cannot, with the cause.
-        """
+        """Return when the server says that it can answer."""
         await self.remote.health()
 
     def describe(self) -> dict[str, Any]:

@@ -105,12 +105,6 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         self.require_alive()
         return True
 
-    def noticed(self, version: str) -> None:
-        """Take note of the version that ids came with; whoever else has the server may have given it new weights."""
-        if version not in self._ages:
-            self._add_version(version)
-            self.tell()
-
     def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
         """The error for a request that failed for good; one that all would meet ends the engine."""
         # What it may not like of a constraint is in this request, and in no other.

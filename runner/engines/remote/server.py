@@ -24,7 +24,7 @@ __all__ = ["Answer", "Server", "base_url", "failure_in", "require_aiohttp"]
 
 _KEEPALIVE_SECONDS = 2.0  # less than servers keep an idle connection (uvicorn 5 s): none is used as it is closed
 _BUFFER = 1 << 20  # bytes of an answer that wait to be read before its server has to
-_LONGEST_ERROR = 600
+_LONGEST_ERROR = 600  # characters of a server's error that are kept
 
 
 def require_aiohttp() -> None:

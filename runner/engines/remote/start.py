@@ -41,7 +41,7 @@ class ServedModel:
     name: str
     """By which it is asked for."""
     root: str
-    """What the server loaded it from."""
+    """The folder or the id that the server loaded it from."""
     context: int | None
     """The most ids of a prompt and what is sampled on it."""
     adapters: tuple[str, ...] = ()
@@ -77,14 +77,17 @@ class Greeting:
     """What a server said when it was asked who it is."""
 
     dialect: Dialect
+    """The protocol that the server speaks."""
     model: ServedModel
+    """The model that requests name."""
     context: int
+    """The most ids that a prompt and what is sampled on it may have together."""
     places: int | None
-    """How many requests it runs at once; None where it does not say."""
+    """The most requests that it runs at once; None where it does not say."""
     room: int | None
-    """How many ids its cache holds; None where it does not say."""
+    """The ids that its cache holds; None where it does not say."""
     software: str | None
-    """Its version; None where it does not say."""
+    """The version of the server's software; None where it does not say."""
     controlled: bool
     """Whether it can be paused."""
 

@@ -33,13 +33,13 @@ class Delivery:
     top: TopLogprobs | None
     """The likeliest ids in the place of each; None where none were asked for, or the engine gives none."""
     cuts: list[int]
-    """Where each delta ends, as an index into `ids`."""
+    """The end of each delta, as an index into `ids`."""
     between: int
     """Ticks from one id to the next."""
     finish: Finish | None
     """The finish of the last delta, without weight versions; None if nothing ends the stream."""
     fault: Fault | None
-    """What happens after the last id."""
+    """The fault after the last id; None where nothing goes wrong."""
     begins: int
     """The tick of the first id."""
 
@@ -70,15 +70,25 @@ class Planner:
     """Knows what each request is to be sent, by the settings of one engine, which `ScriptedEngine` explains."""
 
     model: ScriptedModel
+    """The model, which gives the replies."""
     faults: Faults | None
+    """The faults that were asked for, by request or by predicate."""
     tokenizer: Tokenizer
+    """The engine's tokenizer."""
     stop_ids: tuple[int, ...]
+    """The ids that end a turn where the request names none."""
     context: int
+    """The most ids of a prompt and what is sampled on it."""
     seed: int
+    """The engine's seed."""
     chunks: Chunks
+    """The cuts into deltas where the reply has none of its own."""
     lone_finish: bool
+    """Whether the finish comes on a delta of its own."""
     latency: Latency
+    """The ticks of ids where the reply has none of its own."""
     logprobs: bool
+    """Whether log-probabilities are given."""
 
     def ask(
         self, request: GenerationRequest, turn: int, number: int
@@ -182,6 +192,7 @@ class Planner:
         if not self.logprobs:
             return None
         drawn = _noise(self.seed)
+        # The factor is odd, so that 8,192 keys in a row have as many starts; neighbours begin 273 draws apart.
         start = (call.key * 7919 + self.seed) % _NOISE
         noise = drawn[start : start + length]
         while len(noise) < length:

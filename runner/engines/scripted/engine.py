@@ -176,11 +176,7 @@ class ScriptedEngine(Engine):
         return self.runtime.is_alive()
 
     async def health(self) -> None:
-        """Return while the engine can answer.
-
-        Raises:
-            EngineDead: it was not entered, or it died.
-        """
+        """Return while the engine can answer."""
         self.runtime.require_alive()
 
     def die(self, message: str = "a scripted death") -> None:

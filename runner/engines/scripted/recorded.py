@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from runner.engines.base import FinishReason
 from runner.engines.scripted.model import EncodedReply, ScriptedModel
-from runner.engines.scripted.run_files import RecordedRun, open_run_file
+from runner.engines.scripted.run_files import RecordedRun, RecordedTurn, open_run_file
 from runner.engines.scripted.script import ModelCall, Reply, packed
 from runner.errors import RequestRejected
 
@@ -60,8 +60,8 @@ class RecordedReplies(ScriptedModel):
         return {"recorded": str(self._run if isinstance(self._run, Path) else self._run.path)}
 
 
-def _reply(turn: Any) -> Reply:
-    """What a turn of a trajectory said, which stands above the engines as well."""
+def _reply(turn: RecordedTurn) -> Reply:
+    """What a turn of a trajectory said."""
     stop = turn.stop if isinstance(turn.stop, int) else None
     # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
     ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)

@@ -75,11 +75,11 @@ class Fault:
     """A fault on demand; made by the class methods."""
 
     kind: FaultKind
-    """What goes wrong."""
+    """The kind of the fault."""
     at: int = 0
-    """How many ids are sent before it does."""
+    """The number of ids that are sent before the fault."""
     message: str = ""
-    """What the error says."""
+    """The text of the error."""
 
     @classmethod
     def error(cls, at: int = 0, message: str = "a scripted error") -> Self:

@@ -110,6 +110,7 @@ class VllmAdapters(Adapters):
 
     async def unload(self, version: AdapterVersion) -> None:
         """Take a version that no request uses out of vLLM, and delete its copy."""
+        # Shielded: else its copy would stay, though vLLM may have let it go.
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
         self._delete(version.folder)

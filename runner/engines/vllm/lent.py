@@ -14,7 +14,7 @@ from runner.engines.base import Delta, Finish, GenerationRequest
 from runner.engines.exactness import is_unchanged
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
-from runner.engines.vllm.runtime import DRAIN_SECONDS, VllmRuntime
+from runner.engines.vllm.runtime import ABORT_SECONDS, VllmRuntime
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings
 from runner.engines.vllm.start import VllmProcess
@@ -29,6 +29,7 @@ __all__ = ["LentProcess", "LentRuntime", "LentStream", "check_constraint", "chec
 _LISTEN_SECONDS = 1.0
 """How soon it is heard that the owner shut it down, of which vLLM tells nobody who waits for an id."""
 _LOOK_SECONDS = 0.005
+"""How soon the end of our requests is looked for again: no logger of ours tells of steps."""
 
 _EXTENSION = "worker_extension_cls='runner.engines.vllm.worker.extension.WeightWorker'"
 _PROBABILITIES = ("processed_logprobs", "raw_logprobs")
@@ -190,12 +191,6 @@ class LentRuntime(VllmRuntime):
     def _streams(self) -> Any:
         return self.requests
 
-    def noticed(self, version: str) -> None:
-        """Take note of the version that ids came with: its owner may have given it new weights."""
-        if version not in self._ages:
-            self._add_version(version)
-            self.tell()
-
     # --- what its trainer has it do
 
     async def pause(self, mode: PauseMode) -> None:
@@ -239,7 +234,7 @@ class LentRuntime(VllmRuntime):
     async def stop(self) -> None:
         """End our requests, and let vLLM go."""
         inside = [request.collector for request in self._streams() if not request.sent_all]
-        with anyio.move_on_after(DRAIN_SECONDS, shield=True):
+        with anyio.move_on_after(ABORT_SECONDS, shield=True):
             await self._end_all()
         await super().stop()
         for collector in inside:

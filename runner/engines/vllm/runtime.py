@@ -21,9 +21,9 @@ from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
 
-__all__ = ["DRAIN_SECONDS", "VllmRuntime", "first_version"]
+__all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 
-DRAIN_SECONDS = 2.0
+ABORT_SECONDS = 2.0
 """How long the end of a request may take that is shielded from cancellation."""
 
 _FIRST_VERSION = "0"  # where vLLM has none of its own
@@ -103,7 +103,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             raise RequestRejected(f"{request.name}: {error}") from error
         finally:
             if not sent:
-                with anyio.move_on_after(DRAIN_SECONDS, shield=True):
+                with anyio.move_on_after(ABORT_SECONDS, shield=True):
                     await llm.abort(name)
         return collector
 

@@ -12,7 +12,7 @@ import anyio
 __all__ = ["Rate", "SchedulerCount"]
 
 _WINDOW_SECONDS = 10.0
-_BUCKETS_PER_SECOND = 10
+_BUCKETS_PER_SECOND = 10  # so that a window has a hundred of them, however many steps a second there are
 
 
 class Rate:

@@ -41,11 +41,11 @@ class VllmSettings:
     """How an engine is started."""
 
     arguments: dict[str, Any]
-    """What `AsyncEngineArgs` is given, the model left out."""
+    """The arguments of `AsyncEngineArgs`, without the model."""
     environment: dict[str, str]
     """The variables that vLLM's processes start with."""
     chosen: dict[str, Any]
-    """What of both was set by us because nobody gave it."""
+    """The part of both that we set, since nobody gave it."""
 
 
 def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str]) -> VllmSettings:
@@ -80,6 +80,7 @@ def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cache_gigabytes(workers: int) -> int:
+    # vLLM fills its cache with zeros at the start, which takes seconds where it is large.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIGABYTE
     return max(1, min(4, memory // 6 // workers))
 

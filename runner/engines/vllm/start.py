@@ -73,15 +73,15 @@ class VllmProcess:
     given: Mapping[str, Any]
     """The engine arguments of the user."""
     count: SchedulerCount = field(default_factory=SchedulerCount)
-    """What the schedulers count."""
+    """The counts of vLLM's schedulers."""
     llm: Any = None
     """The `AsyncLLM`, once it was started."""
     settings: VllmSettings | None = None
-    """What it was started with."""
+    """The settings that it was started with; None before."""
     cores: list[BaseProcess] = field(default_factory=list)
     """The processes of the engine cores."""
     folder: EngineFolder | None = None
-    """What its processes leave in files."""
+    """The folder of the files that its processes leave; None before the start."""
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
     _others: list[BaseProcess] | None = None  # vLLM's processes that were there before; set while ours are starting
 

@@ -11,7 +11,7 @@ import anyio
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
 from runner.engines.stream import GatedStream
-from runner.engines.vllm.runtime import DRAIN_SECONDS, VllmRuntime
+from runner.engines.vllm.runtime import ABORT_SECONDS, VllmRuntime
 from runner.errors import EngineDead
 from runner.tokens.log import VersionSpan
 from runner.tokens.top_logprobs import TopLogprobs
@@ -115,7 +115,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return Delta(delta.token_ids[:end], logprobs[:end], finish, top)
 
     async def _drain(self) -> None:
-        with anyio.move_on_after(DRAIN_SECONDS, shield=True):
+        with anyio.move_on_after(ABORT_SECONDS, shield=True):
             try:
                 await self._runtime.drop(self._collector)
                 while self.finish is None:

@@ -300,7 +300,7 @@ async def test_leaving_the_engine_ends_every_call_though_one_does_not_end_at_onc
 
 
 async def test_leaving_the_engine_cancels_a_call_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(stream, "_END_SECONDS", 0.01)
     monkeypatch.setattr(runtime, "_AGAIN_SECONDS", 0.01)
     cancelled: list[int] = []
 

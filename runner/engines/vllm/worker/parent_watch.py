@@ -47,7 +47,7 @@ FOLDER = "DELTARUNNER_ENGINE_FOLDER"
 """The variable that names the engine's own folder, which goes with it."""
 
 _RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names are the same in all ranks
-_SECONDS = 1.0
+_SECONDS = 1.0  # from one look whether the parent is there to the next
 _THREAD = "deltarunner-orphan-watch"
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
 _FATAL = ("WorkerProc", "EngineCore")  # how vLLM's words begin when a process of its fails

@@ -17,7 +17,7 @@ __all__ = ["ENTRY_POINT", "mend_waiting", "wait_asleep"]
 ENTRY_POINT = "deltarunner_waiting"
 """The name under which vLLM knows `wait_asleep`."""
 
-_MILLISECONDS = 5
+_MILLISECONDS = 5  # the most that a step can be late by a note that was lost
 
 
 def wait_asleep() -> None:
