@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from runner.cluster.asking import ask
 from runner.cluster.engine_process import versions_here
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.hand import Hand, absence
+from runner.cluster.hand import Hand, absence, at_once
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
@@ -401,31 +401,24 @@ class Driver:
 
     # --- runs
 
-    async def open_run(self, packed: bytes, clock: datetime) -> int:
-        """Have every worker set a run up, also those that join later; gives its number.
+    def run_number(self) -> int:
+        """A number for a run, which no other one of the fleet has."""
+        return next(self._run_numbers)
+
+    async def open_run(self, number: int, packed: bytes, clock: datetime) -> None:
+        """Have every worker set a run up, also those that join later.
 
         Raises:
             BadInput: a worker cannot play it.
         """
-        number = next(self._run_numbers)
         run = _Run(packed, clock)
         async with self.settled:
-            errors: list[DeltarunnerError] = []
-
-            async def open_on(hand: Hand) -> None:
-                try:
-                    await self._open_on(hand, number, run)
-                except DeltarunnerError as error:  # as a value: a task group would wrap it
-                    errors.append(error)
-
-            async with anyio.create_task_group() as group:
-                for hand in self.members:
-                    group.start_soon(open_on, hand)
-            if errors:
+            try:
+                await at_once(self.members, lambda hand: self._open_on(hand, number, run))
+            except DeltarunnerError:
                 await self.ask_all("close_run", number)
-                raise errors[0]
+                raise
             self._runs[number] = run
-        return number
 
     async def _open_on(self, hand: Hand, number: int, run: _Run) -> None:
         hand.process.send("keep_run", number, run.packed, run.clock)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields, replace
-from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,15 +16,14 @@ from runner.cluster.driver import Driver
 from runner.cluster.fleet import Fleet
 from runner.cluster.hand import Hand
 from runner.cluster.hosted import HostedEngine
-from runner.cluster.player import FleetPlayer
 from runner.cluster.runtime import FleetRuntime
+from runner.cluster.sent_run import SentRun
 from runner.cluster.words import Launcher, RunSent
 from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
-from runner.episode.shared import RunShared
-from runner.errors import BadControl, BadEnvironment, BadOption
+from runner.errors import BadControl, BadOption
 from runner.runs.options import check_engine
-from runner.runs.player import Absence, FleetWorker, Player, PlayingEngine
+from runner.runs.player import Absence, FleetWorker, PlayingEngine
 from runner.runs.stage import Stage
 
 __all__ = ["FleetEngine"]
@@ -189,7 +187,7 @@ class FleetEngine(PlayingEngine):
 
     # --- runs
 
-    def packed(self, stage: Stage) -> bytes:
+    def sent(self, stage: Stage) -> SentRun:
         """A run in the form in which workers get it.
 
         Raises:
@@ -214,25 +212,8 @@ class FleetEngine(PlayingEngine):
             self.launcher.pack(value, f"{what} {type(environment).__name__}({name}=) cannot")
         run = RunSent(environment=type(environment), arguments=(arguments, named), options=for_workers)
         packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot")
-        return packed
-
-    @asynccontextmanager
-    async def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
-    ) -> AsyncIterator[Player]:
-        """What plays the episodes of one run, while the block lasts."""
-        driver = self.driver
-        number = await driver.open_run(packed, clock)
-        player = FleetPlayer(driver, number, shared, width)
-        failures: list[str] = []
-        try:
-            async with driver.listening(player.tell, told):
-                yield player
-        finally:
-            with anyio.CancelScope(shield=True):
-                failures.extend(await driver.close_run(number))
-        if failures:
-            raise BadEnvironment("; ".join(failures))
+        others = {name: each for name, each in options.engines.items() if not isinstance(each, HostedEngine)}
+        return SentRun(lambda: self.driver, packed, others)
 
 
 def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:

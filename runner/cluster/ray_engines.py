@@ -10,8 +10,10 @@ from typing import Any
 
 from runner.cluster.engines import STALL_SECONDS, FleetEngine
 from runner.cluster.ray_launcher import RayLauncher
+from runner.cluster.sent_run import SentRun
 from runner.engines.base import Engine
 from runner.errors import BadOption
+from runner.runs.stage import Stage
 
 __all__ = ["RayEngines", "require_ray"]
 
@@ -29,7 +31,8 @@ class RayEngines(FleetEngine):
         workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
         address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
         cpus: what a worker takes of Ray's count of processor cores.
-        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
+        gpus: the same for GPUs; by default as many as the arguments of the engine and of those that workers enter for
+            other agents ask for, none where the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
         stall_seconds: how long there may be fewer workers than the least before the run ends.
 
@@ -59,7 +62,18 @@ class RayEngines(FleetEngine):
             runtime_env=runtime_env,
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
+        self._on_ray = launcher
         launcher.least, launcher.most = self.least, self.most
+
+    def sent(self, stage: Stage) -> SentRun:
+        """A run in the form in which workers get it; they take GPUs for its other engines too.
+
+        Raises:
+            BadOption: something of it cannot be sent, or they were started with too few GPUs for it.
+        """
+        sent = super().sent(stage)
+        self._on_ray.take_more_gpus(sum(map(gpus_of, sent.elsewhere)))
+        return sent
 
 
 def require_ray(who: str, address: str | None = None) -> None:

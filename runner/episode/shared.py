@@ -69,6 +69,10 @@ class RunShared:
         self._asked.add(agent)
         return self.other_models.get(agent, self.chat)
 
+    def heard_of(self, agent: str) -> None:
+        """Take note that an agent was there, in an episode that was played elsewhere."""
+        self._asked.add(agent)
+
     def evaluates(self, agent: str) -> bool:
         """Whether what is said of an agent is that of a server of messages, and the run is there to see how it does."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)

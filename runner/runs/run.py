@@ -93,7 +93,12 @@ class Run:
 
     @property
     def engines(self) -> list[BaseEngine]:
-        """All engines of the run, each once; the one of the trained agents comes first."""
+        """All engines of the run, each once; the one of the trained agents comes first.
+
+        Once it has begun, what stands for those that its workers have entered is among them in their place.
+        """
+        if self._started is not None:
+            return list(self._started.engines)
         return list(dict.fromkeys((self.engine, *self.options.engines.values())))
 
     @property
@@ -111,13 +116,9 @@ class Run:
         """Whether every episode has ended; the last results may still wait to be read."""
         return self._state.over
 
-    # --- starting and ending
-
-    async def __aenter__(self) -> Self:
-        if self._entered:
-            raise RuntimeError("a run is entered once: make another Run(...) to play again")
-        self._entered = True
-        stage = Stage(
+    @property
+    def _stage(self) -> Stage:
+        return Stage(
             environment=self.environment,
             engines=self.engines,
             options=self.options,
@@ -125,7 +126,14 @@ class Run:
             scorers=self.scorers,
             workers=self.workers,
         )
-        start = Start(stage=stage, lag=self.lag, state=self._state)
+
+    # --- starting and ending
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a run is entered once: make another Run(...) to play again")
+        self._entered = True
+        start = Start(stage=self._stage, lag=self.lag, state=self._state)
         async with AsyncExitStack() as exit_stack:
             self._started = started = await start.enter(exit_stack)
             self.summary.start()
