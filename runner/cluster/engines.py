@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from types import TracebackType
@@ -19,7 +19,7 @@ from runner.cluster.hosted import HostedEngine
 from runner.cluster.runtime import FleetRuntime
 from runner.cluster.sent_run import SentRun
 from runner.cluster.words import Launcher, RunSent
-from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest
+from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption
 from runner.runs.options import check_engine
@@ -213,7 +213,12 @@ class FleetEngine(PlayingEngine):
         run = RunSent(environment=type(environment), arguments=(arguments, named), options=for_workers)
         packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot")
         others = {name: each for name, each in options.engines.items() if not isinstance(each, HostedEngine)}
-        return SentRun(lambda: self.driver, packed, others)
+        sent = SentRun(lambda: self.driver, packed, others)
+        self._enter_besides(sent.elsewhere)
+        return sent
+
+    def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
+        """Workers enter these too, each its own; raises BadOption where they have no room for them."""
 
 
 def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from runner.cluster.engines import STALL_SECONDS, FleetEngine
 from runner.cluster.ray_launcher import RayLauncher
-from runner.cluster.sent_run import SentRun
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
 from runner.errors import BadOption
-from runner.runs.stage import Stage
 
 __all__ = ["RayEngines", "require_ray"]
 
@@ -65,15 +63,8 @@ class RayEngines(FleetEngine):
         self._on_ray = launcher
         launcher.least, launcher.most = self.least, self.most
 
-    def sent(self, stage: Stage) -> SentRun:
-        """A run in the form in which workers get it; they take GPUs for its other engines too.
-
-        Raises:
-            BadOption: something of it cannot be sent, or they were started with too few GPUs for it.
-        """
-        sent = super().sent(stage)
-        self._on_ray.take_more_gpus(sum(map(gpus_of, sent.elsewhere)))
-        return sent
+    def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
+        self._on_ray.take_more_gpus(sum(map(gpus_of, engines)))
 
 
 def require_ray(who: str, address: str | None = None) -> None:
