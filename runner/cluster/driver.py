@@ -148,7 +148,8 @@ class Driver:
         self._changed.set()
         self._changed = anyio.Event()
         now = anyio.current_time()
-        self._short_since = None if self.fleet.enough else self._short_since or now
+        since = now if self._short_since is None else self._short_since
+        self._short_since = None if self.fleet.enough else since
         for listener in list(self._width_listeners.values()):
             listener()
         self.seat_waiting()
@@ -193,6 +194,9 @@ class Driver:
                 steps.cancel_scope.cancel()
 
         async def bring_in(hand: Hand) -> None:
+            await hand.process.send("hello")
+            hand.placed, self._not_placed = True, ""
+            steps.start_soon(until_lost, self._hear_its_start)
             await self._meet(hand)
             # Listened to from here on: it is waited for by whoever wants something of all workers.
             steps.start_soon(until_lost, self._listen)
@@ -253,9 +257,6 @@ class Driver:
     # --- a worker comes in
 
     async def _meet(self, hand: Hand) -> None:
-        await hand.process.send("hello")
-        hand.placed = True
-        self._not_placed = ""
         joined: Joined = await hand.process.send("join")
         self._require_like_the_first(hand, joined)
         hand.joined, hand.version, hand.heard = joined, joined.weight_version, anyio.current_time()
@@ -325,6 +326,16 @@ class Driver:
                     "to be the same on every machine."
                 )
 
+    async def _hear_its_start(self, hand: Hand) -> None:
+        # Its engine may take its time, and hold up its loop meanwhile; a process that stands still starts nothing.
+        limit = max(self._stall_seconds, SILENT_SECONDS)
+        while hand.joined is None:
+            with anyio.move_on_after(limit) as silence:
+                await hand.process.send("hello")
+            if silence.cancelled_caught:
+                raise WorkerLost(f"it has said nothing for {limit:g} s while it started")
+            await anyio.sleep(CALM_PULSE_SECONDS)
+
     async def _listen(self, hand: Hand) -> None:
         while True:
             with anyio.move_on_after(SILENT_SECONDS) as silence:
@@ -382,7 +393,10 @@ class Driver:
         last = waiting + (f" What happened last: {'; '.join(list(self.told)[-2:])}" if self.told else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
-        if self._short_since is not None and anyio.current_time() - self._short_since > self._stall_seconds:
+        too_long = self._short_since is not None and anyio.current_time() - self._short_since > self._stall_seconds
+        starting = sum(hand.is_starting for hand in self._hands.values())
+        # As at the beginning an engine's start is waited for; the first one that fails after that time ends it.
+        if too_long and not (starting and len(fleet.ready) + len(fleet.behind) + starting >= fleet.least):
             raise EngineDead(
                 f"for {self._stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
                 f"{last}"

@@ -41,7 +41,8 @@ class FleetEngine(PlayingEngine):
         engine: what every worker has; nobody has entered it.
         launcher: starts workers.
         workers: how many; or the least to begin with and the most.
-        stall_seconds: how long there may be fewer workers than the least before the fleet counts as dead.
+        stall_seconds: how long there may be fewer workers than the least before the fleet counts as dead; engines that
+            start are waited for.
     """
 
     runtime: FleetRuntime | None
@@ -110,6 +111,11 @@ class FleetEngine(PlayingEngine):
     def places(self) -> int:  # type: ignore[override]  # workers come and go
         """How many requests run at once on all workers."""
         return max(1, self.driver.fleet.width // 2)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no worker plays."""
+        return self._driver is not None and not self._driver.hands
 
     @property
     def events(self) -> Sequence[str]:

@@ -68,6 +68,11 @@ class Hand:
         """What it is called, for people."""
         return f"worker {self.number}" + (f" on {self.joined.node}" if self.joined is not None else "")
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether its process runs and its engine starts, or is brought to where the others are."""
+        return self.placed and not self.why and self.seat.state is SeatState.STARTING
+
     def hear(self, pulse: Pulse) -> None:
         """Take note of a pulse, and let what is played know."""
         self.heard = anyio.current_time()

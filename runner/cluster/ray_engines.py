@@ -32,7 +32,8 @@ class RayEngines(FleetEngine):
         gpus: the same for GPUs; by default as many as the arguments of the engine and of those that workers enter for
             other agents ask for, none where the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
-        stall_seconds: how long there may be fewer workers than the least before the run ends.
+        stall_seconds: how long there may be fewer workers than the least before the run ends; engines that start are
+            waited for.
 
     Raises (when it is entered):
         BadOption: Ray is not installed, there is no cluster, or too little of it; a worker is unlike the others.

@@ -178,6 +178,11 @@ class PlayingEngine(Engine):
 
     @property
     @abstractmethod
+    def is_deserted(self) -> bool:
+        """Whether no worker plays, so that nothing can happen; `health` says whether one may come."""
+
+    @property
+    @abstractmethod
     def events(self) -> Sequence[str]:
         """What happened to workers so far, for people: those that were lost, and why."""
 
