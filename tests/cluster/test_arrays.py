@@ -25,7 +25,8 @@ def tensors(draw: st.DrawFn) -> Any:
     kind = getattr(torch, draw(st.sampled_from(DTYPES)))
     tensor = torch.randint(0, 2, [2 * size for size in shape]).to(kind)
     tensor = tensor[tuple(slice(draw(st.integers(0, 1)), None, 2) for _ in shape)]
-    return tensor.transpose(0, -1) if shape and draw(st.booleans()) else tensor
+    turned: bool = draw(st.booleans())
+    return tensor.transpose(0, -1) if shape and turned else tensor
 
 
 def bytes_of(tensor: Any) -> Any:
