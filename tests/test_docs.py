@@ -138,18 +138,17 @@ UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_at
 """Names of those that only the library itself imports."""
 WITHIN = (
     "runner.cluster.driver.Driver",
+    "runner.cluster.sent_run.SentRun",
     "runner.endpoint.answering.Door",
     "runner.endpoint.clients.Address",
     "runner.engines.scripted.run_files.RecordedRun",
     "runner.engines.state.CheckedUpdate",
-    "runner.episode.shared.RunShared",
     "runner.episode.state.ConversationState",
     "runner.episode.state.EpisodeState",
     "runner.generation.formats.Batch",
     "runner.generation.rows.RunningRows",
     "runner.runs.options.RunKeywords",
     "runner.runs.player.Attempt",
-    "runner.runs.player.Player",
     "runner.runs.stage.Stage",
 )
 """What annotations name and nobody outside meets: what the library gives its own classes, the `RunOptions` by name, and

@@ -40,10 +40,10 @@ def as_tensors(value: Any) -> Any:
 def _as_bytes(tensor: Any) -> _TensorBytes:
     import torch
 
-    plain = tensor.detach().cpu().contiguous()
-    return _TensorBytes(
-        plain.reshape(-1).view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    )
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    if plain.stride(0) != 1:  # of one number or none counts as contiguous, and cannot be viewed
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    return _TensorBytes(plain.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def _as_tensor(item: _TensorBytes) -> Any:

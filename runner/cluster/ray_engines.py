@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from runner.cluster.engines import STALL_SECONDS, FleetEngine
 from runner.cluster.ray_launcher import RayLauncher
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
 from runner.errors import BadOption
 
 __all__ = ["RayEngines", "require_ray"]
@@ -29,9 +29,11 @@ class RayEngines(FleetEngine):
         workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
         address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
         cpus: what a worker takes of Ray's count of processor cores.
-        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
+        gpus: the same for GPUs; by default as many as the arguments of the engine and of those that workers enter for
+            other agents ask for, none where the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
-        stall_seconds: how long there may be fewer workers than the least before the run ends.
+        stall_seconds: how long there may be fewer workers than the least before the run ends; engines that start are
+            waited for.
 
     Raises (when it is entered):
         BadOption: Ray is not installed, there is no cluster, or too little of it; a worker is unlike the others.
@@ -59,7 +61,11 @@ class RayEngines(FleetEngine):
             runtime_env=runtime_env,
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
+        self._on_ray = launcher
         launcher.least, launcher.most = self.least, self.most
+
+    def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
+        self._on_ray.take_more_gpus(sum(map(gpus_of, engines)))
 
 
 def require_ray(who: str, address: str | None = None) -> None:

@@ -101,10 +101,27 @@ class RayLauncher:
         self._cpus = cpus
         self._given_gpus = gpus
         self._engine_gpus = engine_gpus
+        self._other_gpus = 0
         self._gpus = gpus or 0.0
         self._who = who
         self._runtime_env = dict(runtime_env or {})
         self._desk: Any = None
+
+    def take_more_gpus(self, number: int) -> None:
+        """Have each take so many GPUs besides, for other engines that it enters; not where gpus= says how many.
+
+        Raises:
+            BadOption: they have been started with fewer.
+        """
+        if self._given_gpus is not None:
+            return
+        if self._desk is None:
+            self._other_gpus = number
+        elif 0 < self._gpus < self._engine_gpus + number:
+            raise BadOption(
+                f"{self._who}: a worker would need {self._engine_gpus + number:g} GPU with the engines of engines=, "
+                f"and was started with {self._gpus:g}. Let the run enter it, or give {self._who}(gpus=)."
+            )
 
     async def open(self) -> None:
         """Reach the cluster, or start one."""
@@ -122,7 +139,7 @@ class RayLauncher:
         ray = ray_module()
         there = ray.cluster_resources()
         if self._given_gpus is None:
-            self._gpus = self._engine_gpus if there.get("GPU", 0) else 0
+            self._gpus = self._engine_gpus + self._other_gpus if there.get("GPU", 0) else 0
         self._require_resources(there)
         self._require_a_machine(ray.nodes())
         # With the driver, since another machine may die, and where it is killed all the same, as Ray does with whatever

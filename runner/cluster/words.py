@@ -19,6 +19,7 @@ __all__ = [
     "EngineKnown",
     "Joined",
     "Launcher",
+    "OtherKnown",
     "Played",
     "PlayingNow",
     "Pulse",
@@ -77,6 +78,17 @@ class EngineKnown:
     stop_ids: tuple[int, ...]
     vocabulary: int
     """Ids that can be sampled, padding rows included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherKnown:
+    """The same of an engine that a run's workers enter for some agent."""
+
+    ids: EngineKnown | None
+    """None for one that takes messages."""
+    places: int
+    context: int
+    description: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,12 @@ from typing import Any, Final, NoReturn
 import anyio
 import anyio.to_thread
 
-from runner.cluster.engine_process import EngineProcess
+from runner.cluster.engine_process import EngineProcess, known_of
 from runner.cluster.limiters import Desk, LeasedLimiter
-from runner.cluster.words import Catch, Played, PlayingNow, Pulse, RunSent, Stored
+from runner.cluster.words import Catch, OtherKnown, Played, PlayingNow, Pulse, RunSent, Stored
 from runner.concurrency.loop_lag import Blocker, LagMonitor
 from runner.concurrency.threads import Workers
-from runner.engines.base import BaseEngine
+from runner.engines.base import BaseEngine, Engine
 from runner.engines.state import CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, RelayedTransfer, TransferStep
 from runner.episode.key import EpisodeKey
@@ -54,6 +54,15 @@ class WorkerRun:
     """The attempts in flight, by the driver's numbers."""
     cut: dict[int, Ending | None] = field(default_factory=dict)
     """Attempts that were cut when they had not begun, or had just ended."""
+    is_kept: bool = False
+    """Whether a task keeps it."""
+    others: dict[str, BaseEngine] = field(default_factory=dict)
+    """The engines of agents that have one of their own."""
+    entered: anyio.Event = field(default_factory=anyio.Event)
+    """Set once those run, or cannot."""
+    clock: datetime | None = None
+    begun: anyio.Event = field(default_factory=anyio.Event)
+    """Set once the clock is known, or will not be."""
     opened: anyio.Event = field(default_factory=anyio.Event)
     """Set once it can be played, or cannot."""
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -113,8 +122,10 @@ class Worker(EngineProcess):
 
     # --- runs
 
-    async def keep_run(self, number: int, packed: bytes, clock: datetime) -> None:
+    async def keep_run(self, number: int, packed: bytes, clock: datetime | None) -> None:
         """Set a run up, and keep it until `close_run`; `run_opened` and that say what went wrong.
+
+        Without a clock only the engines of its other agents are entered, until it is called again with one.
 
         Args:
             number: the driver's number for it.
@@ -122,8 +133,14 @@ class Worker(EngineProcess):
             clock: the time that chat templates see.
         """
         run = self._runs.setdefault(number, WorkerRun())  # it may have been asked for already
+        if clock is not None:
+            run.clock = clock
+            run.begun.set()
+        if run.is_kept:
+            return
+        run.is_kept = True
         try:
-            async with self._set_up(run, number, packed, clock):
+            async with self._set_up(run, number, packed):
                 run.opened.set()
                 await run.over.wait()
         except Exception as error:
@@ -131,6 +148,7 @@ class Worker(EngineProcess):
                 error.args = (f"{error} ({self.name})",)
             run.failure = error
         finally:
+            run.entered.set()
             run.opened.set()
             run.closed.set()
 
@@ -145,8 +163,32 @@ class Worker(EngineProcess):
         if run.failure is not None:
             raise run.failure
 
+    async def others_entered(self, number: int) -> None:
+        """Return once `keep_run` has entered the engines of the run's other agents.
+
+        Raises:
+            BadInput, EngineError: one of them cannot be entered here, or the run cannot be read.
+        """
+        run = self._runs.setdefault(number, WorkerRun())
+        await run.entered.wait()
+        if run.failure is not None:
+            raise run.failure
+
+    async def others_known(self, number: int) -> dict[str, OtherKnown]:
+        """What a driver has to know of those engines, by agent; nothing where they were not entered."""
+        run = self._runs.get(number, WorkerRun())
+        return {
+            name: OtherKnown(
+                ids=known_of(engine) if isinstance(engine, Engine) else None,
+                places=engine.places,
+                context=engine.context,
+                description=engine.describe(),
+            )
+            for name, engine in run.others.items()
+        }
+
     @asynccontextmanager
-    async def _set_up(self, run: WorkerRun, number: int, packed: bytes, clock: datetime) -> AsyncIterator[None]:
+    async def _set_up(self, run: WorkerRun, number: int, packed: bytes) -> AsyncIterator[None]:
         # In a thread: an author's constructor may read for minutes, and the driver hears this event loop meanwhile.
         sent, environment = await anyio.to_thread.run_sync(self._made, packed, abandon_on_cancel=True)
         options = sent.options
@@ -156,9 +198,15 @@ class Worker(EngineProcess):
             exit_stack.callback(workers.close)
             for engine in stage.engines[1:]:
                 await exit_stack.enter_async_context(engine)
+            run.others.update(options.engines)
+            run.entered.set()
+            await run.begun.wait()
+            if run.clock is None:  # it was closed before it began
+                yield
+                return
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
             run.lag.on_stuck = partial(_end_stuck, self.number)
-            run.shared, _ = await stage.open(exit_stack, clock)  # what is to be said of it the driver says too
+            run.shared, _ = await stage.open(exit_stack, run.clock)  # what is to be said of it the driver says too
             run.shared.make_limiter = partial(LeasedLimiter, self._desk, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
             exit_stack.enter_context(staleness.cutting(run.plays.values()))
@@ -184,7 +232,10 @@ class Worker(EngineProcess):
 
     async def close_run(self, number: int) -> list[str]:
         """End a run here, once nothing of it is played; gives what went wrong on the way out, for people."""
-        run = self._runs.pop(number)
+        run = self._runs.pop(number, None)
+        if run is None:  # it joined when no further worker was to have it
+            return []
+        run.begun.set()
         run.over.set()
         await run.closed.wait()
         return [f"worker {self.number}: {run.failure}"] if run.failure is not None else []

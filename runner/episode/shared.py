@@ -69,6 +69,10 @@ class RunShared:
         self._asked.add(agent)
         return self.other_models.get(agent, self.chat)
 
+    def heard_of(self, agent: str) -> None:
+        """Take note that an agent was there, in an episode that was played elsewhere."""
+        self._asked.add(agent)
+
     def evaluates(self, agent: str) -> bool:
         """Whether the run evaluates this agent: it speaks through a server of messages and has no engine of its own."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from runner.engines.base import Engine
+from runner.engines.base import BaseEngine, Engine
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
@@ -19,7 +19,7 @@ from runner.runs.stage import Stage
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine"]
+__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "Sent"]
 
 
 class Attempt(Protocol):
@@ -136,6 +136,36 @@ class Absence(enum.StrEnum):
     """No machine has room for it so far."""
 
 
+class Sent(Protocol):
+    """What a run's episodes are played with, as workers get it; each of them sets it up for itself."""
+
+    @property
+    def elsewhere(self) -> Collection[BaseEngine]:
+        """The engines that nobody enters here: each worker has one of its own."""
+
+    def engines(self) -> AbstractAsyncContextManager[Mapping[BaseEngine, BaseEngine]]:
+        """While the block lasts workers have those; gives what stands here for each.
+
+        Raises:
+            BadInput, EngineError: one of them does not start; the message names the worker and why.
+        """
+
+    def player(
+        self, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[Player]:
+        """What plays the episodes, while the block lasts.
+
+        Args:
+            shared: what episodes share in this process.
+            clock: the time that chat templates see.
+            width: how many episodes are in flight at most; None for as many as the workers take.
+            told: called with what happens to workers meanwhile, for people.
+
+        Raises:
+            BadInput: a worker cannot play them; the message names the worker and why.
+        """
+
+
 class PlayingEngine(Engine):
     """An engine that plays whole episodes, on workers that have both the model and the environment."""
 
@@ -145,6 +175,11 @@ class PlayingEngine(Engine):
     """The number of workers with which it begins to play."""
     most: int
     """The most workers that are started."""
+
+    @property
+    @abstractmethod
+    def is_deserted(self) -> bool:
+        """Whether no worker plays, so that nothing can happen; `health` says whether one may come."""
 
     @property
     @abstractmethod
@@ -160,26 +195,9 @@ class PlayingEngine(Engine):
         """Why the other workers do not play, and of how many that is so."""
 
     @abstractmethod
-    def packed(self, stage: Stage) -> bytes:
+    def sent(self, stage: Stage) -> Sent:
         """What a run's episodes are played with, in the form in which workers get it; asked before anything starts.
 
         Raises:
             BadOption: something of it cannot be sent.
-        """
-
-    @abstractmethod
-    def player(
-        self, packed: bytes, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
-    ) -> AbstractAsyncContextManager[Player]:
-        """What plays the episodes of one run, while the block lasts.
-
-        Args:
-            packed: what `packed` gave; each worker sets it up for itself.
-            shared: the same in this process.
-            clock: the time that chat templates see.
-            width: how many episodes are in flight at most; None for as many as the workers take.
-            told: called with what happens to workers meanwhile, for people.
-
-        Raises:
-            BadInput: a worker cannot play them; the message names the worker and why.
         """

@@ -93,8 +93,11 @@ class Run:
 
     @property
     def engines(self) -> list[BaseEngine]:
-        """All engines of the run, each once; the one of the trained agents comes first."""
-        return list(self._stage.engines)
+        """All engines of the run, each once; the one of the trained agents comes first.
+
+        Once it has begun, what stands for those that its workers have entered is among them in their place.
+        """
+        return list(self._stage.engines if self._started is None else self._started.engines)
 
     @property
     def file(self) -> Path | None:

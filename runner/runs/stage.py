@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Self
@@ -57,6 +57,15 @@ class Stage:
             limits=options.limits_of(environment),
             scorers=with_weights(environment.scorers, options.weights),
             workers=workers,
+        )
+
+    def with_others(self, others: Mapping[BaseEngine, BaseEngine]) -> Stage:
+        """The same with other engines in the places of some."""
+        engines = {name: others.get(engine, engine) for name, engine in self.options.engines.items()}
+        return replace(
+            self,
+            engines=[others.get(engine, engine) for engine in self.engines],
+            options=replace(self.options, engines=engines),
         )
 
     async def check_options(self) -> None:

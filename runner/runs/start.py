@@ -14,7 +14,7 @@ from runner.engines.sharing import running
 from runner.environment.task_feed import TaskFeed, own_tasks
 from runner.episode.shared import RunShared
 from runner.runs.describe import describe_run
-from runner.runs.player import LocalPlayer, Player, PlayingEngine
+from runner.runs.player import LocalPlayer, Player, PlayingEngine, Sent
 from runner.runs.preflight import require_sampling
 from runner.runs.stage import Stage
 from runner.runs.staleness import Staleness
@@ -42,26 +42,29 @@ class Start:
         options, engine = stage.options, stage.engines[0]
         exit_stack.callback(stage.workers.close)
         await stage.check_options()
-        packed = engine.packed(stage) if isinstance(engine, PlayingEngine) else b""
+        sent = engine.sent(stage) if isinstance(engine, PlayingEngine) else None
         # Engines before all else: what the header says, and which adapters there are, only a running one knows.
         for each in stage.engines:
-            await exit_stack.enter_async_context(running(each))
+            if sent is None or each not in sent.elsewhere:
+                await exit_stack.enter_async_context(running(each))
+        if sent is not None:
+            stage = stage.with_others(await exit_stack.enter_async_context(sent.engines()))
         staleness = Staleness(engine, options.max_version_lag)
         require_sampling(engine, options.sampling.over(stage.environment.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
         await stage.check_templates(now)  # before the header says how they write turns, which takes renders
-        writer = await exit_stack.enter_async_context(await self._writer(now))
+        writer = await exit_stack.enter_async_context(await self._writer(stage, now))
         # A resumed run goes on with the clock that its templates saw first.
         clock = writer.header.clock
         shared, faults = await stage.open(exit_stack, clock)
         self.state.summary.faults.extend(faults)
         feed = await self._feed()  # after lifespan(), whose resources tasks() may read
         exit_stack.push_async_callback(feed.aclose)
-        player = await self._player(exit_stack, packed, shared, clock)
+        player = await self._player(exit_stack, sent, shared, clock)
         exit_stack.enter_context(staleness.cutting(self.state.plays))
         return StartedRun(
-            options=options,
+            options=stage.options,
             engines=stage.engines,
             shared=shared,
             player=player,
@@ -71,15 +74,17 @@ class Start:
             staleness=staleness,
         )
 
-    async def _player(self, exit_stack: AsyncExitStack, packed: bytes, shared: RunShared, clock: datetime) -> Player:
-        engine, width = self.stage.engines[0], self.stage.options.concurrency.episodes
-        if isinstance(engine, PlayingEngine):
+    async def _player(
+        self, exit_stack: AsyncExitStack, sent: Sent | None, shared: RunShared, clock: datetime
+    ) -> Player:
+        width = self.stage.options.concurrency.episodes
+        if sent is not None:
             told = self.state.summary.faults.append
-            return await exit_stack.enter_async_context(engine.player(packed, shared, clock, width, told))
-        return LocalPlayer(shared, width or width_of(engine))
+            return await exit_stack.enter_async_context(sent.player(shared, clock, width, told))
+        return LocalPlayer(shared, width or width_of(self.stage.engines[0]))
 
-    async def _writer(self, now: datetime) -> RunWriter:
-        stage, state = self.stage, self.state
+    async def _writer(self, stage: Stage, now: datetime) -> RunWriter:
+        state = self.state
         options = stage.options
         describe = partial(describe_run, stage.environment, stage.engines[0], options, now=now)
         # In a thread where a file is kept: only then git is asked, which takes some milliseconds.

@@ -19,7 +19,7 @@ from runner.errors import DeltarunnerError
 from runner.runs.attempts import Attempts
 from runner.runs.group_scoring import GroupScoring
 from runner.runs.options import RunOptions
-from runner.runs.player import Player
+from runner.runs.player import Player, PlayingEngine
 from runner.runs.results import Results
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
@@ -36,6 +36,11 @@ _OF_SERVERS: Final = ("throttled", "retried")
 """The counts that engines have which ask a server."""
 
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
+
+
+def _stands_still(engine: BaseEngine) -> bool:
+    """Whether nothing can happen, for its trainer or for want of workers, so that nothing is stuck."""
+    return engine.standstill.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
 
 
 def _moved(stats: EngineStats) -> tuple[int, int]:
@@ -159,8 +164,7 @@ class StartedRun:
         self.state.fail(await until_stuck(self.state.plays, self._progress), cancel=True)
 
     def _progress(self) -> tuple[object, ...]:
-        # While an engine stands still for its trainer, nothing can happen, and nothing is stuck.
-        moved = [object() if engine.standstill.on else _moved(engine.stats()) for engine in self.engines]
+        moved = [object() if _stands_still(engine) else _moved(engine.stats()) for engine in self.engines]
         return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:

@@ -15,7 +15,7 @@ from tests.repository import ROOT
 @pytest.mark.on_ray
 @pytest.mark.slow
 def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest) -> None:
-    """To play one of them: `pytest --ray tests/cluster -k NAME`."""
+    """To play one of them: `pytest --ray tests/cluster -k NAME`, and those of benchmarks with `--sweeps=whole`."""
     require_ray()
     option = request.config.option
     how = ["--sweeps", "whole" if sweeps.whole() else "sampled", "--sweep-seed", str(option.sweep_seed)]
@@ -31,6 +31,7 @@ def test_all_that_is_promised_of_ray_holds_on_ray(request: pytest.FixtureRequest
         "no:cacheprovider",
         *how,
         "tests/cluster",
+        "tests/benchmarks",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]

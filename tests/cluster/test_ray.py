@@ -39,10 +39,14 @@ from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Leased, Sworn, crowd, slow_crowd
 from tests.faults.comparing import by_key, stored
 from tests.repository import ROOT
+from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray]
 
 WATCHDOG = 120.0
+
+ANNOUNCED = 12 * GROUP_SIZE * 2
+"""So many trajectories `announcing` announces."""
 
 
 async def played(environment: Any, engine: Any, **options: Any) -> list[Trajectory]:
@@ -97,15 +101,16 @@ def announcing(file: Path, workers: int) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.in_turns("on Ray", 3)
-async def test_kill_9_of_the_driver_ends_its_workers_and_the_same_command_goes_on_with_other_ones(
+async def test_kill_9_of_the_driver_at_a_random_moment_ends_its_workers_and_the_same_command_goes_on_with_other_ones(
     cluster: Standing, tmp_path: Path
 ) -> None:
-    file = tmp_path / "run.db"
+    file, moment = tmp_path / "run.db", random_of("kill of a driver")
     with announcing(file, 2) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()[1:]]
         assert len(pids) == 2
-        lines = [driver.stdout.readline() for _ in range(9)]
+        lines = [driver.stdout.readline() for _ in range(moment.randrange(ANNOUNCED))]
+        await anyio.sleep(moment.uniform(0, 0.3))
         started = family(driver.pid) | {*pids}
         os.kill(driver.pid, signal.SIGKILL)
         lines += driver.stdout.readlines()

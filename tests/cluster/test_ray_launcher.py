@@ -12,12 +12,13 @@ from unittest.mock import MagicMock
 import anyio
 import pytest
 
-from runner import BadOption, EngineDead, RayEngine, RayEngines, ScriptedEngine, VllmEngine
+from runner import BadOption, EngineDead, RayEngine, RayEngines, Run, ScriptedEngine, VllmEngine
 from runner.cluster import ray_calls, ray_engine, ray_engines, ray_launcher
 from runner.cluster.ray_launcher import RayLauncher
 from runner.cluster.words import WorkerLost
 from runner.testing import VirtualClock
 from tests.cluster.in_process import Answer
+from tests.cluster.playing import Dice
 
 pytestmark = pytest.mark.anyio
 
@@ -135,6 +136,29 @@ async def test_workers_take_no_gpus_where_the_cluster_or_the_engine_has_none(ray
     assert await reserved_by(on_cpus.launcher, ray) == 0
     has_machines(ray, {"CPU": 4, "GPU": 1})
     assert await reserved_by(RayEngines(ScriptedEngine("hi"), workers=1).launcher, ray) == 0
+
+
+@pytest.mark.parametrize(("gpus", "reserved"), [(None, 4), (2.5, 2.5)])
+async def test_workers_take_gpus_for_the_engines_of_other_agents_too(
+    ray: Any, gpus: float | None, reserved: float
+) -> None:
+    has_machines(ray, {"CPU": 4, "GPU": 8})
+    judge = VllmEngine("a-judge", tensor_parallel_size=2)
+    others = {"judge": judge, "jury": judge, "user": ScriptedEngine("hi"), "shared": RayEngine(ScriptedEngine("hi"))}
+    engine = RayEngines(VllmEngine("a-model", tensor_parallel_size=2), workers=1, gpus=gpus)
+    run = Run(Dice, engine, engines=others)
+    engine.sent(run._stage)
+    assert await reserved_by(engine.launcher, ray) == reserved
+
+
+async def test_workers_that_were_started_with_fewer_gpus_than_a_runs_other_engines_take_are_refused(ray: Any) -> None:
+    has_machines(ray, {"CPU": 4, "GPU": 8})
+    engine = RayEngines(VllmEngine("a-model"), workers=1)
+    await engine.launcher.open()
+    engine.sent(Run(Dice, engine, engines={"judge": ScriptedEngine("hi")})._stage)
+    with pytest.raises(BadOption, match=r"would need 3 GPU with the engines of engines=, and was started with 1\."):
+        engine.sent(Run(Dice, engine, engines={"judge": VllmEngine("a-judge", tensor_parallel_size=2)})._stage)
+    await engine.launcher.close()
 
 
 async def reserved_by(launcher: Any, ray: Any) -> float:

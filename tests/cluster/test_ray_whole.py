@@ -14,12 +14,13 @@ import pytest
 from runner import Outcome, RayEngines, Run, RunFile, ScriptedEngine
 from tests.cluster.ray_cluster import Standing, family, require_ray, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Slow, crowd, drinks
-from tests.cluster.test_ray import WATCHDOG, announcing, played
+from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played
+from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
 
 
-async def test_a_late_machine_gives_a_worker_and_its_death_loses_nothing(
+async def test_a_late_machine_gives_a_worker_and_its_death_at_a_random_moment_loses_nothing(
     small_cluster: Standing, tmp_path: Path
 ) -> None:
     engine = RayEngines(ScriptedEngine("hi", places=4), workers=(1, 2))
@@ -31,7 +32,9 @@ async def test_a_late_machine_gives_a_worker_and_its_death_loses_nothing(
             # Nothing is read meanwhile, so that no more is played than is in flight.
             while len(engine.workers()) < 2:  # noqa: ASYNC110  # nobody tells
                 await anyio.sleep(0.1)
-            got = [await anext(run)]
+            moment = random_of("death of a late machine")
+            got = [await anext(run) for _ in range(1 + moment.randrange(20))]
+            await anyio.sleep(moment.uniform(0, 0.3))
             await anyio.to_thread.run_sync(small_cluster.tell, "kill")
             got += [trajectory async for trajectory in run]
     assert len([event for event in engine.events if "is lost" in event]) == 1
@@ -51,7 +54,10 @@ async def test_kill_9_of_a_driver_with_a_cluster_of_its_own_leaves_no_process_an
     with announcing(file, 2) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline().startswith(b"workers")
-        driver.stdout.readline()
+        moment = random_of("kill of a driver with a cluster")
+        for _ in range(1 + moment.randrange(ANNOUNCED // 2)):
+            driver.stdout.readline()
+        await anyio.sleep(moment.uniform(0, 0.3))
         started = family(driver.pid)
         assert len(started) > 5, "the driver, its workers, and Ray"
         os.kill(driver.pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from runner import BadModel, BadOption, Task
 from runner.cluster import driver
 from runner.cluster.words import Joined
 from runner.testing import ScriptedEngine
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, dice_engine, fleet, game_tasks, played
 
@@ -105,7 +106,12 @@ async def test_a_number_of_workers_that_cannot_be_is_refused(workers: Any) -> No
 
 @pytest.mark.parametrize(
     ("what", "other"),
-    [("chat template", {"template": "hermes"}), ("context", {"context": 512}), ("stop ids", {"stop_ids": (256, 257)})],
+    [
+        ("tokenizer", {"tokenizer": ByteTokenizer(["<|another|>"])}),
+        ("chat template", {"template": "hermes"}),
+        ("context", {"context": 512}),
+        ("stop ids", {"stop_ids": (256, 257)}),
+    ],
 )
 async def test_a_worker_unlike_the_first_is_refused_by_what_differs(what: str, other: dict[str, Any]) -> None:
     async with fleet(2) as (engine, launcher):

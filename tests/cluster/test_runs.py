@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from runner import Outcome, Run, RunFile, Trajectory
 from runner.cluster.driver import SILENT_SECONDS
 from runner.cluster.words import Played
+from runner.engines.scripted.script import Fault, ModelCall
 from runner.testing import VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcess, InProcessWorker
@@ -83,6 +84,37 @@ async def test_any_number_of_workers_gives_the_trajectories_of_one_process_bit_f
     assert compared(on_many) == alone
     with RunFile(tmp_path / "run.db") as stored:
         assert compared(kept(stored)) == alone
+
+
+FAILED: set[str] = set()
+"""The requests that have failed once; workers are in this process, and a function of a module is the same in all."""
+
+
+def fails_once(call: ModelCall) -> Fault | None:
+    """Every third request fails in its middle when it is made for the first time."""
+    name = call.request.name
+    if name in FAILED or sum(name.encode()) % 3:
+        return None
+    FAILED.add(name)
+    return Fault.error(at=2)
+
+
+@pytest.mark.parametrize("environment", [Dice, Grouped])
+async def test_retries_after_an_engines_failure_on_two_workers_give_what_they_give_in_one_process(
+    environment: type[Dice],
+) -> None:
+    options: dict[str, Any] = {"group_size": 2, "retries": 4, "breaker": 1}
+    FAILED.clear()
+    alone = await played(environment, dice_engine(faults=fails_once), **options)
+    failed = set(FAILED)
+    FAILED.clear()
+    async with fleet(2, dice_engine(faults=fails_once)) as (engine, launcher):
+        on_two = await played(environment, engine, **options)
+    assert compared(on_two) == compared(alone) == compared(await played(environment, dice_engine(), group_size=2))
+    assert failed == FAILED
+    assert {each.id: each.attempt for each in on_two} == {each.id: each.attempt for each in alone}
+    assert max(each.attempt for each in on_two) > 0
+    assert len(launcher.workers) == 2, "no worker was ended for it"
 
 
 @settings(max_examples=sweeps.times(100, 5))

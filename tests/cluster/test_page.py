@@ -1,0 +1,101 @@
+"""What docs/scale.md shows is played, on a fleet without Ray."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import runner
+from runner import RayEngine, RayEngines, Run
+from tests.cluster.playing import Dice, dice_engine, fleet
+from tests.repository import DOCS
+
+pytestmark = pytest.mark.anyio
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (DOCS / "scale.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
+    """The names that its blocks take as given, with engines that play here; `asked` are the runs."""
+    asked: list[Run] = []
+
+    def run(environment: Any, engine: Any, **options: Any) -> None:
+        asked.append(Run(environment, engine, **options))
+
+    def checked(kind: Any) -> Any:
+        def make(*arguments: Any, **named: Any) -> Any:
+            inspect.signature(kind).bind(*arguments, **named)
+            return dice_engine()
+
+        return make
+
+    weather: Any = ModuleType("weather")
+    weather.Weather = Dice
+    monkeypatch.setitem(sys.modules, "weather", weather)
+    for name, made in {"RayEngines": checked(RayEngines), "RayEngine": checked(RayEngine), "run": run}.items():
+        monkeypatch.setattr(runner, name, made)
+    monkeypatch.chdir(tmp_path)
+    there = {name: getattr(runner, name) for name in ("RayEngine", "RayEngines", "Run", "VllmEngine", "run")}
+    return {"__name__": "__main__", "Game": Dice, "Weather": Dice, "asked": asked, **there}
+
+
+async def play(block: str, names: dict[str, Any]) -> None:
+    code = compile(block, "scale.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    waits = eval(code, names)
+    if inspect.iscoroutine(waits):
+        await waits
+
+
+def blocks_with(word: str) -> Iterator[str]:
+    return (block for block in BLOCKS if word in block)
+
+
+def test_every_block_is_played_by_one_of_these_tests() -> None:
+    played = [*blocks_with("_parallel_size=8)"), *blocks_with("run("), *blocks_with("engine.workers()")]
+    assert sorted(BLOCKS) == sorted({*played, *blocks_with("update_weights(")})
+
+
+async def test_the_engines_that_it_shows_can_be_made(page: dict[str, Any]) -> None:
+    for block in blocks_with("_parallel_size=8)"):
+        await play(block, page)
+
+
+async def test_the_runs_that_it_shows_can_be_asked_for(page: dict[str, Any]) -> None:
+    for block in blocks_with("run("):
+        await play(block, page)
+    first, second = page["asked"]
+    assert str(first.file) == "weather.db"
+    assert set(second.options.engines) == {"judge"}
+
+
+async def test_what_it_reads_of_workers_is_there(page: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    async with fleet((1, 2)) as (engine, _), engine:
+        for block in blocks_with("engine.workers()"):
+            await play(block, {**page, "engine": engine})
+    assert re.match(r"0 \S+ 0/6 ", capsys.readouterr().out)
+
+
+async def test_its_trainer_trains(page: dict[str, Any]) -> None:
+    versions: list[str] = []
+
+    def collect(group: Any) -> bool:
+        return len(versions) < 2
+
+    def optimise(batch: bool) -> str:
+        versions.append(f"new {len(versions)}")
+        return versions[-1]
+
+    async with fleet(2) as (engine, launcher):
+        names = {"RayEngines": lambda *_, **__: engine, "collect": collect, "optimise": optimise}
+        for block in blocks_with("update_weights("):
+            await play(block, {**page, **names})
+    calls = [[call for call, _ in worker.calls] for worker in launcher.workers.values()]
+    assert [each.count("update_weights") for each in calls] == [2, 2]
