@@ -367,3 +367,25 @@ async def test_a_worker_that_joins_a_run_that_drains_is_told() -> None:
         await until(lambda: 2 in launcher.workers and any(call == "drain" for call, _ in launcher.workers[2].calls))
         async for _ in run:
             pass
+
+
+@pytest.mark.parametrize("how", ["by itself", "killed for taking long", "killed by others"])
+def test_what_a_worker_leaves_is_removed_also_while_the_fleet_ends(how: str) -> None:
+    forgotten: list[int] = []
+
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher):
+            launcher.forget = lambda worker, joined: forgotten.append(worker)  # type: ignore[method-assign]
+            async with engine:
+                if how != "by itself":
+                    launcher.workers[1].held_in["end"] = anyio.Event()
+                if how == "killed by others":
+                    launcher.group.start_soon(_kill_soon, launcher.workers[1])
+
+    VirtualClock().run(run)
+    assert set(forgotten) == (set() if how == "by itself" else {1})
+
+
+async def _kill_soon(worker: InProcessWorker) -> None:
+    await anyio.sleep(5)
+    worker.kill()
