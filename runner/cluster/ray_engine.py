@@ -84,9 +84,19 @@ class RayEngine(HostedEngine):
         await self._launcher.open()
         exit_stack.push_async_callback(self._launcher.close)
         process = self._launcher.start_host(self.engine, self._host)
-        exit_stack.push_async_callback(_end, process, process.send("live"))
+        exit_stack.push_async_callback(self._end, process, process.send("live"))
         await self._until_placed(process)
         return process
+
+    async def _end(self, process: WorkerProcess, lived: Any) -> None:
+        has_ended = False
+        with anyio.move_on_after(END_SECONDS, shield=True), suppress(WorkerLost, DeltarunnerError):
+            await process.send("end")
+            await lived
+            has_ended = True
+        process.kill()
+        if not has_ended:
+            self._launcher.clean_up(self._joined)
 
     async def _until_placed(self, process: WorkerProcess) -> None:
         placed = False
@@ -117,11 +127,6 @@ class _Guest(HostedEngine):
         return _Guest, (self._host,)
 
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
-        return host_called(self._host)
-
-
-async def _end(process: WorkerProcess, lived: Any) -> None:
-    with anyio.move_on_after(END_SECONDS, shield=True), suppress(WorkerLost, DeltarunnerError):
-        await process.send("end")
-        await lived
-    process.kill()
+        process = host_called(self._host)
+        exit_stack.callback(process.part)
+        return process

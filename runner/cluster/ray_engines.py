@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from runner.cluster.engines import STALL_SECONDS, FleetEngine
 from runner.cluster.ray_launcher import RayLauncher
 from runner.engines.base import Engine
+from runner.engines.remote.engine import RemoteEngine
+from runner.engines.vllm.parallel import ParallelSizes
 from runner.errors import BadOption
 
 __all__ = ["RayEngines", "require_ray"]
@@ -50,6 +51,11 @@ class RayEngines(FleetEngine):
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         require_ray("RayEngines", address)
+        if isinstance(engine, RemoteEngine):
+            raise BadOption(
+                "RayEngines(RemoteEngine(...)): workers have engines of their own, and a server is asked by one "
+                "process; give the run the RemoteEngine itself."
+            )
         launcher = RayLauncher(
             "RayEngines",
             address=address,
@@ -59,7 +65,7 @@ class RayEngines(FleetEngine):
             runtime_env=runtime_env,
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
-        launcher.least, launcher.most = self.least, self.most
+        launcher.least = self.least
 
 
 def require_ray(who: str, address: str | None = None) -> None:
@@ -84,6 +90,4 @@ def require_ray(who: str, address: str | None = None) -> None:
 def gpus_of(engine: Any) -> int:
     """How many GPUs this engine takes by its arguments, on a machine that has any; 0 where it has none to give."""
     given: Mapping[str, Any] | None = getattr(engine, "given", None)
-    if given is None:
-        return 0
-    return math.prod(given.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data"))
+    return 0 if given is None else ParallelSizes.of(given).workers

@@ -16,7 +16,19 @@ from typing import Any
 
 import anyio
 
-from runner import Conversation, Environment, RayEngines, Run, Sampling, ScriptedEngine, Task, Turn, reward, tool
+from runner import (
+    Conversation,
+    Environment,
+    RayEngines,
+    Run,
+    Sampling,
+    ScriptedEngine,
+    Task,
+    Turn,
+    metric,
+    reward,
+    tool,
+)
 from runner.concurrency.loop_lag import LagMonitor
 from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 from runner.runs.process import on_event_loop
@@ -167,6 +179,27 @@ class Hangs(Environment):
         if not Path(self.trace).exists():
             Path(self.trace).write_text(str(os.getpid()))
             time.sleep(3600)
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
+class Reads(Environment):
+    """Reads a file before it plays, and the variable READ_ON where there is one."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="one", prompt="hello")]
+
+    def setup(self) -> None:
+        self.text = " ".join([Path(self.file).read_text(), *filter(None, [os.environ.get("READ_ON")])])
+
+    @metric
+    def read(self) -> int:
+        return len(self.text)
 
     @reward
     def spoke(self) -> bool:

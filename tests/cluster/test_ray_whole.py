@@ -11,9 +11,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from runner import Outcome, RayEngines, Run, RunFile, ScriptedEngine
+from runner import EngineError, Outcome, RayEngine, RayEngines, Run, RunFile, ScriptedEngine
 from tests.cluster.ray_cluster import Standing, family, require_ray, until_gone
-from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Slow, crowd, drinks
+from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Reads, Slow, crowd, drinks
 from tests.cluster.test_ray import WATCHDOG, announcing, played
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
@@ -93,8 +93,48 @@ async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
     trajectories = await played(Hangs(str(trace), os.getpid()), engine)
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
     assert len(trajectories) == 6
-    assert any("is lost" in event for event in engine.events)
+    told = r"worker \d on \S+ is lost: the event loop stands still in .*ray_games.py.* cannot be freed from outside"
+    assert any(re.match(told, event) for event in engine.events), list(engine.events)
     await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
+
+
+async def test_a_machine_without_deltarunner_is_refused_with_what_to_install(
+    cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Ray has workers look for modules in the driver's folder first
+    (tmp_path / "runner").mkdir()
+    missing = "No module named 'runner'"
+    (tmp_path / "runner" / "__init__.py").write_text(f'raise ModuleNotFoundError("{missing}")')
+    engine = RayEngines(crowd(), workers=1, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
+    with pytest.raises(
+        EngineError, match=r"cannot be made on \d+\.\d+\.\d+\.\d+: deltarunner is not there, .*pip install"
+    ):
+        await played(Crowd(1), engine)
+
+
+async def test_workers_read_the_files_that_the_driver_reads_by_relative_paths(
+    cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.txt").write_text("so it is")
+    trajectories = await played(Reads("data.txt"), RayEngines(ScriptedEngine("hi"), workers=1))
+    assert [trajectory.metrics["read"] for trajectory in trajectories] == [len("so it is")]
+
+
+async def test_workers_have_a_folder_that_was_brought_to_them_and_each_its_own_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "data.txt").write_text("brought")
+    brought = {"working_dir": str(tmp_path / "package"), "env_vars": {"READ_ON": "workers"}}
+    # The cluster is the judge's, which comes first: there is room for more workers than the machine has cores.
+    judge = RayEngine(ScriptedEngine("fine"), runtime_env={"env_vars": {"READ_ON": "the judge"}})
+    async with judge, RayEngines(ScriptedEngine("hi"), workers=4, runtime_env=brought) as engine:
+        trajectories = await played(Reads("data.txt"), engine, engines={"judge": judge})
+        assert len(engine.workers()) == 4
+    assert [trajectory.metrics["read"] for trajectory in trajectories] == [len("brought workers")]
 
 
 async def test_an_episode_that_kills_its_workers_fails_and_the_others_are_played(cluster: Standing) -> None:
