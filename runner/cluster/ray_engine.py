@@ -35,7 +35,8 @@ class RayEngine(HostedEngine):
 
     Args:
         engine: what the process has; nobody has entered it.
-        address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
+        address: of a cluster of Ray that stands, or "auto"; by default the one that this process is connected to,
+            RAY_ADDRESS, or one that is started here.
         cpus: what it takes of Ray's count of processor cores.
         gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
         runtime_env: passed to Ray, for a machine that does not see this one's files.
@@ -79,6 +80,15 @@ class RayEngine(HostedEngine):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Guest, (self._host,)
+
+    async def health(self) -> None:
+        """Return when the engine can answer.
+
+        Raises:
+            EngineDead: it cannot, or the cluster's head is gone, with the cause.
+        """
+        await super().health()
+        await self._launcher.require_head()
 
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
         await self._launcher.open()

@@ -28,7 +28,8 @@ class RayEngines(FleetEngine):
     Args:
         engine: what every worker has; nobody has entered it.
         workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
-        address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
+        address: of a cluster of Ray that stands, or "auto"; by default the one that this process is connected to,
+            RAY_ADDRESS, or one that is started here.
         cpus: what a worker takes of Ray's count of processor cores.
         gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
@@ -66,6 +67,16 @@ class RayEngines(FleetEngine):
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
         launcher.least = self.least
+        self._launcher = launcher
+
+    async def health(self) -> None:
+        """Return when there are enough workers, or may be soon.
+
+        Raises:
+            EngineDead: there are not, or the cluster's head is gone; says why.
+        """
+        await super().health()
+        await self._launcher.require_head()
 
 
 def require_ray(who: str, address: str | None = None) -> None:

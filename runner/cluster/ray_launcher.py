@@ -32,6 +32,12 @@ CALLS: Final = 100_000
 _ONCE: Final = {"max_task_retries": 0}
 """For words to the limiters that need not arrive: Ray would print on stdout that it tries again."""
 
+HEAD_SECONDS: Final = 5.0
+"""The head of the cluster is looked for this often, and may take so long to answer."""
+
+HEADLESS_SECONDS: Final = 40.0
+"""A head that was not there for so long is taken for dead; Ray ends this process after a minute, without a word."""
+
 CLEANING: Final = 100
 """So many removals of what workers left are waited for in the end: the last ones."""
 
@@ -75,6 +81,8 @@ class RayLauncher:
         self._given_runtime_env = dict(runtime_env or {})
         self._runtime_env: dict[str, Any] = {}
         self._desk: Any = None
+        self._head = ""
+        self._looked = self._seen = 0.0
         self._cleaning: deque[Any] = deque(maxlen=CLEANING)
         """What removes what was left, as Ray's references."""
 
@@ -87,6 +95,7 @@ class RayLauncher:
             )
         try:
             await anyio.to_thread.run_sync(self._connect)
+            self._looked = self._seen = anyio.current_time()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.close()
@@ -97,6 +106,7 @@ class RayLauncher:
         ray = ray_module()
         # For what is started here alone: others of this process have environments of their own.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
+        self._head = ray.get_runtime_context().gcs_address
         there = ray.cluster_resources()
         if self._given_gpus is None:
             self._gpus = self._engine_gpus if there.get("GPU", 0) else 0
@@ -150,6 +160,29 @@ class RayLauncher:
     def needs(self) -> str:
         """What each of them takes of one machine, for people; known once the cluster is reached."""
         return _counted(self._gpus, self._cpus)
+
+    async def require_head(self) -> None:
+        """Return if the cluster's head answers, or did so a moment ago.
+
+        Raises:
+            EngineDead: it is gone.
+        """
+        now = anyio.current_time()
+        if now - self._looked < HEAD_SECONDS:
+            return
+        self._looked = now
+        host, _, port = self._head.rpartition(":")
+        try:
+            with anyio.fail_after(HEAD_SECONDS):
+                await (await anyio.connect_tcp(host.strip("[]"), int(port))).aclose()
+            self._seen = now
+        except (OSError, TimeoutError):
+            if now - self._seen > HEADLESS_SECONDS:
+                raise EngineDead(
+                    f"{self._who}: the head of Ray's cluster, at {self._head}, has not answered for "
+                    f"{HEADLESS_SECONDS:g} s. What was announced is kept; start a cluster again, and the same command "
+                    "goes on."
+                ) from None
 
     async def close(self) -> None:
         """Leave the cluster, and end it where it is ours."""

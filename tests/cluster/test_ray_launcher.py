@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import anyio
 import pytest
@@ -247,6 +247,38 @@ async def test_a_cluster_is_left_once_what_workers_left_behind_is_removed(ray: A
     await only.close()
     assert ray.wait.call_args.kwargs["num_returns"] == 1
     assert [name for name, *_ in ray.method_calls if name in ("wait", "kill")] == ["wait", "kill"]
+
+
+def test_a_cluster_whose_head_is_gone_is_dead_by_name_and_one_that_is_back_in_time_is_not(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.get_runtime_context().gcs_address = "10.0.0.1:6379"
+    stream = AsyncMock()
+    connect = AsyncMock(return_value=stream)
+    monkeypatch.setattr(anyio, "connect_tcp", connect)
+    engine = RayEngines(ScriptedEngine("hi"), workers=1)
+    only: Any = engine.launcher
+
+    async def seconds(until: float) -> None:
+        while anyio.current_time() < until:
+            await anyio.sleep(1)
+            await only.require_head()
+
+    async def run() -> None:
+        await only.open()
+        await seconds(20)
+        connect.side_effect = OSError("refused")
+        await seconds(50)
+        connect.side_effect = None
+        await seconds(60)
+        assert connect.await_count <= 60 / ray_launcher.HEAD_SECONDS
+        connect.side_effect = OSError("refused")
+        with pytest.raises(EngineDead, match=r"the head of Ray's cluster, at 10.0.0.1:6379, has not answered for 40 s"):
+            await seconds(200)
+        assert 100 <= anyio.current_time() <= 110
+        await only.close()
+
+    VirtualClock().run(run)
 
 
 @pytest.mark.parametrize("before", [None, "token"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -12,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from runner import EngineError, Outcome, RayEngine, RayEngines, Run, RunFile, ScriptedEngine
-from tests.cluster.ray_cluster import Standing, family, require_ray, until_gone
+from tests.cluster.ray_cluster import Standing, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Reads, Slow, crowd, drinks
 from tests.cluster.test_ray import WATCHDOG, announcing, played
 
@@ -135,6 +136,39 @@ async def test_workers_have_a_folder_that_was_brought_to_them_and_each_its_own_v
         trajectories = await played(Reads("data.txt"), engine, engines={"judge": judge})
         assert len(engine.workers()) == 4
     assert [trajectory.metrics["read"] for trajectory in trajectories] == [len("brought workers")]
+
+
+@pytest.fixture
+def own_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
+    """A cluster of this test alone, whose head may die."""
+    require_ray()
+    with standing(short_folder, cpus=1) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        left = family(cluster.process.pid)
+        send(signal.SIGKILL, left)  # without its head it does not end by itself
+        until_gone(left - {cluster.process.pid})
+
+
+def test_the_death_of_the_clusters_head_ends_the_run_by_name_and_loses_nothing_that_was_announced(
+    own_cluster: Standing, tmp_path: Path
+) -> None:
+    file, said = tmp_path / "run.db", tmp_path / "stderr"
+    with said.open("w") as stderr, announcing(file, 1, 100_000, stderr=stderr) as driver:
+        assert driver.stdout is not None
+        lines = [driver.stdout.readline() for _ in range(10)]
+        send(signal.SIGKILL, [pid for pid in family(own_cluster.process.pid) if _is_head(pid)])
+        lines += driver.stdout.readlines()
+        assert driver.wait(WATCHDOG) == 1
+    told = rf"EngineDead: RayEngines: the head of Ray's cluster, at {own_cluster.address}, has not answered for 40 s"
+    assert re.search(told, said.read_text())
+    announced = {line.split(b"\t")[0].decode() for line in lines[1:]}
+    with RunFile(file) as run_file:
+        assert announced <= {row.id for row in run_file}
+
+
+def _is_head(pid: int) -> bool:
+    return "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
 
 
 async def test_an_episode_that_kills_its_workers_fails_and_the_others_are_played(cluster: Standing) -> None:
