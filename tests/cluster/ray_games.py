@@ -262,7 +262,7 @@ def _write(diary: str, line: str) -> None:
     os.close(descriptor)
 
 
-async def _announce(file: Path, workers: int, tasks: int = 12) -> None:
+async def _announce(file: Path, workers: int, tasks: int) -> None:
     engine: Any = RayEngines(slow_crowd(), workers=workers)
     async with Run(Crowd(tasks), engine, group_size=GROUP_SIZE, file=file, seed=9) as run:
         pids = " ".join(str(worker.pid) for worker in engine.workers())
@@ -272,4 +272,4 @@ async def _announce(file: Path, workers: int, tasks: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    on_event_loop(_announce, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    on_event_loop(_announce, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
