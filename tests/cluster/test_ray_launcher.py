@@ -59,6 +59,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
     monkeypatch.setattr(ray_launcher, "_on_node", lambda place, soft: None)
+    monkeypatch.setattr(ray_launcher, "node_here", lambda: "a-node")  # Ray itself would start, and end this process
     return fake
 
 
