@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +80,23 @@ def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> Resolv
     if isinstance(name, str) and _HUB_ID.fullmatch(text):
         return ResolvedModel(text, text, _hub_folder(text, say))
     raise BadModel(f"There is no model folder {text!r}. {_CHOICES}")
+
+
+def absolute_paths(*given: Any) -> dict[str, str]:
+    """Of models that were given, those that are relative paths of what is here: elsewhere they mean something else."""
+    names = [os.fspath(name) for name in given if isinstance(name, str | os.PathLike)]
+    return {name: os.path.abspath(name) for name in names if name != DEMO_MODEL and os.path.exists(name)}
+
+
+def resolve_sent(name: str | os.PathLike[str], paths: Mapping[str, str]) -> ResolvedModel:
+    """`resolve_model` where an engine was sent, with the `absolute_paths` of where it was made."""
+    text = os.fspath(name)
+    return replace(resolve_model(paths[text]), name=text) if text in paths else resolve_model(name)
+
+
+def sendable_template(given: str | Path | ChatTemplate | None) -> str | Path | ChatTemplate | None:
+    """A template that was given, as it may be sent: one in a file is read where the file is."""
+    return ChatTemplate.load(given) if isinstance(given, str | Path) and os.path.isfile(given) else given
 
 
 def _folder(name: str, path: Path) -> ResolvedModel:

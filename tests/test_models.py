@@ -3,21 +3,23 @@
 import importlib.util
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import anyio
 import anyio.to_thread
 import pytest
 
-from runner import models
+from runner import TokenEngine, VllmEngine, models
 from runner.errors import BadModel, BadTemplate
-from runner.models import ResolvedModel, chat_template, demo_model, resolve_model, stop_ids
+from runner.models import ResolvedModel, chat_template, demo_model, resolve_model, resolve_sent, stop_ids
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tool_support import missing_tool_property
@@ -300,3 +302,34 @@ def test_a_broken_file_of_a_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(BadModel, match=r"generation_config\.json is no JSON"):
         stop_ids(model_of(tmp_path), 2)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "function"])
+def test_relative_paths_of_an_engine_that_is_sent_are_those_of_the_folder_where_it_was_made(
+    demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("policy").symlink_to(demo_model_folder)
+    Path("mine.jinja").write_text("{{ messages[0].content }}")
+    made: Any = (
+        VllmEngine("policy", template="mine.jinja", tokenizer="policy", hf_token="policy")
+        if engine == "vllm"
+        else TokenEngine(no_ids, tokenizer="policy", template=Path("mine.jinja"), context=64)
+    )
+    packed = pickle.dumps(made)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    sent = pickle.loads(pickle.dumps(pickle.loads(packed)))
+    if engine == "vllm":
+        assert (sent.model, sent.given) == (made.model, made.given), "the header has what was given"
+        template, name = sent._template, sent.model
+    else:
+        template, name = sent._given_template, sent._given
+    assert (template.name, template.text) == ("mine.jinja", "{{ messages[0].content }}")
+    found = resolve_sent(name, sent._paths)
+    assert (found.name, found.folder) == ("policy", demo_model_folder.resolve())
+    assert resolve_sent(str(demo_model_folder), sent._paths).name == str(demo_model_folder)
+
+
+async def no_ids(prompt: Any, sampling: Any, *, session: Any) -> Any:
+    raise AssertionError("it is not asked")

@@ -112,7 +112,8 @@ def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     from runner.engines.vllm.engine import VllmEngine
     from runner.engines.vllm.start import require_vllm
 
-    require_vllm()
+    if settings.workers is None or not (settings.cluster or os.environ.get("RAY_ADDRESS")):
+        require_vllm()  # else it has to be where the workers are
     interval = arguments.get("stream_interval")
     if not isinstance(interval, int | None):
         raise BadOption(f"--engine-option stream_interval={interval}: give a whole number of ids.")

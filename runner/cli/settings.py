@@ -140,6 +140,19 @@ class RunSettings:
         str | None,
         typer.Option(metavar="ADDRESS", help="A cluster of Ray for --workers (auto); default RAY_ADDRESS, or its own."),
     ] = None
+    worker_gpus: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", min=0, help="GPUs that Ray counts for each worker; default as the engine's sizes say."
+        ),
+    ] = None
+    worker_cpus: Annotated[
+        float | None, typer.Option(metavar="N", min=0, help="The same of processor cores; default 1.")
+    ] = None
+    stall_seconds: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=0, help="How long there may be too few workers before the run ends; 600."),
+    ] = None
     settings: Annotated[list[str] | None, SETTINGS] = None
     tasks: Annotated[Path | None, typer.Option(help="Tasks from a JSONL file instead of the environment's own.")] = None
     group_size: Annotated[int | None, typer.Option(min=1, help="Episodes of each task; default 1.")] = None

@@ -12,6 +12,9 @@ from runner.errors import BadOption
 
 __all__ = ["many_of"]
 
+_OF_WORKERS = {"worker_gpus": "gpus", "worker_cpus": "cpus", "stall_seconds": "stall_seconds"}
+"""The options that are arguments of `RayEngines`, by their names there."""
+
 
 def many_of(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> BaseEngine:
     """The engine, or where workers were asked for, as many.
@@ -20,8 +23,12 @@ def many_of(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngi
         BadOption: what was given does not go with workers, or Ray is not installed.
     """
     if settings.workers is None:
-        if settings.cluster is not None:
-            raise BadOption(f"--cluster {settings.cluster}: give --workers too, how many there are to be.")
+        for name in ("cluster", *_OF_WORKERS):
+            if (value := getattr(settings, name)) is not None:
+                raise BadOption(
+                    f"--{name.replace('_', '-')} {value:{'g' if isinstance(value, float) else ''}}: give --workers "
+                    "too, how many there are to be."
+                )
         return make_engine(settings)
     workers = _numbers(settings.workers)
     _require_none_in_the_way(settings)
@@ -31,7 +38,9 @@ def many_of(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngi
     engine = make_engine(settings)
     if not isinstance(engine, Engine):
         raise BadOption(f"--workers {settings.workers}: {type(engine).__name__} samples no token ids.")
-    return RayEngines(engine, workers=workers, address=settings.cluster)
+    given = {argument: getattr(settings, name) for name, argument in _OF_WORKERS.items()}
+    given = {argument: value for argument, value in given.items() if value is not None}
+    return RayEngines(engine, workers=workers, address=settings.cluster, **given)
 
 
 def _numbers(text: str) -> int | tuple[int, int]:

@@ -185,6 +185,8 @@ class Driver:
             self.sampled_by_the_gone += hand.pulse.stats.sampled_tokens
         if not self._ending:
             self._note_loss(hand, why)
+        elif not isinstance(why, _Ended):
+            self.launcher.forget(hand.number, hand.joined)
         hand.gone.set()
         self._change()
 
@@ -258,6 +260,7 @@ class Driver:
                 await self._next_change()
         for hand in self._hands.values():
             hand.process.kill()
+            self.launcher.forget(hand.number, hand.joined)
 
     # --- a worker comes in
 
@@ -376,7 +379,7 @@ class Driver:
 
     @property
     def hands(self) -> list[Hand]:
-        """The workers that play, in the order of their seats."""
+        """The workers that play, in the order in which they were started."""
         return [hand for hand in self.members if hand.seat.state is SeatState.READY]
 
     @property
@@ -520,6 +523,10 @@ class Driver:
         self.seat_waiting()
 
 
+class _Ended(WorkerLost):
+    """A worker ended by itself, and has put away what was its own."""
+
+
 async def _live(hand: Hand) -> None:
     await hand.process.send("live")
-    raise WorkerLost("it ended")
+    raise _Ended("it ended")

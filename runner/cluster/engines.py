@@ -31,6 +31,8 @@ __all__ = ["FleetEngine"]
 STALL_SECONDS = 600.0
 """How long a fleet waits for machines by default."""
 
+_SENDABLE = "give values that can be sent, such as functions of a module"
+
 _SUMMED = ("open", "running", "queued", "waiting", "first_waiting", "live_sessions", "prefix_queries", "prefix_hits")
 
 
@@ -212,12 +214,14 @@ class FleetEngine(PlayingEngine):
         for_workers = replace(options, tasks=None, file=None, retry_failed=False)
         what = f"{kind}: the run goes to its workers, but"
         for option in fields(for_workers):
-            self.launcher.pack(getattr(for_workers, option.name), f"{what} {option.name}= cannot")
+            self.launcher.pack(getattr(for_workers, option.name), f"{what} {option.name}= cannot", _SENDABLE)
         arguments, named = environment.made_with
         for name, value in environment.construction().items():
-            self.launcher.pack(value, f"{what} {type(environment).__name__}({name}=) cannot")
+            fix = "make it in lifespan() or setup(), on the worker"
+            self.launcher.pack(value, f"{what} {type(environment).__name__}({name}=) cannot", fix)
         run = RunSent(environment=type(environment), arguments=(arguments, named), options=for_workers)
-        packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot")
+        fix = "put the class into a module that every worker can import"
+        packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot", fix)
         others = {name: each for name, each in options.engines.items() if not isinstance(each, HostedEngine)}
         sent = SentRun(lambda: self.driver, packed, others)
         self._enter_besides(sent.elsewhere)

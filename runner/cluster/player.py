@@ -170,7 +170,9 @@ class FleetAttempt:
 
     def _packed_key(self) -> bytes:
         try:
-            packed: bytes = self._player.driver.launcher.pack(self.key, "cannot")
+            packed: bytes = self._player.driver.launcher.pack(
+                self.key, "cannot", "give it plain values, and make the rest of them in setup()"
+            )
         except BadOption as error:
             raise BadTask(f"task {self.key.task.id!r} goes to a worker, and {error}") from None
         return packed

@@ -7,16 +7,17 @@ import os
 import pickle
 import sys
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from runner.cluster.engine_process import EngineProcess
 from runner.cluster.hosting import EngineHost
-from runner.cluster.ray_calls import AnsweringActor
+from runner.cluster.ray_calls import AnsweringActor, leave_word
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption
 
-__all__ = ["EngineActor", "HostActor", "WorkerActor", "node_here", "ray_module"]
+__all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "node_here", "ray_module"]
 
 
 def ray_module() -> Any:
@@ -36,12 +37,28 @@ def node_here() -> str:
     return node
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a process has of the one that drives it, where both see the same files."""
+
+    search: tuple[str, ...]
+    """Where modules are looked for."""
+    folder: str
+    """Where relative paths begin; "" where Ray has brought a folder."""
+
+    def enter(self) -> None:
+        """Have this process see what the other one sees, as far as it is here."""
+        sys.path.extend(folder for folder in self.search if folder not in sys.path and os.path.isdir(folder))
+        if os.path.isdir(self.folder):
+            os.chdir(self.folder)
+
+
 class EngineActor(AnsweringActor):
     """An `EngineProcess` inside an actor."""
 
-    def __init__(self, packed: bytes, search: tuple[str, ...], *arguments: Any) -> None:
+    def __init__(self, packed: bytes, surroundings: Surroundings, *arguments: Any) -> None:
         super().__init__()
-        sys.path.extend(folder for folder in search if folder not in sys.path and os.path.isdir(folder))
+        surroundings.enter()
         self.process = self.make(pickle.loads(packed), *arguments)
 
     @abstractmethod
@@ -57,7 +74,9 @@ class WorkerActor(EngineActor):
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A worker of this number, which asks this desk for leases."""
         number, desk = arguments
-        return Worker(engine, number, RayDesk(desk), node_here())
+        worker = Worker(engine, number, RayDesk(desk), node_here())
+        worker.leave_word = leave_word
+        return worker
 
 
 class HostActor(EngineActor):

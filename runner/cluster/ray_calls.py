@@ -8,18 +8,25 @@ import io
 import itertools
 import pickle
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
 import anyio
+import anyio.to_thread
 
 from runner.cluster.words import Stored, WorkerLost
 from runner.errors import BadOption, DeltarunnerError, EngineError
+from runner.version import installed_version
 
-__all__ = ["AnsweringActor", "RayWorker"]
+__all__ = ["AnsweringActor", "RayWorker", "leave_word"]
+
+WORDS_SECONDS: Final = 2.0
+"""How long last words may take to be left, or to be found."""
 
 _SCRIPT: Final = b"__main__"
 """Classes of a script are sent by value, as only Ray does."""
@@ -116,6 +123,13 @@ class RayWorker:
             _fail(answer, self._lost)
         self._answers.clear()
 
+    def part(self) -> None:
+        """Leave the actor to others, once what was sent has gone there; nobody may wait for an answer any more."""
+        if self._lost is None:
+            self._send()
+            self._lose(WorkerLost("it was left"))
+            self._actor.part.options(num_returns=0).remote(self._name)
+
     def kill(self) -> None:
         """End the actor. Who waits for an answer is told at once: a machine that is silent would never tell."""
         if self._lost is None:
@@ -144,8 +158,8 @@ class RayAnswer:
             answer = await asyncio.shield(self._answer)
         except RayError as error:
             if "creation task" in str(error):  # what keeps one from being made keeps them all
-                raise EngineError(f"a worker cannot be made: {_last_line(error)}") from error
-            raise WorkerLost(_why(error)) from error
+                raise EngineError(_not_made(str(error))) from error
+            raise WorkerLost(await _last_words(error) or _why(error)) from error
         if isinstance(answer, Raised | Failed):
             raise answer.error
         return answer
@@ -166,8 +180,46 @@ def _why(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1].strip()
+def _not_made(told: str) -> str:
+    machine = re.search(r"\bip=([^,\s)]+)", told)
+    where = f" on {machine[1]}" if machine is not None else ""
+    cause = told.strip().splitlines()[-1].strip()
+    if re.search(r"No module named 'runner['.]", cause) is None:
+        return f"a worker cannot be made{where}: {cause}"
+    version = installed_version("deltarunner")
+    return (
+        f"a worker cannot be made{where}: deltarunner is not there, or another version of it ({cause}). Install it "
+        f"with the Python that `ray start` runs with on that machine: pip install 'deltarunner[ray]"
+        f"{f'=={version}' if version is not None else ''}', and what its engine needs."
+    )
+
+
+def leave_word(words: str) -> None:
+    """Leave the last words of this actor, which is about to end, where who called it finds them."""
+    ray = importlib.import_module("ray")
+    put = importlib.import_module("ray.experimental.internal_kv")._internal_kv_put
+    key = _words_key(ray.get_runtime_context().get_actor_id())
+    # In a thread: where they cannot be left it ends all the same.
+    leaving = threading.Thread(target=put, args=(key, words.encode()), daemon=True)
+    leaving.start()
+    leaving.join(WORDS_SECONDS)
+
+
+async def _last_words(error: BaseException) -> str:
+    """What the actor left to be said of its death, if anything."""
+    from ray.exceptions import ActorDiedError
+
+    if not isinstance(error, ActorDiedError) or error.actor_id is None:
+        return ""
+    get = importlib.import_module("ray.experimental.internal_kv")._internal_kv_get
+    with anyio.move_on_after(WORDS_SECONDS), suppress(Exception):  # Ray's, where it was left meanwhile
+        found = await anyio.to_thread.run_sync(get, _words_key(error.actor_id), abandon_on_cancel=True)
+        return "" if found is None else found.decode()
+    return ""
+
+
+def _words_key(actor: str) -> bytes:
+    return f"deltarunner-last-words-{actor}".encode()
 
 
 class Raised:
@@ -225,6 +277,10 @@ class AnsweringActor:
         async with anyio.create_task_group() as group:
             for call in calls:
                 group.start_soon(self._answer, caller, *call)
+
+    async def part(self, name: str) -> None:
+        """A caller is gone: nothing is kept for it any more."""
+        self._callers.pop(name).some.set()
 
     async def _answer(self, caller: _Caller, number: int, call: str, wrapped: Any) -> None:
         answer: Any = Failed("it was cut")

@@ -35,7 +35,8 @@ class RayEngine(HostedEngine):
 
     Args:
         engine: what the process has; nobody has entered it.
-        address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
+        address: of a cluster of Ray that stands, or "auto"; by default the one that this process is connected to,
+            RAY_ADDRESS, or one that is started here.
         cpus: what it takes of Ray's count of processor cores.
         gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
         runtime_env: passed to Ray, for a machine that does not see this one's files.
@@ -80,13 +81,32 @@ class RayEngine(HostedEngine):
     def __reduce__(self) -> tuple[Any, ...]:
         return _Guest, (self._host,)
 
+    async def health(self) -> None:
+        """Return when the engine can answer.
+
+        Raises:
+            EngineDead: it cannot, or the cluster's head is gone, with the cause.
+        """
+        await super().health()
+        await self._launcher.require_head()
+
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
         await self._launcher.open()
         exit_stack.push_async_callback(self._launcher.close)
         process = self._launcher.start_host(self.engine, self._host)
-        exit_stack.push_async_callback(_end, process, process.send("live"))
+        exit_stack.push_async_callback(self._end, process, process.send("live"))
         await self._until_placed(process)
         return process
+
+    async def _end(self, process: WorkerProcess, lived: Any) -> None:
+        has_ended = False
+        with anyio.move_on_after(END_SECONDS, shield=True), suppress(WorkerLost, DeltarunnerError):
+            await process.send("end")
+            await lived
+            has_ended = True
+        process.kill()
+        if not has_ended:
+            self._launcher.clean_up(self._joined)
 
     async def _until_placed(self, process: WorkerProcess) -> None:
         placed = False
@@ -117,11 +137,6 @@ class _Guest(HostedEngine):
         return _Guest, (self._host,)
 
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
-        return host_called(self._host)
-
-
-async def _end(process: WorkerProcess, lived: Any) -> None:
-    with anyio.move_on_after(END_SECONDS, shield=True), suppress(WorkerLost, DeltarunnerError):
-        await process.send("end")
-        await lived
-    process.kill()
+        process = host_called(self._host)
+        exit_stack.callback(process.part)
+        return process

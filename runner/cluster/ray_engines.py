@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from runner.cluster.engines import STALL_SECONDS, FleetEngine
 from runner.cluster.ray_launcher import RayLauncher
 from runner.engines.base import BaseEngine, Engine
+from runner.engines.remote.engine import RemoteEngine
+from runner.engines.vllm.parallel import ParallelSizes
 from runner.errors import BadOption
 
 __all__ = ["RayEngines", "require_ray"]
@@ -27,7 +28,8 @@ class RayEngines(FleetEngine):
     Args:
         engine: what every worker has; nobody has entered it.
         workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
-        address: of a cluster of Ray that stands, or "auto"; by default RAY_ADDRESS, or one that is started here.
+        address: of a cluster of Ray that stands, or "auto"; by default the one that this process is connected to,
+            RAY_ADDRESS, or one that is started here.
         cpus: what a worker takes of Ray's count of processor cores.
         gpus: the same for GPUs; by default as many as the arguments of the engine and of those that workers enter for
             other agents ask for, none where the cluster has none.
@@ -52,6 +54,11 @@ class RayEngines(FleetEngine):
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         require_ray("RayEngines", address)
+        if isinstance(engine, RemoteEngine):
+            raise BadOption(
+                "RayEngines(RemoteEngine(...)): workers have engines of their own, and a server is asked by one "
+                "process; give the run the RemoteEngine itself."
+            )
         launcher = RayLauncher(
             "RayEngines",
             address=address,
@@ -62,7 +69,16 @@ class RayEngines(FleetEngine):
         )
         super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
         self._on_ray = launcher
-        launcher.least, launcher.most = self.least, self.most
+        launcher.least = self.least
+
+    async def health(self) -> None:
+        """Return when there are enough workers, or may be soon.
+
+        Raises:
+            EngineDead: there are not, or the cluster's head is gone; says why.
+        """
+        await super().health()
+        await self._on_ray.require_head()
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
         self._on_ray.take_more_gpus(sum(map(gpus_of, engines)))
@@ -90,6 +106,4 @@ def require_ray(who: str, address: str | None = None) -> None:
 def gpus_of(engine: Any) -> int:
     """How many GPUs this engine takes by its arguments, on a machine that has any; 0 where it has none to give."""
     given: Mapping[str, Any] | None = getattr(engine, "given", None)
-    if given is None:
-        return 0
-    return math.prod(given.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data"))
+    return 0 if given is None else ParallelSizes.of(given).workers

@@ -198,11 +198,11 @@ class Launcher(Protocol):
             BadOption: the engine cannot be sent.
         """
 
-    def pack(self, value: Any, what: str) -> Any:
+    def pack(self, value: Any, what: str, fix: str) -> Any:
         """A value in the form in which `send` takes it.
 
         Raises:
-            BadOption: it cannot be pickled; the message begins with `what`.
+            BadOption: it cannot be pickled; the message begins with `what` and ends with `fix`.
         """
 
     async def put(self, value: Any) -> Any:

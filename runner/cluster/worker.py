@@ -8,8 +8,8 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -96,6 +96,8 @@ class Worker(EngineProcess):
         self._called_off = 0
         self._halted = False
         self._leases = itertools.count()
+        self.leave_word: Callable[[str], None] = _to_nobody
+        """Is given the last words of a worker that ends itself."""
 
     @property
     def name(self) -> str:
@@ -205,7 +207,7 @@ class Worker(EngineProcess):
                 yield
                 return
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
-            run.lag.on_stuck = partial(_end_stuck, self.number)
+            run.lag.on_stuck = partial(_end_stuck, self.number, self.leave_word)
             run.shared, _ = await stage.open(exit_stack, run.clock)  # what is to be said of it the driver says too
             run.shared.make_limiter = partial(LeasedLimiter, self._desk, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
@@ -416,12 +418,17 @@ def _constructed(sent: RunSent) -> Any:
         ) from error
 
 
-def _end_stuck(number: int, blocker: Blocker) -> NoReturn:
+def _to_nobody(words: str) -> None:
+    """Nobody would find them."""
+
+
+def _end_stuck(number: int, leave_word: Callable[[str], None], blocker: Blocker) -> NoReturn:
     """End the process, from the thread that watches: its event loop cannot. The driver plays its episodes again."""
-    print(
-        f"worker {number}: the event loop stands still in {blocker.where} and cannot be freed from outside: "
-        f"{blocker.advice}. The worker ends.",
-        file=sys.stderr,
-        flush=True,
+    words = (
+        f"the event loop stands still in {blocker.where} and cannot be freed from outside: {blocker.advice}. The "
+        "worker ends"
     )
+    print(f"worker {number}: {words}.", file=sys.stderr, flush=True)
+    with suppress(Exception):  # it ends in any case
+        leave_word(words)
     exit_now(1)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from runner import BadOption, ChatEngine, ScriptedEngine
+from runner import BadModel, BadOption, ChatEngine, ScriptedEngine, VllmEngine
 from runner.cli.app import app
-from runner.cli.run import run_command
+from runner.cli.run import real_engine, run_command
 from runner.cli.settings import RunSettings
 from runner.cluster.engines import FleetEngine
 from tests.cluster.ray_cluster import require_ray
@@ -39,6 +39,8 @@ def play(engine: Any = None, **options: Any) -> int:
     ("options", "told"),
     [
         ({"cluster": "auto"}, "--cluster auto: give --workers too"),
+        ({"worker_gpus": 0.0}, "--worker-gpus 0: give --workers too"),
+        ({"stall_seconds": 60.0}, "--stall-seconds 60: give --workers too"),
         ({"workers": "0"}, "--workers 0: give how many"),
         ({"workers": "many"}, "--workers many: give how many"),
         ({"workers": "8-4"}, "the least to begin with and the most"),
@@ -111,6 +113,29 @@ def test_the_help_names_workers_and_cluster() -> None:
     told = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     assert "--workers" in told
     assert "--cluster" in told
+
+
+def test_what_ray_counts_for_a_worker_and_its_patience_reach_the_fleet(folder: Path) -> None:
+    require_ray()
+    from runner.cli.workers import many_of
+
+    given = RunSettings(workers="2", worker_gpus=0.5, worker_cpus=3.0, stall_seconds=60.0)
+    engine: Any = many_of(given, lambda _: ScriptedEngine("hi"))
+    assert (engine.launcher._given_gpus, engine.launcher._cpus, engine._stall_seconds) == (0.5, 3.0, 60.0)
+
+
+@pytest.mark.parametrize("cluster", ["auto", None])
+def test_vllm_is_not_demanded_of_a_machine_that_only_drives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cluster: str | None
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    settings = RunSettings(workers="2", cluster=cluster)
+    if cluster is None:
+        with pytest.raises(BadModel, match="vLLM, which models are played on, is not installed"):
+            real_engine(settings)
+    else:
+        assert isinstance(real_engine(settings), VllmEngine)
 
 
 def test_how_many_becomes_the_range_of_the_fleet(folder: Path) -> None:

@@ -14,10 +14,11 @@ from anyio.abc import TaskGroup
 from runner.cluster.hosted import HostedEngine
 from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
+from runner.cluster.ray_launcher import pickled
 from runner.cluster.words import Joined, Stored, WorkerLost
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
-from runner.errors import BadOption, DeltarunnerError, unwrapped
+from runner.errors import DeltarunnerError, unwrapped
 
 
 class InProcess:
@@ -37,16 +38,13 @@ class InProcess:
     async def close(self) -> None: ...
 
     def start(self, engine: BaseEngine, number: int) -> InProcessWorker:
-        packed = self.pack(engine, "an engine cannot")
+        packed = self.pack(engine, "an engine cannot", "give another one")
         worker = self.workers[number] = InProcessWorker(self, Worker(pickle.loads(packed), number, InProcessDesk(self)))
         self.on_start(worker)
         return worker
 
-    def pack(self, value: Any, what: str) -> Any:
-        try:
-            return cloudpickle.dumps(value)
-        except Exception as error:
-            raise BadOption(f"{what} be pickled: {error}") from None
+    def pack(self, value: Any, what: str, fix: str) -> Any:
+        return pickled(value, what, fix, cloudpickle.dumps)
 
     async def put(self, value: Any) -> Any:
         return StoredHere(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import anyio
@@ -19,6 +19,7 @@ class Object:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.callers: Sized = ()
 
     async def double(self, number: int) -> int:
         return 2 * number
@@ -35,6 +36,9 @@ class Object:
     async def lock(self) -> Any:
         return threading.Lock()
 
+    async def who_calls(self) -> int:
+        return len(self.callers)
+
     async def how_many(self) -> list[int]:
         return self.batches
 
@@ -47,6 +51,7 @@ class Counting(AnsweringActor):
     def __init__(self) -> None:
         super().__init__()
         self.process = Object()
+        self.process.callers = self._callers
 
     async def take(self, name: str, calls: Sequence[Any]) -> None:
         self.process.batches.append(len(calls))

@@ -16,7 +16,19 @@ from typing import Any
 
 import anyio
 
-from runner import Conversation, Environment, RayEngines, Run, Sampling, ScriptedEngine, Task, Turn, reward, tool
+from runner import (
+    Conversation,
+    Environment,
+    RayEngines,
+    Run,
+    Sampling,
+    ScriptedEngine,
+    Task,
+    Turn,
+    metric,
+    reward,
+    tool,
+)
 from runner.concurrency.loop_lag import LagMonitor
 from runner.engines.scripted.script import Answer, Latency, ModelCall, call
 from runner.runs.process import on_event_loop
@@ -29,6 +41,7 @@ __all__ = [
     "Hungry",
     "Leased",
     "Poison",
+    "Reads",
     "Says",
     "Slow",
     "Sworn",
@@ -173,6 +186,27 @@ class Hangs(Environment):
         return True
 
 
+class Reads(Environment):
+    """Reads a file before it plays, and the variable READ_ON where there is one."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="one", prompt="hello")]
+
+    def setup(self) -> None:
+        self.text = " ".join([Path(self.file).read_text(), *filter(None, [os.environ.get("READ_ON")])])
+
+    @metric
+    def read(self) -> int:
+        return len(self.text)
+
+    @reward
+    def spoke(self) -> bool:
+        return True
+
+
 class TalksLong(Environment):
     """Lets a real model talk until it is cut."""
 
@@ -228,9 +262,9 @@ def _write(diary: str, line: str) -> None:
     os.close(descriptor)
 
 
-async def _announce(file: Path, workers: int) -> None:
+async def _announce(file: Path, workers: int, tasks: int) -> None:
     engine: Any = RayEngines(slow_crowd(), workers=workers)
-    async with Run(Crowd(12), engine, group_size=GROUP_SIZE, file=file, seed=9) as run:
+    async with Run(Crowd(tasks), engine, group_size=GROUP_SIZE, file=file, seed=9) as run:
         pids = " ".join(str(worker.pid) for worker in engine.workers())
         os.write(1, f"workers {pids}\n".encode())
         async for trajectory in run:
@@ -238,4 +272,4 @@ async def _announce(file: Path, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    on_event_loop(_announce, Path(sys.argv[1]), int(sys.argv[2]))
+    on_event_loop(_announce, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -95,9 +95,9 @@ async def test_kill_9_of_a_worker_loses_nothing_and_nothing_comes_twice(cluster:
         assert run_file.complete
 
 
-def announcing(file: Path, workers: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.cluster.ray_games", str(file), str(workers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+def announcing(file: Path, workers: int, tasks: int = 12, *, stderr: Any = None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.cluster.ray_games", str(file), str(workers), str(tasks)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT)
 
 
 @pytest.mark.in_turns("on Ray", 3)

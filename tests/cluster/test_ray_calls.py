@@ -75,3 +75,17 @@ async def test_who_stops_waiting_for_an_answer_may_wait_again(worker: RayWorker)
         with anyio.move_on_after(0):
             await answer
         assert await answer == 6
+
+
+async def test_of_a_caller_that_left_nothing_is_kept(worker: RayWorker) -> None:
+    guest = RayWorker(worker._actor, tick=0.01)
+    with anyio.fail_after(WATCHDOG):
+        assert await guest.send("double", 1) == 2
+        assert await worker.send("who_calls") == 2
+        last = guest.send("double", 2)
+        guest.part()
+        with pytest.raises(WorkerLost, match="it was left"):
+            await last
+        while await worker.send("who_calls") == 2:
+            pass
+        assert await worker.send("double", 4) == 8

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
+import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import anyio
 import pytest
 
-from runner import BadOption, EngineDead, RayEngine, RayEngines, Run, ScriptedEngine, VllmEngine
-from runner.cluster import ray_calls, ray_engine, ray_engines, ray_launcher
+from runner import BadOption, EngineDead, RayEngine, RayEngines, RemoteEngine, Run, ScriptedEngine, VllmEngine
+from runner.cluster import ray_calls, ray_connection, ray_engine, ray_engines, ray_launcher
 from runner.cluster.ray_launcher import RayLauncher
 from runner.cluster.words import WorkerLost
 from runner.testing import VirtualClock
@@ -41,13 +45,22 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = MagicMock()
     has_machines(fake, {"CPU": 4})
     fake.is_initialized = lambda: state.on
-    fake.init = lambda **_: setattr(state, "on", True)
+
+    def init(**settings: Any) -> None:
+        state.on = True
+        fake.settings = settings
+
+    fake.init = init
     fake.shutdown = lambda: setattr(state, "on", False)
     monkeypatch.setattr(ray_engines, "require_ray", lambda *_: None)
     monkeypatch.setattr(ray_engine, "require_ray", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_launcher, "ray_module", lambda: fake)
+    monkeypatch.setattr(ray_connection, "ray_module", lambda: fake)
+    fake.get_runtime_context().runtime_env = {}
+    fake.cloudpickle.dumps = pickle.dumps
     monkeypatch.setattr(ray_launcher, "_on_node", lambda place, soft: None)
+    monkeypatch.setattr(ray_launcher, "node_here", lambda: "a-node")  # Ray itself would start, and end this process
     return fake
 
 
@@ -62,8 +75,10 @@ def has_machines(fake: Any, *machines: dict[str, float], dead: tuple[dict[str, f
     ]
 
 
-def launcher(cpus: float = 1, gpus: float = 0) -> RayLauncher:
-    return RayLauncher("RayEngines", address=None, cpus=cpus, gpus=gpus, runtime_env=None)
+def launcher(
+    cpus: float = 1, gpus: float = 0, address: str | None = None, runtime_env: dict[str, Any] | None = None
+) -> RayLauncher:
+    return RayLauncher("RayEngines", address=address, cpus=cpus, gpus=gpus, runtime_env=runtime_env)
 
 
 async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
@@ -76,12 +91,204 @@ async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
     assert not ray.is_initialized()
 
 
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """An address where somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        yield f"127.0.0.1:{somebody.getsockname()[1]}"
+
+
+async def test_another_address_than_that_of_the_connection_is_refused_by_name(ray: Any, listener: str) -> None:
+    ray.util.get_node_ip_address = lambda: "10.0.0.1"
+    ray.get_runtime_context().gcs_address = f"10.0.0.1:{listener.rpartition(':')[2]}"
+    first = launcher(address=listener)
+    await first.open()
+    for same in (None, listener, "auto", ray.get_runtime_context().gcs_address):
+        second = launcher(address=same)
+        await second.open()
+        await second.close()
+    told = "RayEngines(address='10.0.0.9:6379'): this process is connected to another cluster of Ray already, the one"
+    with pytest.raises(BadOption, match=re.escape(told)):
+        await launcher(address="10.0.0.9:6379").open()
+    assert ray.is_initialized()
+    await first.close()
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("named", ["argument", "variable"])
+async def test_an_address_is_refused_beside_a_cluster_of_ones_own(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    first = launcher()
+    await first.open()
+    address = "auto"
+    if named == "variable":
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+        address = ""
+    with pytest.raises(BadOption, match="connected to another cluster of Ray already, one of this machine's own"):
+        await launcher(address=address or None).open()
+    await first.close()
+
+
+async def test_a_cluster_of_ones_own_counts_cores_for_whatever_is_started_later(ray: Any) -> None:
+    judge = RayEngine(ScriptedEngine("Fine."))
+    await judge._launcher.open()
+    assert ray.settings["num_cpus"] >= 1000
+    await judge._launcher.close()
+
+
+async def test_what_runs_beside_a_connection_that_is_there_has_the_runtime_env_that_was_given(ray: Any) -> None:
+    pytest.importorskip("ray")
+    ray.init()
+    envs = []
+    for number in range(2):
+        each = launcher(runtime_env={"env_vars": {"A": str(number)}})
+        await each.open()
+        each.start(ScriptedEngine("hi"), 0)
+        envs.append(ray.remote().options.call_args.kwargs["runtime_env"]["env_vars"])
+        await each.close()
+    assert envs == [{"A": "0"}, {"A": "1"}]
+    with pytest.raises(BadOption, match=r"RayEngines\(runtime_env=...\): Ray does not take it: .*no-such-folder"):
+        await launcher(runtime_env={"working_dir": "no-such-folder"}).open()
+
+
+async def test_a_cluster_of_another_ray_or_python_is_refused_with_what_to_install(ray: Any, listener: str) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.12.1\n"
+            "This process on node 10.0.0.1 was started with:\n    Ray: 2.50.0\n    Python: 3.11.7\n"
+        )
+
+    ray.init = init
+    told = (
+        f"has Ray 2.60.0 and Python 3.12.1, and this process, on {socket.gethostname()}, has Ray 2.50.0 and Python "
+        "3.11.7: they have to be the same on every machine. Either pip install 'ray==2.60.0' on this machine and "
+        "start the script with Python 3.12.1, or"
+    )
+    with pytest.raises(BadOption, match=re.escape(told)):
+        await launcher(address=listener).open()
+
+
+def test_a_machine_without_deltarunner_is_named_with_what_to_install() -> None:
+    told = ray_calls._not_made(
+        "The actor died because of an error raised in its creation task, ray::WorkerActor.__init__() (pid=13253, "
+        "ip=192.0.2.7, actor_id=3586a)\n  File ...\nModuleNotFoundError: No module named 'runner'\n"
+    )
+    assert told.startswith("a worker cannot be made on 192.0.2.7: deltarunner is not there, or another version of it")
+    assert "pip install 'deltarunner[ray]" in told
+    other = ray_calls._not_made("(pid=1, ip=192.0.2.7)\nModuleNotFoundError: No module named 'mine'")
+    assert other == "a worker cannot be made on 192.0.2.7: ModuleNotFoundError: No module named 'mine'"
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.parametrize("kind", ["RayEngines", "RayEngine"])
+async def test_trio_is_refused_by_name_before_ray_is_started(ray: Any, kind: str) -> None:
+    inner = ScriptedEngine("hi")
+    engine = RayEngines(inner, workers=1) if kind == "RayEngines" else RayEngine(inner)
+    with pytest.raises(BadOption, match=rf"^{kind}: Ray works on asyncio alone, and this is trio"):
+        async with engine:
+            pass
+    assert not ray.is_initialized()
+
+
+async def test_an_engine_that_cannot_be_sent_is_refused_with_advice_of_its_kind(ray: Any) -> None:
+    only = launcher()
+    await only.open()
+    with pytest.raises(BadOption, match=r"ScriptedEngine cannot be pickled .*: give it values that can be sent"):
+        only.start(ScriptedEngine(lambda _: "hi"), 0)
+    await only.close()
+
+
+async def test_a_server_is_no_engine_of_workers(ray: Any) -> None:
+    with pytest.raises(BadOption, match=r"RayEngines\(RemoteEngine\(...\)\): .* a server is asked by one process"):
+        RayEngines(RemoteEngine("http://127.0.0.1:1", "a-model"), workers=2)
+
+
+@pytest.mark.parametrize("brought", ["", "by the process", "by the launcher"])
+async def test_workers_stand_in_the_folder_of_the_driver_unless_one_was_brought_there(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, brought: str
+) -> None:
+    before = os.getcwd()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_launcher, "uploaded", lambda _, given: dict(given))
+    package = {"working_dir": "gcs://package.zip"}
+    ray.get_runtime_context().runtime_env = package if brought == "by the process" else {}
+    only = launcher(runtime_env=package if brought == "by the launcher" else None)
+    await only.open()
+    only.start(ScriptedEngine("hi"), 0)
+    _, surroundings, *_ = ray.remote().options().remote.call_args_list[-1].args
+    await only.close()
+    monkeypatch.chdir(before)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    surroundings.enter()
+    assert os.getcwd() == (before if brought else str(tmp_path))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_what_a_shared_engine_leaves_is_removed_where_it_did_not_end_by_itself(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    engine = RayEngine(ScriptedEngine("hi"))
+    left: list[Any] = []
+    monkeypatch.setattr(engine._launcher, "clean_up", left.append)
+    process, lived = Nowhere(), Answer()
+    lived.succeed(None)
+    if ends:
+        monkeypatch.setattr(process, "send", lambda *_: lived)
+    else:
+        process.kill()
+    await engine._end(process, lived)
+    assert left == ([] if ends else [None])
+
+
+async def test_a_cluster_is_left_once_what_workers_left_behind_is_removed(ray: Any) -> None:
+    only = launcher()
+    await only.open()
+    joined: Any = SimpleNamespace(shared_memory=("psm_1",), folder="", place="a")
+    only.forget(3, joined)
+    await only.close()
+    assert ray.wait.call_args.kwargs["num_returns"] == 1
+    assert [name for name, *_ in ray.method_calls if name in ("wait", "kill")] == ["wait", "kill"]
+
+
+def test_a_cluster_whose_head_is_gone_is_dead_by_name_and_one_that_is_back_in_time_is_not(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.get_runtime_context().gcs_address = "10.0.0.1:6379"
+    stream = AsyncMock()
+    connect = AsyncMock(return_value=stream)
+    monkeypatch.setattr(anyio, "connect_tcp", connect)
+    engine = RayEngines(ScriptedEngine("hi"), workers=1)
+    only: Any = engine.launcher
+
+    async def seconds(until: float) -> None:
+        while anyio.current_time() < until:
+            await anyio.sleep(1)
+            await only.require_head()
+
+    async def run() -> None:
+        await only.open()
+        await seconds(20)
+        connect.side_effect = OSError("refused")
+        await seconds(50)
+        connect.side_effect = None
+        await seconds(60)
+        assert connect.await_count <= 60 / ray_launcher.HEAD_SECONDS
+        connect.side_effect = OSError("refused")
+        with pytest.raises(EngineDead, match=r"the head of Ray's cluster, at 10.0.0.1:6379, has not answered for 40 s"):
+            await seconds(200)
+        assert 100 <= anyio.current_time() <= 110
+        await only.close()
+
+    VirtualClock().run(run)
+
+
 @pytest.mark.parametrize("before", [None, "token"])
 async def test_a_cluster_of_ones_own_that_does_not_start_leaves_the_way_of_tokens_as_it_was(
     ray: Any, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     pytest.importorskip("ray")
-    name = ray_launcher._AUTH_MODE
+    name = ray_connection._AUTH_MODE
     monkeypatch.setenv(name, before or "")
     if before is None:
         monkeypatch.delenv(name)
@@ -105,7 +312,7 @@ async def test_a_connection_that_was_there_before_stays(ray: Any) -> None:
 
 
 async def test_a_cluster_that_is_too_small_is_left_again(ray: Any) -> None:
-    with pytest.raises(BadOption, match="1 workers of 5 CPU each need 5, and the cluster has 4"):
+    with pytest.raises(BadOption, match="1 worker of 5 CPU needs 5, and the cluster has 4"):
         await launcher(cpus=5).open()
     assert not ray.is_initialized()
 
@@ -116,6 +323,9 @@ async def test_a_cluster_that_is_too_small_is_left_again(ray: Any) -> None:
         pytest.param({"tensor_parallel_size": 4}, None, 4, id="tensor parallel"),
         pytest.param(
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}, None, 8, id="all"
+        ),
+        pytest.param(
+            {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, None, 4, id="prefill context parallel"
         ),
         pytest.param({}, None, 1, id="no size"),
         pytest.param({"tensor_parallel_size": 4}, 0.5, 0.5, id="as given"),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import pytest
 
-from runner import Outcome, RayEngines, Run, RunFile, ScriptedEngine
-from tests.cluster.ray_cluster import Standing, family, require_ray, until_gone
-from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Slow, crowd, drinks
+from runner import EngineError, Outcome, RayEngine, RayEngines, Run, RunFile, ScriptedEngine
+from tests.cluster.ray_cluster import Standing, family, require_ray, send, standing, until_gone
+from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Reads, Slow, crowd, drinks
 from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played
 from tests.sweeps import random_of
 
@@ -99,8 +100,81 @@ async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
     trajectories = await played(Hangs(str(trace), os.getpid()), engine)
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
     assert len(trajectories) == 6
-    assert any("is lost" in event for event in engine.events)
+    told = r"worker \d on \S+ is lost: the event loop stands still in .*ray_games.py.* cannot be freed from outside"
+    assert any(re.match(told, event) for event in engine.events), list(engine.events)
     await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
+
+
+async def test_a_machine_without_deltarunner_is_refused_with_what_to_install(
+    cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Ray has workers look for modules in the driver's folder first
+    (tmp_path / "runner").mkdir()
+    missing = "No module named 'runner'"
+    (tmp_path / "runner" / "__init__.py").write_text(f'raise ModuleNotFoundError("{missing}")')
+    engine = RayEngines(crowd(), workers=1, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
+    with pytest.raises(
+        EngineError, match=r"cannot be made on \d+\.\d+\.\d+\.\d+: deltarunner is not there, .*pip install"
+    ):
+        await played(Crowd(1), engine)
+
+
+async def test_workers_read_the_files_that_the_driver_reads_by_relative_paths(
+    cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.txt").write_text("so it is")
+    trajectories = await played(Reads("data.txt"), RayEngines(ScriptedEngine("hi"), workers=1))
+    assert [trajectory.metrics["read"] for trajectory in trajectories] == [len("so it is")]
+
+
+async def test_workers_have_a_folder_that_was_brought_to_them_and_each_its_own_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "data.txt").write_text("brought")
+    brought = {"working_dir": str(tmp_path / "package"), "env_vars": {"READ_ON": "workers"}}
+    # The cluster is the judge's, which comes first: there is room for more workers than the machine has cores.
+    judge = RayEngine(ScriptedEngine("fine"), runtime_env={"env_vars": {"READ_ON": "the judge"}})
+    async with judge, RayEngines(ScriptedEngine("hi"), workers=4, runtime_env=brought) as engine:
+        trajectories = await played(Reads("data.txt"), engine, engines={"judge": judge})
+        assert len(engine.workers()) == 4
+    assert [trajectory.metrics["read"] for trajectory in trajectories] == [len("brought workers")]
+
+
+@pytest.fixture
+def own_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
+    """A cluster of this test alone, whose head may die."""
+    require_ray()
+    with standing(short_folder, cpus=1) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        left = family(cluster.process.pid)
+        send(signal.SIGKILL, left)  # without its head it does not end by itself
+        until_gone(left - {cluster.process.pid})
+
+
+def test_the_death_of_the_clusters_head_ends_the_run_by_name_and_loses_nothing_that_was_announced(
+    own_cluster: Standing, tmp_path: Path
+) -> None:
+    file, said = tmp_path / "run.db", tmp_path / "stderr"
+    with said.open("w") as stderr, announcing(file, 1, 100_000, stderr=stderr) as driver:
+        assert driver.stdout is not None
+        lines = [driver.stdout.readline() for _ in range(10)]
+        send(signal.SIGKILL, [pid for pid in family(own_cluster.process.pid) if _is_head(pid)])
+        lines += driver.stdout.readlines()
+        assert driver.wait(WATCHDOG) == 1
+    told = rf"EngineDead: RayEngines: the head of Ray's cluster, at {own_cluster.address}, has not answered for 40 s"
+    assert re.search(told, said.read_text())
+    announced = {line.split(b"\t")[0].decode() for line in lines[1:]}
+    with RunFile(file) as run_file:
+        assert announced <= {row.id for row in run_file}
+
+
+def _is_head(pid: int) -> bool:
+    return "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
 
 
 async def test_an_episode_that_kills_its_workers_fails_and_the_others_are_played(cluster: Standing) -> None:

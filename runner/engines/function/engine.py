@@ -22,7 +22,7 @@ from runner.engines.function.runtime import FunctionAdapters, FunctionRuntime
 from runner.engines.function.stream import FunctionSession, FunctionStream
 from runner.engines.gate import AdmissionGate, affinity_beside
 from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
-from runner.models import chat_template, resolve_model, stop_ids
+from runner.models import absolute_paths, chat_template, resolve_sent, sendable_template, stop_ids
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
@@ -90,6 +90,7 @@ class TokenEngine(Engine):
         """What the function obeys besides temperature, `max_tokens` and stop ids."""
         self._generate = generate
         self._given = tokenizer
+        self._paths: dict[str, str] = {}
         self._given_template = template
         self._given_stop_ids = None if stop_ids is None else _stop_ids(stop_ids)
         self._logprobs = LogprobsKind(logprobs)
@@ -126,6 +127,10 @@ class TokenEngine(Engine):
         self.running, self.loop = True, current_token()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        template = sendable_template(self._given_template)
+        return {**self.__dict__, "_given_template": template, "_paths": {**self._paths, **absolute_paths(self._given)}}
+
     def _load_object(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "fingerprint"):
             raise BadOption(
@@ -145,7 +150,7 @@ class TokenEngine(Engine):
     def _load_folder(self, name: str | os.PathLike[str]) -> None:
         from runner.tokens.tokenizer import load_tokenizer
 
-        model = resolve_model(name)
+        model = resolve_sent(name, self._paths)
         self.tokenizer = load_tokenizer(model.folder)
         self.template = chat_template(model, self._given_template)
         self.stop_ids = stop_ids(model, self.tokenizer.eos_id)

@@ -35,7 +35,7 @@ from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.errors import BadOption, EngineDead
-from runner.models import DEMO_MODEL, load_language, resolve_model
+from runner.models import DEMO_MODEL, absolute_paths, load_language, resolve_sent, sendable_template
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
 from runner.version import installed_version
@@ -84,8 +84,14 @@ class VllmEngine(Engine):
         self.given = engine_arguments
         """The engine arguments that were given."""
         self.runtime: VllmRuntime | None = None
+        self._paths: dict[str, str] = {}
         self._lent: Any = None
         self._given_places: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Beside what was given, which is what the header of a run has.
+        paths = absolute_paths(self.model, self.given.get("tokenizer"))
+        return {**self.__dict__, "_template": sendable_template(self._template), "_paths": {**self._paths, **paths}}
 
     @classmethod
     def over(
@@ -141,10 +147,13 @@ class VllmEngine(Engine):
                 "tests a fixture anyio_backend that returns 'asyncio', or the fixture real_engine, from any loop)."
             )
         require_vllm()
-        model = await anyio.to_thread.run_sync(resolve_model, self.model, abandon_on_cancel=True)
+        model = await anyio.to_thread.run_sync(resolve_sent, self.model, self._paths, abandon_on_cancel=True)
         self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
         lent = self._lent
-        process = VllmProcess(model, self.given) if lent is None else LentProcess(model, self.given, llm=lent)
+        given = dict(self.given)
+        if (tokenizer := given.get("tokenizer")) is not None:
+            given["tokenizer"] = self._paths.get(os.fspath(tokenizer), tokenizer)
+        process = VllmProcess(model, given) if lent is None else LentProcess(model, given, llm=lent)
         llm = await process.start()
         try:
             await self._take_control(process, llm)
