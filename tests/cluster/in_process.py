@@ -72,8 +72,16 @@ class InProcessDesk:
     def __init__(self, launcher: InProcess) -> None:
         self._launcher = launcher
 
-    async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
-        return await self._launcher.desk.acquire(run, name, limit, worker, lease)
+    def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Answer:
+        answer = Answer()  # the desk is elsewhere: it goes on where nobody waits for its answer any more
+        self._launcher.group.start_soon(self._acquire, answer, run, name, limit, worker, lease)
+        return answer
+
+    async def _acquire(self, answer: Answer, *asked: Any) -> None:
+        try:
+            answer.succeed(await self._launcher.desk.acquire(*asked))
+        except DeltarunnerError as error:
+            answer.fail(error)
 
     def release(self, worker: int, lease: int) -> None:
         self._launcher.group.start_soon(self._launcher.desk.release, worker, lease)

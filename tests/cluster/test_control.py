@@ -105,6 +105,14 @@ async def test_weights_that_one_worker_alone_refuses_change_nothing_and_it_is_na
         assert (await engine.update_weights("/models/new")).version == "1"
 
 
+async def test_weights_that_were_compared_before_others_are_those_that_are_loaded() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        first = await engine.check_update("a", version="a")
+        await engine.check_update("b", version="b")
+        await engine.apply_update(first)
+        assert {each.worker.engine.weight_version for each in launcher.alive} == {"a"}
+
+
 @pytest.mark.parametrize(
     ("stage", "error"),
     [("check_weights", EngineError("its engine hangs")), ("update_weights", BadWeights("its disk is full"))],
@@ -360,14 +368,21 @@ async def test_a_version_that_was_there_is_refused_before_any_worker_is_asked() 
         assert [asked_of(worker, "check_weights") for worker in launcher.alive] == [["check_weights"]] * 2
 
 
-async def test_an_adapter_that_is_removed_is_there_for_no_worker() -> None:
-    async with fleet(2) as (engine, launcher), engine:
-        await engine.add_adapter("poet", "folder")
-        assert all("poet" in worker.worker.engine.adapters for worker in launcher.alive)
-        await engine.remove_adapter("poet")
-        assert not any("poet" in worker.worker.engine.adapters for worker in launcher.alive)
-        with pytest.raises(BadOption, match="no adapter"):
-            await played(Dice, engine, sampling=Sampling(adapter="poet"))
+def test_an_adapter_that_is_removed_is_there_for_no_worker_nor_for_one_that_joins_later() -> None:
+    async def run() -> None:
+        async with fleet(2) as (engine, launcher), engine:
+            await engine.add_adapter("poet", "folder")
+            await engine.add_adapter("judge", "folder")
+            assert all("poet" in worker.worker.engine.adapters for worker in launcher.alive)
+            await engine.remove_adapter("poet")
+            assert not any("poet" in worker.worker.engine.adapters for worker in launcher.alive)
+            with pytest.raises(BadOption, match="no adapter"):
+                await played(Dice, engine, sampling=Sampling(adapter="poet"))
+            launcher.workers[0].kill()
+            await until(lambda: [each.number for each in engine.workers()] == [1, 2])
+            assert list(launcher.workers[2].worker.engine.adapters) == ["judge"]
+
+    VirtualClock().run(run)
 
 
 async def test_a_fleet_samples_nothing_by_itself() -> None:

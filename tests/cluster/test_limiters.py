@@ -87,6 +87,20 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
     await asking.settled(asking.desk.release(0, 0))  # of the limiter that is no more
 
 
+async def test_who_is_cancelled_while_it_waits_takes_no_place() -> None:
+    async with in_process() as launcher:
+        door = LeasedLimiter(InProcessDesk(launcher), itertools.count(), RUN, 0, "door", 1)
+        await door.acquire_on_behalf_of("first")
+        async with anyio.create_task_group() as group:
+            group.start_soon(door.acquire_on_behalf_of, "second")
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+        door.release_on_behalf_of("first")
+        launcher.group.start_soon(door.acquire_on_behalf_of, "third")
+        await anyio.wait_all_tasks_blocked()
+        assert list(door._held) == ["third"]
+
+
 async def test_a_block_is_not_entered_when_its_worker_was_given_up_while_it_waited() -> None:
     async with in_process() as launcher:
         leases = itertools.count()

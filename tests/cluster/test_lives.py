@@ -242,6 +242,14 @@ async def test_lifespan_is_entered_once_in_each_worker_and_once_where_the_run_is
     assert EVENTS.count("open") == EVENTS.count("close") == 4
 
 
+async def test_what_a_lost_worker_held_of_a_limiter_is_given_to_the_others() -> None:
+    async with fleet(2) as (engine, launcher), engine:
+        assert await launcher.desk.acquire(0, "door", 1, 0, 0)
+        launcher.workers[0].kill()
+        with anyio.fail_after(WATCHDOG):
+            assert await launcher.desk.acquire(0, "door", 1, 1, 0)
+
+
 async def test_a_limiter_is_the_whole_runs_and_not_a_workers() -> None:
     async with fleet(3) as (engine, _):
         await played(Shared, engine, tasks=game_tasks(40))
@@ -419,3 +427,24 @@ def test_what_a_worker_leaves_is_removed_also_while_the_fleet_ends(how: str) -> 
 async def _kill_soon(worker: InProcessWorker) -> None:
     await anyio.sleep(5)
     worker.kill()
+
+
+def test_a_run_that_ends_while_a_worker_that_joins_sets_it_up_is_left_there_too() -> None:
+    async def run() -> None:
+        async with fleet((1, 2)) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == 2)
+            set_up = anyio.Event()
+            launcher.on_start = lambda worker: worker.held_in.update(run_opened=set_up)
+            async with Run(Dice, engine, retries=9) as play:
+                launcher.workers[0].kill()
+                await until(
+                    lambda: 2 in launcher.workers and any(call == "run_opened" for call, _ in launcher.workers[2].calls)
+                )
+                async for _ in play:
+                    pass
+            set_up.set()
+            await until(lambda: len(engine.workers()) == 2)
+            await anyio.wait_all_tasks_blocked()
+            assert not launcher.workers[2].worker._runs
+
+    VirtualClock().run(run)

@@ -180,6 +180,28 @@ def test_an_episode_that_kills_its_workers_is_given_up_by_name_and_the_others_ar
     VirtualClock().run(run)
 
 
+async def test_a_worker_plays_as_many_at_once_as_it_may_where_nothing_is_played_again_too() -> None:
+    playing, most = set[int](), 0
+
+    def watch(worker: InProcessWorker) -> None:
+        play = worker.worker.play
+
+        async def counted(run_number: int, number: int, packed: bytes) -> Played:
+            nonlocal most
+            playing.add(number)
+            most = max(most, len(playing))
+            came: Played = await play(run_number, number, packed)
+            playing.remove(number)
+            return came
+
+        worker.worker.play = counted
+
+    async with fleet(1) as (engine, launcher):
+        launcher.on_start = watch
+        await played(Dice, engine, retries=0)
+        assert most == engine.driver.fleet.width == 6
+
+
 def test_a_worker_that_says_nothing_any_more_is_lost_and_its_episodes_are_played_elsewhere() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):

@@ -12,6 +12,10 @@ from anyio.lowlevel import checkpoint
 from runner import Conversation, Environment, Limits, Run, ScriptedEngine, Task, reward
 from runner.cluster.driver import PULSE_SECONDS
 from runner.cluster.engines import FleetEngine
+from runner.cluster.fleet import Seat
+from runner.cluster.hand import Hand
+from runner.cluster.words import PlayingNow, Pulse
+from runner.engines.base import EngineStats
 from runner.errors import RunStuck
 from runner.runs.figures import Figures, Gauge, in_words
 from runner.runs.fleet_figures import SILENT_SECONDS, WAITED_SECONDS, FleetFigures, Trouble
@@ -242,3 +246,20 @@ async def test_a_fleet_where_nothing_happens_is_stuck_and_says_on_which_worker_w
 
     with pytest.raises(RunStuck, match=r"limiter .*, on worker \d on \S+ since 6\d\d s"):
         await play()
+
+
+async def test_what_stands_still_on_a_worker_does_not_seem_to_move_with_a_pulse_that_comes_late() -> None:
+    heard: list[float] = []
+
+    class Attempt:
+        def hear(self, playing: PlayingNow | None, since: float) -> None:
+            heard.append(since)
+
+    process: Any = None  # it is not asked
+    hand = Hand(0, Seat(0), process, attempts={7: Attempt()})
+    for late in (0.0, 5.0):
+        await anyio.sleep(PULSE_SECONDS + late)
+        now = 100.0 + anyio.current_time() - late
+        stands = PlayingNow(number=7, turns=1, activity="a tool", since=90.0)
+        hand.hear(Pulse(now=now, stats=EngineStats(open=1), lag=0.0, playing=1, oldest=[stands]))
+    assert heard[0] == heard[1]

@@ -258,14 +258,24 @@ async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_la
     assert len(trajectory.turns) == 1
 
 
-async def test_a_program_that_gives_up_at_a_turn_that_was_cut_is_no_error() -> None:
+@pytest.mark.parametrize(
+    ("options", "outcome"),
+    [
+        ({"sampling": Sampling(max_tokens=3)}, Outcome.TOKEN_LIMIT),
+        ({"limits": Limits(context=440)}, Outcome.CONTEXT_LIMIT),
+    ],
+    ids=["at max_tokens", "at the end of the context"],
+)
+async def test_a_program_that_gives_up_at_a_turn_that_was_cut_is_no_error(
+    options: dict[str, Any], outcome: Outcome
+) -> None:
     """Codex does, and what was cut is a limit of ours."""
 
     async def loop(endpoint: Endpoint) -> None:
         finished = await endpoint.run(python("ask('One.'); sys.exit(1)"))
         assert finished.returncode == 1
 
-    (trajectory,) = await served(loop, ["A long answer."], outcome=Outcome.TOKEN_LIMIT, sampling=Sampling(max_tokens=3))
+    (trajectory,) = await served(loop, ["A long answer. " * 20], outcome=outcome, **options)
     assert trajectory.reward is not None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 from aiohttp import web
 
-__all__ = ["Trouble", "hangs_up", "hangs_up_after_the_head", "never_begins"]
+__all__ = ["Trouble", "hangs_up", "hangs_up_after_the_head", "hangs_up_in_a_line", "never_begins"]
 
 Trouble = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 """What befalls a request before it is answered; None lets it through."""
@@ -25,6 +25,17 @@ async def hangs_up_after_the_head(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     response.enable_chunked_encoding()
     await response.prepare(request)
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def hangs_up_in_a_line(request: web.Request) -> web.StreamResponse:
+    """Closes the connection in the middle of the first event."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    await response.write(b'data: {"id"')
     assert request.transport is not None
     request.transport.close()
     return response

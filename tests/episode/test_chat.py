@@ -140,6 +140,24 @@ async def test_the_same_request_of_a_turn_that_was_delivered_is_a_sibling_from_t
     assert [segment.cause for segment in trajectory.segments] == ["start", "again"]
 
 
+async def test_of_the_turns_that_a_client_names_the_latest_is_gone_on_from() -> None:
+    made: list[Turn] = []
+
+    async def loop(episode: Any) -> None:
+        first = await episode.chat([SYSTEM, TASK], tools=[RUN])
+        history = [SYSTEM, TASK, first.as_message(), user("And?")]
+        meant, _ = await episode.chat(history, tools=[RUN]), await episode.chat(history, tools=[RUN])
+        history += [meant.as_message(), user("Go on.")]
+        made.extend([meant, await episode.chat(history, tools=[RUN], handles=[first.handle, meant.handle])])
+
+    trajectories = await asked(loop, ["Hm.", "Yes.", "Yes.", "Done."])
+    meant, last = made
+    (request,) = (
+        each for one in trajectories for each in one.requests if (one.agent, each.turn) == (last.agent, last.number)
+    )
+    assert (request.parent_agent, request.parent_turn) == (meant.agent, meant.number)
+
+
 async def test_an_assistant_message_that_nobody_sampled_is_context() -> None:
     async def loop(episode: Any) -> None:
         messages: list[Any] = [SYSTEM, TASK]
@@ -301,6 +319,23 @@ async def test_results_of_calls_made_at_once_are_put_in_the_order_of_the_calls(a
     assert verdicts(trajectory) == ["new", "append"]
     assert [each["content"] for each in trajectory.messages if each["role"] == "tool"] == ["first", "second", "third"]
     assert Tolerated.REORDERED in trajectory.requests[1].tolerated
+
+
+async def test_a_result_that_comes_with_a_later_request_is_put_in_the_order_of_the_calls_too() -> None:
+    def answer(name: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": f"{name}_1", "content": name}
+
+    async def loop(episode: Any) -> None:
+        function = {"name": "run", "arguments": {"command": "ls"}}
+        calls = [{"id": f"{name}_1", "type": "function", "function": function} for name in "abc"]
+        messages = [SYSTEM, TASK, {"role": "assistant", "content": "", "tool_calls": calls}, answer("c")]
+        await episode.chat(messages, tools=[RUN])
+        await episode.chat([*messages, answer("b")], tools=[RUN])
+
+    trajectories = await asked(loop, ["Wait.", "Done."])
+    last = trajectories[-1].segments[-1].messages
+    assert [each["content"] for each in last if each["role"] == "tool"] == ["b", "c"]
+    assert Tolerated.REORDERED in trajectories[-1].requests[-1].tolerated
 
 
 @pytest.mark.parametrize("answered", [[], [1], [0, 0], [0, 1, 1]])

@@ -18,13 +18,14 @@ from runner.parsing.learning.checking import alike
 from runner.parsing.learning.readers import RenderedTurns
 from runner.parsing.learning.turn import FormatVerdict, LearntTurn, learn_turn
 from runner.parsing.traits import CallTrait
-from runner.parsing.turn_format import CallFormat
+from runner.parsing.turn_format import CallFormat, Slot
 from runner.parsing.turns import TurnReader
 from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tokens.template import ChatTemplate, Renderer
 from tests import sweeps
 from tests.conformance import turn_formats
 from tests.conformance.corpus import corpus
+from tests.parsing.learnt import CLASSES
 
 pytestmark = pytest.mark.cases_in_turns(2)
 
@@ -268,6 +269,30 @@ REFUSED = {
         FormatProperty.SHOWN,
     ),
 }
+
+
+def test_a_header_in_the_line_before_it_is_no_part_of_what_opens_a_thought() -> None:
+    text = (
+        "{% for m in messages %}{% if m.reasoning_content %}<|thoughts|>\n<think>{{ m.reasoning_content }}</think>"
+        "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    reasoning = learn_turn(ChatTemplate(text, name="with a header").renderer()).format.reasoning
+    assert reasoning is not None
+    assert (reasoning.open, reasoning.close) == ("<think>", "</think>")
+
+
+def test_an_id_that_holds_the_name_is_one_slot() -> None:
+    assert [each for each in calls_of(CLASSES["name in the id"]).call if isinstance(each, Slot)] == [
+        Slot.ID,
+        Slot.ARGUMENTS,
+    ]
+
+
+def test_a_mark_behind_every_call_ends_the_call_and_not_the_turn() -> None:
+    body = '<|call|>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}<|end_call|>'
+    calls = learn_turn(ChatTemplate(LOOP.replace("BODY", body), name="marked").renderer()).format.calls
+    assert calls is not None
+    assert (calls.between, calls.close, calls.stop) == ("<|end_call|><|call|>", "<|end_call|>", "")
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 import pytest
 
 from runner import Environment, Outcome, Run, Task, TokenEngine, TokenOutput, TokenSampling, reward
-from runner.engines.base import Delta, GenerationRequest
+from runner.engines.base import Delta, FinishReason, GenerationRequest
+from runner.engines.function import stream
 from runner.errors import EngineError
 from runner.options import Limits, Sampling
 from runner.testing.contract_promises import drain
@@ -82,6 +84,13 @@ async def test_what_cannot_be_is_one_error_that_names_the_turn_and_the_thing(
         await ask(says(output, streamed=streamed))
 
 
+async def test_a_turn_that_fills_the_context_has_a_length_although_it_might_have_been_longer() -> None:
+    room = 98  # of 100, behind a prompt of two ids
+    (delta,) = await ask(says(TokenOutput([72] * room, [-0.5] * room, "length")), request(max_tokens=1000))
+    assert delta.finish is not None
+    assert delta.finish.reason is FinishReason.LENGTH
+
+
 async def test_what_comes_behind_the_finish_is_an_error_and_the_finish_is_not_told_before() -> None:
     read: list[Delta] = []
     engine = says(TokenOutput([72], [-0.5]), stop([73]), TokenOutput([74], [-0.5]))
@@ -106,6 +115,27 @@ async def test_likeliest_ids_that_were_asked_for_have_to_come(top: Any, message:
     asked = GenerationRequest(name="episode/main/0", prompt=[72], sampling=sampling, stop_ids=(STOP,))
     with pytest.raises(EngineError, match=message):
         await ask(says(stop([72], top=top)), asked)
+
+
+async def test_what_a_call_gives_after_its_turn_was_left_is_not_taken_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_DRAIN_SECONDS", 0.01)
+    late = anyio.Event()
+
+    async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await late.wait()
+        return TokenOutput([72], [-0.5], "length", version="late")
+
+    engine = TokenEngine(generate, tokenizer=ByteTokenizer(), template="hermes", context=100)
+    async with engine:
+        async with engine.stream(request(max_tokens=1)):
+            await anyio.wait_all_tasks_blocked()
+        late.set()
+        await anyio.wait_all_tasks_blocked()
+        assert (engine.stats().sampled_tokens, engine.weight_version) == (0, "")
 
 
 async def test_numbers_of_other_libraries_are_taken() -> None:

@@ -16,6 +16,7 @@ from runner import Outcome, RequestRejected, Run, RunFile, Sampling, Task, ToolC
 from runner.engines.base import FinishReason
 from runner.engines.remote.dialect import ServerDialect
 from runner.engines.remote.engine import RemoteEngine
+from runner.engines.remote.start import served_models
 from runner.engines.scripted.script import ModelCall
 from runner.errors import BadControl, BadModel, BadOption
 from runner.options import Constraint, ConstraintKind
@@ -322,3 +323,9 @@ async def test_a_run_plays_its_tasks_by_way_of_a_server_as_wide_as_its_places(tm
         played = await all_of(Run(Plain(), engine, tasks=[Task(id=str(n), prompt="?") for n in range(12)]))
         assert len(played) == 12
         assert server.most_open == 3
+
+
+def test_an_adapter_is_that_of_its_model_under_every_name_that_the_server_has_for_it() -> None:
+    cards = [("one", "/model", None), ("two", "/model", None), ("other", "/other", None), ("poet", "/lora", "one")]
+    models = served_models({"data": [{"id": name, "root": root, "parent": parent} for name, root, parent in cards]})
+    assert {model.name: model.adapters for model in models} == {"one": ("poet",), "two": ("poet",), "other": ()}

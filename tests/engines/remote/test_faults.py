@@ -19,7 +19,7 @@ from runner.options import Constraint, ConstraintKind
 from runner.testing import Latency
 from tests.engines.remote.asking import TEXT, asked, read, remote, serve, text_of, wanted
 from tests.engines.remote.model_folder import byte_model
-from tests.engines.troubles import Trouble, hangs_up, hangs_up_after_the_head, never_begins
+from tests.engines.troubles import Trouble, hangs_up, hangs_up_after_the_head, hangs_up_in_a_line, never_begins
 from tests.playing import Plain, tasks
 
 pytestmark = pytest.mark.anyio
@@ -141,9 +141,10 @@ async def test_an_address_may_end_as_clients_of_openai_want_it(tmp_path: Path) -
         (answers(503, "starting"), FailureKind.BUSY),
         (hangs_up, FailureKind.CONNECTION),
         (hangs_up_after_the_head, FailureKind.CONNECTION),
+        (hangs_up_in_a_line, FailureKind.CONNECTION),
         (says(b'{"error": {"message": "a rank is lost", "code": 503}}'), FailureKind.BUSY),
     ],
-    ids=["429", "503", "no answer", "no id", "503 in the answer"],
+    ids=["429", "503", "no answer", "no id", "half an event", "503 in the answer"],
 )
 async def test_what_no_id_came_of_is_asked_again_and_counted(
     tmp_path: Path, trouble: Trouble, kind: FailureKind
