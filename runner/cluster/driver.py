@@ -15,12 +15,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runner.cluster.asking import ask
-from runner.cluster.engine_process import versions_here
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
 from runner.cluster.hand import Hand, absence, at_once
+from runner.cluster.likeness import require_like_the_first, require_like_this_process
+from runner.cluster.seating import Seating
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
 from runner.engines.base import BaseEngine
-from runner.errors import BadOption, DeltarunnerError, EngineDead, unwrapped
+from runner.errors import DeltarunnerError, EngineDead, unwrapped
 from runner.runs.player import Absence
 
 __all__ = ["Driver"]
@@ -87,7 +88,7 @@ class Driver:
         self._run_numbers = itertools.count()
         self._hands: dict[Seat, Hand] = {}
         self._runs: dict[int, _Run] = {}
-        self._seated: dict[Ticket, anyio.Event] = {}
+        self._seating = Seating(fleet)
         self._width_listeners: dict[object, Callable[[], None]] = {}
         self._told_listeners: dict[object, Callable[[str], None]] = {}
         self._changed = anyio.Event()
@@ -157,7 +158,7 @@ class Driver:
         self._short_since = None if self.fleet.enough else since
         for listener in list(self._width_listeners.values()):
             listener()
-        self.seat_waiting()
+        self._seating.give_out()
 
     async def _fill_seats(self) -> None:
         while True:
@@ -266,7 +267,10 @@ class Driver:
 
     async def _meet(self, hand: Hand) -> None:
         joined: Joined = await hand.process.send("join")
-        self._require_like_the_first(hand, joined)
+        if self.first is None:
+            require_like_this_process(joined, hand.number)
+            self.first = joined
+        require_like_the_first(joined, self.first, hand.number)
         hand.joined, hand.version, hand.heard = joined, joined.weight_version, anyio.current_time()
 
     async def _admit(self, hand: Hand) -> None:
@@ -333,28 +337,6 @@ class Driver:
             # As wide as a run of one process: while some wait for tools, others are sampled.
             self.fleet.joined(hand.seat, 2 * hand.joined.places)
             self._change()
-
-    def _require_like_the_first(self, hand: Hand, joined: Joined) -> None:
-        if self.first is None:
-            self._require_like_this_process(hand, joined)
-            self.first = joined
-            return
-        for what, value in self.first.same.items():
-            if joined.same.get(what) != value:
-                raise BadOption(
-                    f"worker {hand.number} on {joined.node} has {what} {joined.same.get(what, 'none')}, and the first "
-                    f"one, on {self.first.node}, has {value}: they have to be the same on every machine."
-                )
-
-    def _require_like_this_process(self, hand: Hand, joined: Joined) -> None:
-        for what, here in versions_here().items():
-            there = joined.same.get(what, here)  # what only one of the two has disturbs neither
-            # "2.9.0+cpu" and "2.9.0" are one release: a machine that only drives may have no GPU.
-            if there.partition("+")[0] != here.partition("+")[0]:
-                raise BadOption(
-                    f"worker {hand.number} on {joined.node} has {what} {there}, and this process has {here}: they have "
-                    "to be the same on every machine."
-                )
 
     async def _hear_its_start(self, hand: Hand) -> None:
         # Its engine may take its time, and hold up its loop meanwhile; a process that stands still starts nothing.
@@ -500,27 +482,11 @@ class Driver:
 
     async def seat(self, ticket: Ticket) -> Hand:
         """Wait until a worker can play this, and give that."""
-        while True:
-            self.fleet.ask(ticket)
-            event = self._seated[ticket] = anyio.Event()
-            try:
-                self.seat_waiting()
-                if ticket.seat is None:
-                    await event.wait()
-            finally:
-                del self._seated[ticket]
-            if ticket.seat is not None:  # else its worker was lost before anything was sent there
-                return self._hands[ticket.seat]
-
-    def seat_waiting(self) -> None:
-        """Seat who waits, as far as there is room."""
-        for ticket in self.fleet.give_out():
-            self._seated[ticket].set()
+        return self._hands[await self._seating.seat(ticket)]
 
     def done(self, ticket: Ticket) -> None:
         """An episode is over, or is not to be played any more."""
-        self.fleet.done(ticket)
-        self.seat_waiting()
+        self._seating.done(ticket)
 
 
 class _Ended(WorkerLost):

