@@ -314,7 +314,7 @@ class Driver:
                     return False
                 await self._catch_up(hand, self.catch)
             if self.catch.paused or self.catch.asleep:
-                await hand.process.send("stand", self.catch.asleep)
+                await hand.process.send("stand", self.catch)
             for number in opened - self._runs.keys():
                 hand.process.send("close_run", number)
             for number, run in self._runs.items():

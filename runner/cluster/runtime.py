@@ -15,7 +15,7 @@ from runner.cluster.words import Joined
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
-from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
+from runner.engines.state import SLEEP_TAGS, CheckedUpdate, PauseMode, WeightUpdate
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadInput
 
@@ -124,12 +124,16 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
     async def sleep(self, level: int) -> None:
         async with self.driver.settled:
             await self._control("sleep", level)
-            self._remember(asleep=level)
+            self._remember(asleep=level, awake=())
 
     async def wake(self, tags: Collection[str]) -> None:
         async with self.driver.settled:
             await self._control("wake", sorted(tags))
-            self._remember(asleep=0)
+            left = self.asleep - set(tags)
+            if left:
+                self._remember(awake=tuple(tag for tag in SLEEP_TAGS if tag not in left))
+            else:
+                self._remember(asleep=0, awake=())
 
     async def profile(self, *, on: bool) -> None:
         await self._control("start_profile" if on else "stop_profile")

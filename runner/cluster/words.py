@@ -105,6 +105,8 @@ class Catch:
     """Each adapter with its number, where it is, and its configuration."""
     asleep: int = 0
     """How deep the fleet sleeps; 0 where it does not."""
+    awake: tuple[str, ...] = ()
+    """The parts of a sleeping fleet's memory that were taken back already."""
     paused: bool = False
 
     def has_what(self, newer: Catch) -> bool:

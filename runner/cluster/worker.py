@@ -395,11 +395,14 @@ class Worker(EngineProcess):
                 await self.add_adapter(*adapter)
         self._caught = catch
 
-    async def stand(self, asleep: int) -> None:
-        """Pause the engine as the others are, which also sleep where that is not 0."""
-        await self.engine.pause()
-        if asleep:
-            await self.engine.sleep(asleep)
+    async def stand(self, catch: Catch) -> None:
+        """Pause the engine, or have it sleep, as the others do."""
+        if catch.paused:
+            await self.engine.pause()
+        if catch.asleep:
+            await self.engine.sleep(catch.asleep)
+        if catch.awake:
+            await self.engine.wake(catch.awake)
 
 
 async def _read(given: Any) -> Any:

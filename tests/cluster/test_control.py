@@ -349,6 +349,30 @@ async def test_pause_keeps_what_is_sampled_and_resume_goes_on_on_every_worker() 
         assert compared(got) == alone
 
 
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("parts", [[], ["weights"]])
+def test_a_worker_that_joins_a_fleet_asleep_sleeps_as_the_others_do_and_wakes_with_them(
+    parts: list[str], paused: bool
+) -> None:
+    async def run() -> None:
+        async with fleet((1, 2)) as (engine, launcher), engine:
+            await until(lambda: len(engine.workers()) == 2)
+            if paused:
+                await engine.pause()
+            await engine.sleep()
+            if parts:
+                await engine.wake(parts)
+            launcher.workers[0].kill()
+            await until(lambda: len(engine.workers()) == 2 and 2 in {each.number for each in engine.workers()})
+            there, joined = (launcher.workers[number].worker.engine.runtime for number in (1, 2))
+            assert joined.asleep == there.asleep == {"weights", "kv_cache"} - set(parts)
+            assert joined.state == there.state == EngineState.ASLEEP
+            await engine.wake()
+            assert joined.state == there.state == (EngineState.PAUSED if paused else EngineState.RUNNING)
+
+    VirtualClock().run(run)
+
+
 async def test_sleep_and_wake_reach_every_worker() -> None:
     async with fleet(2) as (engine, launcher), engine:
         await engine.sleep()
