@@ -118,7 +118,7 @@ async def test_likeliest_ids_that_were_asked_for_have_to_come(top: Any, message:
 
 
 async def test_what_a_call_gives_after_its_turn_was_left_is_not_taken_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(stream, "_END_SECONDS", 0.01)
     late = anyio.Event()
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
