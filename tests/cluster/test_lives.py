@@ -408,12 +408,12 @@ async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() ->
 
 
 @pytest.mark.parametrize("how", ["by itself", "killed for taking long", "killed by others"])
-def test_what_a_worker_leaves_is_removed_also_while_the_fleet_ends(how: str) -> None:
+def test_what_a_worker_leaves_is_removed_also_while_the_fleet_ends(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[int] = []
 
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
-            launcher.forget = lambda worker, joined: forgotten.append(worker)  # type: ignore[method-assign]
+            monkeypatch.setattr(launcher, "forget", lambda worker, joined: forgotten.append(worker))
             async with engine:
                 if how != "by itself":
                     launcher.workers[1].held_in["end"] = anyio.Event()

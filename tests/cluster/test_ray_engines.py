@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
@@ -38,13 +37,10 @@ def on_two_workers(model: Path) -> RayEngines:
     return RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
 
 
-def left_by(hands: Iterable[Hand]) -> list[Path]:
-    """What the processes of these workers' engines leave in memory and on disk where they are all killed."""
-    found: list[Path] = []
-    for hand in hands:
-        assert hand.joined is not None
-        found += [Path("/dev/shm", name) for name in hand.joined.shared_memory] + [Path(hand.joined.folder)]
-    return found
+def left_by(hand: Hand) -> list[Path]:
+    """What the processes of this worker's engine leave in memory and on disk where they are all killed."""
+    assert hand.joined is not None
+    return [Path("/dev/shm", name) for name in hand.joined.shared_memory] + [Path(hand.joined.folder)]
 
 
 async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_killed_leaves_nothing(
@@ -74,7 +70,8 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
                     if len(got) == 3:
                         victim = max(engine.workers(), key=lambda worker: worker.playing)
                         orphans = family(victim.pid)
-                        left = left_by([hand for hand in engine.driver.hands if hand.number == victim.number])
+                        (killed,) = (hand for hand in engine.driver.hands if hand.number == victim.number)
+                        left = left_by(killed)
                         assert len(left) > 1
                         assert all(path.exists() for path in left)
                         assert len(orphans) > 1, "vLLM has processes of its own"
