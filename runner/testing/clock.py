@@ -32,7 +32,8 @@ class VirtualClock:
 
     While anything runs, time stands still. Once everything waits, it jumps to the next deadline. A synchronous tool or
     hook is given a second of real time, during which the clock stands still; one that takes longer is taken for one
-    that hangs, and time goes on.
+    that hangs, and time goes on. While it waits for something that it had called on the loop (`anyio.from_thread`), it
+    is not at work; afterwards it has its second again.
 
     What waits for the network or for another process looks idle to this clock, so its deadlines come at once: use
     `VirtualClock(autojump=False)` there, and `jump()`.
@@ -93,7 +94,11 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._in_executor = 0
-        super().__init__(_VirtualSelector(clock, self))
+        self._asking: dict[asyncio.Task[Any], threading.Thread] = {}
+        """What worker threads have called on this loop, and wait for."""
+        self._asked_by: threading.Thread | None = None
+        self._patience = _VirtualSelector(clock, self)
+        super().__init__(self._patience)
 
     def time(self) -> float:
         return self._clock._now
@@ -107,14 +112,39 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def _left_executor(self, future: Any) -> None:
         self._in_executor -= 1
 
+    def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> Any:  # type: ignore[override]
+        return super().call_soon_threadsafe(
+            partial(self._call_for, threading.current_thread(), callback), *arguments, context=context
+        )
+
+    def _call_for(self, thread: threading.Thread, callback: Any, *arguments: Any) -> None:
+        self._asked_by = thread if self._is_worker(thread) else None
+        try:
+            callback(*arguments)
+        finally:
+            self._asked_by = None
+
+    def create_task(self, *arguments: Any, **options: Any) -> Any:
+        task = super().create_task(*arguments, **options)
+        if self._asked_by is not None:
+            self._asking[task] = self._asked_by
+            task.add_done_callback(self._answered)
+        return task
+
+    def _answered(self, task: asyncio.Task[Any]) -> None:
+        del self._asking[task]
+        self._patience.begin_anew()
+
+    def _is_worker(self, thread: threading.Thread) -> bool:
+        return getattr(thread, "loop", None) is self  # what anyio's worker threads on asyncio look like
+
     def busy_threads(self) -> int:
         """Worker threads of this loop that are at work."""
-        busy = self._in_executor
-        for thread in threading.enumerate():
-            # What anyio's worker threads on asyncio look like.
-            if getattr(thread, "loop", None) is self and thread not in getattr(thread, "idle_workers", ()):
-                busy += 1
-        return busy
+        waiting = set(self._asking.values())
+        return self._in_executor + sum(
+            self._is_worker(thread) and thread not in waiting and thread not in getattr(thread, "idle_workers", ())
+            for thread in threading.enumerate()
+        )
 
 
 class _VirtualSelector(selectors.DefaultSelector):
@@ -136,6 +166,10 @@ class _VirtualSelector(selectors.DefaultSelector):
             return super().select(_LOOK)
         self._clock._now += timeout
         return []
+
+    def begin_anew(self) -> None:
+        """Give worker threads the whole of their time again."""
+        self._busy_since = None
 
     def _has_to_wait(self) -> bool:
         if not self._loop.busy_threads():

@@ -7,14 +7,15 @@ import time
 
 import anyio
 import pytest
-from anyio import to_thread
+from anyio import from_thread, to_thread
 
 from runner import BadOption, Conversation, Environment, Limits, Task, reward, tool
-from runner.testing import VirtualClock, call, play
+from runner.testing import VirtualClock, call, clock, play
 from tests.testing.inner import run
 
 pytest_plugins = ["pytester"]
 
+WATCHDOG = 60.0
 LONG = 590.0  # seconds; after 600 in which nothing happens a run takes itself for stuck
 
 
@@ -74,6 +75,53 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
     finally:
         release.set()
     assert (trajectory.outcome, trajectory.limit) == ("env_error", "tool_seconds")
+
+
+def test_a_thread_that_waits_for_the_loop_is_not_at_work_and_has_its_second_again_afterwards(
+    virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "_PATIENCE", WATCHDOG)  # for a thread that was at work meanwhile, all of it is used up
+
+    def asks() -> None:
+        for _ in range(3):
+            from_thread.run(anyio.sleep, 100)
+            time.sleep(0.05)
+
+    async def waits() -> tuple[float, bool]:
+        with anyio.move_on_after(301) as limit:
+            await to_thread.run_sync(asks)
+        return anyio.current_time(), limit.cancelled_caught
+
+    assert virtual_clock.run(waits) == (300, False)
+
+
+def test_a_thread_has_its_second_anew_however_long_the_loop_took_for_what_it_asked(
+    virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "_PATIENCE", 0.5)
+    other = threading.Event()
+
+    async def waits() -> tuple[float, bool]:
+        def asks() -> None:
+            from_thread.run(sleep_long)
+            time.sleep(0.1)
+            other.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(hang)
+            with anyio.move_on_after(101) as limit:
+                await to_thread.run_sync(asks)
+            other.set()
+        return anyio.current_time(), limit.cancelled_caught
+
+    async def hang() -> None:
+        await to_thread.run_sync(other.wait)
+
+    async def sleep_long() -> None:
+        for _ in range(100):
+            await anyio.sleep(1)
+
+    assert virtual_clock.run(waits) == (100, False)
 
 
 def test_without_autojump_time_passes_by_hand() -> None:
