@@ -186,8 +186,6 @@ class Driver:
             self.sampled_by_the_gone += hand.pulse.stats.sampled_tokens
         if not self._ending:
             self._note_loss(hand, why)
-        elif not isinstance(why, _Ended):
-            self.launcher.forget(hand.number, hand.joined)
         hand.gone.set()
         self._change()
 
@@ -221,7 +219,7 @@ class Driver:
             return
         lost = self.fleet.lost(hand.seat, anyio.current_time())
         self.lost_count += 1
-        self.launcher.forget(hand.number, hand.joined)
+        self.launcher.forget(hand.number)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
         self._tell(f"{hand.name} is lost: {error}{playing}")
         if hand.seat.state is SeatState.RESTING:
@@ -261,7 +259,6 @@ class Driver:
                 await self._next_change()
         for hand in self._hands.values():
             hand.process.kill()
-            self.launcher.forget(hand.number, hand.joined)
 
     # --- a worker comes in
 
@@ -489,10 +486,6 @@ class Driver:
         self._seating.done(ticket)
 
 
-class _Ended(WorkerLost):
-    """A worker ended by itself, and has put away what was its own."""
-
-
 async def _live(hand: Hand) -> None:
     await hand.process.send("live")
-    raise _Ended("it ended")
+    raise WorkerLost("it ended")

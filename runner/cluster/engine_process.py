@@ -8,11 +8,9 @@ import socket
 from typing import Final, cast
 
 import anyio
-import anyio.to_thread
 
 from runner.cluster.words import EngineKnown, Joined
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
-from runner.engines.vllm.worker.shared_memory import shared_memory_of
 from runner.errors import DeltarunnerError, EngineDead
 from runner.runs.process import collector_settings
 from runner.runs.watchdogs import until_dead
@@ -29,12 +27,10 @@ class EngineProcess:
 
     Args:
         engine: an engine that nobody entered.
-        place: the machine, as the launcher knows it.
     """
 
-    def __init__(self, engine: BaseEngine, place: str = "") -> None:
+    def __init__(self, engine: BaseEngine) -> None:
         self.engine = engine
-        self._place = place
         self._joined = anyio.Event()
         self._end = anyio.Event()
         self._failure: Exception | None = None
@@ -93,10 +89,7 @@ class EngineProcess:
         engine = self.engine
         return Joined(
             node=socket.gethostname(),
-            place=self._place,
             pid=os.getpid(),
-            shared_memory=tuple(await anyio.to_thread.run_sync(shared_memory_of, os.getpid())),
-            folder=str(getattr(engine, "folder", None) or ""),
             places=engine.places,
             context=engine.context,
             weight_version=engine.weight_version,

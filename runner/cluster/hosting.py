@@ -55,8 +55,8 @@ class _Client:
 class EngineHost(EngineProcess):
     """Serves one engine to many clients. A number of a stream or a session is its client's own."""
 
-    def __init__(self, engine: BaseEngine, place: str = "") -> None:
-        super().__init__(engine, place)
+    def __init__(self, engine: BaseEngine) -> None:
+        super().__init__(engine)
         self._clients: dict[str, _Client] = {}
         self._listened = 0.0
         self._last_heard = 0.0

@@ -74,7 +74,7 @@ class WorkerActor(EngineActor):
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A worker of this number, which asks this desk for leases."""
         number, desk = arguments
-        worker = Worker(engine, number, RayDesk(desk), node_here())
+        worker = Worker(engine, number, RayDesk(desk))
         worker.leave_word = leave_word
         return worker
 
@@ -86,7 +86,7 @@ class HostActor(EngineActor):
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         """A host."""
-        return EngineHost(engine, node_here())
+        return EngineHost(engine)
 
 
 class RayDesk:

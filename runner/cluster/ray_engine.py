@@ -99,14 +99,10 @@ class RayEngine(HostedEngine):
         return process
 
     async def _end(self, process: WorkerProcess, lived: Any) -> None:
-        has_ended = False
         with anyio.move_on_after(END_SECONDS, shield=True), suppress(WorkerLost, DeltarunnerError):
             await process.send("end")
             await lived
-            has_ended = True
         process.kill()
-        if not has_ended:
-            self._launcher.clean_up(self._joined)
 
     async def _until_placed(self, process: WorkerProcess) -> None:
         placed = False

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import shutil
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,9 +17,8 @@ from runner.cluster.limiters import LimiterDesk
 from runner.cluster.ray_actors import EngineActor, HostActor, Surroundings, WorkerActor, node_here, ray_module
 from runner.cluster.ray_calls import RayWorker
 from runner.cluster.ray_connection import CONNECTION, uploaded
-from runner.cluster.words import Joined, Stored, WorkerProcess
+from runner.cluster.words import Stored, WorkerProcess
 from runner.engines.base import BaseEngine
-from runner.engines.vllm.worker.shared_memory import release
 from runner.errors import BadOption, DeltarunnerError, EngineDead
 
 __all__ = ["RayLauncher", "host_called", "pickled"]
@@ -37,12 +34,6 @@ HEAD_SECONDS: Final = 5.0
 
 HEADLESS_SECONDS: Final = 40.0
 """A head that was not there for so long is taken for dead; Ray ends this process after a minute, without a word."""
-
-CLEANING: Final = 100
-"""So many removals of what workers left are waited for in the end: the last ones."""
-
-CLEAN_SECONDS: Final = 5.0
-"""How long what workers left on their machines may take to be removed before the cluster is left."""
 
 
 class RayLauncher:
@@ -84,8 +75,6 @@ class RayLauncher:
         self._desk: Any = None
         self._head = ""
         self._looked = self._seen = 0.0
-        self._cleaning: deque[Any] = deque(maxlen=CLEANING)
-        """What removes what was left, as Ray's references."""
 
     def take_more_gpus(self, number: int) -> None:
         """Have each take so many GPUs besides, for other engines that it enters; not where gpus= says how many.
@@ -139,7 +128,7 @@ class RayLauncher:
                 max_concurrency=CALLS,
                 max_restarts=-1,
                 max_task_retries=-1,
-                scheduling_strategy=_on_node(node_here(), soft=True),
+                scheduling_strategy=_on_this_node(),
             )
             .remote()
         )
@@ -207,9 +196,6 @@ class RayLauncher:
 
     def _disconnect(self) -> None:
         ray = ray_module()
-        if self._cleaning:
-            ray.wait(list(self._cleaning), num_returns=len(self._cleaning), timeout=CLEAN_SECONDS)
-            self._cleaning.clear()
         if self._desk is not None:
             ray.kill(self._desk)
             self._desk = None
@@ -262,27 +248,9 @@ class RayLauncher:
             return str(await (await anyio.Path(value).expanduser()).absolute())
         return await anyio.to_thread.run_sync(_in_store, value)
 
-    def forget(self, worker: int, joined: Joined | None) -> None:
-        """Give back the leases of a worker that is gone, and what it left on its machine."""
+    def forget(self, worker: int) -> None:
+        """Give back the leases of a worker that is gone."""
         self._desk.forget.options(**_ONCE).remote(worker)
-        self.clean_up(joined)
-
-    def clean_up(self, joined: Joined | None) -> None:
-        """Free the shared memory and remove the folder that a process left on its machine."""
-        if joined is None or not (joined.shared_memory or joined.folder):
-            return
-        # Ray kills all that a worker has started together with it, Python's own tracker of shared memory included.
-        clean = (
-            ray_module()
-            .remote(_clean_up)
-            .options(
-                num_cpus=0,
-                max_retries=0,
-                runtime_env=self._runtime_env,
-                scheduling_strategy=_on_node(joined.place, soft=False),
-            )
-        )
-        self._cleaning.append(clean.remote(joined.shared_memory, joined.folder))
 
     def forget_run(self, run: int) -> None:
         """Forget the limiters of a run."""
@@ -315,20 +283,14 @@ def pickled(value: Any, what: str, fix: str, dumps: Callable[[Any], bytes]) -> b
         raise BadOption(f"{what} be pickled ({error}): {fix}.") from None
 
 
-def _clean_up(shared_memory: Sequence[str], folder: str) -> None:
-    release(shared_memory)
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _counted(gpus: float, cpus: float) -> str:
     return f"{gpus:g} GPU and {cpus:g} CPU"
 
 
-def _on_node(place: str, *, soft: bool) -> Any:
-    """Where something is to run; `soft` is for elsewhere, if need be."""
+def _on_this_node() -> Any:
+    """Here, or elsewhere if need be."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
-    return strategies.NodeAffinitySchedulingStrategy(place, soft=soft)
+    return strategies.NodeAffinitySchedulingStrategy(node_here(), soft=True)
 
 
 class StoredInRay(Stored):

@@ -48,13 +48,7 @@ class Joined:
 
     node: str
     """The machine, by name or address."""
-    place: str
-    """The same as the launcher knows it."""
     pid: int
-    shared_memory: tuple[str, ...]
-    """The names of shared memory that its processes made, which stay where they are all killed."""
-    folder: str
-    """The folder in which its engine's processes meet, which stays as well; "" where it has none."""
     places: int
     """Requests that its engine runs at once."""
     context: int
@@ -210,8 +204,8 @@ class Launcher(Protocol):
     async def put(self, value: Any) -> Any:
         """A large value, to be read by every worker; gives what stands for it."""
 
-    def forget(self, worker: int, joined: Joined | None) -> None:
-        """A worker is gone: give back what it held of what all workers share, and what it left on its machine."""
+    def forget(self, worker: int) -> None:
+        """A worker is gone: give back what it held of what all workers share."""
 
     def forget_run(self, run: int) -> None:
         """A run is over: give back what it held of what all workers share."""

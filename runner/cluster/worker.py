@@ -80,11 +80,10 @@ class Worker(EngineProcess):
         engine: an engine that nobody entered.
         number: what the driver calls the worker; no other one was or will be called so.
         desk: where limiters that the whole run shares are asked for.
-        place: the machine, as the launcher knows it.
     """
 
-    def __init__(self, engine: BaseEngine, number: int, desk: Desk, place: str = "") -> None:
-        super().__init__(engine, place)
+    def __init__(self, engine: BaseEngine, number: int, desk: Desk) -> None:
+        super().__init__(engine)
         self.number = number
         self._desk = desk
         self._runs: dict[int, WorkerRun] = {}

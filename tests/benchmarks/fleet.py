@@ -13,7 +13,7 @@ import psutil
 
 from runner import Concurrency, RayEngines, Run
 from runner.cluster.engine_process import EngineProcess
-from runner.cluster.ray_actors import WorkerActor, node_here
+from runner.cluster.ray_actors import WorkerActor
 from runner.cluster.ray_launcher import RayLauncher
 from runner.cluster.words import Played
 from runner.cluster.worker import Worker
@@ -78,7 +78,7 @@ class ReplayingActor(WorkerActor):
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
         number, _ = arguments
-        return ReplayingWorker(engine, number, NoDesk(), node_here())
+        return ReplayingWorker(engine, number, NoDesk())
 
 
 class NoDesk:

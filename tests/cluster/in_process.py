@@ -15,7 +15,7 @@ from runner.cluster.hosted import HostedEngine
 from runner.cluster.hosting import EngineHost
 from runner.cluster.limiters import LimiterDesk
 from runner.cluster.ray_launcher import pickled
-from runner.cluster.words import Joined, Stored, WorkerLost
+from runner.cluster.words import Stored, WorkerLost
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, unwrapped
@@ -49,7 +49,7 @@ class InProcess:
     async def put(self, value: Any) -> Any:
         return StoredHere(value)
 
-    def forget(self, worker: int, joined: Joined | None) -> None:
+    def forget(self, worker: int) -> None:
         self.group.start_soon(self.desk.forget, worker)
 
     def forget_run(self, run: int) -> None:

@@ -407,28 +407,6 @@ async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() ->
     assert {each.outcome for each in got} == {Outcome.COMPLETED}
 
 
-@pytest.mark.parametrize("how", ["by itself", "killed for taking long", "killed by others"])
-def test_what_a_worker_leaves_is_removed_also_while_the_fleet_ends(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten: list[int] = []
-
-    async def run() -> None:
-        async with fleet(2) as (engine, launcher):
-            monkeypatch.setattr(launcher, "forget", lambda worker, joined: forgotten.append(worker))
-            async with engine:
-                if how != "by itself":
-                    launcher.workers[1].held_in["end"] = anyio.Event()
-                if how == "killed by others":
-                    launcher.group.start_soon(_kill_soon, launcher.workers[1])
-
-    VirtualClock().run(run)
-    assert set(forgotten) == (set() if how == "by itself" else {1})
-
-
-async def _kill_soon(worker: InProcessWorker) -> None:
-    await anyio.sleep(5)
-    worker.kill()
-
-
 def test_a_run_that_ends_while_a_worker_that_joins_sets_it_up_is_left_there_too() -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:

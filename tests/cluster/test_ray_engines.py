@@ -10,10 +10,11 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import psutil
 import pytest
 
 from runner import Outcome, RayEngines, Run, Trajectory, VllmEngine
-from runner.cluster.hand import Hand
+from runner.engines.vllm.leftovers import FOLDER, shared_memory_of
 from tests.cluster.playing import until
 from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import TalksLong
@@ -37,10 +38,14 @@ def on_two_workers(model: Path) -> RayEngines:
     return RayEngines(inner, workers=(1, 2), gpus=0, runtime_env={"env_vars": on_cpu})
 
 
-def left_by(hand: Hand) -> list[Path]:
+def left_by(worker: int) -> list[Path]:
     """What the processes of this worker's engine leave in memory and on disk where they are all killed."""
-    assert hand.joined is not None
-    return [Path("/dev/shm", name) for name in hand.joined.shared_memory] + [Path(hand.joined.folder)]
+    named = {process.environ().get(FOLDER) for process in psutil.Process(worker).children(recursive=True)}
+    (folder,) = (path for path in named if path is not None)
+    left = [Path(folder), *(Path("/dev/shm", name) for name in shared_memory_of(worker))]
+    assert len(left) > 1
+    assert all(path.exists() for path in left)
+    return left
 
 
 async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_killed_leaves_nothing(
@@ -70,10 +75,7 @@ async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_
                     if len(got) == 3:
                         victim = max(engine.workers(), key=lambda worker: worker.playing)
                         orphans = family(victim.pid)
-                        (killed,) = (hand for hand in engine.driver.hands if hand.number == victim.number)
-                        left = left_by(killed)
-                        assert len(left) > 1
-                        assert all(path.exists() for path in left)
+                        left = left_by(victim.pid)
                         assert len(orphans) > 1, "vLLM has processes of its own"
                         os.kill(victim.pid, signal.SIGKILL)
             await anyio.to_thread.run_sync(until_gone, orphans)
@@ -102,7 +104,6 @@ async def talk():
             await anyio.sleep(0.2)
         async with Run(TalksLong, engine, group_size=8) as run:
             print(*(worker.pid for worker in engine.workers()), flush=True)
-            print(*(hand.joined.folder for hand in engine.driver.hands), flush=True)
             async for trajectory in run:
                 print(trajectory.id, flush=True)
 
@@ -116,18 +117,16 @@ def talking(model: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
 
 
-async def test_kill_9_of_a_driver_with_real_engines_leaves_no_process_and_no_folder(
+async def test_kill_9_of_a_driver_with_real_engines_leaves_no_process_no_folder_and_no_shared_memory(
     cluster: Standing, small_model_folder: Path
 ) -> None:
     with anyio.fail_after(START), talking(small_model_folder) as driver:
         assert driver.stdout is not None
-        pids, paths, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(3)]
-        started = family(driver.pid).union(*(family(int(pid)) for pid in pids.split()))
-        left = [Path(path) for path in paths.split()]
+        workers, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(2)]
+        started = family(driver.pid).union(*(family(int(pid)) for pid in workers.split()))
+        left = [path for pid in workers.split() for path in left_by(int(pid))]
         assert first, "they play"
         assert len(started) >= 5, "the driver, two workers, and vLLM's processes"
-        assert all(path.exists() for path in left)
-        assert len(left) == 2
         os.kill(driver.pid, signal.SIGKILL)
         await anyio.to_thread.run_sync(until_gone, started)
         await until(lambda: not any(path.exists() for path in left))

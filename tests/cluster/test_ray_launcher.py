@@ -59,7 +59,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray_connection, "ray_module", lambda: fake)
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
-    monkeypatch.setattr(ray_launcher, "_on_node", lambda place, soft: None)
+    monkeypatch.setattr(ray_launcher, "_on_this_node", lambda: None)
     monkeypatch.setattr(ray_launcher, "node_here", lambda: "a-node")  # Ray itself would start, and end this process
     return fake
 
@@ -222,33 +222,6 @@ async def test_workers_stand_in_the_folder_of_the_driver_unless_one_was_brought_
     monkeypatch.setattr(sys, "path", [*sys.path])
     surroundings.enter()
     assert os.getcwd() == (before if brought else str(tmp_path))
-
-
-@pytest.mark.parametrize("ends", [True, False])
-async def test_what_a_shared_engine_leaves_is_removed_where_it_did_not_end_by_itself(
-    ray: Any, monkeypatch: pytest.MonkeyPatch, *, ends: bool
-) -> None:
-    engine = RayEngine(ScriptedEngine("hi"))
-    left: list[Any] = []
-    monkeypatch.setattr(engine._launcher, "clean_up", left.append)
-    process, lived = Nowhere(), Answer()
-    lived.succeed(None)
-    if ends:
-        monkeypatch.setattr(process, "send", lambda *_: lived)
-    else:
-        process.kill()
-    await engine._end(process, lived)
-    assert left == ([] if ends else [None])
-
-
-async def test_a_cluster_is_left_once_what_workers_left_behind_is_removed(ray: Any) -> None:
-    only = launcher()
-    await only.open()
-    joined: Any = SimpleNamespace(shared_memory=("psm_1",), folder="", place="a")
-    only.forget(3, joined)
-    await only.close()
-    assert ray.wait.call_args.kwargs["num_returns"] == 1
-    assert [name for name, *_ in ray.method_calls if name in ("wait", "kill")] == ["wait", "kill"]
 
 
 def test_a_cluster_whose_head_is_gone_is_dead_by_name_and_one_that_is_back_in_time_is_not(

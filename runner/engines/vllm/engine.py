@@ -236,12 +236,6 @@ class VllmEngine(Engine):
         """Return when the scheduler has no open request."""
         await self.vllm.process.count.until_idle()
 
-    @property
-    def folder(self) -> Path | None:
-        """Where its processes meet; it goes with them, unless all are killed at once. None for an engine of others."""
-        folder = self.vllm.process.folder
-        return None if folder is None else folder.path
-
     def processes(self) -> list[int]:
         """Process ids of the engine cores."""
         return [core.pid for core in self.vllm.process.cores if core.pid is not None]

@@ -23,7 +23,7 @@ _LONGEST: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-12
 
 
 class EngineFolder:
-    """The folder; it goes when the engine is stopped, and else with the processes that watch over their parent."""
+    """The folder; it goes when the engine is stopped, and where this process is killed, by its keeper."""
 
     def __init__(self) -> None:
         around = os.environ.get(SOCKETS) or tempfile.gettempdir()

@@ -24,11 +24,11 @@ import anyio.to_thread
 
 from runner.engines.vllm.ending import expected_end
 from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
+from runner.engines.vllm.leftovers import FOLDER, Keeper, release, shared_memory_of
 from runner.engines.vllm.parallel import check_machine
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import grammars, parent_watch, waiting
-from runner.engines.vllm.worker.shared_memory import release, shared_memory_of
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
@@ -82,6 +82,8 @@ class VllmProcess:
     """The processes of the engine cores."""
     folder: EngineFolder | None = None
     """The folder of the files that its processes leave; None before the start."""
+    keeper: Keeper | None = None
+    """Who removes what they leave, should this process be killed together with them."""
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
     _others: list[BaseProcess] | None = None  # vLLM's processes that were there before; set while ours are starting
 
@@ -145,10 +147,12 @@ class VllmProcess:
     def _start(self) -> None:
         _refuse_import_by_child()
         self.folder = EngineFolder()
+        self.keeper = Keeper(self.folder.path)
         with _VARIABLES:
             self._others = _children()
             try:
                 self.llm = self._construct()
+                self.keeper.engine_runs()
             except BadInput:
                 raise
             except Exception as error:  # vLLM raises anything; each is about this model and these arguments
@@ -203,7 +207,7 @@ class VllmProcess:
         assert self.folder is not None
         ours = {
             parent_watch.PARENT: parent_watch.own_name(),
-            parent_watch.FOLDER: str(self.folder.path),
+            FOLDER: str(self.folder.path),
             parent_watch.FAILURES: str(self.folder.failures),
             SOCKETS: str(self.folder.path),
         }
@@ -227,6 +231,8 @@ class VllmProcess:
         release(memory)
         if self.folder is not None:
             self.folder.remove()
+        if self.keeper is not None:
+            self.keeper.dismiss()
 
     def _started(self) -> list[BaseProcess]:
         others = self._others

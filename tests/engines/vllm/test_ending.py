@@ -1,9 +1,6 @@
 """What an engine leaves behind at its end: nothing that is in the way, and no alarm about what was asked for."""
 
 import logging
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -47,34 +44,3 @@ def test_of_an_end_that_was_asked_for_only_what_is_not_expected_is_logged(heard:
     heard.clear()
     log_all()
     assert len(heard) == 3, "an engine that ends by itself is heard of"
-
-
-def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning() -> None:
-    script = """
-    import multiprocessing, os
-    from multiprocessing.shared_memory import SharedMemory
-    from runner.engines.vllm.worker.shared_memory import release, shared_memory_of
-
-    def hold(pipe):
-        memory = SharedMemory(create=True, size=64)
-        pipe.send(memory.name)
-        pipe.recv()
-
-    context = multiprocessing.get_context("fork")
-    multiprocessing.resource_tracker.ensure_running()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(theirs,))
-    process.start()
-    name = ours.recv()
-    held = shared_memory_of(process.pid)
-    assert held == {name}, held
-    process.kill()
-    process.join()
-    assert shared_memory_of(process.pid) == set()
-    release(held)
-    release(held)
-    assert not os.path.exists(f"/dev/shm/{name}")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +15,6 @@ from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
 from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG = 60.0
-
-ORPHAN = """
-import sys
-from runner.engines.vllm.worker.parent_watch import watch_parent
-
-watch_parent()
-print("up", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -70,29 +58,6 @@ def test_it_goes_with_all_that_is_in_it_and_may_be_gone_already(around: Path, en
     engine_folder.remove()
     engine_folder.remove()
     assert list(around.iterdir()) == []
-
-
-def test_it_goes_with_the_orphans_of_a_parent_that_was_killed(around: Path, engine_folder: EngineFolder) -> None:
-    with subprocess.Popen(["sleep", "1000"]) as parent:
-        started = parent_watch._stat(parent.pid)[parent_watch._STARTED]
-        variables = {
-            parent_watch.PARENT: f"{parent.pid}:{started}",
-            parent_watch.FOLDER: str(engine_folder.path),
-            parent_watch.FAILURES: str(engine_folder.failures),
-        }
-        with subprocess.Popen(
-            [sys.executable, "-c", ORPHAN],
-            env={**os.environ, **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "up\n"
-            assert engine_folder.path.is_dir()
-            parent.kill()
-            assert child.wait(WATCHDOG) == 1
-    assert not engine_folder.path.exists()
 
 
 def test_what_a_process_dies_of_is_noted_in_it_and_nowhere_once_it_is_gone(engine_folder: EngineFolder) -> None:

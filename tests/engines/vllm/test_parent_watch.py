@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.engines.vllm.leftovers import process_name
 from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG = 60.0
@@ -36,7 +37,7 @@ def child_of(parent: str | None) -> subprocess.Popen[str]:
 
 
 def name_of(pid: int) -> str:
-    return f"{pid}:{parent_watch._stat(pid)[parent_watch._STARTED]}"
+    return process_name(pid)
 
 
 def test_a_process_ends_when_its_parent_is_killed_even_before_anybody_reaped_it() -> None:

@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -19,12 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from runner.engines.vllm.worker.shared_memory import release, shared_memory_of
+from runner.engines.vllm.leftovers import FOLDER, is_alive, process_name
 
 __all__ = [
     "ENTRY_POINT",
     "FAILURES",
-    "FOLDER",
     "PARENT",
     "note_failure",
     "of_an_engine",
@@ -43,19 +41,15 @@ PARENT = "DELTARUNNER_ENGINE_PARENT"
 FAILURES = "DELTARUNNER_ENGINE_FAILURES"
 """The variable that names the file where a process of the engine notes what it died of."""
 
-FOLDER = "DELTARUNNER_ENGINE_FOLDER"
-"""The variable that names the engine's own folder, which goes with it."""
-
 _RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names are the same in all ranks
 _SECONDS = 1.0  # from one look whether the parent is there to the next
 _THREAD = "deltarunner-orphan-watch"
-_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
 _FATAL = ("WorkerProc", "EngineCore")  # how vLLM's words begin when a process of its fails
 
 
 def own_name() -> str:
     """This process for the variable `PARENT`."""
-    return f"{os.getpid()}:{_stat(os.getpid())[_STARTED]}"
+    return process_name(os.getpid())
 
 
 def of_an_engine() -> bool:
@@ -91,28 +85,9 @@ def _meet_in(folder: str | None) -> None:
 
 
 def _exit_without(parent: str) -> None:
-    while _alive(parent):
+    while is_alive(parent):
         time.sleep(_SECONDS)
-    # By each of the processes, since none knows which is the last.
-    # What Python makes goes with its own tracker; what vLLM's CPU workers make would stay.
-    release(shared_memory_of(os.getpid()))
-    if folder := os.environ.get(FOLDER):
-        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-def _alive(name: str) -> bool:
-    pid, _, started = name.partition(":")
-    try:
-        fields = _stat(int(pid))
-    except OSError:
-        return False
-    return fields[_STARTED] == started and fields[_STATE] not in "ZX"
-
-
-def _stat(pid: int) -> list[str]:
-    # The name may hold spaces and parentheses of its own.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class _FailureNotes(logging.Handler):

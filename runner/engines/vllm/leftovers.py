@@ -1,0 +1,166 @@
+"""What an engine's processes leave in the system where they are killed, and the keeper that removes it then.
+
+The keeper is this file run as a script, which needs nothing but Python. It has a session of its own and is nobody's
+child, since Ray kills all that a worker has started together with it, and who stops a job kills its process group.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Final
+
+__all__ = ["FOLDER", "Keeper", "is_alive", "process_name", "release", "shared_memory_of"]
+
+FOLDER: Final = "DELTARUNNER_ENGINE_FOLDER"
+"""The variable that names the engine's own folder to its processes, which are known by it."""
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_PREFIXES: Final = ("psm_", "vllm_")  # as Python names its own, and vLLM that of its CPU workers
+_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
+_RUNS, _ENDED = b"r", b"e"  # what the keeper is told
+_SECONDS: Final = 1.0  # from one look of the keeper to the next
+_ORPHAN_SECONDS: Final = 60.0  # orphans see within one that their parent is gone, unless the machine is very busy
+
+
+class Keeper:
+    """A process that waits for the end of this one, and removes what its engine has left by then.
+
+    Args:
+        folder: the engine's own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-I", "-S", __file__, process_name(os.getpid()), str(folder)]
+        hears, tells = os.pipe()
+        self._told = os.fdopen(tells, "wb", buffering=0)
+        with open(hears, "rb") as stdin:
+            # What is started here ends at once, and its child is the keeper.
+            subprocess.run(
+                command,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+                check=True,
+            )
+
+    def engine_runs(self) -> None:
+        """Say that the engine's processes are complete; while they start, the keeper looks for new ones."""
+        self._tell(_RUNS)
+
+    def dismiss(self) -> None:
+        """Say that the engine has ended and left nothing; twice is allowed."""
+        self._tell(_ENDED)
+        self._told.close()
+
+    def _tell(self, word: bytes) -> None:
+        with suppress(BrokenPipeError, ValueError):  # it was killed, or dismissed
+            self._told.write(word)
+
+
+def process_name(pid: int) -> str:
+    """A process by its id and when it started, since ids are used again.
+
+    Raises:
+        OSError: there is none.
+    """
+    return f"{pid}:{_stat(pid)[_STARTED]}"
+
+
+def is_alive(name: str) -> bool:
+    """Whether the process of this name is there; one that nobody has reaped yet is not."""
+    pid, _, started = name.partition(":")
+    try:
+        fields = _stat(int(pid))
+    except OSError:
+        return False
+    return fields[_STARTED] == started and fields[_STATE] not in "ZX"
+
+
+def _stat(pid: int) -> list[str]:
+    # The name may hold spaces and parentheses of its own.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """The names of the shared memory that a process and those below it use; none where it is gone."""
+    return {name for process in (pid, *_below(pid)) for name in _mapped(process)}
+
+
+def _mapped(pid: int) -> Iterator[str]:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
+            if path.parent == _SHARED_MEMORY and path.name.startswith(_PREFIXES):
+                yield path.name
+
+
+def _below(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                yield child
+                yield from _below(child)
+
+
+def release(names: Iterable[str]) -> None:
+    """Free shared memory whose owner was killed; Python would do it at our own end, and warn."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            memory = SharedMemory(name)
+            memory.close()
+            memory.unlink()
+
+
+# --- in the keeper
+
+
+def _keep(owner: str, folder: str) -> None:
+    processes, memory = set[str](), set[str]()
+    starts = hears = True
+    while is_alive(owner):
+        if starts:
+            _look(owner, folder, processes, memory)
+        if not hears:  # whoever could tell it anything has closed the pipe, and may live on
+            time.sleep(_SECONDS)
+        elif select.select([0], [], [], _SECONDS)[0]:
+            word = os.read(0, 1)
+            if word == _ENDED:
+                return
+            if word == _RUNS:
+                _look(owner, folder, processes, memory)
+                starts = False
+            hears = bool(word)
+    give_up = time.monotonic() + _ORPHAN_SECONDS
+    while any(map(is_alive, processes)) and time.monotonic() < give_up:
+        time.sleep(_SECONDS)
+    # Python's own tracker, where it is alive, frees what it knows of, and warns where somebody else was faster.
+    time.sleep(_SECONDS)
+    for name in memory:
+        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _look(owner: str, folder: str, processes: set[str], memory: set[str]) -> None:
+    """Add those of the engine's processes that are there, and the shared memory that they use."""
+    mark = f"{FOLDER}={folder}".encode()
+    for pid in _below(int(owner.partition(":")[0])):
+        with suppress(OSError):  # it has just ended
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                processes.add(process_name(pid))
+                memory.update(_mapped(pid))
+
+
+if __name__ == "__main__":
+    if os.fork() == 0:
+        _keep(*sys.argv[1:])

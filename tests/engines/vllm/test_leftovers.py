@@ -1,0 +1,210 @@
+"""The keeper beside an engine: nothing of it stays in the system where all that know of it are killed at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.engines.vllm import leftovers
+
+WATCHDOG = 60.0
+
+OWNER = """
+import os, subprocess, sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from runner.engines.vllm.leftovers import FOLDER, Keeper
+
+HOLDER = '''
+import sys
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+print(memory.name, flush=True)
+sys.stdin.read()
+'''
+
+def started(environment):
+    command = [sys.executable, "-c", HOLDER]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+folder = sys.argv[1]
+keeper = Keeper(Path(folder))
+engines, name = started({**os.environ, FOLDER: folder})
+other, others_name = started(dict(os.environ))
+if sys.argv[2] == "it runs":
+    keeper.engine_runs()
+print(name, others_name, flush=True)
+for line in sys.stdin:
+    if line == "dismiss\\n":
+        keeper.dismiss()
+        keeper.dismiss()
+        print("dismissed", flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "engine"
+    path.mkdir()
+    (path / "socket").touch()
+    return path
+
+
+@contextmanager
+def owner_of(folder: Path, state: str = "it runs") -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
+    """A process with an engine of one process, and another process of its own; and the shared memory of the two."""
+    command = [sys.executable, "-c", OWNER, str(folder), state]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        memory = [Path("/dev/shm", name) for name in owner.stdout.readline().split()]
+        family = [psutil.Process(owner.pid), *psutil.Process(owner.pid).children(recursive=True)]
+        try:
+            assert len(memory) == 2
+            assert all(path.exists() for path in memory)
+            yield owner, memory
+        finally:
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            for path in memory:
+                path.unlink(missing_ok=True)
+
+
+def keepers(folder: Path) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter() if _is_a_keeper(each, folder)]
+
+
+def _is_a_keeper(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return {leftovers.__file__, str(folder)} <= set(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+def kill_all(owner: int) -> list[psutil.Process]:
+    """Kill -9 of a process and of all that it has started, those first that would clean up."""
+    processes = [*psutil.Process(owner).children(recursive=True), psutil.Process(owner)]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    for process in processes:
+        process.kill()
+    return processes
+
+
+@pytest.mark.parametrize("state", ["it starts", "it runs"])
+def test_nothing_of_an_engine_stays_where_its_whole_family_is_killed_and_nothing_else_is_touched(
+    folder: Path, state: str
+) -> None:
+    with owner_of(folder, state) as (owner, (memory, of_another)):
+        (keeper,) = keepers(folder)
+        if state == "it starts":
+            time.sleep(2 * leftovers._SECONDS)  # it looks once a second
+        family = kill_all(owner.pid)
+        assert len(family) > 3, "the owner, its engine, another one, and Python's trackers"
+        assert keeper not in family
+        assert os.getsid(keeper.pid) != os.getsid(0), "nor in the group that somebody ends"
+        owner.wait(WATCHDOG)
+        assert memory.exists(), "nobody else removes it"
+        keeper.wait(WATCHDOG)
+        assert not memory.exists()
+        assert not folder.exists()
+        assert of_another.exists()
+
+
+def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path) -> None:
+    with owner_of(folder) as (owner, (memory, _)):
+        (keeper,) = keepers(folder)
+        children = psutil.Process(owner.pid).children(recursive=True)
+        (engine, *its_own) = (child for child in children if child.environ().get(leftovers.FOLDER) == str(folder))
+        for process in (engine, *its_own):
+            process.suspend()  # else it would end with its owner
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(WATCHDOG)
+        with pytest.raises(psutil.TimeoutExpired):
+            keeper.wait(4 * leftovers._SECONDS)
+        assert memory.exists()
+        assert folder.exists()
+        for process in (engine, *its_own):
+            process.kill()
+        keeper.wait(WATCHDOG)
+        assert not memory.exists()
+        assert not folder.exists()
+
+
+def test_a_keeper_that_is_dismissed_goes_and_leaves_the_folder_to_whoever_dismissed_it(folder: Path) -> None:
+    with owner_of(folder) as (owner, _):
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        (keeper,) = keepers(folder)
+        print("dismiss", file=owner.stdin, flush=True)
+        assert owner.stdout.readline() == "dismissed\n"
+        keeper.wait(WATCHDOG)
+        assert owner.poll() is None
+    assert folder.exists()
+
+
+def test_a_keeper_that_was_killed_is_missed_by_nobody(folder: Path) -> None:
+    with owner_of(folder) as (owner, _):
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        (keeper,) = keepers(folder)
+        keeper.kill()
+        keeper.wait(WATCHDOG)
+        print("dismiss", file=owner.stdin, flush=True)
+        assert owner.stdout.readline() == "dismissed\n"
+
+
+def test_a_process_that_took_the_id_of_another_is_not_that_one_and_a_dead_one_is_none() -> None:
+    assert leftovers.is_alive(leftovers.process_name(os.getpid()))
+    assert not leftovers.is_alive(f"{os.getpid()}:1")
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        name = leftovers.process_name(process.pid)
+        assert leftovers.is_alive(name)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not leftovers.is_alive(name), "nobody has reaped it yet"
+    with pytest.raises(OSError, match="No such file"):
+        leftovers.process_name(process.pid)
+
+
+def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning() -> None:
+    script = """
+    import multiprocessing, os
+    from multiprocessing.shared_memory import SharedMemory
+    from runner.engines.vllm.leftovers import release, shared_memory_of
+
+    def hold(pipe):
+        memory = SharedMemory(create=True, size=64)
+        pipe.send(memory.name)
+        pipe.recv()
+
+    context = multiprocessing.get_context("fork")
+    multiprocessing.resource_tracker.ensure_running()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(theirs,))
+    process.start()
+    name = ours.recv()
+    held = shared_memory_of(process.pid)
+    assert held == {name}, held
+    process.kill()
+    process.join()
+    assert shared_memory_of(process.pid) == set()
+    release(held)
+    release(held)
+    assert not os.path.exists(f"/dev/shm/{name}")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
