@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from runner.engines.tensor_bytes import Bytes, bytes_of, tensor_of
 
 __all__ = ["as_arrays", "as_tensors"]
 
@@ -17,7 +17,7 @@ __all__ = ["as_arrays", "as_tensors"]
 class _TensorBytes:
     """A tensor's bytes; numpy has no bfloat16 and no float8, so the type goes by its name."""
 
-    bytes_: np.ndarray[Any, np.dtype[np.uint8]]
+    bytes_: Bytes
     dtype: str
     shape: tuple[int, ...]
 
@@ -38,19 +38,11 @@ def as_tensors(value: Any) -> Any:
 
 
 def _as_bytes(tensor: Any) -> _TensorBytes:
-    import torch
-
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    if plain.stride(0) != 1:  # of one number or none counts as contiguous, and cannot be viewed
-        plain = plain.clone(memory_format=torch.contiguous_format)
-    return _TensorBytes(plain.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return _TensorBytes(bytes_of(tensor), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def _as_tensor(item: _TensorBytes) -> Any:
-    import torch
-
     with warnings.catch_warnings():
         # A view of the store is read-only, and so is what the engine does with new weights.
         warnings.simplefilter("ignore", UserWarning)
-        tensor = torch.from_numpy(item.bytes_)
-    return tensor.view(getattr(torch, item.dtype)).reshape(item.shape)
+        return tensor_of(item.bytes_, item.dtype, item.shape)

@@ -6,21 +6,29 @@ It lives for as long as somebody holds it open, so nothing is left of it however
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from anyio import from_thread
 
+from runner.engines.tensor_bytes import bytes_of
 from runner.engines.weights import SAFETENSORS_NAMES, TensorForm
 from runner.errors import BadWeights
 
 __all__ = ["WeightMemory", "form_of"]
 
 _NAME = "deltarunner-weights"
+_AT_ONCE = 512  # parts of one call; Linux takes 1,024
+_BATCH_BYTES = 32 * 1024**2
+_NUMBERS_AT_ONCE = 16 * 1024**2
 _EXPONENTS = {
     "float64": ("int64", 0x7FF0_0000_0000_0000),
     "float32": ("int32", 0x7F80_0000),
@@ -60,17 +68,22 @@ class WeightMemory:
         header, order = _layout(forms)
         memory = cls()
         try:
-            with open(memory._descriptor, "wb", closefd=False) as file:
-                file.write(header)
-                for name in order:
-                    from_thread.check_cancelled()
-                    file.write(_bytes(name, tensors[name], forms[name].dtype))
+            _write(memory._descriptor, [memoryview(header)])
+            for batch in _batches((tensors[name], forms[name].dtype) for name in order):
+                from_thread.check_cancelled()
+                _write(memory._descriptor, batch)
+            bad = _first_not_finite(memory._descriptor, len(header), {name: forms[name] for name in order})
         except OSError as error:
             memory.close()
             raise BadWeights(f"the state dict cannot be kept in memory a second time: {error}.") from error
         except BaseException:
             memory.close()
             raise
+        if bad is not None:
+            memory.close()
+            wide = _is_finite(tensors[bad])
+            reason = f"too large for {dtypes[bad]}, the model's dtype" if wide else "NaN or infinite"
+            raise BadWeights(f"the state dict's {bad!r} holds a value that is {reason}.")
         return memory
 
 
@@ -80,7 +93,6 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     Raises:
         BadWeights: it is neither, or has no data of its own in this process.
     """
-    import numpy as np
     import torch
 
     if not isinstance(name, str):
@@ -99,8 +111,8 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
 # By hand, since the library takes all tensors at once: `serialize` held 1,026 MiB beside a file of 512, this holds 50.
 # And its `serialize_file` writes another file and renames it, which a file without a name cannot be.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
-    """The header, and the order in which the tensors follow it: the widest first, so that all are aligned."""
-    order = sorted(forms, key=lambda name: -_width(forms[name].dtype))
+    """The header, and the order in which the tensors follow it: by types, the widest first, so that all are aligned."""
+    order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))
     entries, end = {}, 0
     for name in order:
         form, begin = forms[name], end
@@ -119,23 +131,53 @@ def _width(dtype: str) -> int:
     return size
 
 
-def _bytes(name: str, tensor: Any, dtype: str) -> memoryview:
-    """A tensor as it lies in a file; rounded to `dtype`."""
+# Few large calls and not one for each tensor: each lets other threads run, and waits for its turn afterwards.
+
+
+def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
+    """Their bytes, so many at once that copies take little memory."""
+    batch: list[memoryview] = []
+    for tensor, dtype in tensors:
+        batch.append(bytes_of(tensor, dtype).data)
+        if len(batch) == _AT_ONCE or sum(part.nbytes for part in batch) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _write(descriptor: int, parts: list[memoryview]) -> None:
+    while parts:
+        written = os.writev(descriptor, parts)  # two gigabytes at most
+        while parts and written >= parts[0].nbytes:
+            written -= parts.pop(0).nbytes
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorForm]) -> str | None:
+    """The first tensor of a file in which a value has all bits of its exponent set.
+
+    By numpy, since torch's threads would wait for the engine's here.
+    """
+    memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    for dtype, group in itertools.groupby(forms.items(), key=lambda item: item[1].dtype):
+        names, sizes = zip(*((name, math.prod(form.shape)) for name, form in group), strict=True)
+        ends = list(itertools.accumulate(sizes))
+        if dtype in _EXPONENTS:
+            kind, exponent = _EXPONENTS[dtype]
+            bits = np.frombuffer(memory, kind, ends[-1], begin)
+            exponents = np.empty(min(ends[-1], _NUMBERS_AT_ONCE), kind)
+            for start in range(0, ends[-1], _NUMBERS_AT_ONCE):
+                part = bits[start : start + _NUMBERS_AT_ONCE]
+                found = np.bitwise_and(part, exponent, out=exponents[: part.size])
+                if int(found.max()) == exponent:
+                    first: str = names[bisect_right(ends, start + int(found.argmax()))]
+                    return first
+        begin += ends[-1] * _width(dtype)
+    return None
+
+
+def _is_finite(tensor: Any) -> bool:
     import torch
 
-    given = tensor.detach() if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor.copy())
-    written = given.to("cpu", getattr(torch, dtype)).contiguous().reshape(-1)
-    if dtype in _EXPONENTS and not _finite(written, dtype):
-        wide = written.dtype != given.dtype and bool(given.isfinite().all())
-        reason = f"too large for {dtype}, the model's dtype" if wide else "NaN or infinite"
-        raise BadWeights(f"the state dict's {name!r} holds a value that is {reason}.")
-    return memoryview(written.view(torch.uint8).numpy())
-
-
-def _finite(tensor: Any, dtype: str) -> bool:
-    """Whether no value has all bits of its exponent set; numpy, since torch's threads wait for the engine's here."""
-    import torch
-
-    kind, exponent = _EXPONENTS[dtype]
-    bits = tensor.view(getattr(torch, kind)).numpy()
-    return not bits.size or int((bits & exponent).max()) != exponent
+    return bool(torch.as_tensor(tensor).isfinite().all())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from runner.engines.vllm.settings import choose_settings
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker.extension import WeightWorker
+from runner.engines.weights import FLOATS
 from runner.errors import BadWeights, EngineError
 from tests.engines.small_weights import (
     EMBEDDING,
@@ -231,6 +234,46 @@ async def test_empty_and_single_values_arrive(tmp_path: Path) -> None:
     assert same(await load(weights, given), given)
 
 
+async def test_many_small_tensors_are_written_by_few_calls_that_may_write_by_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {f"model.layers.{number}.weight": torch.full((3,), float(number)) for number in range(1100)}
+    calls, writev = [], os.writev
+
+    def by_half(descriptor: int, parts: list[memoryview]) -> int:
+        calls.append(len(parts))
+        whole = b"".join(parts)
+        return writev(descriptor, [whole[: max(1, len(whole) - 5)]])
+
+    monkeypatch.setattr("os.writev", by_half)
+    monkeypatch.setattr("runner.engines.vllm.weight_memory._AT_ONCE", 500)
+    weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
+    assert same(await load(weights, given), given)
+    assert calls[0] == 1, "the header"
+    assert len([count for count in calls if count >= 100]) == 3
+    assert len(calls) < 40
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+async def test_the_tensor_of_a_value_that_is_no_number_is_named_wherever_it_lies(
+    value: float, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        f"{dtype}.{number}": torch.ones(number, dtype=getattr(torch, dtype))
+        for dtype in FLOATS
+        for number in (0, 1, 5, 8)
+    }
+    names = [name for name in given if given[name].numel()]
+    weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
+    monkeypatch.setattr("runner.engines.vllm.weight_memory._NUMBERS_AT_ONCE", 3)
+    for name in names:
+        bad = given[name].clone()
+        bad[{"first": 0, "middle": len(bad) // 2, "last": -1}[at]] = value
+        with pytest.raises(BadWeights, match=rf"{re.escape(name)}' holds a value that is NaN or infinite"):
+            await weights.check({**given, name: bad})
+
+
 async def test_a_tied_output_layer_may_be_given_or_left_out_but_not_be_another(model: Path, tmp_path: Path) -> None:
     weights = VllmWeights(Llm(model, tied=True), "the model")
     head = {"lm_head.weight": tensors()[EMBEDDING]}
@@ -339,7 +382,7 @@ async def test_no_memory_is_one_clear_refusal(weights: VllmWeights, monkeypatch:
         raise OSError(28, "No space left on device")
 
     await weights.prepare()
-    monkeypatch.setattr("runner.engines.vllm.weight_memory.open", full, raising=False)
+    monkeypatch.setattr("os.writev", full)
     with pytest.raises(BadWeights, match=r"kept in memory a second time: .*No space left"):
         await weights.check(tensors())
 
