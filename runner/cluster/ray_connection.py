@@ -91,7 +91,7 @@ class Connection:
         if wanted is None:
             return
         there: str = ray_module().get_runtime_context().gcs_address
-        if not self._own and (wanted == "auto" or _resolved(wanted) == there):
+        if not self._own and (wanted == "auto" or _meet(wanted, there)):
             return
         which = f"one of this machine's own ({there})" if self._own else f"the one at {there!r}"
         raise BadOption(
@@ -184,15 +184,19 @@ def _told(address: str, ray_there: str, python_there: str, ray_here: str, python
     )
 
 
-def _resolved(address: str) -> str:
-    """An address as Ray tells it, by number."""
+def _meet(one: str, other: str) -> bool:
+    """Whether two addresses are of one place; names have several numbers, of both kinds."""
+    return not _places(one).isdisjoint(_places(other))
+
+
+def _places(address: str) -> set[tuple[str, str]]:
     host, _, port = address.rpartition(":")
-    if _is_loopback(address):
-        host = ray_module().util.get_node_ip_address()
+    # Ray tells the number by which other machines know this one.
+    host = ray_module().util.get_node_ip_address() if _is_loopback(address) else host.strip("[]")
     try:
-        return f"{socket.gethostbyname(host)}:{port}"
+        return {(str(found[-1][0]), port) for found in socket.getaddrinfo(host, None)}
     except OSError:
-        return address
+        return {(host, port)}
 
 
 def _is_loopback(address: str) -> bool:

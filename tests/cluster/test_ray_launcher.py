@@ -115,6 +115,35 @@ async def test_another_address_than_that_of_the_connection_is_refused_by_name(ra
     assert not ray.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("given", "there", "same"),
+    [
+        ("head:6379", "10.0.0.1:6379", True),
+        ("head:6379", "[fd00::1]:6379", True),
+        ("[fd00::1]:6379", "[fd00:0::0:1]:6379", True),
+        ("[::1]:6379", "[fd00::7]:6379", True),
+        ("localhost:6379", "[fd00::7]:6379", True),
+        ("head:6380", "10.0.0.1:6379", False),
+        ("[fd00::2]:6379", "[fd00::1]:6379", False),
+        ("nowhere:6379", "10.0.0.1:6379", False),
+        ("nowhere:6379", "nowhere:6379", True),
+    ],
+)
+def test_addresses_are_compared_by_where_they_lead(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, given: str, there: str, *, same: bool
+) -> None:
+    ray.util.get_node_ip_address = lambda: "fd00::7"
+    known, by_number = {"head": ["10.0.0.1", "fd00::1"], "nowhere": []}, socket.getaddrinfo
+
+    def looked_up(host: str, *rest: Any) -> list[Any]:
+        if known.get(host) == []:
+            raise OSError("Name or service not known")
+        return [found for number in known.get(host, [host]) for found in by_number(number, *rest)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    assert ray_connection._meet(given, there) is same
+
+
 @pytest.mark.parametrize("named", ["argument", "variable"])
 async def test_an_address_is_refused_beside_a_cluster_of_ones_own(
     ray: Any, monkeypatch: pytest.MonkeyPatch, named: str
