@@ -91,11 +91,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _may_be_on_trio(metafunc: pytest.Metafunc) -> bool:
-    """The test is asynchronous, on no real engine nor workers, and neither it nor its module says on what it runs."""
-    real = "session_engine" in metafunc.fixturenames or any(
-        metafunc.definition.get_closest_marker(name) for name in ("engine", "ray")
+    """The test is asynchronous, of what works on trio too, and neither it nor its module says on what it runs."""
+    alone = "session_engine" in metafunc.fixturenames or any(
+        metafunc.definition.get_closest_marker(name) for name in ("engine", "ray", "asyncio_alone")
     )
-    if real or "anyio_backend" not in metafunc.fixturenames:
+    if alone or "anyio_backend" not in metafunc.fixturenames:
         return False
     own = any("anyio_backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     return not own and not hasattr(metafunc.module, "anyio_backend")

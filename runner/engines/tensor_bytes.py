@@ -32,9 +32,10 @@ def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
     import torch
 
     if isinstance(tensor, np.ndarray):
-        if tensor.dtype.name == (dtype or tensor.dtype.name):
+        if tensor.dtype.name == (dtype or tensor.dtype.name) and tensor.dtype.isnative:
             return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        tensor = torch.from_numpy(tensor.copy())  # torch warns of arrays that are read-only
+        # A copy, since torch warns of arrays that are read-only; and in this machine's order of bytes.
+        tensor = torch.from_numpy(tensor.astype(tensor.dtype.newbyteorder("=")))
     wanted = tensor.dtype if dtype is None else getattr(torch, dtype)
     if not _lies_so(tensor, wanted):
         tensor = tensor.detach().to("cpu", wanted).resolve_conj().resolve_neg().contiguous()
@@ -43,7 +44,8 @@ def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # which lives for as long as anybody has a view of its memory
+    # It lives for as long as anybody has a view of it; the tensor alone may be given other memory meanwhile.
+    memory.owner = tensor.untyped_storage()
     return np.frombuffer(memory, np.uint8)
 
 

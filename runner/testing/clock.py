@@ -118,7 +118,9 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         )
 
     def _call_for(self, thread: threading.Thread, callback: Any, *arguments: Any) -> None:
-        self._asked_by = thread if self._is_worker(thread) else None
+        # Only what the thread waits for; what it has started there by a function goes on without it.
+        awaited = getattr(callback, "__qualname__", "").startswith(f"{asyncio.run_coroutine_threadsafe.__name__}.")
+        self._asked_by = thread if awaited and self._is_worker(thread) else None
         try:
             callback(*arguments)
         finally:

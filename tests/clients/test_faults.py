@@ -9,7 +9,7 @@ from runner import Endpoint
 from tests.clients.faults import Trouble, troubled
 from tests.endpoint.serving import RUN, chat_body, http, served, user
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 ASKED = chat_body([user("One.")], tools=[RUN], stream=True)
 

@@ -24,7 +24,7 @@ from runner.testing import VirtualClock
 from tests.cluster.in_process import Answer
 from tests.cluster.playing import Dice
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 
 def test_a_worker_that_ray_ended_for_memory_is_lost_by_that_name() -> None:

@@ -13,7 +13,7 @@ from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, http, user
 from tests.playing import Plain, play_all
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 
 CALL = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
 BODIES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from tests.endpoint.serving import RUN, chat_body, events_of, http, served, unti
 from tests.endpoint.test_programs import python
 from tests.playing import Plain, play, play_all, tasks
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 
 ASKED = chat_body([user("One.")], tools=[RUN])
 

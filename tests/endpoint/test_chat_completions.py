@@ -22,7 +22,7 @@ from runner.testing import ScriptedEngine, call
 from tests.endpoint.serving import RUN, chat_body, events_of, http, openai_client, served, user
 from tests.verifying import verify
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 
 async def with_untrained(loop: Any, engine: ScriptedEngine, folder: Path, **options: Any) -> list[Trajectory]:

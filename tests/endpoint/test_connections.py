@@ -15,7 +15,7 @@ from runner.endpoint import server
 from tests.endpoint.serving import RUN, chat_body, user
 from tests.endpoint.test_server import address_of, probed, raw
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 
 BODY = orjson.dumps(chat_body([user("One.")], tools=[RUN]))
 CLOSE = "connection: close\r\n"

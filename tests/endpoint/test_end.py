@@ -14,7 +14,7 @@ from runner.testing import Latency, ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, http, served, until, user
 from tests.endpoint.test_programs import python
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 ASKED = chat_body([user("One.")], tools=[RUN])
 FORMS = ("chat/completions", "responses", "messages", "messages/count_tokens", "end")

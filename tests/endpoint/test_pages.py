@@ -20,7 +20,7 @@ from tests.endpoint.test_programs import ASKS
 from tests.playing import play_all
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 PAGES = {"README.md": "claude", "docs/agents.md": "mini"}
 """Each page, and the program of its first example."""

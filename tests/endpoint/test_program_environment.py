@@ -190,6 +190,7 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
 _TOOL = {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}
 
 
+@pytest.mark.asyncio_alone
 @pytest.mark.anyio
 async def test_an_episode_of_which_nobody_says_a_reward_has_none() -> None:
     class One(OpenEpisodes):
@@ -234,6 +235,7 @@ def _codex_file(address: Address) -> str:
     return files(address)[".codex/config.toml"]
 
 
+@pytest.mark.asyncio_alone
 @pytest.mark.anyio
 async def test_the_settings_that_are_shown_with_a_key_are_there_until_it_ends(tmp_path: Path) -> None:
     shown: list[Path] = []

@@ -21,6 +21,7 @@ from tests.endpoint.serving import served, until
 from tests.playing import Plain
 
 pytestmark = [
+    pytest.mark.asyncio_alone,
     pytest.mark.anyio,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc"),
     pytest.mark.slow,

@@ -20,7 +20,7 @@ from tests.faults.comparing import stored
 from tests.playing import Plain
 from tests.verifying import verify
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 
 EPISODES = 12
 

@@ -23,7 +23,7 @@ from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
 from tests.playing import Plain, play_all
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 
 ASKED = chat_body([user("One.")], tools=[RUN], stream=True)
 

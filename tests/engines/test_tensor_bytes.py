@@ -80,6 +80,21 @@ def test_what_lies_so_already_is_a_view_by_no_operation_of_torch_and_lives_on_wi
     assert bytes(found) == wanted, f"{len(others)} others took its memory"
 
 
+def test_a_view_is_of_the_memory_that_the_tensor_had_whatever_it_is_given_meanwhile() -> None:
+    parameter = torch.nn.Parameter(torch.arange(1000.0))
+    found, wanted = bytes_of(parameter), expected(parameter.detach())
+    parameter.data = torch.empty(0)  # as trainers do that take weights off a device
+    gc.collect()
+    others = [torch.zeros(1000) for _ in range(100)]
+    assert bytes(found) == wanted, f"{len(others)} others took its memory"
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_an_array_of_another_order_of_bytes_is_read_by_its_numbers(order: str) -> None:
+    array = np.arange(6, dtype=f"{order}f4").reshape(2, 3)
+    assert bytes(bytes_of(array)) == expected(torch.arange(6.0).reshape(2, 3))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_rounded_takes_a_few_operations_and_is_rounded_as_torch_does(dtype: str) -> None:
     tensor = torch.randn(7, 9, dtype=torch.float64)

@@ -54,6 +54,7 @@ async def test_what_is_brought_is_taken_in_order_and_each_step_returns_when_it_w
     assert diary.steps == [(START, None), (LOAD, 1), (LOAD, 2), (FINISH, None)]
 
 
+@pytest.mark.asyncio_alone
 async def test_an_engine_that_fails_over_a_part_takes_no_other_and_says_so_to_who_brings_it() -> None:
     relay, diary = relayed(), Diary(fails_at=2)
     told: list[str] = []

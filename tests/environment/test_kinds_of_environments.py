@@ -400,6 +400,7 @@ async def test_an_environment_behind_a_connection_is_stepped() -> None:
     assert (await play(Remote, lambda turn: "1")).reward == 1.0
 
 
+@pytest.mark.asyncio_alone
 async def test_an_agent_that_speaks_to_an_openai_endpoint() -> None:
     class Agent(Environment):
         def tasks(self) -> list[Task]:

@@ -124,6 +124,25 @@ def test_a_thread_has_its_second_anew_however_long_the_loop_took_for_what_it_ask
     assert virtual_clock.run(waits) == (100, False)
 
 
+def test_a_thread_that_has_started_something_on_the_loop_is_at_work_while_that_goes_on(
+    virtual_clock: VirtualClock,
+) -> None:
+    async def waits() -> tuple[float, bool]:
+        async with anyio.create_task_group() as group:
+
+            def starts() -> None:
+                from_thread.run_sync(group.start_soon, anyio.sleep, LONG)
+                time.sleep(0.1)
+
+            with anyio.move_on_after(50) as limit:
+                await to_thread.run_sync(starts)
+            now = anyio.current_time()
+            group.cancel_scope.cancel()
+        return now, limit.cancelled_caught
+
+    assert virtual_clock.run(waits) == (0, False)
+
+
 def test_without_autojump_time_passes_by_hand() -> None:
     clock = VirtualClock(autojump=False)
 

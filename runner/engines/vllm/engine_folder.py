@@ -29,7 +29,7 @@ class EngineFolder:
         around = os.environ.get(SOCKETS) or tempfile.gettempdir()
         if len(os.fsencode(around)) > _LONGEST:
             around = "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=around))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=around)).absolute()
         """Where it is."""
 
     @property

@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 import importlib.util
 import inspect
+import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ import anyio.to_thread
 
 from runner.engines.vllm.ending import expected_end
 from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
-from runner.engines.vllm.leftovers import FOLDER, Keeper, release, shared_memory_of
+from runner.engines.vllm.keeper import FOLDER, Keeper, release, shared_memory_of
 from runner.engines.vllm.parallel import check_machine
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
@@ -84,6 +86,7 @@ class VllmProcess:
     """The folder of the files that its processes leave; None before the start."""
     keeper: Keeper | None = None
     """Who removes what they leave, should this process be killed together with them."""
+    _memory: set[str] = field(default_factory=set)  # shared memory of the cores, as it was when they had started
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
     _others: list[BaseProcess] | None = None  # vLLM's processes that were there before; set while ours are starting
 
@@ -147,12 +150,16 @@ class VllmProcess:
     def _start(self) -> None:
         _refuse_import_by_child()
         self.folder = EngineFolder()
-        self.keeper = Keeper(self.folder.path)
+        try:
+            self.keeper = Keeper(self.folder.path)
+        except (OSError, subprocess.SubprocessError) as error:
+            logging.getLogger("vllm").warning("deltarunner has nobody remove what a killed engine leaves: %s", error)
         with _VARIABLES:
             self._others = _children()
             try:
                 self.llm = self._construct()
-                self.keeper.engine_runs()
+                if self.keeper is not None:
+                    self.keeper.engine_runs()
             except BadInput:
                 raise
             except Exception as error:  # vLLM raises anything; each is about this model and these arguments
@@ -162,6 +169,7 @@ class VllmProcess:
                 started = self._started()
                 cores = [each for each in started if each.name.startswith(_CORE)]
                 self.cores, self._others = sorted(cores, key=lambda core: core.name), None  # by ranks
+                self._memory = self._mapped()
                 if self.llm is None:
                     _end(started)  # where vLLM forgot one
                 if self._given_up:
@@ -219,7 +227,7 @@ class VllmProcess:
 
     def _stop(self) -> None:
         self._given_up = True
-        memory = {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}
+        memory = self._memory | self._mapped()  # of a core that died nothing can be asked any more
         if self.llm is not None:
             named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
             self.llm.shutdown(**named)
@@ -233,6 +241,9 @@ class VllmProcess:
             self.folder.remove()
         if self.keeper is not None:
             self.keeper.dismiss()
+
+    def _mapped(self) -> set[str]:
+        return {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}
 
     def _started(self) -> list[BaseProcess]:
         others = self._others

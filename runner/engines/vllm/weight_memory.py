@@ -168,6 +168,7 @@ def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorFor
             bits = np.frombuffer(memory, kind, ends[-1], begin)
             exponents = np.empty(min(ends[-1], _NUMBERS_AT_ONCE), kind)
             for start in range(0, ends[-1], _NUMBERS_AT_ONCE):
+                from_thread.check_cancelled()
                 part = bits[start : start + _NUMBERS_AT_ONCE]
                 found = np.bitwise_and(part, exponent, out=exponents[: part.size])
                 if int(found.max()) == exponent:

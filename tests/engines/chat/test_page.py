@@ -50,6 +50,7 @@ def test_the_examples_of_the_page_are_sound(block: str) -> None:
     exec(compile(block, "apis.md", "exec"), {"__name__": "example"})
 
 
+@pytest.mark.asyncio_alone
 @pytest.mark.anyio
 async def test_the_query_of_the_page_adds_up_what_was_asked(tmp_path: Path) -> None:
     (query,) = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)

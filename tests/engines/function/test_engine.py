@@ -203,6 +203,7 @@ async def test_leaving_a_turn_cancels_its_call_and_waits_for_its_clean_up() -> N
         assert engine.stats().open == 0
 
 
+@pytest.mark.asyncio_alone
 async def test_a_call_is_cancelled_once_so_that_what_is_written_for_asyncio_cleans_up_without_a_shield() -> None:
     cleaned: list[str] = []
 
@@ -260,6 +261,7 @@ async def test_what_a_function_raises_fails_its_turn_alone() -> None:
             assert len([delta async for delta in stream]) == 1
 
 
+@pytest.mark.asyncio_alone
 async def test_a_cancellation_of_the_functions_own_is_an_error_of_its_turn() -> None:
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
         raise asyncio.CancelledError
@@ -299,6 +301,7 @@ async def test_leaving_the_engine_ends_every_call_though_one_does_not_end_at_onc
     await stream.__aexit__(None, None, None)
 
 
+@pytest.mark.asyncio_alone
 async def test_leaving_the_engine_cancels_a_call_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_END_SECONDS", 0.01)
     monkeypatch.setattr(runtime, "_AGAIN_SECONDS", 0.01)

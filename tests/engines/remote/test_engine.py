@@ -27,7 +27,7 @@ from tests.engines.remote.asking import TEXT, asked, read, remote, serve, text_o
 from tests.playing import Plain, tasks
 from tests.verifying import verify
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 WATCHDOG = 60.0
 DIALECTS = [pytest.param(dialect, id=dialect.value) for dialect in ServerDialect]

@@ -22,7 +22,7 @@ from tests.engines.remote.model_folder import byte_model
 from tests.engines.troubles import Trouble, hangs_up, hangs_up_after_the_head, hangs_up_in_a_line, never_begins
 from tests.playing import Plain, tasks
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 WATCHDOG = 60.0
 

@@ -18,7 +18,7 @@ from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.vllm import VllmGenerate
 from tests.engines.remote.asking import TEXT, asked, read, text_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 WATCHDOG = 60.0
 

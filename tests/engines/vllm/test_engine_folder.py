@@ -53,6 +53,15 @@ def test_a_socket_of_vllm_fits_into_it_however_long_the_name_around_it(
         folder.remove()
 
 
+def test_others_find_it_wherever_they_stand(around: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(around.parent)
+    monkeypatch.setenv(SOCKETS, around.name)
+    folder = EngineFolder()
+    assert folder.path.is_absolute()
+    assert folder.path.parent == around
+    folder.remove()
+
+
 def test_it_goes_with_all_that_is_in_it_and_may_be_gone_already(around: Path, engine_folder: EngineFolder) -> None:
     (engine_folder.path / "socket").touch()
     engine_folder.remove()

@@ -323,6 +323,7 @@ def stand_in(
     return SimpleNamespace(vllm_config=config, errored=False, add_request=None, abort=None, output_handler=None)
 
 
+@pytest.mark.asyncio_alone
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("llm", "message"),

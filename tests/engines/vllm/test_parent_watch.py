@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.engines.vllm.leftovers import process_name
+from runner.engines.vllm.keeper import process_name
 from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG = 60.0

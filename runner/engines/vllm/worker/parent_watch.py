@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from runner.engines.vllm.leftovers import FOLDER, is_alive, process_name
+from runner.engines.vllm.keeper import FOLDER, is_alive, process_name
 
 __all__ = [
     "ENTRY_POINT",

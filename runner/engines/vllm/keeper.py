@@ -39,7 +39,7 @@ class Keeper:
     """
 
     def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-I", "-S", __file__, process_name(os.getpid()), str(folder)]
+        command = [sys.executable, "-P", "-S", __file__, process_name(os.getpid()), str(folder)]
         hears, tells = os.pipe()
         self._told = os.fdopen(tells, "wb", buffering=0)
         with open(hears, "rb") as stdin:
@@ -89,7 +89,11 @@ def is_alive(name: str) -> bool:
 
 def _stat(pid: int) -> list[str]:
     # The name may hold spaces and parentheses of its own.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _read(path: str) -> str:
+    return os.fsdecode(Path(path).read_bytes())  # names of files and processes are of any bytes
 
 
 def shared_memory_of(pid: int) -> set[str]:
@@ -99,7 +103,7 @@ def shared_memory_of(pid: int) -> set[str]:
 
 def _mapped(pid: int) -> Iterator[str]:
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        for line in _read(f"/proc/{pid}/maps").splitlines():
             path = Path(line.split(maxsplit=5)[-1])
             if path.parent == _SHARED_MEMORY and path.name.startswith(_PREFIXES):
                 yield path.name
@@ -146,14 +150,16 @@ def _keep(owner: str, folder: str) -> None:
         time.sleep(_SECONDS)
     # Python's own tracker, where it is alive, frees what it knows of, and warns where somebody else was faster.
     time.sleep(_SECONDS)
-    for name in memory:
+    # While the engine started, whatever else this process started had its mark, and may have memory of its own.
+    used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
+    for name in memory - used:
         (_SHARED_MEMORY / name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _look(owner: str, folder: str, processes: set[str], memory: set[str]) -> None:
     """Add those of the engine's processes that are there, and the shared memory that they use."""
-    mark = f"{FOLDER}={folder}".encode()
+    mark = os.fsencode(f"{FOLDER}={folder}")
     for pid in _below(int(owner.partition(":")[0])):
         with suppress(OSError):  # it has just ended
             if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,12 +13,18 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from runner.engines.vllm import leftovers
+from runner.engines.vllm import keeper as keeping
+from runner.engines.vllm.start import VllmProcess
+from runner.models import ResolvedModel
 
 WATCHDOG = 60.0
 
@@ -24,7 +33,7 @@ import os, subprocess, sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from runner.engines.vllm.leftovers import FOLDER, Keeper
+from runner.engines.vllm.keeper import FOLDER, Keeper
 
 HOLDER = '''
 import sys
@@ -88,7 +97,7 @@ def keepers(folder: Path) -> list[psutil.Process]:
 
 def _is_a_keeper(process: psutil.Process, folder: Path) -> bool:
     try:
-        return {leftovers.__file__, str(folder)} <= set(process.cmdline())
+        return {keeping.__file__, str(folder)} <= set(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 
@@ -110,7 +119,7 @@ def test_nothing_of_an_engine_stays_where_its_whole_family_is_killed_and_nothing
     with owner_of(folder, state) as (owner, (memory, of_another)):
         (keeper,) = keepers(folder)
         if state == "it starts":
-            time.sleep(2 * leftovers._SECONDS)  # it looks once a second
+            time.sleep(2 * keeping._SECONDS)  # it looks once a second
         family = kill_all(owner.pid)
         assert len(family) > 3, "the owner, its engine, another one, and Python's trackers"
         assert keeper not in family
@@ -127,13 +136,13 @@ def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path)
     with owner_of(folder) as (owner, (memory, _)):
         (keeper,) = keepers(folder)
         children = psutil.Process(owner.pid).children(recursive=True)
-        (engine, *its_own) = (child for child in children if child.environ().get(leftovers.FOLDER) == str(folder))
+        (engine, *its_own) = (child for child in children if child.environ().get(keeping.FOLDER) == str(folder))
         for process in (engine, *its_own):
             process.suspend()  # else it would end with its owner
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(WATCHDOG)
         with pytest.raises(psutil.TimeoutExpired):
-            keeper.wait(4 * leftovers._SECONDS)
+            keeper.wait(4 * keeping._SECONDS)
         assert memory.exists()
         assert folder.exists()
         for process in (engine, *its_own):
@@ -141,6 +150,86 @@ def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path)
         keeper.wait(WATCHDOG)
         assert not memory.exists()
         assert not folder.exists()
+
+
+def test_memory_that_somebody_else_still_uses_is_let_be(folder: Path) -> None:
+    with owner_of(folder) as (owner, (memory, _)):
+        (keeper,) = keepers(folder)
+        with memory.open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
+            kill_all(owner.pid)
+            keeper.wait(WATCHDOG)
+        assert memory.exists()
+        assert not folder.exists()
+
+
+@pytest.mark.skipif(os.fsencode("\udcff") != b"\xff", reason="this system's names are no bytes")
+def test_names_of_any_bytes_do_not_end_a_keeper(tmp_path: Path) -> None:
+    folder = tmp_path / "of an engine \udcff"
+    folder.mkdir()
+    with owner_of(folder) as (owner, (memory, _)):
+        (keeper,) = keepers(folder)
+        kill_all(owner.pid)
+        keeper.wait(WATCHDOG)
+        assert not memory.exists()
+        assert not folder.exists()
+
+
+# --- an engine that is started and stopped
+
+
+def hold(name: Connection) -> None:
+    """A core of an engine, which has shared memory."""
+    memory = SharedMemory(create=True, size=64)
+    name.send(memory.name)
+    name.recv()
+
+
+def started(monkeypatch: pytest.MonkeyPatch) -> tuple[VllmProcess, Path]:
+    """An engine whose core is no vLLM, and the memory of that."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    names: list[str] = []
+
+    def construct(_: VllmProcess) -> Any:
+        core = multiprocessing.get_context("spawn").Process(target=hold, args=(theirs,), name="EngineCore")
+        core.start()
+        names.append(ours.recv())
+        return SimpleNamespace(shutdown=lambda: None, ours=ours)
+
+    monkeypatch.setattr(VllmProcess, "_construct", construct)
+    process = VllmProcess(ResolvedModel("none", "none", Path("none")), {})
+    process._start()
+    return process, Path("/dev/shm", names[0])
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_an_engine_that_stops_frees_what_its_core_had_also_where_that_is_dead(
+    monkeypatch: pytest.MonkeyPatch, *, dead: bool
+) -> None:
+    process, memory = started(monkeypatch)
+    assert process.folder is not None
+    (keeper,) = keepers(process.folder.path)
+    if dead:
+        process.kill()
+        process.cores[0].join(WATCHDOG)
+    assert memory.exists()
+    process._stop()
+    assert not memory.exists()
+    assert not process.folder.path.exists()
+    keeper.wait(WATCHDOG)
+
+
+def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(_: Path) -> Any:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("runner.engines.vllm.start.Keeper", none)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    process, memory = started(monkeypatch)
+    assert "nobody remove what a killed engine leaves: [Errno 11]" in caplog.text
+    process._stop()
+    assert not memory.exists()
 
 
 def test_a_keeper_that_is_dismissed_goes_and_leaves_the_folder_to_whoever_dismissed_it(folder: Path) -> None:
@@ -167,23 +256,23 @@ def test_a_keeper_that_was_killed_is_missed_by_nobody(folder: Path) -> None:
 
 
 def test_a_process_that_took_the_id_of_another_is_not_that_one_and_a_dead_one_is_none() -> None:
-    assert leftovers.is_alive(leftovers.process_name(os.getpid()))
-    assert not leftovers.is_alive(f"{os.getpid()}:1")
+    assert keeping.is_alive(keeping.process_name(os.getpid()))
+    assert not keeping.is_alive(f"{os.getpid()}:1")
     with subprocess.Popen(["sleep", "1000"]) as process:
-        name = leftovers.process_name(process.pid)
-        assert leftovers.is_alive(name)
+        name = keeping.process_name(process.pid)
+        assert keeping.is_alive(name)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not leftovers.is_alive(name), "nobody has reaped it yet"
+        assert not keeping.is_alive(name), "nobody has reaped it yet"
     with pytest.raises(OSError, match="No such file"):
-        leftovers.process_name(process.pid)
+        keeping.process_name(process.pid)
 
 
 def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning() -> None:
     script = """
     import multiprocessing, os
     from multiprocessing.shared_memory import SharedMemory
-    from runner.engines.vllm.leftovers import release, shared_memory_of
+    from runner.engines.vllm.keeper import release, shared_memory_of
 
     def hold(pipe):
         memory = SharedMemory(create=True, size=64)
