@@ -17,7 +17,7 @@ from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption
 
-__all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "node_here", "ray_module"]
+__all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "ray_module"]
 
 
 def ray_module() -> Any:
@@ -29,12 +29,6 @@ def ray_module() -> Any:
         raise BadOption(
             f"Ray is installed here and does not load ({error}): pip install --force-reinstall 'deltarunner[ray]'."
         ) from error
-
-
-def node_here() -> str:
-    """The machine that this process is on, as Ray knows it."""
-    node: str = ray_module().get_runtime_context().get_node_id()
-    return node
 
 
 @dataclass(frozen=True, slots=True)

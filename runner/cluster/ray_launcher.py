@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from runner.cluster.arrays import as_arrays, as_tensors
 from runner.cluster.limiters import LimiterDesk
-from runner.cluster.ray_actors import EngineActor, HostActor, Surroundings, WorkerActor, node_here, ray_module
+from runner.cluster.ray_actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
 from runner.cluster.ray_calls import RayWorker
 from runner.cluster.ray_connection import CONNECTION, uploaded
 from runner.cluster.words import Stored, WorkerProcess
@@ -290,7 +290,8 @@ def _counted(gpus: float, cpus: float) -> str:
 def _on_this_node() -> Any:
     """Here, or elsewhere if need be."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
-    return strategies.NodeAffinitySchedulingStrategy(node_here(), soft=True)
+    here = ray_module().get_runtime_context().get_node_id()
+    return strategies.NodeAffinitySchedulingStrategy(here, soft=True)
 
 
 class StoredInRay(Stored):

@@ -1,7 +1,7 @@
 """The bytes of tensors, taken without letting go of the interpreter's lock.
 
 Nearly every operation of torch gives that lock away, and a thread beside a busy event loop then waits up to 5 ms
-(`sys.getswitchinterval()`) until it has it again: 270 MB in 272 tensors took 10 s of such waiting, and take 0.3.
+(`sys.getswitchinterval()`) until it has it again: 270 MB in 272 tensors took 10 s of such waiting, and take 0.4.
 """
 
 from __future__ import annotations

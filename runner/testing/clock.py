@@ -112,7 +112,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def _left_executor(self, future: Any) -> None:
         self._in_executor -= 1
 
-    def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> Any:  # type: ignore[override]
+    def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> Any:  # type: ignore[override]  # passed on
         return super().call_soon_threadsafe(
             partial(self._call_for, threading.current_thread(), callback), *arguments, context=context
         )

@@ -59,8 +59,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray_connection, "ray_module", lambda: fake)
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
-    monkeypatch.setattr(ray_launcher, "_on_this_node", lambda: None)
-    monkeypatch.setattr(ray_launcher, "node_here", lambda: "a-node")  # Ray itself would start, and end this process
+    monkeypatch.setattr(ray_launcher, "_on_this_node", lambda: None)  # Ray itself would start, and end this process
     return fake
 
 

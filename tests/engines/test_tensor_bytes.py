@@ -20,7 +20,7 @@ def expected(tensor: Any) -> bytes:
     return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
 
 
-class Operations(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]  # torch may be missing, and is Any here
     """Notes every operation of torch; each of them gives the interpreter's lock away."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Operations(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignor
         return function(*args, **(kwargs or {}))
 
 
-class Own(torch.Tensor):  # type: ignore[misc]
+class Own(torch.Tensor):  # type: ignore[misc]  # as above
     """A class of its own, as libraries of quantized tensors have them."""
 
 

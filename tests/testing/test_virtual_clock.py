@@ -80,7 +80,7 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
 def test_a_thread_that_waits_for_the_loop_is_not_at_work_and_has_its_second_again_afterwards(
     virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock, "_PATIENCE", WATCHDOG)  # for a thread that was at work meanwhile, all of it is used up
+    monkeypatch.setattr(clock, "_PATIENCE", WATCHDOG)  # what a thread would have that counts as at work
 
     def asks() -> None:
         for _ in range(3):

@@ -23,8 +23,8 @@ __all__ = ["FOLDER", "Keeper", "is_alive", "process_name", "release", "shared_me
 FOLDER: Final = "DELTARUNNER_ENGINE_FOLDER"
 """The variable that names the engine's own folder to its processes, which are known by it."""
 
-_SHARED_MEMORY: Final = Path("/dev/shm")
-_PREFIXES: Final = ("psm_", "vllm_")  # as Python names its own, and vLLM that of its CPU workers
+_FOLDER: Final = "/dev/shm/"
+_SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # as Python names its own, and vLLM's CPU workers theirs
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
 _RUNS, _ENDED = b"r", b"e"  # what the keeper is told
 _SECONDS: Final = 1.0  # from one look of the keeper to the next
@@ -104,9 +104,9 @@ def shared_memory_of(pid: int) -> set[str]:
 def _mapped(pid: int) -> Iterator[str]:
     with suppress(OSError):
         for line in _read(f"/proc/{pid}/maps").splitlines():
-            path = Path(line.split(maxsplit=5)[-1])
-            if path.parent == _SHARED_MEMORY and path.name.startswith(_PREFIXES):
-                yield path.name
+            last = line.rpartition(" ")[2]  # of memory that was freed, though it is used, this is "(deleted)"
+            if last.startswith(_SHARED_MEMORY):
+                yield last.removeprefix(_FOLDER)
 
 
 def _below(pid: int) -> Iterator[int]:
@@ -153,7 +153,7 @@ def _keep(owner: str, folder: str) -> None:
     # While the engine started, whatever else this process started had its mark, and may have memory of its own.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
     for name in memory - used:
-        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+        Path(_FOLDER, name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -27,8 +27,7 @@ __all__ = ["WeightMemory", "form_of"]
 
 _NAME = "deltarunner-weights"
 _AT_ONCE = 512  # parts of one call; Linux takes 1,024
-_BATCH_BYTES = 32 * 1024**2
-_NUMBERS_AT_ONCE = 16 * 1024**2
+_BYTES_AT_ONCE = 32 * 1024**2  # written by one call, or looked at for what is no number
 _EXPONENTS = {
     "float64": ("int64", 0x7FF0_0000_0000_0000),
     "float32": ("int32", 0x7F80_0000),
@@ -73,17 +72,16 @@ class WeightMemory:
                 from_thread.check_cancelled()
                 _write(memory._descriptor, batch)
             bad = _first_not_finite(memory._descriptor, len(header), {name: forms[name] for name in order})
+            if bad is not None:
+                wide = _is_finite(tensors[bad])
+                reason = f"too large for {dtypes[bad]}, the model's dtype" if wide else "NaN or infinite"
+                raise BadWeights(f"the state dict's {bad!r} holds a value that is {reason}.")
         except OSError as error:
             memory.close()
             raise BadWeights(f"the state dict cannot be kept in memory a second time: {error}.") from error
         except BaseException:
             memory.close()
             raise
-        if bad is not None:
-            memory.close()
-            wide = _is_finite(tensors[bad])
-            reason = f"too large for {dtypes[bad]}, the model's dtype" if wide else "NaN or infinite"
-            raise BadWeights(f"the state dict's {bad!r} holds a value that is {reason}.")
         return memory
 
 
@@ -108,7 +106,7 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-# By hand, since the library takes all tensors at once: `serialize` held 1,026 MiB beside a file of 512, this holds 50.
+# By hand, since the library takes all tensors at once: `serialize` held 1,026 MiB beside a file of 512, this holds 64.
 # And its `serialize_file` writes another file and renames it, which a file without a name cannot be.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
     """The header, and the order in which the tensors follow it: by types, the widest first, so that all are aligned."""
@@ -137,11 +135,13 @@ def _width(dtype: str) -> int:
 def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
     """Their bytes, so many at once that copies take little memory."""
     batch: list[memoryview] = []
+    size = 0
     for tensor, dtype in tensors:
         batch.append(bytes_of(tensor, dtype).data)
-        if len(batch) == _AT_ONCE or sum(part.nbytes for part in batch) >= _BATCH_BYTES:
+        size += batch[-1].nbytes
+        if len(batch) == _AT_ONCE or size >= _BYTES_AT_ONCE:
             yield batch
-            batch = []
+            batch, size = [], 0
     yield batch
 
 
@@ -166,10 +166,11 @@ def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorFor
         if dtype in _EXPONENTS:
             kind, exponent = _EXPONENTS[dtype]
             bits = np.frombuffer(memory, kind, ends[-1], begin)
-            exponents = np.empty(min(ends[-1], _NUMBERS_AT_ONCE), kind)
-            for start in range(0, ends[-1], _NUMBERS_AT_ONCE):
+            at_once = _BYTES_AT_ONCE // bits.itemsize
+            exponents = np.empty(min(ends[-1], at_once), kind)
+            for start in range(0, ends[-1], at_once):
                 from_thread.check_cancelled()
-                part = bits[start : start + _NUMBERS_AT_ONCE]
+                part = bits[start : start + at_once]
                 found = np.bitwise_and(part, exponent, out=exponents[: part.size])
                 if int(found.max()) == exponent:
                     first: str = names[bisect_right(ends, start + int(found.argmax()))]
@@ -181,4 +182,4 @@ def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorFor
 def _is_finite(tensor: Any) -> bool:
     import torch
 
-    return bool(torch.as_tensor(tensor).isfinite().all())
+    return bool((np if isinstance(tensor, np.ndarray) else torch).isfinite(tensor).all())

@@ -36,12 +36,8 @@ def child_of(parent: str | None) -> subprocess.Popen[str]:
     )
 
 
-def name_of(pid: int) -> str:
-    return process_name(pid)
-
-
 def test_a_process_ends_when_its_parent_is_killed_even_before_anybody_reaped_it() -> None:
-    with subprocess.Popen(["sleep", "1000"]) as parent, child_of(name_of(parent.pid)) as child:
+    with subprocess.Popen(["sleep", "1000"]) as parent, child_of(process_name(parent.pid)) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         parent.kill()
@@ -50,7 +46,7 @@ def test_a_process_ends_when_its_parent_is_killed_even_before_anybody_reaped_it(
 
 def test_a_process_whose_parent_went_while_it_started_ends() -> None:
     with subprocess.Popen(["sleep", "1000"]) as parent:
-        name = name_of(parent.pid)
+        name = process_name(parent.pid)
         parent.kill()
     with child_of(name) as child:
         assert child.wait(WATCHDOG) == 1

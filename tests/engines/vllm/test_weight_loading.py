@@ -155,6 +155,10 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda folder: {**tensors(), UP: torch.tensor([[0.0, 1, 2, 3], [4, 5, 6, float("nan")]])},
         [repr(UP), "NaN or infinite"],
     ),
+    "NaN, in another order of bytes": (
+        lambda folder: {**tensors(), NORM: np.full(4, np.nan, ">f4")},
+        [repr(NORM), "NaN or infinite"],
+    ),
     "infinity": (lambda folder: {**tensors(), NORM: np.full(4, -np.inf)}, [repr(NORM), "NaN or infinite"]),
     "a value that rounds to infinity": (
         lambda folder: {**tensors(), NORM: torch.full((4,), 1e300, dtype=torch.float64)},
@@ -266,7 +270,7 @@ async def test_the_tensor_of_a_value_that_is_no_number_is_named_wherever_it_lies
     }
     names = [name for name in given if given[name].numel()]
     weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
-    monkeypatch.setattr("runner.engines.vllm.weight_memory._NUMBERS_AT_ONCE", 3)
+    monkeypatch.setattr("runner.engines.vllm.weight_memory._BYTES_AT_ONCE", 24)
     for name in names:
         bad = given[name].clone()
         bad[{"first": 0, "middle": len(bad) // 2, "last": -1}[at]] = value
