@@ -7,7 +7,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check test-quick test test-all test-clients train train-proof bench docs clean
+.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients train train-proof bench docs release constraints clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
@@ -19,14 +19,23 @@ help:
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make docs    guides and reference as a site, in build/docs"
-	@echo "make setup   only what the others need: .venv, dependencies, the demo model"
+	@echo "make release build the wheel and the source archive in dist, and check them; uploads nothing"
+	@echo "make constraints  write the versions that are installed to constraints.txt, which setup installs"
+	@echo "make setup   only what the others need: .venv, dependencies, the demo model; setup-run and setup-train need less"
 	@echo "make clean   remove .venv and every cache; run files in runs/ stay"
 	@echo "PYTHON=python3.12 names another interpreter (3.11 to 3.13); ENGINE=gpu installs vLLM for GPUs"
 
 setup:
-	@PYTHON="$(PYTHON)" .ci/setup $(ENGINE)
+	@PYTHON="$(PYTHON)" .ci/setup $(ENGINE) all
 
-run: setup
+# The dependencies of a newcomer's first command alone.
+setup-run:
+	@PYTHON="$(PYTHON)" .ci/setup $(ENGINE) run
+
+setup-train:
+	@PYTHON="$(PYTHON)" .ci/setup $(ENGINE) train
+
+run: setup-run
 	@$(BIN)/deltarunner run calculator --episodes 64 --temperature 0 --show 3
 
 # Some seconds, or half a minute where mypy has not seen this tree before.
@@ -52,10 +61,10 @@ test-clients: setup
 	@$(BIN)/python -m tests.clients.installing
 	@$(BIN)/python -m pytest -q --clients tests/clients
 
-train: setup
+train: setup-train
 	@$(BIN)/python -m examples.train_grpo
 
-train-proof: setup
+train-proof: setup-train
 	@$(BIN)/python -m examples.train_proof
 
 bench: setup
@@ -63,6 +72,16 @@ bench: setup
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release: setup
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist
+	@$(BIN)/twine check --strict dist/*
+
+constraints: setup
+	@sed -n '/^#/p' constraints.txt >constraints.new
+	@$(BIN)/python -m pip freeze --exclude-editable --local | grep '==' | sed 's/+cpu$$//' >>constraints.new
+	@mv constraints.new constraints.txt
 
 clean:
 	rm -rf .venv .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -191,7 +191,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves threads, tasks, files, or open requests of `scripted_engine` behind."""
     from anyio.lowlevel import checkpoint
 
-    from runner.runs.process import on_event_loop
+    from runner.runs.event_loop import on_event_loop
     from runner.testing.leaks import LEFT_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 

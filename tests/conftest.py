@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -39,7 +38,7 @@ settings.register_profile("whole", deadline=None)
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sweeps", "sweeps over templates, vocabularies, event loops and random cases")
     group.addoption("--sweeps", choices=("sampled", "whole"), default="sampled", help="a part of them, or all")
-    group.addoption("--sweep-seed", type=int, help="which part and which random cases; by default the commit says")
+    group.addoption("--sweep-seed", type=int, default=sweeps.SEED, help="which part and which random cases")
     parser.getgroup("clients").addoption("--clients", action="store_true", help="play with agent programs too")
     parser.getgroup("ray").addoption("--ray", action="store_true", help="play on Ray in this process: test_on_ray does")
 
@@ -47,8 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     option, whole = config.option, config.option.sweeps == "whole"
-    if option.sweep_seed is None:  # here and not in the workers, which are given the options of this process
-        option.sweep_seed = random.getrandbits(32) if whole else sweeps.seed_of_commit()
     if option.hypothesis_seed is None:
         option.hypothesis_seed = option.sweep_seed
     sweeps.begin(whole=whole, seed=option.sweep_seed)
@@ -61,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
         cores, worker = sorted(os.sched_getaffinity(0)), int(config.workerinput["workerid"].removeprefix("gw"))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[min(worker, len(cores) - 1)]))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A gigabyte for what vLLM keeps: it fills it with zeros at its start, which takes seconds where it is more.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # Room for 16 requests of 2,000 ids in float32. vLLM fills its cache with zeros at its start, which takes seconds
+    # where it is larger.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     # vLLM leaves its sockets' context to the garbage collector, which comes by in any later test, or after the last.
     config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
     warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)

@@ -1,15 +1,15 @@
-"""How much of a sweep is played: a part that moves on with every commit, or all of it with `--sweeps=whole`."""
+"""The part of a sweep that is played: a fixed sample, or all of it with `--sweeps=whole`."""
 
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from tests.repository import ROOT
+__all__ = ["SEED", "begin", "part", "random_of", "times", "whole"]
 
-__all__ = ["begin", "part", "random_of", "seed_of_commit", "times", "whole"]
+# The same for every commit: one that is green stays green, and `git bisect` finds the commit that broke a test.
+SEED: Final = 0
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def whole() -> bool:
 
 
 def part(items: Sequence[T], one_in: int) -> list[T]:
-    """All items of a whole sweep, else every n-th of them, and the next commit begins with the next one."""
+    """All items of a whole sweep, else every n-th of them; the seed says with which to begin."""
     return list(items) if _whole else list(items[_seed % one_in :: one_in])
 
 
@@ -39,17 +39,3 @@ def times(whole: int, sampled: int) -> int:
 def random_of(name: str) -> random.Random:
     """What random cases are drawn from: the same for the same seed, which the head of every test run prints."""
     return random.Random(f"{name} {_seed}")
-
-
-def seed_of_commit() -> int:
-    """A number that the next commit has the next of; a random one where git does not know how many there are."""
-    try:
-        shallow = _told_by_git("rev-parse", "--is-shallow-repository") == "true"
-        # Their count and not a hash: n commits, one after the other, then look at all n parts.
-        return random.getrandbits(32) if shallow else int(_told_by_git("rev-list", "--count", "HEAD"))
-    except (OSError, subprocess.CalledProcessError):
-        return random.getrandbits(32)
-
-
-def _told_by_git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

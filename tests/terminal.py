@@ -29,7 +29,9 @@ class Terminal:
         name = os.ttyname(self._slave)
         # A session leader that opens a terminal gets it as its controlling one.
         script = f"exec {shlex.join(command)} <{name} >{name} 2>&1"
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        # pytest-xdist gives its processes a fixed size, which a program would take for that of its window.
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environment["TERM"] = "xterm-256color"
         self.process = subprocess.Popen(["sh", "-c", script], cwd=folder, env=environment, start_new_session=True)
         self.text = ""
 
@@ -60,6 +62,10 @@ class Terminal:
         while not re.search(pattern, self.text[start:]):
             if not self._read(end - time.monotonic()):
                 raise AssertionError(f"{pattern!r} was not printed within {seconds:g} s, but: {self.text[-3000:]}")
+
+    def resize(self, *, columns: int, rows: int) -> None:
+        """Give the window another size; the program is told by SIGWINCH."""
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)

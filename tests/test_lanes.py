@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 pytest_plugins = ["pytester"]
 
-WATCHDOG = 120.0
+WATCHDOG = 600.0
 
 CONFTEST = """
 import pytest
@@ -132,7 +132,7 @@ def test_ending():
     os.kill(os.getpid(), signal.SIGTERM)
 
 def test_exit():
-    from runner.runs.process import exit_now
+    from runner.runs.event_loop import exit_now
     exit_now(7)
 """
 
@@ -146,7 +146,7 @@ def test_a_process_that_ends_says_where_and_nothing_of_ours_ends_it(
     result.assert_outcomes(passed=1, failed=3)
     result.stderr.fnmatch_lines(["Fatal Python error: Segmentation fault", "*in test_crash"])
     result.stderr.fnmatch_lines(["SIGTERM ends process * in *::test_ending (call)"])
-    result.stdout.fnmatch_lines(["*AssertionError: runner.runs.process would have ended the process of the tests*7"])
+    result.stdout.fnmatch_lines(["*AssertionError: runner.runs.event_loop would have ended the process of the tests*7"])
 
 
 CHANGING = """

@@ -1,0 +1,136 @@
+"""The stages of `.ci/setup`: what each installs, and what is not done twice. Nothing is installed here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.repository import ROOT
+
+PYTHON = """#!/bin/sh
+# Stands for the interpreter of .venv: writes down what is installed.
+case "$*" in
+    *"pip install"*) echo "$*" | sed 's/.*--editable //' >>.venv/installed ;;
+    *demo_model*) echo "demo model" >>.venv/installed ;;
+esac
+"""
+
+
+CONSTRAINT = " --constraint constraints.txt"
+
+
+class Project:
+    """A copy of the project's set-up with an interpreter that installs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / ".ci").mkdir()
+        shutil.copy(ROOT / ".ci" / "setup", folder / ".ci")
+        (folder / "pyproject.toml").write_text("one\n")
+        (folder / "constraints.txt").write_text("numpy==2\n")
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        python = folder / ".venv" / "bin" / "python"
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+
+    def setup(self, *arguments: str) -> list[str]:
+        """Run it; return the lines of what was installed."""
+        installed = self.folder / ".venv" / "installed"
+        installed.unlink(missing_ok=True)
+        self.done = subprocess.run(
+            [self.folder / ".ci" / "setup", *arguments], capture_output=True, text=True, check=False, timeout=600
+        )
+        lines = installed.read_text().splitlines() if installed.exists() else []
+        self.constrained = any(CONSTRAINT in line for line in lines)
+        return [line.removesuffix(CONSTRAINT) for line in lines]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "extras"),
+    [("run", ".[{}]"), ("train", ".[{},training]"), ("all", ".[{},dev]"), ("", ".[{},dev]")],
+    ids=["run", "train", "all", "by default"],
+)
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_each_stage_installs_its_extras_and_the_demo_model_once(
+    engine: str, stage: str, extras: str, project: Project
+) -> None:
+    arguments = [engine, *([stage] if stage else [])]
+    assert project.setup(*arguments) == [extras.format(engine), "demo model"]
+    assert project.done.returncode == 0, project.done.stderr
+    assert project.setup(*arguments) == []
+
+
+def test_a_larger_stage_after_a_smaller_one_adds_what_is_missing(project: Project) -> None:
+    assert project.setup("cpu", "run") == [".[cpu]", "demo model"]
+    assert project.setup("cpu", "train") == [".[cpu,training]"]
+    assert project.setup("cpu", "all") == [".[cpu,dev]"]
+    for stage in ("run", "train", "all"):
+        assert project.setup("cpu", stage) == []
+
+
+def test_a_smaller_stage_after_a_larger_one_installs_nothing(project: Project) -> None:
+    project.setup("cpu", "all")
+    assert project.setup("cpu", "train") == project.setup("cpu", "run") == []
+
+
+@pytest.mark.parametrize(("engine", "constrained"), [("cpu", True), ("gpu", False)])
+def test_setup_for_cpus_installs_the_versions_of_constraints(engine: str, constrained: bool, project: Project) -> None:
+    project.setup(engine, "run")
+    assert project.constrained is constrained
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
+def test_changed_dependencies_are_installed_by_the_stage_that_is_asked_for(file: str, project: Project) -> None:
+    project.setup("cpu", "all")
+    (project.folder / file).write_text("another\n")
+    assert project.setup("cpu", "run") == [".[cpu]"]
+    assert project.setup("cpu", "run") == []
+    assert project.setup("cpu", "all") == [".[cpu,dev]"]
+
+
+def test_an_installation_that_fails_leaves_no_stamp(project: Project) -> None:
+    python = project.folder / ".venv" / "bin" / "python"
+    python.write_text(PYTHON.replace("case", 'case "$*" in *"pip install"*) exit 1 ;; esac\ncase'))
+    project.setup("cpu", "run")
+    assert project.done.returncode != 0
+    python.write_text(PYTHON)
+    assert project.setup("cpu", "run") == [".[cpu]", "demo model"]
+
+
+@pytest.mark.parametrize("stage", ["run", "train", "all"])
+def test_engines_for_two_devices_are_refused_by_any_stage(stage: str, project: Project) -> None:
+    project.setup("gpu", stage)
+    assert project.setup("cpu", "run") == []
+    assert "vLLM for another device (gpu)" in project.done.stderr
+    assert project.done.returncode != 0
+
+
+def test_an_unknown_stage_is_refused_by_name(project: Project) -> None:
+    assert project.setup("cpu", "some") == []
+    assert "there is no stage 'some': run, train or all" in project.done.stderr
+
+
+def test_make_asks_for_the_stage_that_each_target_needs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    needs = dict(re.findall(r"^([\w-]+): (setup[\w-]*)", makefile, flags=re.MULTILINE))
+    assert needs["run"] == "setup-run"
+    assert needs["train"] == needs["train-proof"] == "setup-train"
+    assert {needs[name] for name in ("check", "test-quick", "test-clients", "bench", "docs")} == {"setup"}
+    shown = subprocess.run(
+        ["make", "-n", "run", "ENGINE=gpu"],
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert ".ci/setup gpu run" in shown.stdout
