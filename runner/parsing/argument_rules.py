@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
 
 from runner.parsing.dialects import NOT_IN_KEYS, NotationDialect, dialect_of, plain_text
 from runner.parsing.ebnf import Rules, either, literal, none_of
 from runner.parsing.marks import Marks
 from runner.parsing.notations import Cdata, Html, JsonText, Raw, ValueType, members_in_order
-from runner.parsing.schema_rules import Field, Rest, SchemaRules, Sequenced, by_type, in_order
+from runner.parsing.schema_rules import MOST_EXCLUDED, LeftOut, NothingFits, SchemaRules, members_of, says_of_string
+from runner.parsing.sequences import Field, Rest, in_order
+from runner.parsing.string_rules import character_class, characters_but, text_but
 from runner.parsing.turn_format import CallFormat, LiteralText, Slot, TaggedArguments, ValueStyle
+from runner.tools.conjunctions import Shapes, shapes_of
+from runner.tools.shapes import Shape, kind_of
 
 __all__ = ["ArgumentRules", "EnforcingProperty", "Inexpressible", "ends_of_strings"]
-
-Schema: TypeAlias = Mapping[str, Any]
 
 
 class EnforcingProperty(enum.StrEnum):
@@ -42,97 +45,161 @@ class ArgumentRules:
     def __init__(self, rules: Rules, form: CallFormat) -> None:
         self._rules = rules
         self._form = form
+        self.left_out = LeftOut()
+        """What of the schemas the rules do not say."""
 
-    def of(self, name: str, parameters: Schema) -> str:
-        """An expression for the arguments of a tool.
+    def of(self, name: str, parameters: str) -> str:
+        """An expression for the arguments of a tool, of the text of its schema.
 
         Raises:
             Inexpressible: they cannot be written in this format.
         """
-        schema = {"additionalProperties": False, **parameters}
+        shapes = shapes_of(parameters)
+        arguments = shapes.arguments()
+        if not arguments:
+            raise _unsatisfiable(name, "no object fits its schema")
         try:
             if isinstance(self._form.arguments, TaggedArguments):
-                return _Tagged(self._rules, self._form, self._form.arguments, schema, name).expression()
+                tagged = partial(_Tagged, self._rules, self._form, self._form.arguments, shapes, name, self.left_out)
+                return either(tagged(shape).expression() for shape in arguments)
             notation = self._form.arguments.notation
             quote = [literal('"')] if isinstance(notation, JsonText) else []
-            written = SchemaRules(self._rules, _dialect(notation), schema, name, "").value(schema)
-        except ValueError as error:
-            raise Inexpressible(EnforcingProperty.SATISFIABLE, f"{name} takes what nothing fits: {error}") from None
+            schemas = SchemaRules(self._rules, _dialect(notation), shapes, name, "", self.left_out)
+            written = either(schemas.shape(shape, closed=True) for shape in arguments)
+        except NothingFits as error:
+            raise _unsatisfiable(name, str(error)) from None
         return " ".join([*quote, written, *quote])
+
+
+def _unsatisfiable(name: str, why: str) -> Inexpressible:
+    return Inexpressible(EnforcingProperty.SATISFIABLE, f"{name} takes what nothing fits: {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """Arguments of one tool, one by one between literals."""
+    """Arguments of one tool and of one shape, one by one between literals."""
 
     rules: Rules
     form: CallFormat
     arguments: TaggedArguments
-    schema: Schema
+    shapes: Shapes
     tool: str
+    left_out: LeftOut
+    shape: Shape
 
     def expression(self) -> str:
-        members = in_order(self.rules, list(self._fields()), self.arguments.separator, self._rest())
+        if self.shape.values is not None:
+            return either(self._listed(value) for value in self.shape.values)
+        self.left_out.add("", self.shape.unsaid)
+        members = in_order(
+            self.rules,
+            list(self._fields()),
+            self.rules.written(self.arguments.separator),
+            self._rest(),
+            least=self.shape.least,
+            most=self.shape.most,
+        )
+        if not members.holds_bounds:
+            self.left_out.add("", ("minProperties", "maxProperties"))
+        around = (self.rules.written(self.arguments.head), self.rules.written(self.arguments.tail))
         if self.arguments.none is not None:
-            return members.within(self.rules, self.arguments.head, self.arguments.tail, self.arguments.none)
+            return members.within(*around, self.rules.written(self.arguments.none))
         if members.some is None:
-            raise Inexpressible(
-                EnforcingProperty.NONE_WRITTEN,
-                f"{self.tool} takes no arguments, and its chat template has no way to write a call without any",
-            )
-        return Sequenced(members.some, False).within(self.rules, self.arguments.head, self.arguments.tail, "")
+            raise self._without_arguments()
+        return replace(members, may_be_empty=False).within(*around, "")
+
+    def _without_arguments(self) -> Inexpressible:
+        return Inexpressible(
+            EnforcingProperty.NONE_WRITTEN,
+            f"{self.tool} takes no arguments, and its chat template has no way to write a call without any",
+        )
+
+    def _listed(self, arguments: Mapping[str, Any]) -> str:
+        """The one call with these arguments."""
+        if not arguments:
+            if self.arguments.none is None:
+                raise self._without_arguments()
+            return self.rules.written(self.arguments.none)
+        fields: list[Field] = []
+        for key, value in members_in_order(arguments, sorted_keys=self.arguments.sorted_keys):
+            written = self._values([Shape(kind_of(value), (value,))], key)
+            if not written:
+                raise self._unwritable(key)
+            fields.append((f"{literal(key)} {either(written)}", True))
+        members = in_order(self.rules, fields, self.rules.written(self.arguments.separator))
+        return members.within(self.rules.written(self.arguments.head), self.rules.written(self.arguments.tail), "")
+
+    def _unwritable(self, key: str) -> Inexpressible:
+        return Inexpressible(
+            EnforcingProperty.TYPES_WRITTEN,
+            f"the argument {key} of {self.tool} has a type that its chat template cannot write",
+        )
 
     def _fields(self) -> Iterator[Field]:
-        required = self.schema.get("required", ())
-        properties = self.schema.get("properties", {})
-        for key, schema in members_in_order(properties, sorted_keys=self.arguments.sorted_keys):
-            values = self._values(schema)
+        for key, conjunction, required in members_of(self.shape, self.shapes, sorted_keys=self.arguments.sorted_keys):
+            values = self._values(self.shapes.of(conjunction), key)
             if values:
-                yield f"{literal(key)} {either(values)}", key in required
-            elif key in required:
-                raise Inexpressible(
-                    EnforcingProperty.TYPES_WRITTEN,
-                    f"the argument {key} of {self.tool} has a type that its chat template cannot write",
-                )
+                yield f"{literal(key)} {either(values)}", required
+            elif required:
+                raise self._unwritable(key)
 
     def _rest(self) -> Rest | None:
-        more = self.schema["additionalProperties"]
-        values = [] if more is False else self._values(more)
+        """Arguments that nothing names: where the schema speaks of such, or wants more than it names."""
+        others = [each for _, each in self.shape.of_patterns]
+        if any(part.says_additional for part in self.shape.objects) or self.shape.least > len(self.shape.named):
+            others.append(self.shape.others)
+        if not others or (self.shape.names and self._names_nothing()):
+            return None
+        shapes = [shape for each in others for shape in self.shapes.of(each)]
+        values = self._values(shapes, "*")
         if not values:
             return None
-        first = "".join(style.open[:1] for style in self.arguments.styles.values())
-        return Rest(self.rules.add("pair", f"{none_of(NOT_IN_KEYS + first)}+ {either(values)}"))
+        if self.shape.of_patterns:
+            self.left_out.add("", ("patternProperties",))
+        if self.shapes.key(self.shape.names):
+            self.left_out.add("", ("propertyNames",))
+        return Rest(self.rules.add("pair", f"{self._other_key()} {either(values)}"))
 
-    def _values(self, schema: Any) -> list[str]:
+    def _other_key(self) -> str:
+        """A name that is not written out in the schema."""
+        first = "".join(style.open[:1] for style in self.arguments.styles.values())
+        if sum(map(len, self.shape.named)) > MOST_EXCLUDED:
+            self.left_out.add("", ("additionalProperties",))
+            return f"{none_of(NOT_IN_KEYS + first)}+"
+        every = characters_but(NOT_IN_KEYS + first)
+        return text_but(["", *self.shape.named], self.rules, literal, lambda each: [character_class(each)], every)
+
+    def _names_nothing(self) -> bool:
+        return not any(each.kind == "string" for each in self.shapes.of(self.shape.names))
+
+    def _values(self, shapes: Sequence[Shape], path: str) -> list[str]:
         """An expression for each way in which a value may be written behind its key; none where there is no way."""
         found: dict[tuple[str, str], list[str]] = {}
-        kinds = list(by_type(schema, self.schema))
-        if any(kind == "number" and "enum" not in each for kind, each in kinds):
-            kinds.append(("integer", dict(next(each for kind, each in kinds if kind == "number"))))
         # A plain string that a tag ends may be anything, so that nothing has to be said of other types beside it.
-        kinds.sort(key=lambda each: each[0] != "string" or "enum" in each[1])
+        ordered = sorted(shapes, key=lambda shape: shape.kind != "string" or shape.values is not None)
         anything: set[tuple[str, str]] = set()
-        for kind, each in kinds:
+        for kind, shape in (pair for each in ordered for pair in _by_style(each)):
             style = self.arguments.styles.get(kind)
             if style is None or (around := (style.open, style.close)) in anything:
                 continue
-            if isinstance(style.notation, Raw) and "enum" not in each and len(self._ends) == 1:
+            if isinstance(style.notation, Raw) and shape.values is None and len(self._ends) == 1:
                 anything.add(around)
-            found.setdefault(around, []).append(self._value(style, kind, each))
+            found.setdefault(around, []).append(self._value(style, shape, path))
         return [
             f"{self.rules.written(opened)} {either(each)} {self.rules.written(closed)}"
             for (opened, closed), each in found.items()
         ]
 
-    def _value(self, style: ValueStyle, kind: ValueType, schema: Schema) -> str:
+    def _value(self, style: ValueStyle, shape: Shape, path: str) -> str:
         notation = style.notation
         if isinstance(notation, Raw | Html | Cdata):
-            if "enum" in schema:
-                return either(literal(notation.encode(value)) for value in schema["enum"])
+            if shape.values is not None:
+                return either(literal(notation.encode(value)) for value in shape.values)
+            self.left_out.add(path, (*shape.unsaid, *says_of_string(shape)))
             return plain_text(notation, self.rules, self._ends)
-        return SchemaRules(self.rules, _dialect(notation), self.schema, self.tool, self._behind(style)).typed(
-            kind, schema
-        )
+        behind = self._behind(style)
+        rules = SchemaRules(self.rules, _dialect(notation), self.shapes, self.tool, behind, self.left_out)
+        return rules.shape(shape, path=path)
 
     @property
     def _ends(self) -> tuple[str, ...]:
@@ -167,9 +234,9 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
         raise Inexpressible(
             EnforcingProperty.STRINGS_END, "nothing that its chat template writes tells where a string ends"
         )
-    first = _MARKS.of(ends[0].lstrip())[0]
-    if _MARKS.is_tag(first) and all(end.lstrip().startswith(first) for end in ends):
-        return (first,)
+    marks = _MARKS.of(ends[0].lstrip())  # none where the end is white space alone
+    if marks and _MARKS.is_tag(marks[0]) and all(end.lstrip().startswith(marks[0]) for end in ends):
+        return (marks[0],)
     return tuple(dict.fromkeys(ends))
 
 
@@ -184,6 +251,21 @@ def _dialect(notation: Any) -> NotationDialect:
     dialect = dialect_of(notation)
     assert dialect is not None, f"only strings are written as {notation.kind}"
     return dialect
+
+
+def _by_style(shape: Shape) -> Iterator[tuple[ValueType, Shape]]:
+    """The types that a template tells apart, each with its values; a number without a point is an integer to it."""
+    if shape.kind != "number":
+        yield shape.kind, shape
+    elif shape.values is not None:
+        whole = tuple(value for value in shape.values if isinstance(value, int))
+        others = tuple(value for value in shape.values if not isinstance(value, int))
+        yield from (("integer", replace(shape, values=whole)),) if whole else ()
+        yield from (("number", replace(shape, values=others)),) if others else ()
+    else:
+        if not shape.integer:
+            yield "number", shape
+        yield "integer", replace(shape, integer=True)
 
 
 _MARKS: Final = Marks()

@@ -10,13 +10,14 @@ from runner.parsing.harmony import read_harmony
 from runner.parsing.learning.checking import alike
 from runner.parsing.notations import ValueType, type_of
 from runner.parsing.reading import CallReader
-from runner.parsing.schema_rules import by_type
 from runner.parsing.turn_format import TurnFormat
-from runner.parsing.values import as_typed, schema_types
+from runner.parsing.values import as_typed
 from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
-from runner.tools.tool import Tool
+from runner.tools.conjunctions import Shapes, shapes_for, types_of
+from runner.tools.shapes import Shape
+from runner.tools.tool import Tool, is_tool_name
 
-__all__ = ["CARRIED_NAME", "Ambiguity", "Loss", "ambiguities", "losses"]
+__all__ = ["CARRIED_NAME", "Ambiguity", "Loss", "ambiguities", "carries_name", "losses"]
 
 CARRIED_NAME: Final = re.compile(r"[\w.$-]+")
 """Names of arguments that every format carries; in some of them other signs end a name."""
@@ -52,6 +53,22 @@ def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
         yield from found or _lost_calls(trial, tool)
 
 
+def carries_name(form: TurnFormat | None, tool: Tool) -> bool:
+    """Whether a call of a tool is read back with its name, which may be any text; without a format nothing is tried."""
+    if is_tool_name(tool.name):
+        return True
+    if len(tool.name) > LONGEST_NAME or not tool.name.isprintable():
+        return False
+    if form is None or form.calls is None:
+        return True
+    # With an argument, since some formats cannot write a call that has none.
+    return _CarryingTrial(form, [tool]).fault(tool.name, {"argument": "text"}) is None
+
+
+LONGEST_NAME: Final = 256
+"""The most characters that the name of a tool may have."""
+
+
 class _CarryingTrial:
     """Writes calls, and reads what it wrote."""
 
@@ -80,9 +97,11 @@ class _CarryingTrial:
 
 
 def _lost_arguments(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
-    required = tool.parameters.get("required", ())
-    for name, schema in tool.parameters["properties"].items():
-        examples = _examples(schema, tool.parameters)
+    shapes = shapes_for(tool.parameters)
+    needed = [set(shape.required) for shape in shapes.arguments()]
+    required = set.intersection(*needed) if needed else set()
+    for name in tool.parameters["properties"]:
+        examples = _examples(shapes, name)
         lost = {kind: why for kind, value in examples.items() if (why := trial.fault(tool.name, {name: value}))}
         if len(lost) == len(examples):
             what = f"its argument {name!r} cannot be read back ({next(iter(lost.values()))}). {_fix(name)}"
@@ -103,10 +122,8 @@ def _fix(argument: str) -> str:
 
 
 def _lost_calls(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
-    every = {
-        name: next(iter(_examples(schema, tool.parameters).values()))
-        for name, schema in tool.parameters["properties"].items()
-    }
+    shapes = shapes_for(tool.parameters)
+    every = {name: next(iter(_examples(shapes, name).values())) for name in tool.parameters["properties"]}
     why = trial.fault(tool.name, every) if every else None
     if why is not None:
         what = f"a call with all of its arguments cannot be read back ({why}). Give it another name, or {_ANOTHER}."
@@ -130,9 +147,9 @@ _EXAMPLES: Final[Mapping[ValueType, Any]] = {
 }
 
 
-def _examples(schema: Any, root: Mapping[str, Any]) -> Mapping[ValueType, Any]:
-    """A value of each type that a schema names; a text where it names none."""
-    types = schema_types(schema, root)
+def _examples(shapes: Shapes, name: str) -> Mapping[ValueType, Any]:
+    """A value of each type that an argument names; a text where it names none."""
+    types = shapes.types_of_argument(name)
     return {kind: value for kind, value in _EXAMPLES.items() if kind in types} or {"string": _EXAMPLES["string"]}
 
 
@@ -160,42 +177,30 @@ def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
     A string that may also be null is none of them: what is lost there is nothing but the words "null" and "None".
     """
     for tool in tools:
-        arguments = dict(tool.parameters["properties"])
-        if tool.parameters.get("additionalProperties"):
-            arguments["..."] = tool.parameters["additionalProperties"]
-        for name, schema in arguments.items():
-            types = _read_from_strings(schema, tool.parameters)
+        shapes = shapes_for(tool.parameters)
+        for name in dict.fromkeys(name for shape in shapes.arguments() for name in shape.named):
+            types = _read_from_strings(shapes.argument(name))
             if types:
                 yield Ambiguity(tool.name, name, types)
+        others = [s for one in shapes.arguments() if _says_others(one) for s in shapes.of(one.others)]
+        types = _read_from_strings(others)
+        if types:
+            yield Ambiguity(tool.name, "...", types)
+
+
+def _says_others(shape: Shape) -> bool:
+    return any(part.says_additional for part in shape.objects)
 
 
 _TYPES_OF_LITERALS: Final = ("integer", "number", "boolean", "array", "object")
 _LITERALS: Final = ("5", "2.5", "true", "[1]", '{"a": 1}')
 
 
-def _read_from_strings(schema: Any, root: Mapping[str, Any]) -> tuple[ValueType, ...]:
-    """The types of other values that strings are read as which the schema allows."""
-    types = schema_types(schema, root)
-    if types and "string" not in types:
-        return ()
-    texts = _allowed_strings(schema, root)
-    values = [as_typed(text, schema, root) for text in (_LITERALS if texts is None else texts)]
+def _read_from_strings(shapes: Sequence[Shape]) -> tuple[ValueType, ...]:
+    """The types of other values that strings of these shapes are read as."""
+    strings = [shape for shape in shapes if shape.kind == "string"]
+    listed = [text for shape in strings for text in shape.values or ()]
+    texts = _LITERALS if any(shape.values is None for shape in strings) else listed
+    types = types_of(shapes)
+    values = [as_typed(text, types) for text in texts]
     return tuple(dict.fromkeys(type_of(value) for value in values if not isinstance(value, str)))
-
-
-def _allowed_strings(schema: Any, root: Mapping[str, Any]) -> list[str] | None:
-    """The strings that a schema lists, or None where it allows more than those."""
-    texts: list[str] = []
-    try:
-        for kind, each in by_type(schema, root):
-            if kind == "string":
-                if "enum" not in each:
-                    return None
-                texts += each["enum"]
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-    ):  # a reference to nothing, of which the check of the arguments will complain
-        return None
-    return texts

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from runner.parsing.ebnf import NOTHING, Rules, any_of, either, literal, none_of, text_without
 from runner.parsing.notations import Cdata, Html, Json, JsonText, Nested, Notation, Python, Raw
+from runner.parsing.string_rules import ASCII_UNITS, JsonCharacters, character_class, characters_but, text_but
 
-__all__ = ["NOT_IN_KEYS", "NotationDialect", "dialect_of", "plain_text"]
+__all__ = ["NOT_IN_KEYS", "NotationDialect", "dialect_of", "free_json", "plain_text"]
 
 NOT_IN_KEYS: Final = " \t\n\r<>{}()[]\"'`,=|"
 """What no name of an argument has, so that one can be told from what stands behind it."""
@@ -54,6 +55,12 @@ class NotationDialect:
     """Whether members stand in the order of their keys."""
     signs_are_tokens: bool = False
     """Whether a vocabulary may have control tokens for quotes and brackets."""
+    characters: Callable[[Rules], JsonCharacters] | None = None
+    """What writes single characters of a string in JSON's quotes; None where strings are written otherwise."""
+    other_key: Callable[[Rules, Collection[str]], str] | None = None
+    """Any key but these; None where none can be told from others."""
+    free_space: bool = False
+    """Whether white space may stand behind signs, and in front of those that close."""
 
     def line(self, depth: int) -> str:
         """The line break in front of what stands at this depth; "" where all is on one line."""
@@ -63,7 +70,28 @@ class NotationDialect:
     def behind_strings(self) -> str:
         """The characters that may stand behind a string inside of an object or a list."""
         behind = (self.colon, self.member, self.item, self.close_object, self.close_list)
-        return "".join(text[:1] for text in behind) + ("" if self.indent is None else self.line_break[:1])
+        space = " \n" if self.free_space else "" if self.indent is None else self.line_break[:1]
+        return "".join(text[:1] for text in behind) + space
+
+    def signs(self, rules: Rules, text: str) -> str:
+        """An expression for signs of the notation, such as a bracket or what stands between members."""
+        if not self.free_space:
+            return rules.written(text)
+        rules.named("space", _SPACE_RULE)
+        signs = text.strip()
+        if signs in ("}", "]"):
+            return f"space {literal(signs)}"
+        return " space ".join(map(literal, signs)) + ("" if signs in ("{}", "[]") else " space")
+
+
+_SPACE_RULE: Final = r'"" | " " | "\n" [ \t]{0,40}'
+"""Enough for JSON on one line, or indented; a model could spend a turn on more."""
+
+
+@functools.cache
+def free_json() -> NotationDialect:
+    """JSON on one line or indented, as a model likes it."""
+    return replace(_json(Json(item=",", key=":"), lambda text: text), free_space=True)
 
 
 @functools.cache
@@ -112,6 +140,13 @@ def _json(notation: Json, written: Callable[[str], str]) -> NotationDialect:
         rest = rules.recursive(key, "string", lambda name: _json_string(notation.ascii, written, name, behind))
         return f"{quote} {rest}"
 
+    def characters(rules: Rules) -> JsonCharacters:
+        return JsonCharacters(rules, ascii_only=notation.ascii, written=written)
+
+    def other_key(rules: Rules, names: Collection[str]) -> str:
+        quote = literal(written('"'))
+        return f"{quote} {characters(rules).but(names)} {quote}"
+
     def encode(value: Any, depth: int) -> str:
         if notation.indent is None:
             return written(notation.encode(value))
@@ -122,6 +157,7 @@ def _json(notation: Json, written: Callable[[str], str]) -> NotationDialect:
     return NotationDialect(
         "{", key, item, "}", "[", item, "]", string, string, encode,
         indent=notation.indent, margin=notation.margin, line_break=written("\n"),
+        characters=characters, other_key=other_key,
     )  # fmt: skip
 
 
@@ -134,16 +170,10 @@ def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, beh
     plain = r"[ !#-\[\]-~]" if ascii_only else none_of('"\\', controls=False)
     backslash = literal(written("\\"))
     short = either([literal(written('"')), backslash, "[bfnrt]"])
-    unicode = _ASCII_UNIT.format(backslash=backslash) if ascii_only else '"u00" [01] [0-9a-f]'
+    units = " | ".join(unit.format(backslash=backslash) for unit in ASCII_UNITS)
+    unicode = units if ascii_only else '"u00" [01] [0-9a-f]'
     choices = f"{literal(written(chr(34)))} | {plain} {name} | {backslash} ({short} | {unicode}) {name}"
     return _looking_ahead(choices, behind)
-
-
-# Half of a surrogate pair is no character: it would be a string that cannot be written down.
-_ASCII_UNIT: Final = (
-    '"u" ([0-9a-ce-f] [0-9a-f] | "d" [0-7]) [0-9a-f] [0-9a-f] '
-    '| "ud" [89ab] [0-9a-f] [0-9a-f] {backslash} "ud" [c-f] [0-9a-f] [0-9a-f]'
-)
 
 
 def _looking_ahead(choices: str, behind: str) -> str:
@@ -176,13 +206,19 @@ def _nested(notation: Nested) -> NotationDialect:
         return f"{rules.written(notation.open_string)} {text} {rules.written(notation.close_string)}"
 
     def key(rules: Rules, behind: str) -> str:
-        signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation)))
-        return f"{rules.written(notation.open_key)} {none_of(signs + _SPACE)}+ {rules.written(notation.close_key)}"
+        return f"{rules.written(notation.open_key)} {none_of(signs)}+ {rules.written(notation.close_key)}"
+
+    def other_key(rules: Rules, names: Collection[str]) -> str:
+        body = text_but(["", *names], rules, literal, lambda each: [character_class(each)], characters_but(signs))
+        return f"{rules.written(notation.open_key)} {body} {rules.written(notation.close_key)}"
+
+    # What would end a key, or be confused with what stands around it.
+    signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation))) + _SPACE
 
     return NotationDialect(
         notation.open_object, notation.colon, notation.member, notation.close_object, notation.open_list,
         notation.item, notation.close_list, string, key, lambda value, _: notation.encode(value),
-        sorted_keys=notation.sorted_keys, signs_are_tokens=True,
+        sorted_keys=notation.sorted_keys, signs_are_tokens=True, other_key=other_key,
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Self, TypeAlias
 
@@ -18,7 +18,7 @@ from runner.parsing.harmony import NEXT_MESSAGE
 from runner.parsing.turn_format import CallFormat, LiteralText, Piece, ReasoningFormat, Slot
 from runner.tools.tool import Tool
 
-__all__ = ["constraint", "enforceable", "harmony_constraint"]
+__all__ = ["constraint", "enforceable", "harmony_constraint", "not_enforced"]
 
 NO_TOKENS: Final[Mapping[str, int]] = {}
 """For vocabularies that are not known, or spell everything with letters."""
@@ -35,6 +35,7 @@ def constraint(
     parallel: bool = True,
     thought: ReasoningFormat | None = None,
     control_tokens: Mapping[str, int] = NO_TOKENS,
+    stops: Collection[str] = (),
 ) -> Constraint | None:
     """What enforces `tool_choice` in a turn of this format, or None where nothing is or can be enforced.
 
@@ -52,6 +53,7 @@ def constraint(
         thought: what may stand in front of the calls, or has to be ended first where the prompt begins it.
         control_tokens: the parts of the format that are one id of the vocabulary each. Nothing else is let through
             for them, least of all their letters.
+        stops: the control tokens that end a turn; nothing is asked for after one.
 
     Raises:
         BadOption: a call is required and there is no tool, or none of that name, or what the tools take cannot be
@@ -63,6 +65,9 @@ def constraint(
     if not allowed:
         names = ", ".join(tool.name for tool in tools) or "there are none"
         raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
+    if _holds(stops, *_texts_before_close(form, thought)):
+        raise BadOption(f"tool_choice={tool_choice!r}: the chat template writes a stop token inside of a call.")
+    form = _ended(form, stops)
     signatures = tuple((tool.name, tool.parameters_text) for tool in allowed)
     many = parallel and all(tool.parallel for tool in allowed)
     keyed = _Format.of(form, control_tokens)
@@ -72,6 +77,22 @@ def constraint(
         return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought))
     except Inexpressible as error:
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
+
+
+def _ended(form: CallFormat, stops: Collection[str]) -> CallFormat:
+    """The format up to the first stop token: the turn is over there, so that a grammar cannot ask for more."""
+    close = form.close[: min((at for stop in stops if (at := form.close.find(stop)) >= 0), default=None)]
+    between = None if form.between is not None and _holds(stops, form.between) else form.between
+    return form if (close, between) == (form.close, form.between) else replace(form, close=close, between=between)
+
+
+def _texts_before_close(form: CallFormat, thought: ReasoningFormat | None) -> list[str]:
+    pieces = [piece.text for piece in form.call if isinstance(piece, LiteralText)]
+    return [form.begin, *pieces, *([] if thought is None else [thought.close])]
+
+
+def _holds(stops: Collection[str], *texts: str) -> bool:
+    return any(stop in text for stop in stops for text in texts)
 
 
 FIRST_MESSAGE: Final = ReasoningFormat("", NEXT_MESSAGE, opened_by_prompt=True)
@@ -90,6 +111,19 @@ def harmony_constraint(
         BadOption: a call is required and there is no tool, or none of that name.
     """
     return constraint(form, tools, tool_choice, parallel=False, thought=FIRST_MESSAGE, control_tokens=control_tokens)
+
+
+def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
+    """What a tool's schema says that no grammar of this format does, each as a keyword and the argument it is about.
+
+    The check of the arguments finds it; what is not checked either is among `modern(tool.parameters).notes`.
+    """
+    arguments = ArgumentRules(Rules(NO_TOKENS), form)
+    try:
+        arguments.of(tool.name, tool.parameters_text)
+    except Inexpressible:
+        return []  # which refuses the call, by name
+    return arguments.left_out.sentences()
 
 
 def enforceable(form: CallFormat) -> str | None:
@@ -202,7 +236,7 @@ def _calls(rules: Rules, form: CallFormat, signatures: Signatures, many: bool) -
 
 
 def _call(rules: Rules, form: CallFormat, arguments: ArgumentRules, name: str, parameters: str) -> str:
-    written = arguments.of(name, json.loads(parameters))
+    written = arguments.of(name, parameters)
     return " ".join(written if piece is Slot.ARGUMENTS else _piece(rules, form, piece, name) for piece in form.call)
 
 

@@ -53,6 +53,8 @@ class TurnParser:
     """The parts of the format that are one id of the vocabulary each."""
     named: NamedReader | None = None
     """What reads the calls that a model begins by itself, where the user named a format; else the format does."""
+    stops: tuple[str, ...] = ()
+    """The control tokens that end a turn."""
 
     @property
     def reads_calls(self) -> bool:
@@ -177,6 +179,7 @@ class TurnParser:
             parallel=parallel,
             thought=self.format.reasoning,
             control_tokens=self.control_tokens,
+            stops=self.stops,
         )
 
     def _unenforceable(self, tool_choice: ToolChoice) -> str:

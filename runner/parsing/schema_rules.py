@@ -1,127 +1,150 @@
-"""Rules for the values that a JSON schema allows, in a dialect and its canonical spacing.
+"""Rules for the values that a JSON schema allows, in a dialect: one for each of their shapes.
 
-Keywords that a grammar cannot say, or only at a great size (`pattern`, `format`, `uniqueItems`, `multipleOf`, lengths
-of strings, wide ranges), are left to the check of the arguments, whose words the model then reads.
+A keyword that no rule can express, or only at a great size, is noted as left out. The check of the arguments finds it,
+and the model reads the words of the check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from runner.parsing.dialects import NotationDialect
-from runner.parsing.ebnf import NOTHING, Rules, either, literal
-from runner.parsing.notations import ValueType, members_in_order, type_of
+from runner.parsing.ebnf import Rules, either, literal
+from runner.parsing.notations import members_in_order
+from runner.parsing.number_rules import number_rule
+from runner.parsing.sequences import Field, Rest, in_order
+from runner.parsing.string_rules import EVERY, FORMATS, Inexpressive, pattern_rule
+from runner.tools.conjunctions import Shapes
+from runner.tools.shapes import KINDS, Conjunction, Range, Shape
 
-__all__ = ["TYPES", "Field", "Rest", "SchemaRules", "Sequenced", "by_type", "in_order"]
-
-TYPES: Final[tuple[ValueType, ...]] = ("string", "integer", "number", "boolean", "null", "array", "object")
-
-LONGEST_RANGE: Final = 256
-"""Integer ranges up to this size are spelt out; of wider ones only the sign is kept."""
+__all__ = ["LeftOut", "NothingFits", "SchemaRules", "members_of"]
 
 LONGEST_REPEAT: Final = 4096
 """Bounds on lengths above this are left to the check: a repetition is paid for in the compiled grammar."""
 
+MOST_EXCLUDED: Final = 2000
+"""Letters of names that others are told from; each of them is a rule."""
+
+LONGEST_COUNTED: Final = 64
+"""Of longer strings the characters are not counted: each of them makes rules, which take 10 to 20 ms to compile."""
+
+SHORTEST_COUNTED: Final = 16
+"""So many characters are asked for at most where nothing says how many there may be."""
+
 DEEPEST_INDENTED: Final = 8
 """Where values are indented, every depth needs rules of its own; below this one objects and lists are empty."""
 
-MOST_REFERENCES: Final = 50
-"""References that lead to nothing but references."""
 
-_NUMBERS: Final = {
-    "natural": '"0" | [1-9] [0-9]*',
-    "integer": '"-"? natural',
-    # At most 31 digits before the point and no exponent above 307, so that no number is infinite.
-    "unsigned": '("0" | [1-9] [0-9]{0,30}) ("." [0-9]+)? | [1-9] ("." [0-9]+)? "e" exponent',
-    "number": '"-"? unsigned',
-    "exponent": '"-" [0-9]{1,3} | "+"? ([0-9]{1,2} | [12] [0-9]{2} | "30" [0-7])',
-}
-_NEEDED: Final = {"integer": ("natural",), "number": ("exponent", "unsigned"), "unsigned": ("exponent",)}
-
-Field: TypeAlias = tuple[str, bool]
-"""An expression, and whether it is required."""
+class NothingFits(ValueError):
+    """No value fits a schema; the message is a clause that says where."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What may stand behind named fields, repeated."""
+class LeftOut:
+    """What a grammar does not say of a schema, by the path of the argument."""
 
-    item: str
-    low: int = 0
-    high: int | None = None
+    def __init__(self) -> None:
+        self.keywords: dict[tuple[str, str], None] = {}
+        """(path, keyword), in the order in which they were met."""
 
+    def add(self, path: str, keywords: Sequence[str]) -> None:
+        """Note that these keywords are left to the check."""
+        self.keywords |= dict.fromkeys((path, keyword) for keyword in keywords)
 
-@dataclass(frozen=True, slots=True)
-class Sequenced:
-    """Fields in order with separators between."""
-
-    some: str | None
-    """An expression for one field or more; None where there can be none."""
-    may_be_empty: bool
-
-    def within(self, rules: Rules, opened: str, closed: str, empty: str) -> str:
-        """An expression for the fields between two texts, or for the text that stands for none of them."""
-        choices = [] if self.some is None else [f"{rules.written(opened)} {self.some} {rules.written(closed)}"]
-        return either([*choices, rules.written(empty)] if self.may_be_empty else choices)
+    def sentences(self) -> list[str]:
+        """Each keyword, and the path of what it is about."""
+        return [f"{keyword} of {path}" if path else keyword for path, keyword in self.keywords]
 
 
 class SchemaRules:
-    """Writes rules for the schemas of one tool."""
+    """Writes rules for the schemas of one tool, or of an answer."""
 
-    def __init__(self, rules: Rules, dialect: NotationDialect, root: Any, tool: str, behind: str) -> None:
-        """Of the tool whose schema is `root`; `behind` has the characters behind a value that is in no other."""
+    def __init__(
+        self, rules: Rules, dialect: NotationDialect, shapes: Shapes, whose: str, behind: str, left_out: LeftOut
+    ) -> None:
+        """Of whoever has these shapes; `behind` has the characters behind a value that is in no other."""
         self._rules = rules
         self._dialect = dialect
-        self._root = root
-        self._tool = tool
+        self._shapes = shapes
+        self._whose = whose
         self._behind = behind
+        self._left_out = left_out
 
-    def value(self, schema: Any, depth: int = 0) -> str:
-        """An expression for the values that `schema` allows.
+    def value(self, conjunction: Conjunction, depth: int = 0, path: str = "") -> str:
+        """An expression for the values that fit all of these schemas.
 
         Raises:
-            ValueError: there are none.
+            NothingFits: there are none.
         """
-        if not isinstance(schema, Mapping):
-            if schema is False:
-                raise ValueError("a JSON schema that allows nothing cannot be enforced")
+        if self._too_deep(depth) and self._shapes.is_recursive(conjunction):
             return self._anything(depth)
-        if "$ref" in schema:
-            return self._reference(schema["$ref"], depth)
-        if "const" in schema or "enum" in schema:
-            return self._enum(_values(schema), depth)
-        if "anyOf" in schema or "oneOf" in schema:
-            return either([self.value(choice, depth) for choice in _choices(schema)])
-        if "allOf" in schema:
-            return self.value(_merged(schema), depth)
-        kinds = _kinds(schema)
-        return either([self.typed(kind, schema, depth) for kind in kinds]) if kinds else self._anything(depth)
+        key = self._shapes.key(conjunction)
+        if not key:
+            return self._anything(depth)
+        if not self._shapes.is_recursive(conjunction):
+            return self._shaped(conjunction, depth, path)
+        named = ("schema", self._dialect, self._whose, key, self._level(depth), depth == 0 and self._behind)
+        return self._rules.recursive(named, "schema", lambda _: self._shaped(conjunction, depth, path))
 
-    def typed(self, kind: str, schema: Mapping[str, Any], depth: int = 0) -> str:
-        """An expression for the values of one type that `schema` allows."""
-        if "enum" in schema:
-            return self._enum(schema["enum"], depth)
-        match kind:
-            case "integer":
-                return self._integer(schema, depth)
+    def _shaped(self, conjunction: Conjunction, depth: int, path: str) -> str:
+        shapes = self._shapes.of(conjunction)
+        if not shapes:
+            raise NothingFits(f"{path or 'the whole'} has a schema that allows nothing")
+        if {shape.kind for shape in shapes if shape.is_free} == set(KINDS):
+            return self._anything(depth)
+        return either(self.shape(shape, depth, path) for shape in shapes)
+
+    def shape(self, shape: Shape, depth: int = 0, path: str = "", *, closed: bool = False) -> str:
+        """An expression for the values of one shape; `closed` says that an object has no members that nothing names."""
+        if shape.values is not None:
+            return self.listed(shape.values, depth)
+        self._left_out.add(path, shape.unsaid)
+        match shape.kind:
             case "number":
-                return self._number("unsigned" if _is_positive(schema) else "number")
+                rule, exact = number_rule(self._rules, shape.numbers, integer=shape.integer)
+                self._left_out.add(path, () if exact else bounds_of(shape.numbers))
+                return rule
             case "string":
-                return self._dialect.string(self._rules, self._behind_value(depth))
+                return self._string(shape, depth, path)
             case "boolean":
-                return self._enum([True, False], depth)
+                return self.listed([True, False], depth)
             case "null":
-                return self._enum([None], depth)
+                return self.listed([None], depth)
             case "array":
-                return self._array(schema, depth)
+                return self._array(shape, depth, path)
             case _:
-                return self._object(schema, depth)
+                return self._object(shape, depth, path, closed=closed)
+
+    def listed(self, values: Sequence[Any], depth: int = 0) -> str:
+        """An expression for one of these values."""
+        if self._dialect.free_space:
+            return either(map(self._freely, values))
+        return either(self._written(self._dialect.encode(value, depth)) for value in values)
+
+    def _freely(self, value: Any) -> str:
+        """A value with any white space between its signs."""
+        dialect = self._dialect
+        match value:
+            case Mapping() if value:
+                inside = (
+                    f"{literal(self._key(name, 0))} {self._signs(dialect.colon)} {self._freely(each)}"
+                    for name, each in value.items()
+                )
+                return self._around(dialect.open_object, inside, dialect.member, dialect.close_object)
+            case list() if value:
+                return self._around(dialect.open_list, map(self._freely, value), dialect.item, dialect.close_list)
+            case _:
+                return literal(dialect.encode(value, 0))
+
+    def _around(self, opened: str, inside: Iterable[str], between: str, closed: str) -> str:
+        return f"{self._signs(opened)} {f' {self._signs(between)} '.join(inside)} {self._signs(closed)}"
 
     def _written(self, text: str) -> str:
         """What somebody named, whose control text is text, within the signs of the dialect, which may be tokens."""
         return self._rules.written(text) if self._dialect.signs_are_tokens else literal(text)
+
+    def _signs(self, text: str) -> str:
+        return self._dialect.signs(self._rules, text)
 
     def _behind_value(self, depth: int) -> str:
         if depth == 0:
@@ -129,90 +152,180 @@ class SchemaRules:
         # One rule for every string: all that may stand behind any of them.
         return self._dialect.behind_strings
 
-    def _number(self, name: str) -> str:
-        for each in (*_NEEDED.get(name, ()), name):
-            self._rules.named(each, _NUMBERS[each])
-        return name
+    def _string(self, shape: Shape, depth: int, path: str) -> str:
+        said, rule = self._limited(shape, self._behind_value(depth))
+        self._left_out.add(path, [each for each in says_of_string(shape) if each not in said])
+        return rule or self._dialect.string(self._rules, self._behind_value(depth))
 
-    def _reference(self, reference: str, depth: int) -> str:
-        if self._too_deep(depth):
-            return self._anything(depth)
-        key = ("reference", self._dialect, self._tool, reference, self._level(depth), depth == 0)
-        return self._rules.recursive(key, "ref", lambda _: self.value(resolved(self._root, reference), depth))
+    def _limited(self, shape: Shape, behind: str) -> tuple[Sequence[str], str | None]:
+        """Which keywords of a string are said, and the rule that says them, if any can be."""
+        if self._dialect.characters is None:
+            return (), None
+        characters, quote = self._dialect.characters(self._rules), self._quote()
+        patterns = [("pattern", each) for each in shape.patterns]
+        patterns += [("format", FORMATS[each]) for each in shape.formats if each in FORMATS]
+        for keyword, pattern in patterns[:1] if len(shape.patterns) < 2 else ():
+            try:
+                body = self._rules.add("pattern", pattern_rule(pattern, characters, self._rules))
+            except Inexpressive:
+                continue
+            return (keyword,), f"{quote} {body} {quote}"
+        if shape.most is not None and shape.most <= LONGEST_COUNTED:
+            first = [characters.one_of(EVERY)] * shape.least
+            rest = characters.at_most(shape.most - shape.least, quote)
+            return ("minLength", "maxLength"), " ".join([quote, *first, rest])
+        if not shape.least:
+            return (), None
+        least = min(shape.least, SHORTEST_COUNTED)
+        rest = self._dialect.string(self._rules, behind).removeprefix(f"{quote} ")
+        rule = " ".join([quote, *[characters.one_of(EVERY)] * least, rest])
+        return ("minLength",) if least == shape.least else (), rule
 
-    def _enum(self, values: Sequence[Any], depth: int) -> str:
-        return either(self._written(self._dialect.encode(value, depth)) for value in values)
-
-    def _integer(self, schema: Mapping[str, Any], depth: int) -> str:
-        low, high = _integer_bounds(schema)
-        if low is not None and high is not None and high - low < LONGEST_RANGE:
-            if low > high:
-                raise ValueError("a JSON schema that allows nothing cannot be enforced")
-            return self._enum(list(range(low, high + 1)), depth)
-        return self._number("natural" if low is not None and low >= 0 else "integer")
-
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, shape: Shape, depth: int, path: str) -> str:
         dialect = self._dialect
         if self._too_deep(depth):
             return self._rules.written(dialect.open_list + dialect.close_list)
-        first = [self.value(item, depth + 1) for item in schema.get("prefixItems", ())]
-        low, high = schema.get("minItems", 0), schema.get("maxItems")
-        fields = [(rule, index < low) for index, rule in enumerate(first) if high is None or index < high]
-        items = schema.get("items", not first)
+        inner = f"{path}[]"
+        items: list[str] = []
+        most = shape.most
+        # With first items that are told one by one there are no others, unless somebody says so.
+        open_ended = not shape.listed or any(part.says_rest for part in shape.arrays) or shape.least > shape.listed
+        for index in range(shape.listed):
+            item = shape.item(index)
+            if (most is not None and index >= most) or not self._shapes.is_satisfiable(item):
+                most = index
+                break
+            items.append(self.value(item, depth + 1, f"{path}[{index}]"))
+        fields: list[Field] = [(rule, index < shape.least) for index, rule in enumerate(items)]
+        others = shape.item(shape.listed)
         rest = None
-        if items is not False and (high is None or high > len(fields)):
-            most = None if high is None else high - len(fields)
-            rest = Rest(self.value(items, depth + 1), max(0, low - len(fields)), most)
-        listed = in_order(self._rules, fields, dialect.item + dialect.line(depth + 1), rest, all_before=True)
+        if open_ended and (most is None or most > len(fields)) and self._shapes.is_satisfiable(others):
+            room = None if most is None else most - len(fields)
+            low, high = max(0, shape.least - len(fields)), room
+            if low > LONGEST_REPEAT or (high is not None and high > LONGEST_REPEAT):
+                self._left_out.add(path, ("minItems", "maxItems"))
+            rest = Rest(self.value(others, depth + 1, inner), low, high)
+        separator = dialect.item + dialect.line(depth + 1)
+        listed = in_order(self._rules, fields, self._signs(separator), rest, all_before=True)
         return self._enclosed(listed, dialect.open_list, dialect.close_list, depth)
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _object(self, shape: Shape, depth: int, path: str, *, closed: bool) -> str:
         dialect = self._dialect
         if self._too_deep(depth):
             return self._rules.written(dialect.open_object + dialect.close_object)
-        required = schema.get("required", ())
-        properties = schema.get("properties", {})
-        fields = [
-            (
-                f"{self._written(self._key(name, depth) + dialect.colon)} {self.value(value, depth + 1)}",
-                name in required,
-            )
-            for name, value in members_in_order(properties, sorted_keys=dialect.sorted_keys)
-        ]
-        more = schema.get("additionalProperties", not properties)
-        rest = None
-        if more is not False:
-            pair = f"{self._any_key(schema, depth)} {self._rules.written(dialect.colon)} {self.value(more, depth + 1)}"
-            # Beside named properties the number of others is left to the check.
-            bounds = (0, None) if properties else (schema.get("minProperties", 0), schema.get("maxProperties"))
-            rest = Rest(self._rules.add("pair", pair), *bounds)
-        members = in_order(self._rules, fields, dialect.member + dialect.line(depth + 1), rest)
+
+        def member(name: str, conjunction: Conjunction) -> str:
+            # A key is a name that somebody gave: control text in it is text.
+            key = self._written(self._key(name, depth))
+            return f"{key} {self._signs(dialect.colon)} {self.value(conjunction, depth + 1, _below(path, name))}"
+
+        fields: list[Field] = []
+        for name, conjunction, required in members_of(shape, self._shapes, sorted_keys=dialect.sorted_keys):
+            fields.append((member(name, conjunction), required))
+        rest = self._others(shape, depth, path, closed=closed, named=len(fields))
+        members = in_order(
+            self._rules,
+            fields,
+            self._signs(dialect.member + dialect.line(depth + 1)),
+            rest,
+            least=shape.least,
+            most=shape.most,
+        )
+        if not members.holds_bounds:
+            self._left_out.add(path, ("minProperties", "maxProperties"))
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
-    def _enclosed(self, inside: Sequenced, opened: str, closed: str, depth: int) -> str:
+    def _others(self, shape: Shape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
+        """Members that nothing names: where the schema speaks of such, or names none, or wants more than it names."""
+        inner = _below(path, "*")
+        if shape.names and not any(each.kind == "string" for each in self._shapes.of(shape.names)):
+            return None
+        values = [
+            (pattern, self.value(each, depth + 1, inner))
+            for pattern, each in shape.of_patterns
+            if self._shapes.is_satisfiable(each)
+        ]
+        says = any(part.says_additional for part in shape.objects)
+        bare = not closed and not named and not shape.of_patterns
+        open_ended = (says or bare or shape.least > named) and self._shapes.is_satisfiable(shape.others)
+        pairs: list[str] = []
+        if open_ended:
+            written = self.value(shape.others, depth + 1, inner)
+            if values:
+                # Which of them a name is told by is found by the check.
+                self._left_out.add(path, ("patternProperties",))
+                written = either([written, *(rule for _, rule in values)])
+            pairs.append(f"{self._other_key(shape, path)} {self._signs(self._dialect.colon)} {written}")
+        elif values:
+            for pattern, written in values:
+                pairs.append(
+                    f"{self._key_of_pattern(pattern, shape, path)} {self._signs(self._dialect.colon)} {written}"
+                )
+        if not pairs:
+            return None
+        return Rest(self._rules.add("pair", either(pairs)))
+
+    def _enclosed(self, inside: Any, opened: str, closed: str, depth: int) -> str:
         dialect = self._dialect
-        body = inside.within(
-            self._rules, opened + dialect.line(depth + 1), dialect.line(depth) + closed, opened + closed
-        )
-        return self._rules.add("inside", body)
+        line, end = dialect.line(depth + 1), dialect.line(depth)
+        around = (self._signs(opened + line), self._signs(end + closed), self._signs(opened + closed))
+        return self._rules.add("inside", inside.within(*around))
 
     def _key(self, name: str, depth: int) -> str:
         """The text of a key: a string wherever values are quoted, else as the template has it."""
         written = self._dialect.encode({name: 0}, 0)
         return written[len(self._dialect.open_object + self._dialect.line(1)) : written.rindex(self._dialect.colon)]
 
-    def _any_key(self, schema: Mapping[str, Any], depth: int) -> str:
-        names = schema.get("propertyNames", {})
-        if isinstance(names, Mapping) and "enum" in names:
-            return either(self._written(self._key(name, depth)) for name in names["enum"])
-        return self._dialect.key(self._rules, self._dialect.behind_strings)
+    def _other_key(self, shape: Shape, path: str) -> str:
+        """A name that is not written out in the schema."""
+        if self._shapes.key(shape.names):
+            if shape.named:
+                self._left_out.add(path, ("additionalProperties",))
+            return self._key_of_names(shape, path)
+        if not shape.named:
+            return self._dialect.key(self._rules, self._dialect.behind_strings)
+        if self._dialect.other_key is None or sum(map(len, shape.named)) > MOST_EXCLUDED:
+            self._left_out.add(path, ("additionalProperties",))
+            return self._dialect.key(self._rules, self._dialect.behind_strings)
+        return self._dialect.other_key(self._rules, shape.named)
+
+    def _quote(self) -> str:
+        """The mark around a string in JSON's quotes."""
+        both = self._dialect.encode("", 0)
+        return literal(both[: len(both) // 2])
+
+    def _key_of_names(self, shape: Shape, path: str) -> str:
+        choices: list[str] = []
+        for each in self._shapes.of(shape.names):
+            if each.kind != "string":
+                continue
+            if each.values is not None:
+                choices += [self._written(self._key(name, 0)) for name in each.values]
+                continue
+            said, rule = self._limited(each, self._dialect.behind_strings)
+            left = [keyword for keyword in (*says_of_string(each), *each.unsaid) if keyword not in said]
+            self._left_out.add(path, ("propertyNames",) if left else ())
+            choices.append(rule or self._dialect.key(self._rules, self._dialect.behind_strings))
+        return either(choices)
+
+    def _key_of_pattern(self, pattern: str, shape: Shape, path: str) -> str:
+        if self._shapes.key(shape.names):
+            self._left_out.add(path, ("propertyNames",))
+        _, rule = self._limited(Shape("string", patterns=(pattern,)), self._dialect.behind_strings)
+        if rule is None or len(shape.of_patterns) > 1:
+            self._left_out.add(path, ("patternProperties",))
+        return rule or self._dialect.key(self._rules, self._dialect.behind_strings)
 
     def _anything(self, depth: int) -> str:
+        def any_value() -> str:
+            kinds = [kind for kind in KINDS if not (self._too_deep(depth) and kind in ("array", "object"))]
+            shapes = [Shape(kind) for kind in kinds]
+            return either(self.shape(shape, depth) for shape in shapes)
+
         if self._too_deep(depth):
-            return either(self.typed(kind, {}, depth) for kind in TYPES)
+            return any_value()
         key = ("anything", self._dialect, self._level(depth), depth == 0 and self._behind)
-        body = lambda _: either(self.typed(kind, {}, depth) for kind in TYPES)  # noqa: E731  # one line beside its key
-        return self._rules.recursive(key, "anything", body)
+        return self._rules.recursive(key, "anything", lambda _: any_value())
 
     def _level(self, depth: int) -> int:
         """Rules of different depths differ only where values are indented."""
@@ -222,114 +335,25 @@ class SchemaRules:
         return self._dialect.indent is not None and depth > DEEPEST_INDENTED
 
 
-def in_order(
-    rules: Rules, fields: Sequence[Field], separator: str, rest: Rest | None = None, *, all_before: bool = False
-) -> Sequenced:
-    """Fields in order; those that are not required may be left out; then `rest` repeated.
-
-    `all_before` says that a field may be left out only if all later ones are, as in an array.
-    """
-    some, after = _rest(rules, separator, rest)
-    may_be_empty = rest is None or rest.low == 0
-    for body, required in reversed(fields):
-        here = body if after == NOTHING else f"{body} {after}"
-        left_out = NOTHING if all_before else after
-        skipped = [] if required or all_before or some is None else [some]
-        some = rules.add("first", either([here, *skipped]))
-        after = rules.add("more", either([f"{rules.written(separator)} {here}", *([] if required else [left_out])]))
-        may_be_empty = may_be_empty and not required
-    return Sequenced(some, may_be_empty)
+def members_of(shape: Shape, shapes: Shapes, *, sorted_keys: bool) -> Iterator[tuple[str, Conjunction, bool]]:
+    """The members of an object that are named: the name, what the value has to be, whether it must be there."""
+    named = {name: shape.member(name) for name in shape.named}
+    for name, conjunction in members_in_order(named, sorted_keys=sorted_keys):
+        if shapes.is_satisfiable(conjunction) and (not shape.names or shapes.fits(name, shape.names)):
+            yield name, conjunction, name in shape.required
 
 
-def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, str]:
-    """Expressions for the rest as the first of a sequence, one item at least, and for it behind other fields."""
-    if rest is None or rest.high == 0:
-        return None, NOTHING
-    following = f"({rules.written(separator)} {rest.item})"
-    high = None if rest.high is None else rest.high - 1
-    some = rules.add("items", f"{rest.item} {following}{_times(max(0, rest.low - 1), high)}")
-    return some, rules.add("rest", f"{following}{_times(rest.low, rest.high)}")
+def says_of_string(shape: Shape) -> list[str]:
+    """The keywords of a shape of strings."""
+    said = ["pattern"] * bool(shape.patterns) + ["format"] * bool(shape.formats)
+    return said + ["minLength"] * (shape.least > 0) + ["maxLength"] * (shape.most is not None)
 
 
-def by_type(schema: Any, root: Any, depth: int = 0) -> Iterator[tuple[ValueType, Mapping[str, Any]]]:
-    """Each type that a schema allows, with a schema of that type; all types where it does not say."""
-    if schema is False or depth > MOST_REFERENCES:
-        return
-    if not isinstance(schema, Mapping):
-        yield from ((kind, {}) for kind in TYPES)
-    elif "$ref" in schema:
-        yield from by_type(resolved(root, schema["$ref"]), root, depth + 1)
-    elif "const" in schema or "enum" in schema:
-        values = _values(schema)
-        for kind in dict.fromkeys(map(type_of, values)):
-            yield kind, {"enum": [value for value in values if type_of(value) == kind]}
-    elif "anyOf" in schema or "oneOf" in schema:
-        for choice in _choices(schema):
-            yield from by_type(choice, root, depth + 1)
-    elif "allOf" in schema:
-        yield from by_type(_merged(schema), root, depth + 1)
-    else:
-        yield from ((kind, schema) for kind in _kinds(schema) or TYPES)  # type: ignore[misc]  # as the schema has them
+def bounds_of(numbers: Range) -> list[str]:
+    """The keywords of a range."""
+    found = [] if numbers.low is None else ["exclusiveMinimum" if numbers.low_excluded else "minimum"]
+    return found + ([] if numbers.high is None else ["exclusiveMaximum" if numbers.high_excluded else "maximum"])
 
 
-def resolved(root: Any, reference: str) -> Any:
-    """What a reference inside of a schema means; one to another document allows everything.
-
-    Raises:
-        ValueError: it leads to nothing.
-    """
-    if not reference.startswith("#"):
-        return True
-    for step in reference[1:].split("/")[1:]:
-        try:
-            root = root[step.replace("~1", "/").replace("~0", "~")]
-        except (LookupError, TypeError):
-            raise ValueError(f"{reference!r} leads to nothing in its schema") from None
-    return root
-
-
-def _values(schema: Mapping[str, Any]) -> Sequence[Any]:
-    values: Sequence[Any] = schema["enum"] if "enum" in schema else [schema["const"]]
-    return values
-
-
-def _choices(schema: Mapping[str, Any]) -> Sequence[Any]:
-    choices: Sequence[Any] = schema.get("anyOf") or schema["oneOf"]
-    return choices
-
-
-def _merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    merged = {key: value for key, value in schema.items() if key != "allOf"}
-    for part in schema["allOf"]:
-        merged |= part
-    return merged
-
-
-def _kinds(schema: Mapping[str, Any]) -> Sequence[str]:
-    kind = schema.get("type", _implied_type(schema))
-    return [kind] if isinstance(kind, str) else list(kind or ())
-
-
-def _implied_type(schema: Mapping[str, Any]) -> str | None:
-    if "properties" in schema or "additionalProperties" in schema:
-        return "object"
-    return "array" if "items" in schema or "prefixItems" in schema else None
-
-
-def _times(low: int, high: int | None) -> str:
-    low = min(low, LONGEST_REPEAT)
-    if high is None or high > LONGEST_REPEAT:
-        return "*" if low == 0 else f"{{{low},}}"
-    return f"{{{low},{high}}}"
-
-
-def _is_positive(schema: Mapping[str, Any]) -> bool:
-    return any(schema.get(bound, -1) >= 0 for bound in ("minimum", "exclusiveMinimum"))
-
-
-def _integer_bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    lows = [int(schema["minimum"])] if "minimum" in schema else []
-    lows += [int(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
-    highs = [int(schema["maximum"])] if "maximum" in schema else []
-    highs += [int(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
-    return max(lows, default=None), min(highs, default=None)
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

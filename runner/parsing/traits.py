@@ -24,6 +24,8 @@ class CallTrait(enum.StrEnum):
     SOME_TYPES_UNWRITABLE = "some_types_unwritable"
     SOME_VALUES_REFUSED = "some_values_refused"
     MARKS_IN_STRING = "marks_in_string"
+    END_IN_STRING = "end_in_string"
+    CONTENT_INSIDE = "content_inside"
 
 
 SENTENCES: Final[Mapping[CallTrait, str]] = {
@@ -40,5 +42,9 @@ SENTENCES: Final[Mapping[CallTrait, str]] = {
     CallTrait.SOME_TYPES_UNWRITABLE: "Values of some types are left out, or written so that no format was found.",
     CallTrait.SOME_VALUES_REFUSED: "The template raises on some arguments, such as null.",
     CallTrait.MARKS_IN_STRING: "A string that holds one of the format's own marks may be cut there, or not be read.",
+    CallTrait.END_IN_STRING: "A string that holds the mark that ends it is read, but no required or strict call "
+    "can have one.",
+    CallTrait.CONTENT_INSIDE: "What is said beside calls stands inside of what announces them, where only calls are "
+    "read.",
 }
 """What each trait means."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -14,6 +14,7 @@ from runner.parsing.literals import Unreadable, read_literal
 from runner.parsing.nested_values import read_nested
 from runner.parsing.notations import Cdata, Html, Nested, Notation, Raw, type_of
 from runner.parsing.turn_format import TaggedArguments, ValueStyle
+from runner.tools.conjunctions import shapes_for
 
 __all__ = ["WORD", "TaggedReader", "Undecided", "as_object", "as_typed", "read_object"]
 
@@ -79,12 +80,10 @@ class TaggedReader:
         self, text: str, at: int, schema: Mapping[str, Any], before: Mapping[str, Any], whole: bool
     ) -> tuple[str, Any, int] | None:
         """The name and the value of one argument, and where the text goes on; None where none begins."""
-        properties = schema.get("properties", {})
         key = self._key.match(text, at)
         if key is not None:
             name = key["key"]
-            own = properties.get(name, schema.get("additionalProperties"))
-            return name, *self._value(text, key.end(), name, own, schema, whole)
+            return name, *self._value(text, key.end(), name, schema, whole)
         if not self._typed:
             return None
         try:
@@ -92,7 +91,7 @@ class TaggedReader:
         except Unreadable:
             return None
         # As Python has it, values without names are those of the first parameters.
-        names, given = list(properties), len(before)
+        names, given = list(schema.get("properties") or ()), len(before)
         if list(before) != names[:given] or not names:
             raise Unreadable(f"the argument {text[at:end].strip():.40} has no name")
         if given == len(names):
@@ -104,9 +103,7 @@ class TaggedReader:
         """Every value is a literal, so that one can be told without a name in front of it."""
         return not any(isinstance(style.notation, AS_TEXT) for style in self.format.styles.values())
 
-    def _value(
-        self, text: str, at: int, name: str, schema: Any, root: Mapping[str, Any], whole: bool
-    ) -> tuple[Any, int]:
+    def _value(self, text: str, at: int, name: str, schema: Mapping[str, Any], whole: bool) -> tuple[Any, int]:
         """The value behind its key, and where the text goes on behind it."""
         problem: Unreadable | None = None
         for opening, styles, nested in self._openings:
@@ -115,14 +112,14 @@ class TaggedReader:
                 continue
             try:
                 if isinstance(styles[0].notation, AS_TEXT):
-                    return self._raw(styles, text, opened.end(), schema, root, whole)
+                    return self._raw(styles, text, opened.end(), name, schema, whole)
                 return _literal(styles, nested, text, opened.end())
             except Unreadable as error:
                 problem = problem or error
         raise Unreadable(f"the value of {name}: {problem}" if problem else f"the value of {name} is missing")
 
     def _raw(
-        self, styles: Sequence[ValueStyle], text: str, start: int, schema: Any, root: Mapping[str, Any], whole: bool
+        self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
         """A value that stands as it is: it ends where all that may follow does."""
         style = styles[0]
@@ -137,7 +134,9 @@ class TaggedReader:
         closed = compiled(lenient(style.close)).match(text, end)
         value = _decoded(style.notation, text[start:end])
         # Where other types open alike, only the schema tells a string from them.
-        return (as_typed(value, schema, root) if len(styles) > 1 else value), end if closed is None else closed.end()
+        if len(styles) > 1:
+            value = as_typed(value, shapes_for(schema).types_of_argument(name))
+        return value, end if closed is None else closed.end()
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
@@ -243,9 +242,13 @@ def _decoded(notation: Notation, text: str) -> str:
             return text
 
 
-def as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value of a raw text: the schema decides; where it allows both or is not there, what reads as a literal is."""
-    types = schema_types(schema, root)
+def as_typed(text: str, types: Set[str]) -> Any:
+    """The value of a raw text: the types that fit decide; where a string and others do, what reads as a literal is one.
+
+    Args:
+        text: the text.
+        types: the types of JSON schema that fit; none where any do.
+    """
     # A plus is forgiven where nothing but a number is meant: it may begin a telephone number.
     if types == {"string"} or (text.startswith("+") and (not types or "string" in types)):
         return text
@@ -258,25 +261,3 @@ def as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     kind = type_of(value)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return value if fits or "string" not in types else text
-
-
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that a schema allows; empty where it does not say."""
-    if not isinstance(schema, Mapping) or depth > 20:
-        return set()
-    if "$ref" in schema:
-        return schema_types(_resolved(root, schema["$ref"]), root, depth + 1)
-    if "const" in schema or "enum" in schema:
-        return {type_of(value) for value in schema.get("enum", [schema.get("const")])}
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        if keyword in schema:
-            parts = [schema_types(part, root, depth + 1) for part in schema[keyword]]
-            return set().union(*parts) if all(parts) or keyword == "allOf" else set()
-    kind = schema.get("type")
-    return set() if kind is None else {kind} if isinstance(kind, str) else set(kind)
-
-
-def _resolved(root: Any, reference: str) -> Any:
-    for step in reference.removeprefix("#").split("/")[1:]:
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root

@@ -6,26 +6,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from runner.errors import BadEnvironment, BadOption
-from runner.tools.tool import Tool
+from runner.tools.modern_schema import as_shown, modern
+from runner.tools.tool import Tool, is_tool_name
 
-__all__ = ["tools_of"]
+__all__ = ["tool_of", "tools_of"]
 
 
 def tools_of(schemas: Sequence[Any]) -> list[Tool]:
     """The tools of a request, given in OpenAI's form or as `Tool` objects.
 
+    Their names may be any text, also one that not every model can write.
+
     Raises:
         BadOption: one is no function with a name, or two have one name; names which one.
     """
-    tools = [each if isinstance(each, Tool) else _tool_of(index, each) for index, each in enumerate(schemas)]
-    names = [tool.name for tool in tools]
-    for name in names if len(set(names)) < len(names) else ():
-        if names.count(name) > 1:
-            raise BadOption(f"two tools are called {name!r}: give one another name.")
+    tools = [tool_of(index, each) for index, each in enumerate(schemas)]
+    names = set[str]()
+    for tool in tools:
+        if tool.name in names:
+            raise BadOption(f"two tools are called {tool.name!r}: give one another name.")
+        names.add(tool.name)
     return tools
 
 
-def _tool_of(index: int, schema: Any) -> Tool:
+def tool_of(index: int, schema: Any) -> Tool:
+    """The tool of that index in a request.
+
+    Raises:
+        BadOption: it is no function with a name; names which one.
+    """
+    if isinstance(schema, Tool):
+        return schema
     function = schema.get("function") if isinstance(schema, Mapping) and schema.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         kind = schema.get("type") if isinstance(schema, Mapping) else type(schema).__name__
@@ -37,15 +48,26 @@ def _tool_of(index: int, schema: Any) -> Tool:
         value = function.get(name)
         if value and not isinstance(value, kind):
             raise BadOption(f"tool {index} ({function['name']}): its {name}: give {wanted}, not {value!r:.60}.")
-    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    name = function["name"]
+    if not name:
+        raise BadOption(f"tool {index}: its name is empty: give it one, such as run.")
+    own = name if is_tool_name(name) else "tool"
+    parameters = as_shown(function.get("parameters") or {})
+    if not _takes_objects(parameters):
+        parameters["type"] = "object"  # as arguments are, whatever somebody wrote there
     try:
-        tool = Tool(
-            _not_ours, name=function["name"], description=function.get("description") or "-", parameters=parameters
-        )
+        tool = Tool(_not_ours, name=own, description=function.get("description") or "-", parameters=parameters)
     except BadEnvironment as error:
         raise BadOption(f"tool {index}: {error}") from None
+    tool.name = name
     tool.description = function.get("description") or ""
     return tool
+
+
+def _takes_objects(parameters: Mapping[str, Any]) -> bool:
+    made = modern(parameters).schema
+    kinds = made.get("type") if isinstance(made, Mapping) else None
+    return kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
 
 
 def _not_ours(**arguments: object) -> NoReturn:

@@ -5,27 +5,36 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from runner import wording
+from runner.tools.mcp_results import mcp_text
 
 __all__ = ["result_text"]
+
+_NEVER_MCP: Final = frozenset({int, float, bool, type(None), bytes, set, frozenset})
+"""Kinds of results at which nobody has to look."""
 
 
 def result_text(value: Any) -> str:
     """A tool's result as the model reads it: strings as they are, everything else as JSON, so None as "null".
 
     The empty string is told as "(empty)", since templates drop a message whose content is empty.
-    Sets are sorted, so that the text is the same in every process.
+    Sets are sorted, so that the text is the same in every process. A result of the Model Context Protocol is its text.
 
     Raises:
+        ToolError: the server of such a result says that the call failed.
         TypeError: JSON cannot say it; the author should return a string.
     """
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         return value or wording.EMPTY_RESULT
+    if type(value) not in _NEVER_MCP:
+        told = mcp_text(value, as_json=result_text)
+        if told is not None:
+            return told or wording.EMPTY_RESULT
     try:
         return _JSON.encode(value)
     except TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import (
     Annotated,
     Any,
@@ -27,7 +27,11 @@ from typing_extensions import TypedDict
 
 from runner import wording
 from runner.errors import BadEnvironment
+from runner.tools.checking import validator_of
+from runner.tools.conjunctions import shapes_for
+from runner.tools.modern_schema import as_shown, modern
 from runner.tools.problems import schema_problems, typed_problems
+from runner.tools.typed_dicts import IS_NEEDED, with_readable_typed_dicts
 
 __all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 
@@ -36,6 +40,8 @@ JsonSchema: TypeAlias = dict[str, Any]
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
 """Arguments as a model gave them -> arguments to call with, or what is wrong with them, one clause per problem."""
+
+_WHOSE = " (inside another type that of typing_extensions, below Python 3.12)" if IS_NEEDED else ""
 
 _UNSUPPORTED = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefinedAnnotation)
 
@@ -107,7 +113,12 @@ def explicit_schema(
         raise BadEnvironment(f"{where}: give it a description=, which tells the model what it does.")
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
     # An argument that the function does not take is the model's mistake, to be told in words.
+    parameters = as_shown(parameters)
     if not raw and inspect.Parameter.VAR_KEYWORD not in kinds:
+        # What is required or spoken of anywhere in it is an argument too.
+        named: JsonSchema = {name: {} for shape in shapes_for(parameters).arguments() for name in shape.named}
+        if "additionalProperties" not in parameters and not named.keys() <= parameters.get("properties", {}).keys():
+            parameters = {**parameters, "properties": {**named, **parameters.get("properties", {})}}
         parameters = {"additionalProperties": False, **parameters}
     check = check_by_schema(parameters, where)
     if not raw:
@@ -118,14 +129,16 @@ def explicit_schema(
 
 
 def check_by_schema(parameters: JsonSchema, where: str) -> Check:
-    """A check of arguments against a JSON schema; nothing is converted.
+    """A check of arguments against a JSON schema of any dialect, as far as that can be checked; nothing is converted.
 
     Raises:
-        BadEnvironment: it is no valid JSON schema of type object.
+        BadEnvironment: arguments are none of its values, which are objects.
     """
-    if parameters.get("type") != "object":
+    made = modern(parameters).schema
+    kinds = made.get("type") if isinstance(made, Mapping) else None
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise BadEnvironment(f'{where}: parameters must be a JSON schema with "type": "object".')
-    validator = _validator(json.dumps(parameters), where)
+    validator = validator_of(made)
 
     def check(raw: Mapping[str, Any]) -> dict[str, Any] | list[str]:
         return schema_problems(validator.iter_errors(dict(raw))) or dict(raw)
@@ -158,7 +171,8 @@ def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any
     target: Any = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else type(target).__call__
     try:
-        return get_type_hints(target, localns=dict(namespace or {}), include_extras=True)
+        hints = get_type_hints(target, localns=dict(namespace or {}), include_extras=True)
+        return {name: with_readable_typed_dicts(hint) for name, hint in hints.items()}
     except NameError as error:
         raise BadEnvironment(
             f"{where}: its annotations name {error.name!r}, which is not defined there: define or import it at module "
@@ -234,7 +248,7 @@ def _check_supported(hint: Any, at: str) -> None:
         name = getattr(hint, "__name__", None) or str(hint)
         raise BadEnvironment(
             f"{at} a model cannot write a {name}: use int, float, bool, str, Literal, Enum, list, dict, tuple, a "
-            "dataclass, a TypedDict or a pydantic model."
+            f"dataclass, a TypedDict{_WHOSE} or a pydantic model."
         ) from None
 
 
@@ -313,17 +327,3 @@ def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
             return typed_problems(error.errors(include_url=False), raw)
 
     return check
-
-
-# `setup()` of every episode may make the same tools again.
-@lru_cache(maxsize=256)
-def _validator(parameters: str, where: str) -> Any:
-    from jsonschema import SchemaError, validators
-
-    schema = json.loads(parameters)
-    validator = validators.validator_for(schema, default=validators.validator_for({}))
-    try:
-        validator.check_schema(schema)
-    except SchemaError as error:
-        raise BadEnvironment(f"{where}: parameters is no valid JSON schema: {error.message}.") from None
-    return validator(schema)

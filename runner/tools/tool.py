@@ -11,18 +11,19 @@ from typing import Any, TypeVar, overload
 
 from runner import wording
 from runner.checked import is_number
+from runner.class_bodies import refuse_second
 from runner.errors import BadEnvironment, WrongArguments
 from runner.messages import canonical_json
 from runner.options import UNSET
 from runner.tools.schema import Check, FunctionSchema, JsonSchema, explicit_schema, function_schema
 
-__all__ = ["Tool", "collect_tools", "tool", "with_call"]
+__all__ = ["Tool", "collect_tools", "is_tool_name", "tool", "with_call"]
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _MARK = "__deltarunner_tool__"
-# What every form of calls can write: in the pythonic one a call begins with the bare name.
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+# Names that calls can be written with, and read back, in the format of every template.
+_NAME = re.compile(r"""[^\s<>{}()\[\]"'`,=|\\]{1,128}""")
 
 
 @overload
@@ -57,6 +58,7 @@ def tool(
         given: object = function  # whatever an author without a type checker put there
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool goes on a method, not on {given!r:.40}; a name is given as @tool(name=...).")
+        refuse_second(function, "tool")
         # Only noted here: the hints can be read when the class is whole, and may name classes that stand inside it.
         setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function
@@ -256,12 +258,16 @@ def _taking_one_mapping(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _checked_name(name: str | None, function: Callable[..., Any], where: str) -> str:
     name = getattr(function, "__name__", None) if name is None else name
-    if name is None or not _NAME.fullmatch(name):
+    if name is None or not is_tool_name(name):
         raise BadEnvironment(
-            f"{where}: {name!r} is no name for a tool: give a name= of letters, digits, _, . and -, at most 64, that "
-            "does not begin with a digit."
+            f"{where}: {name!r} is no name for a tool: give a name= of letters, digits, _, ., -, / and :, at most 128."
         )
     return name
+
+
+def is_tool_name(name: str) -> bool:
+    """Whether a call of a tool with this name is written and read in the format of every template."""
+    return _NAME.fullmatch(name) is not None and name.isprintable()
 
 
 def _checked_seconds(seconds: float | None, where: str) -> float | None:

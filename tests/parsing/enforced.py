@@ -33,6 +33,7 @@ __all__ = [
     "every_class",
     "form_of",
     "required",
+    "stop",
     "written",
 ]
 

@@ -17,6 +17,7 @@ from runner.options import ConstraintKind
 from runner.parsing.parser import CallNumbers
 from runner.parsing.reading import ReadCall
 from runner.tokens.template import ChatTemplate
+from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool
 from tests.parsing.parsers import bundled
 
@@ -122,11 +123,21 @@ def test_half_of_such_a_character_is_an_error_that_names_the_tool() -> None:
     assert (call.name, call.error) == ("say", "a string in it holds half of a surrogate pair")
 
 
-def test_a_schema_that_refers_to_nothing_is_refused_by_name_where_a_call_is_required() -> None:
+def test_reference_to_nothing_leaves_the_argument_free() -> None:
     def odd(a: Any) -> None:
         raise NotImplementedError
 
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/NO"}}, "required": ["a"]}
     tool = Tool(odd, description="Do something.", parameters=parameters)
-    with pytest.raises(BadOption, match=r"odd takes what nothing fits: '#/\$defs/NO' leads to nothing in its schema"):
+    assert bundled("hermes").constraint([tool], "required") is not None
+    assert [note.why for note in modern(parameters).notes] == ["'#/$defs/NO' leads to nothing in its schema"]
+
+
+def test_argument_that_nothing_fits_is_refused_by_name_where_a_call_is_required() -> None:
+    def odd(a: Any) -> None:
+        raise NotImplementedError
+
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "const": 1}}, "required": ["a"]}
+    tool = Tool(odd, description="Do something.", parameters=parameters)
+    with pytest.raises(BadOption, match="odd takes what nothing fits: no object fits its schema"):
         bundled("hermes").constraint([tool], "required")

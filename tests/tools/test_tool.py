@@ -387,7 +387,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
         collect_tools(Twice)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "1st", "x" * 65, "a(", "naïve"])
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a(", "a\0"])
 def test_a_name_that_no_format_can_write_is_refused(name: str) -> None:
     with pytest.raises(BadEnvironment, match="is no name for a tool"):
         Tool(nothing, name=name)
@@ -424,15 +424,9 @@ def test_a_schema_is_shown_in_the_order_in_which_its_author_wrote_it() -> None:
     assert list(weather.parameters) == list(PARAMETERS)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"type": "array"}, '"type": "object"'),
-        ({"type": "object", "properties": {"a": {"type": "text"}}}, "no valid JSON schema"),
-    ],
-)
-def test_a_schema_that_is_none_is_refused(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadEnvironment, match=message):
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"type": "objekt"}, {}])
+def test_schema_that_takes_no_object_is_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(BadEnvironment, match='"type": "object"'):
         Tool(nothing, name="n", description="d", parameters=parameters)
 
 

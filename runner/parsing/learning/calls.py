@@ -244,6 +244,10 @@ def _close(asker: Asker, last: str, followed: str | None, between: str | None) -
     # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""
+    # An answer may have a close of its own before what ends the turn, as Command R7B's has.
+    for mark in marks.of(_ends_of_turn(asker)):
+        if mark in asker.special and mark in close:
+            return close[: close.index(mark)].rstrip(), ""
     tags = [mark for mark in marks.of(close) if marks.is_tag(mark)]
     if tags and tags[-1] in asker.special and tags[-1] not in (between or ""):
         return close[: close.rindex(tags[-1])].rstrip(), tags[-1]

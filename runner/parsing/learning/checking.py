@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, get_args
 
 from runner.messages import canonical_json
+from runner.parsing.argument_rules import Inexpressible, ends_of_strings
 from runner.parsing.events import TurnReading
 from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
 from runner.parsing.notations import Cdata, Html, Raw, ValueType, type_of
@@ -68,7 +69,7 @@ def check_calls(asker: Asker, form: CallFormat, read: ReadText | None = None) ->
         Unlearnt: it reads or writes something else than the template does, and no trait says why.
     """
     wrong = differences(asker, form, read)
-    traits = frozenset(_traits(form, wrong))
+    traits = frozenset(_traits(asker, form, wrong))
     left = [each for each in wrong if not _explained(each, traits)]
     if left:
         raise Unlearnt(FormatProperty.INVERTED, left[0].sentence)
@@ -220,7 +221,7 @@ def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> Case:
     return Case(WHOLE_CLOSING, (SaidCall("look_up", {"query": f"a{ending} b"}),))
 
 
-def _traits(form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallTrait]:
+def _traits(asker: Asker, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallTrait]:
     if form.between is None:
         yield CallTrait.ONE_CALL
     if not form.trigger:
@@ -228,7 +229,10 @@ def _traits(form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallT
     if form.id_pieces is not None:
         yield CallTrait.NAME_IN_ID
     if form.after_content is None:
-        yield CallTrait.CONTENT_DROPPED if form.before_content is None else CallTrait.CONTENT_BEHIND
+        if form.before_content is not None:
+            yield CallTrait.CONTENT_BEHIND
+        else:
+            yield CallTrait.CONTENT_INSIDE if _holds_content(asker, form) else CallTrait.CONTENT_DROPPED
     if any(each.why == REFUSED for each in wrong):
         yield CallTrait.SOME_VALUES_REFUSED
     if any(_without_arguments(each.case) for each in wrong):
@@ -246,6 +250,27 @@ def _traits(form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallT
             yield CallTrait.QUOTED_UNESCAPED
         if any(each.case.what == WHOLE_CLOSING for each in wrong):
             yield CallTrait.CLOSING_IN_STRING
+        if _has_one_end(form):
+            yield CallTrait.END_IN_STRING
+
+
+def _has_one_end(form: CallFormat) -> bool:
+    """Whether a grammar tells the end of a string by one mark, where a reader looks at what follows it too."""
+    try:
+        return len(ends_of_strings(form)) == 1
+    except Inexpressible:
+        return False
+
+
+def _holds_content(asker: Asker, form: CallFormat) -> bool:
+    """Whether the template writes a content inside of what begins the calls."""
+    said, content = SaidCall("look_up", {"query": "first"}), "I look it up now."
+    before, found, after = (asker.turn(said, content=content) or "").partition(content)
+    return bool(found) and any(
+        before.rstrip().endswith(form.begin[:at].strip()) and after.lstrip().startswith(form.begin[at:].strip())
+        for at in range(1, len(form.begin))
+        if form.begin[:at].strip() and form.begin[at:].strip()
+    )
 
 
 def write_one(form: CallFormat, value: Any) -> str | None:

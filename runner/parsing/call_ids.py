@@ -1,0 +1,85 @@
+"""The ids of calls in a history that is rendered from the start: in the form that the template wants."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from runner.messages import AnsweredCalls, Message, ToolCallMessage
+from runner.parsing.turn_format import IdStyle, LiteralText, Slot, TurnFormat
+from runner.parsing.writing import id_for
+
+__all__ = ["with_fitting_ids"]
+
+_FIRST: Final = 10_000
+"""The number from which foreign calls are counted, so that none has the id of a call that a model makes later."""
+
+_MADE: Final = re.compile(r"call_\d+")
+
+
+def with_fitting_ids(
+    form: TurnFormat, messages: Sequence[Message], own: Collection[str] = (), *, by_turn: bool = False
+) -> list[Message]:
+    """The messages with an id that fits the template for each call, and the same for its results.
+
+    A client brings ids of other models along, which a template may refuse, or show in place of the name of a tool.
+
+    Args:
+        form: how the template writes a turn.
+        messages: a whole history.
+        own: the ids that turns of the model wrote; these stay.
+        by_turn: the template shows each call by its number in its turn, so that all have to be counted so.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    taken = set() if by_turn else {call["id"] for call in calls if _stays(form, call, own)}
+    answered, fitting = AnsweredCalls(), list[Message]()
+    for index, message in enumerate(messages):
+        answers = answered.by(index, message)
+        if message.get("tool_calls"):
+            made = message["tool_calls"]
+            if by_turn:
+                fits = [_numbered(form, call, number) for number, call in enumerate(made)]
+            else:
+                fits = [_fitting(form, call, own, taken) for call in made]
+            message = {**message, "tool_calls": fits}
+        elif answers is not None:
+            message = {**message, "tool_call_id": fitting[answers.message]["tool_calls"][answers.call]["id"]}
+        fitting.append(message)
+    return fitting
+
+
+def _numbered(form: TurnFormat, call: ToolCallMessage, number: int) -> ToolCallMessage:
+    made = form.ids.format(number=number) if form.calls is None else id_for(form.calls, _name(call), number)
+    return {**call, "id": made}
+
+
+def _fitting(form: TurnFormat, call: ToolCallMessage, own: Collection[str], taken: set[str]) -> ToolCallMessage:
+    if _stays(form, call, own):
+        return call
+    named = form.calls is not None and form.calls.id_pieces is not None
+    for number in itertools.count(0 if named else _FIRST):
+        numbered = _numbered(form, call, number)
+        # A model that names the tool in an id counts all calls, whatever they are called.
+        if numbered["id"] not in taken and not (named and any(each.endswith(f":{number}") for each in taken)):
+            taken.add(numbered["id"])
+            return numbered
+    raise AssertionError("unreachable: numbers do not end")
+
+
+def _stays(form: TurnFormat, call: ToolCallMessage, own: Collection[str]) -> bool:
+    if call["id"] in own:
+        return True
+    if form.calls is not None and form.calls.id_pieces is not None:
+        parts = {Slot.NAME: re.escape(_name(call)), Slot.INDEX: r"\d+"}
+        pattern = "".join(
+            re.escape(piece.text) if isinstance(piece, LiteralText) else parts[piece] for piece in form.calls.id_pieces
+        )
+        return re.fullmatch(pattern, call["id"]) is not None
+    style = form.ids if form.calls is None else form.calls.ids
+    return bool(_MADE.fullmatch(call["id"]) if style is IdStyle.ANY else re.fullmatch(style.pattern(), call["id"]))
+
+
+def _name(call: ToolCallMessage) -> str:
+    return call["function"]["name"]

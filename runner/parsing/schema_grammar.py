@@ -1,0 +1,63 @@
+"""The grammar of an answer that a JSON schema allows, for `Sampling(schema=)` and an endpoint's `response_format`."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from runner.errors import BadOption
+from runner.options import Constraint, ConstraintKind
+from runner.parsing.dialects import free_json
+from runner.parsing.ebnf import Rules, either
+from runner.parsing.schema_rules import LeftOut, NothingFits, SchemaRules
+from runner.tools.conjunctions import shapes_of
+from runner.tools.modern_schema import modern
+
+__all__ = ["answer_constraint", "not_enforced"]
+
+
+def answer_constraint(schema: Any) -> Constraint:
+    """What holds a turn to a schema: JSON on one line or indented, its members in the order of the schema.
+
+    Raises:
+        BadOption: nothing fits the schema.
+    """
+    try:
+        return Constraint(ConstraintKind.GRAMMAR, _written(json.dumps(schema), arguments=False).grammar)
+    except NothingFits as error:
+        raise BadOption(f"Sampling(schema=...): {error}, so no answer could be given: mend the schema.") from None
+
+
+def not_enforced(schema: Any, *, arguments: bool = False) -> list[str]:
+    """What a schema says that its grammar does not, each as a keyword and where it stands.
+
+    Of the schema of a tool's `arguments`, as JSON has them; else of an answer, keywords that are not understood too.
+    """
+    try:
+        written = _written(json.dumps(schema), arguments=arguments)
+    except NothingFits:
+        return []  # which is refused, by name
+    notes = [] if arguments else [str(note) for note in written.notes]
+    return list(dict.fromkeys([*notes, *written.left_out]))
+
+
+class _Written(NamedTuple):
+    """A grammar, and what it does not say."""
+
+    grammar: str
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@lru_cache(maxsize=256)
+def _written(text: str, *, arguments: bool) -> _Written:
+    rules, shapes, left_out = Rules({}), shapes_of(text), LeftOut()
+    writer = SchemaRules(rules, free_json(), shapes, "", "", left_out)
+    if arguments:
+        allowed = shapes.arguments()
+        root = either(writer.shape(shape, closed=True) for shape in allowed) if allowed else '""'
+    else:
+        root = writer.value(shapes.whole)
+    notes = tuple(str(note) for note in modern(json.loads(text)).notes)
+    return _Written(rules.grammar(root), tuple(left_out.sentences()), notes)

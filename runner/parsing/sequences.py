@@ -1,0 +1,168 @@
+"""Rules for fields in order with separators between, such as the members of an object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from runner.parsing.ebnf import NOTHING, Rules, either
+
+__all__ = ["Field", "Rest", "Sequenced", "in_order"]
+
+LONGEST_REPEAT: Final = 4096
+"""Bounds on lengths above this are left to the check: a repetition is paid for in the compiled grammar."""
+
+MOST_COUNTED: Final = 1200
+"""Of a sequence that would take more rules than this to count, the fields are not counted."""
+
+Field: TypeAlias = tuple[str, bool]
+"""An expression, and whether it is required."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What may stand behind named fields, repeated."""
+
+    item: str
+    low: int = 0
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    """Fields in order with separators between."""
+
+    some: str | None
+    """An expression for one field or more; None where there can be none."""
+    may_be_empty: bool
+    holds_bounds: bool = True
+    """Whether the number of fields is within its bounds."""
+
+    def within(self, opened: str, closed: str, empty: str) -> str:
+        """An expression for the fields between two others, or for the one that stands for none of them."""
+        choices = [] if self.some is None else [f"{opened} {self.some} {closed}"]
+        return either([*choices, empty] if self.may_be_empty else choices)
+
+
+def in_order(
+    rules: Rules,
+    fields: Sequence[Field],
+    separator: str,
+    rest: Rest | None = None,
+    *,
+    all_before: bool = False,
+    least: int = 0,
+    most: int | None = None,
+) -> Sequenced:
+    """Fields in order; those that are not required may be left out; then `rest` repeated.
+
+    Args:
+        rules: the rules of the grammar.
+        fields: the fields.
+        separator: an expression for what stands between two.
+        rest: what may stand behind them.
+        all_before: a field may be left out only if all later ones are, as in an array.
+        least: the least number of fields that stand there, of the rest too.
+        most: the most.
+    """
+    required = sum(needed for _, needed in fields)
+    no_more = rest is None and (most is None or most >= len(fields))
+    if least <= required and (most is None or no_more):
+        return _uncounted(rules, fields, separator, rest, all_before=all_before)
+    top = max(least, most or 0)
+    too_many = top * (len(fields) + 1) > MOST_COUNTED and (bool(fields) or rest is None)
+    if too_many or top > LONGEST_REPEAT:
+        plain = _uncounted(rules, fields, separator, rest, all_before=all_before)
+        return Sequenced(plain.some, plain.may_be_empty, holds_bounds=False)
+    return _Counted(rules, fields, separator, rest, least, most).sequenced()
+
+
+def _uncounted(
+    rules: Rules, fields: Sequence[Field], separator: str, rest: Rest | None, *, all_before: bool
+) -> Sequenced:
+    some, after = _rest(rules, separator, rest)
+    may_be_empty = rest is None or rest.low == 0
+    for body, required in reversed(fields):
+        here = body if after == NOTHING else f"{body} {after}"
+        left_out = NOTHING if all_before else after
+        skipped = [] if required or all_before or some is None else [some]
+        some = rules.add("first", either([here, *skipped]))
+        after = rules.add("more", either([f"{separator} {here}", *([] if required else [left_out])]))
+        may_be_empty = may_be_empty and not required
+    return Sequenced(some, may_be_empty)
+
+
+def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, str]:
+    """Expressions for the rest as the first of a sequence, one item at least, and for it behind other fields."""
+    if rest is None or rest.high == 0:
+        return None, NOTHING
+    following = f"({separator} {rest.item})"
+    high = None if rest.high is None else rest.high - 1
+    some = rules.add("items", f"{rest.item} {following}{_times(max(0, rest.low - 1), high)}")
+    return some, rules.add("rest", f"{following}{_times(rest.low, rest.high)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Writes a sequence in which the fields are counted."""
+
+    rules: Rules
+    fields: Sequence[Field]
+    separator: str
+    rest: Rest | None
+    least: int
+    most: int | None
+
+    def sequenced(self) -> Sequenced:
+        """The sequence."""
+        known: dict[tuple[int, int], str | None] = {}
+        for index in range(len(self.fields), -1, -1):
+            for count in range(index + 1):
+                known[index, count] = self._after(index, count, known)
+        empty = self.least == 0 and not any(required for _, required in self.fields)
+        return Sequenced(self._first(0, known), empty)
+
+    def _after(self, index: int, count: int, known: dict[tuple[int, int], str | None]) -> str | None:
+        """What stands behind `count` fields out of the first `index`; None where no sequence has them."""
+        if self.most is not None and count > self.most:
+            return None
+        if index == len(self.fields):
+            high = None if self.most is None else self.most - count
+            low = max(0, self.least - count)
+            if self.rest is None or high == 0:
+                return NOTHING if low == 0 else None
+            return self.rules.add("rest", f"({self.separator} {self.rest.item}){_times(low, high)}")
+        body, required = self.fields[index]
+        choices = []
+        taken = known[index + 1, count + 1]
+        if taken is not None:
+            choices.append(f"{self.separator} {body} {taken}".removesuffix(f" {NOTHING}"))
+        left_out = None if required else known[index + 1, count]
+        if left_out is not None:
+            choices.append(left_out)
+        return self.rules.add("more", either(choices)) if choices else None
+
+    def _first(self, index: int, known: dict[tuple[int, int], str | None]) -> str | None:
+        if index == len(self.fields):
+            if self.rest is None or self.most == 0:
+                return None
+            high = None if self.most is None else self.most - 1
+            following = f"({self.separator} {self.rest.item}){_times(max(0, self.least - 1), high)}"
+            return self.rules.add("items", f"{self.rest.item} {following}")
+        body, required = self.fields[index]
+        choices = []
+        taken = known[index + 1, 1]
+        if taken is not None:
+            choices.append(f"{body} {taken}".removesuffix(f" {NOTHING}"))
+        left_out = None if required else self._first(index + 1, known)
+        if left_out is not None:
+            choices.append(left_out)
+        return self.rules.add("first", either(choices)) if choices else None
+
+
+def _times(low: int, high: int | None) -> str:
+    low = min(low, LONGEST_REPEAT)
+    if high is None or high > LONGEST_REPEAT:
+        return "*" if low == 0 else f"{{{low},}}"
+    return f"{{{low},{high}}}"

@@ -1,0 +1,365 @@
+"""All keywords of a JSON schema together, as shapes: one for each way in which a value of some type may fit.
+
+This is the one place that decides which keywords hold together how. The grammar of a call or an answer is written from
+shapes, untyped text is read by their types, and what a shape cannot say is named in it, for the check that comes after.
+Shapes allow at least what the schema does; what they allow besides is what their `unsaid` keywords forbid.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final
+
+from runner.tools.keywords import ALL, forbidding, not_own_shapes, own_shapes, with_unevaluated, without
+from runner.tools.modern_schema import modern, resolved
+from runner.tools.shapes import KINDS, Conjunction, Part, Shape
+
+__all__ = ["LONGEST_LIST", "Shapes", "shapes_for", "shapes_of", "types_of"]
+
+MOST_SHAPES: Final = 64
+"""A keyword that would make more shapes than this is left to the check."""
+
+LONGEST_LIST: Final = 256
+"""Integers within bounds are listed, and each is tried, where there are at most so many."""
+
+
+@functools.lru_cache(maxsize=256)
+def shapes_of(text: str) -> Shapes:
+    """The shapes of a schema of any dialect, given as JSON."""
+    return Shapes(modern(json.loads(text)).schema)
+
+
+_KEPT: Final = 512
+_by_identity: dict[int, tuple[Any, Shapes]] = {}
+
+
+def shapes_for(schema: Any) -> Shapes:
+    """The same of a schema as an object, which is kept, so that one that is read at every call is looked at once."""
+    known = _by_identity.get(id(schema))
+    if known is None:
+        if len(_by_identity) >= _KEPT:
+            _by_identity.pop(next(iter(_by_identity)))
+        known = _by_identity[id(schema)] = (schema, shapes_of(json.dumps(schema, default=str)))
+    return known[1]
+
+
+class Shapes:
+    """The shapes of a schema of the dialect 2020-12, and of all schemas in it."""
+
+    def __init__(self, root: Any) -> None:
+        """Of a schema that `modern` made."""
+        self.root = root
+        self.whole: Conjunction = (Part(root),)
+        """The schema itself."""
+        self._texts: dict[int, tuple[Any, str]] = {}
+        self._of: dict[Hashable, tuple[Shape, ...]] = {}
+        self._parts: dict[tuple[str, bool], tuple[Shape, ...]] = {}
+        self._satisfiable: dict[Hashable, bool] = {}
+        self._arguments: dict[str, tuple[Shape, ...]] = {}
+        self._types: dict[str, frozenset[str]] = {}
+
+    def key(self, conjunction: Conjunction) -> tuple[str, ...]:
+        """What is equal for equal conjunctions; () where anything fits."""
+        texts = (f"{'!' if part.negated else ''}{self._text(part.schema)}" for part in conjunction)
+        return tuple(sorted({text for text in texts if text not in _TRIVIAL}))
+
+    def is_recursive(self, conjunction: Conjunction) -> bool:
+        """Whether references stand in it, so that it may hold itself."""
+        return any('"$ref"' in text for text in self.key(conjunction))
+
+    def of(self, conjunction: Conjunction) -> tuple[Shape, ...]:
+        """The shapes of the values that fit all of these schemas; () where no value does."""
+        return tuple(shape for shape in self._every(conjunction) if self._can_be(shape, frozenset()))
+
+    def arguments(self) -> tuple[Shape, ...]:
+        """The shapes of a tool's arguments, which are an object."""
+        return tuple(shape for shape in self.of(self.whole) if shape.kind == "object")
+
+    def argument(self, name: str) -> tuple[Shape, ...]:
+        """The shapes that the argument of this name may have, with whatever others."""
+        if name not in self._arguments:
+            given = (shape for one in self.arguments() for shape in self.of(one.member(name)))
+            self._arguments[name] = self._unlike(given)
+        return self._arguments[name]
+
+    def types_of_argument(self, name: str) -> frozenset[str]:
+        """The types of JSON schema that the argument of this name may have; empty where any type fits."""
+        if name not in self._types:
+            self._types[name] = types_of(self.argument(name))
+        return self._types[name]
+
+    def fits(self, value: Any, conjunction: Conjunction) -> bool:
+        """Whether a value fits all of these schemas, by the check."""
+        return all(
+            self._validator.evolve(schema=part.schema).is_valid(value) is not part.negated for part in conjunction
+        )
+
+    def is_satisfiable(self, conjunction: Conjunction, above: frozenset[tuple[str, ...]] = frozenset()) -> bool:
+        """Whether some value fits; one that would have to hold itself without end does not."""
+        key = self.key(conjunction)
+        if not key:
+            return True
+        if key in above:
+            return False
+        if key not in self._satisfiable:
+            found = any(self._can_be(each, above | {key}) for each in self._every(conjunction))
+            if not found and above:
+                return False  # perhaps only in there
+            self._satisfiable[key] = found
+        return self._satisfiable[key]
+
+    def _every(self, conjunction: Conjunction) -> tuple[Shape, ...]:
+        key = self.key(conjunction)
+        if key not in self._of:
+            shapes: Sequence[Shape] = ALL
+            for part in conjunction:
+                shapes = self._product(shapes, self._part(part), "allOf")
+            checked = (self._checked(shape, conjunction) for shape in shapes)
+            self._of[key] = self._unlike(shape for shape in checked if shape is not None)
+        return self._of[key]
+
+    def _can_be(self, shape: Shape, above: frozenset[tuple[str, ...]]) -> bool:
+        """Whether some value has this shape, as far as bounds and what is required tell."""
+        if shape.values is not None:
+            return True
+        if shape.kind == "object":
+            if shape.names and not all(self.fits(name, shape.names) for name in shape.required):
+                return False
+            if not all(self.is_satisfiable(shape.member(name), above) for name in shape.required):
+                return False
+            return shape.least <= len(shape.required) or self._has_room(shape, above)
+        if shape.kind == "array":
+            return all(self.is_satisfiable(shape.item(n), above) for n in range(min(shape.least, shape.listed + 1)))
+        return True
+
+    def _has_room(self, shape: Shape, above: frozenset[tuple[str, ...]]) -> bool:
+        """Whether an object may have as many members as it has to."""
+        if shape.of_patterns or self.is_satisfiable(shape.others, above):
+            return True
+        return sum(self.is_satisfiable(shape.member(name), above) for name in shape.named) >= shape.least
+
+    def _checked(self, shape: Shape, conjunction: Conjunction) -> Shape | None:
+        """The shape; values that can be listed are tried, so that nothing is left unsaid of them."""
+        values = _listed(shape)
+        if values is None:
+            return shape
+        values = tuple(each for each in values if self.fits(each, conjunction))
+        return Shape(shape.kind, values, integer=shape.integer) if values else None
+
+    @cached_property
+    def _validator(self) -> Any:
+        from runner.tools.checking import validator_of
+
+        return validator_of(self.root)
+
+    def _text(self, schema: Any) -> str:
+        # The schema is kept beside its text, so that no other one gets its identity.
+        known = self._texts.get(id(schema))
+        if known is None:
+            known = self._texts[id(schema)] = (schema, json.dumps(schema))
+        return known[1]
+
+    # --- combining
+
+    def _unlike(self, shapes: Iterator[Shape]) -> tuple[Shape, ...]:
+        return tuple({self._shape_key(shape): shape for shape in shapes}.values())
+
+    def _shape_key(self, shape: Shape) -> Hashable:
+        objects = tuple(
+            (
+                tuple((name, self.key(each)) for name, each in part.properties.items()),
+                tuple((pattern, self.key(each)) for pattern, each in part.patterns),
+                self.key(part.additional),
+                part.says_additional,
+            )
+            for part in shape.objects
+        )
+        arrays = tuple((tuple(map(self.key, part.first)), self.key(part.rest), part.says_rest) for part in shape.arrays)
+        values = json.dumps(shape.values)
+        return (
+            replace(shape, objects=(), arrays=(), names=(), values=None),
+            objects,
+            arrays,
+            values,
+            self.key(shape.names),
+        )
+
+    def _product(self, one: Sequence[Shape], other: Sequence[Shape], keyword: str) -> tuple[Shape, ...]:
+        """The shapes of what fits both; the first alone, and the keyword unsaid, where there would be too many."""
+        if other is ALL or one is ALL:
+            return tuple(one if other is ALL else other)
+        both = (a.both(b) for a in one for b in other)
+        found = self._unlike(each for each in both if each is not None)
+        if len(found) > MOST_SHAPES and len(found) > len(one):
+            kinds = {shape.kind for shape in found}
+            return tuple(without(shape, keyword) for shape in one if shape.kind in kinds)
+        return found
+
+    def _part(self, part: Part) -> tuple[Shape, ...]:
+        return self._negative(part.schema) if part.negated else self._positive(part.schema)
+
+    def _positive(self, schema: Any) -> tuple[Shape, ...]:
+        if not isinstance(schema, Mapping):
+            return ALL if schema else ()
+        return self._once(schema, False, self._keywords)
+
+    def _negative(self, schema: Any) -> tuple[Shape, ...]:
+        if not isinstance(schema, Mapping):
+            return () if schema else ALL
+        return self._once(schema, True, self._negated_keywords)
+
+    def _once(
+        self, schema: Mapping[str, Any], negated: bool, make: Callable[[Mapping[str, Any]], tuple[Shape, ...]]
+    ) -> tuple[Shape, ...]:
+        key = (self._text(schema), negated)
+        if key not in self._parts:
+            self._parts[key] = make(schema)
+        return self._parts[key]
+
+    def _keywords(self, schema: Mapping[str, Any]) -> tuple[Shape, ...]:
+        found: Sequence[Shape] = own_shapes(schema)
+        for keyword, shapes in self._applied(schema):
+            found = self._product(found, shapes, keyword)
+        return tuple(with_unevaluated(shape, schema) for shape in found)
+
+    def _applied(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Shape]]]:
+        """What the keywords say that apply other schemas to the same value."""
+        if "$ref" in schema:
+            yield "$ref", self._positive(resolved(self.root, schema["$ref"]))
+        for each in schema.get("allOf", ()):
+            yield "allOf", self._positive(each)
+        if "anyOf" in schema:
+            yield "anyOf", self._unlike(shape for each in schema["anyOf"] for shape in self._positive(each))
+        if "oneOf" in schema:
+            yield "oneOf", self._one_of(schema["oneOf"])
+        if "not" in schema:
+            yield "not", self._negative(schema["not"])
+        if "if" in schema:
+            yield "if", self._if(schema, negated=False)
+        for name, names in schema.get("dependentRequired", {}).items():
+            yield "dependentRequired", (*self._absent(name), Shape("object", required=(name, *names)))
+        for name, each in schema.get("dependentSchemas", {}).items():
+            present = self._product(self._positive(each), (Shape("object", required=(name,)),), "dependentSchemas")
+            yield "dependentSchemas", (*self._absent(name), *present)
+
+    def _absent(self, name: str) -> tuple[Shape, ...]:
+        """Everything but objects that have a member of this name."""
+        return (*(shape for shape in ALL if shape.kind != "object"), forbidding(name))
+
+    def _if(self, schema: Mapping[str, Any], *, negated: bool) -> tuple[Shape, ...]:
+        side = self._negative if negated else self._positive
+        then = self._product(self._positive(schema["if"]), side(schema.get("then", True)), "then")
+        otherwise = self._product(self._negative(schema["if"]), side(schema.get("else", True)), "else")
+        return self._unlike(iter((*then, *otherwise)))
+
+    def _one_of(self, choices: Sequence[Any]) -> tuple[Shape, ...]:
+        found: list[Shape] = []
+        for index, choice in enumerate(choices):
+            for shape in self._positive(choice):
+                only: tuple[Shape, ...] = (shape,)
+                for other_index, other in enumerate(choices):
+                    if other_index == index:
+                        continue
+                    rivals = [each for each in self._positive(other) if self._may_meet(shape, each)]
+                    if rivals:
+                        only = self._product(only, self._negative(other), "oneOf")
+                found += only
+        exclusive = self._unlike(iter(found))
+        if len(exclusive) <= MOST_SHAPES:
+            return exclusive
+        # That one of them fits is said, that no other does is not.
+        return self._unlike(without(shape, "oneOf") for choice in choices for shape in self._positive(choice))
+
+    def _may_meet(self, one: Shape, other: Shape) -> bool:
+        """Whether a value may have both shapes; not where a required member would have to have two values."""
+        both = one.both(other)
+        if both is None:
+            return False
+        for name in both.required:
+            listed = [self._listed_of(each) for each in (one.member(name), other.member(name))]
+            if None not in listed and not set(listed[0] or ()) & set(listed[1] or ()):
+                return False
+        return True
+
+    def _listed_of(self, conjunction: Conjunction) -> frozenset[str] | None:
+        """The values that a schema lists itself, as texts; None where it lists none."""
+        for part in conjunction:
+            schema = part.schema
+            for _ in range(4):
+                if isinstance(schema, Mapping) and "$ref" in schema and "enum" not in schema:
+                    schema = resolved(self.root, schema["$ref"])
+            if isinstance(schema, Mapping) and not part.negated and ("const" in schema or "enum" in schema):
+                return frozenset(json.dumps(each, sort_keys=True) for each in schema.get("enum", [schema.get("const")]))
+        return None
+
+    # --- what a schema does not allow
+
+    def _negated_keywords(self, schema: Mapping[str, Any]) -> tuple[Shape, ...]:
+        return self._unlike(shape for keyword in schema for shape in self._not(keyword, schema) if not shape.is_empty)
+
+    def _not(self, keyword: str, schema: Mapping[str, Any]) -> Iterator[Shape]:
+        """The values that one keyword does not allow."""
+        value = schema[keyword]
+        match keyword:
+            case "$ref":
+                yield from self._negative(resolved(self.root, value))
+            case "allOf":
+                for each in value:
+                    yield from self._negative(each)
+            case "anyOf":
+                shapes: tuple[Shape, ...] = ALL
+                for each in value:
+                    shapes = self._product(shapes, self._negative(each), "not")
+                yield from shapes
+            case "oneOf":
+                yield from (without(shape, "not") for shape in ALL)
+            case "not":
+                yield from self._positive(value)
+            case "if":
+                yield from self._if(schema, negated=True)
+            case "dependentRequired":
+                for name, names in value.items():
+                    for missing in names:
+                        yield replace(forbidding(missing), required=(name,))
+            case "dependentSchemas":
+                for name, each in value.items():
+                    yield from self._product(self._negative(each), (Shape("object", required=(name,)),), "not")
+            case _:
+                yield from not_own_shapes(keyword, schema)
+
+
+def types_of(shapes: Sequence[Shape]) -> frozenset[str]:
+    """The types of JSON schema that values of these shapes have; empty where they have any."""
+    found: set[str] = set()
+    unlisted: set[str] = set()
+    for shape in shapes:
+        if shape.values is not None and shape.kind == "number":
+            found |= {"integer" if isinstance(each, int) else "number" for each in shape.values}
+            continue
+        found.add("integer" if shape.integer else shape.kind)
+        if shape.values is None and not shape.integer:
+            unlisted.add(shape.kind)
+    return frozenset() if unlisted == set(KINDS) else frozenset(found)
+
+
+_TRIVIAL: Final = ("true", "{}", "!false")
+
+
+def _listed(shape: Shape) -> tuple[Any, ...] | None:
+    """All values of a shape; None where they are too many."""
+    if shape.values is not None:
+        return shape.values
+    match shape.kind:
+        case "null":
+            return (None,) if shape.unsaid else None
+        case "boolean":
+            return (True, False) if shape.unsaid else None
+        case "number" if shape.integer:
+            low, high = shape.numbers.least, shape.numbers.greatest
+            if low is not None and high is not None and high - low < LONGEST_LIST:
+                return tuple(range(low, high + 1))
+    return None

@@ -1,0 +1,174 @@
+"""The keywords of a JSON schema that say something of the value itself, as shapes, and what each does not allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from runner.tools.shapes import ANYTHING, KINDS, NOTHING, ArrayPart, Kind, ObjectPart, Part, Range, Shape, kind_of
+
+__all__ = ["ALL", "forbidding", "not_own_shapes", "own_shapes", "with_unevaluated", "without"]
+
+ALL: Final = tuple(Shape(kind) for kind in KINDS)
+"""The shapes that allow any value."""
+
+
+def forbidding(name: str) -> Shape:
+    return Shape("object", objects=(ObjectPart({name: NOTHING}),))
+
+
+def without(shape: Shape, keyword: str) -> Shape:
+    """The shape that says that the keyword is not in it."""
+    return shape if keyword in shape.unsaid else replace(shape, unsaid=(*shape.unsaid, keyword))
+
+
+def _types(schema: Mapping[str, Any]) -> Sequence[str]:
+    given = schema.get("type", ("string", "number", "boolean", "null", "array", "object"))
+    return [given] if isinstance(given, str) else given
+
+
+def own_shapes(schema: Mapping[str, Any]) -> tuple[Shape, ...]:
+    """The shapes that a schema's own keywords allow, without those that apply other schemas to the same value."""
+    types = set(_types(schema))
+    kinds: dict[Kind, None] = {"number" if each == "integer" else each: None for each in types}  # type: ignore[misc]  # as modern schemas have them
+    shapes = [_of_kind(kind, schema, "integer" in types and "number" not in types) for kind in KINDS if kind in kinds]
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        values = [each for each in values if "const" not in schema or each == schema["const"]]
+        alike: dict[Kind, list[Any]] = {}
+        for each in values:
+            alike.setdefault(kind_of(each), []).append(each)
+        shapes = [replace(shape, values=tuple(alike[shape.kind])) for shape in shapes if shape.kind in alike]
+    return tuple(shape for shape in shapes if not shape.is_empty)
+
+
+def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> Shape:
+    get = schema.get
+    match kind:
+        case "string":
+            patterns = (schema["pattern"],) if "pattern" in schema else ()
+            formats = (schema["format"],) if "format" in schema else ()
+            return Shape(kind, least=get("minLength", 0), most=get("maxLength"), patterns=patterns, formats=formats)
+        case "number":
+            numbers = Range(get("minimum"), False, get("maximum"), False)
+            numbers = numbers.within(Range(get("exclusiveMinimum"), True, get("exclusiveMaximum"), True))
+            multiple = get("multipleOf")
+            whole = multiple is not None and float(multiple).is_integer()
+            unsaid = ("multipleOf",) if multiple is not None and multiple != 1 else ()
+            return Shape(kind, integer=integer or whole, numbers=numbers, unsaid=unsaid)
+        case "array":
+            least = get("minItems", 0)
+            found: list[str] = []
+            if "contains" in schema and get("minContains", 1) + ("maxContains" in schema) > 0:
+                least = max(least, get("minContains", 1))
+                found.append("contains")
+            if "uniqueItems" in schema and get("maxItems", 2) > 1:
+                found.append("uniqueItems")
+            part = ArrayPart(
+                [(Part(each),) for each in get("prefixItems", ())], (Part(get("items", True)),), "items" in schema
+            )
+            arrays = (part,) if "prefixItems" in schema or "items" in schema else ()
+            return Shape(kind, least=least, most=get("maxItems"), arrays=arrays, unsaid=tuple(found))
+        case "object":
+            part_of_object = ObjectPart(
+                {name: (Part(each),) for name, each in get("properties", {}).items()},
+                [(pattern, (Part(each),)) for pattern, each in get("patternProperties", {}).items()],
+                (Part(get("additionalProperties", True)),),
+                "additionalProperties" in schema,
+            )
+            says = any(key in schema for key in ("properties", "patternProperties", "additionalProperties"))
+            return Shape(
+                kind,
+                least=get("minProperties", 0),
+                most=get("maxProperties"),
+                objects=(part_of_object,) if says else (),
+                required=tuple(get("required", ())),
+                names=(Part(schema["propertyNames"]),) if "propertyNames" in schema else (),
+            )
+        case _:
+            return Shape(kind)
+
+
+def with_unevaluated(shape: Shape, schema: Mapping[str, Any]) -> Shape:
+    """The shape with what the schema says of members and items that nothing else in it looks at."""
+    if shape.values is not None:
+        return shape
+    # What a keyword looks at that is not said, or forbids, is not known here.
+    unsure = "not" in schema or any(keyword in _APPLYING for keyword in shape.unsaid)
+    if shape.kind == "object" and "unevaluatedProperties" in schema:
+        if any(part.says_additional for part in shape.objects):
+            return shape
+        if unsure:
+            return without(shape, "unevaluatedProperties")
+        known = {name: ANYTHING for part in shape.objects for name in part.properties}
+        patterns = [(pattern, ANYTHING) for part in shape.objects for pattern, _ in part.patterns]
+        part = ObjectPart(known, patterns, (Part(schema["unevaluatedProperties"]),), says_additional=True)
+        return replace(shape, objects=(*shape.objects, part))
+    if shape.kind == "array" and "unevaluatedItems" in schema:
+        if any(each.says_rest for each in shape.arrays):
+            return shape
+        if "contains" in shape.unsaid or unsure:
+            return without(shape, "unevaluatedItems")
+        rest = ArrayPart([ANYTHING] * shape.listed, (Part(schema["unevaluatedItems"]),), says_rest=True)
+        return replace(shape, arrays=(*shape.arrays, rest))
+    return shape
+
+
+def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[Shape]:
+    """The values that a keyword does not allow which says something of the value itself."""
+    value = schema[keyword]
+    match keyword:
+        case "type":
+            types = set(_types(schema))
+            yield from (
+                shape
+                for shape in ALL
+                if shape.kind not in types and (shape.kind, "integer") != ("number", *types & {"integer"})
+            )
+            if "integer" in types and "number" not in types:
+                yield Shape("number", unsaid=("not",))
+        case "enum" | "const":
+            for shape in ALL:
+                listed = [each for each in (value if keyword == "enum" else [value]) if kind_of(each) == shape.kind]
+                yield without(shape, "not") if listed else shape
+        case "required":
+            yield from map(forbidding, value)
+        case "properties":
+            for name, each in value.items():
+                part = ObjectPart({name: (Part(each, negated=True),)})
+                yield Shape("object", objects=(part,), required=(name,))
+        case "minimum":
+            yield Shape("number", numbers=Range(high=value, high_excluded=True))
+        case "exclusiveMinimum":
+            yield Shape("number", numbers=Range(high=value))
+        case "maximum":
+            yield Shape("number", numbers=Range(low=value, low_excluded=True))
+        case "exclusiveMaximum":
+            yield Shape("number", numbers=Range(low=value))
+        case "minLength" | "minItems" | "minProperties" if value > 0:
+            yield Shape(_KIND_OF_COUNT[keyword[3:]], most=value - 1)
+        case "maxLength" | "maxItems" | "maxProperties":
+            yield Shape(_KIND_OF_COUNT[keyword[3:]], least=value + 1)
+        case "prefixItems":
+            for index, each in enumerate(value):
+                before = [ANYTHING] * index
+                yield Shape("array", least=index + 1, arrays=(ArrayPart([*before, (Part(each, negated=True),)]),))
+        case "items" if value is False:
+            yield Shape("array", least=len(schema.get("prefixItems", ())) + 1)
+        case _ if keyword in _KIND_OF_KEYWORD:
+            yield Shape(_KIND_OF_KEYWORD[keyword], least=keyword in _NEEDS_ONE, unsaid=("not",))
+
+
+_APPLYING: Final = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
+_KIND_OF_COUNT: Final[Mapping[str, Kind]] = {"Length": "string", "Items": "array", "Properties": "object"}
+_KIND_OF_KEYWORD: Final[Mapping[str, Kind]] = {
+    "pattern": "string",
+    "multipleOf": "number",
+    **dict.fromkeys(("items", "contains", "uniqueItems", "unevaluatedItems"), "array"),
+    **dict.fromkeys(("patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties"), "object"),
+}
+_NEEDS_ONE: Final = (
+    "items", "uniqueItems", "unevaluatedItems", "patternProperties", "additionalProperties", "propertyNames",
+    "unevaluatedProperties",
+)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Results of the Model Context Protocol as a model reads them, whichever client gives them: told by their form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from runner.errors import ToolError
+
+__all__ = ["mcp_text"]
+
+_KINDS: Final = frozenset({"text", "image", "audio", "resource", "resource_link"})
+_NOTHING: Final = object()
+
+
+def mcp_text(value: Any, as_json: Callable[[Any], str]) -> str | None:
+    """The text of a tool's result, of its content, or of a resource that was read; None for any other value.
+
+    Text stands as it is, a block in each paragraph. Images, audio and links are named, since a model that reads text
+    can do no more with them. Structured content follows where the text does not say the same.
+
+    Raises:
+        ToolError: the server says that the call failed; the error has the result's text.
+    """
+    if _is_list(value):
+        return _joined(value) if value and all(map(_is_content, value)) else None
+    if _is_content(value):
+        return _joined([value])
+    resources = _get(value, "contents")
+    if _is_list(resources) and not isinstance(value, Mapping) and all(_get(each, "uri") for each in resources):
+        return "\n\n".join(map(_of_resource, resources))
+    content, is_error = _get(value, "content"), _get(value, "is_error", "isError")
+    if not isinstance(is_error, bool) or not _is_list(content) or not all(map(_is_block, content)):
+        return None
+    text = _joined(content)
+    structured = _get(value, "structured_content", "structuredContent")
+    if structured is not _NOTHING and structured is not None and not _says(content, structured):
+        text = "\n\n".join(filter(None, [text, as_json(structured)]))
+    if is_error:
+        raise ToolError(text or "the server gave no reason")
+    return text
+
+
+def _joined(blocks: Sequence[Any]) -> str:
+    return "\n\n".join(map(_of_block, blocks))
+
+
+def _of_block(block: Any) -> str:
+    match kind := _get(block, "type"):
+        case "text":
+            return str(_get(block, "text"))
+        case "resource":
+            return _of_resource(_get(block, "resource"))
+        case "resource_link":
+            said = [str(each) for each in (_get(block, "name"), _get(block, "uri")) if each is not _NOTHING and each]
+            return f"[resource {': '.join(said)}]"
+        case _:
+            return f"[{kind}, {_media(block)}]"
+
+
+def _of_resource(resource: Any) -> str:
+    text = _get(resource, "text")
+    return text if isinstance(text, str) else f"[resource {_get(resource, 'uri')}, {_media(resource)}]"
+
+
+def _media(block: Any) -> str:
+    data = _get(block, "data", "blob")
+    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # of base64
+    kind = _get(block, "mime_type", "mimeType")
+    return f"{kind if isinstance(kind, str) else 'of no known type'}, {size:,} bytes"
+
+
+def _says(content: Sequence[Any], structured: Any) -> bool:
+    """Whether the text says what the structured content does; servers wrap what is no object as a `result`."""
+    said = list(_values(content))
+    wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []
+    return any(said in ([each], each) for each in (structured, *wrapped))
+
+
+def _values(content: Sequence[Any]) -> Iterator[Any]:
+    for block in content:
+        text = _get(block, "text")
+        try:
+            yield json.loads(text)
+        except (TypeError, ValueError):
+            yield text
+
+
+def _is_content(value: Any) -> bool:
+    """Whether it is a block of content by itself; an object of an author's own may have a `type` too."""
+    return _is_block(value) and _get(value, "type") in _KINDS and hasattr(value, "annotations")
+
+
+def _is_block(value: Any) -> bool:
+    kind = _get(value, "type")
+    return isinstance(_get(value, "text") if kind == "text" else kind, str)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _get(value: Any, *names: str) -> Any:
+    """What stands under the first of these names, in an object or in a mapping."""
+    for name in names:
+        found = value.get(name, _NOTHING) if isinstance(value, Mapping) else getattr(value, name, _NOTHING)
+        if found is not _NOTHING:
+            return found
+    return _NOTHING

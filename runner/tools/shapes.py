@@ -1,0 +1,254 @@
+"""Shapes: values of one type that a JSON schema allows, and what every keyword of the schema says of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+__all__ = [
+    "ANYTHING",
+    "KINDS",
+    "NOTHING",
+    "ArrayPart",
+    "Conjunction",
+    "Kind",
+    "ObjectPart",
+    "Part",
+    "Range",
+    "Shape",
+    "kind_of",
+]
+
+Kind: TypeAlias = Literal["string", "number", "boolean", "null", "array", "object"]
+KINDS: Final[tuple[Kind, ...]] = ("string", "number", "boolean", "null", "array", "object")
+
+
+def kind_of(value: Any) -> Kind:
+    """The kind of a value that came from JSON."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int() | float():
+            return "number"
+        case Mapping():
+            return "object"
+        case _:
+            return "array"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A schema, or what it does not allow."""
+
+    schema: Any
+    negated: bool = False
+
+
+Conjunction: TypeAlias = tuple[Part, ...]
+"""Schemas that hold together; of () anything fits."""
+
+ANYTHING: Final[Conjunction] = ()
+NOTHING: Final[Conjunction] = (Part(False),)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers between two bounds."""
+
+    low: float | None = None
+    low_excluded: bool = False
+    high: float | None = None
+    high_excluded: bool = False
+
+    def within(self, other: Range) -> Range:
+        """The numbers that are in both."""
+        low, high = self, self
+        if other.low is not None and (
+            self.low is None or other.low > self.low or (other.low == self.low and other.low_excluded)
+        ):
+            low = other
+        if other.high is not None and (
+            self.high is None or other.high < self.high or (other.high == self.high and other.high_excluded)
+        ):
+            high = other
+        return Range(low.low, low.low_excluded, high.high, high.high_excluded)
+
+    @property
+    def least(self) -> int | None:
+        """The smallest integer in it."""
+        if self.low is None or math.isinf(self.low):
+            return None
+        least = math.ceil(self.low)
+        return least + 1 if self.low_excluded and least == self.low else least
+
+    @property
+    def greatest(self) -> int | None:
+        """The largest integer in it."""
+        if self.high is None or math.isinf(self.high):
+            return None
+        greatest = math.floor(self.high)
+        return greatest - 1 if self.high_excluded and greatest == self.high else greatest
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number is in it."""
+        if self.low is None or self.high is None:
+            return False
+        return self.low > self.high or (self.low == self.high and (self.low_excluded or self.high_excluded))
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPart:
+    """What one schema says of the members of an object."""
+
+    properties: Mapping[str, Conjunction] = field(default_factory=dict)
+    patterns: Sequence[tuple[str, Conjunction]] = ()
+    additional: Conjunction = ANYTHING
+    """What other members have to be."""
+    says_additional: bool = False
+    """Whether the schema says something of other members."""
+
+    def of(self, name: str) -> Conjunction:
+        """What the member of this name has to be."""
+        found = self.properties.get(name)
+        matching = [each for pattern, each in self.patterns if re.search(pattern, name)]
+        if found is None and not matching:
+            return self.additional
+        return (*(found or ()), *(part for each in matching for part in each))
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPart:
+    """What one schema says of the items of an array."""
+
+    first: Sequence[Conjunction] = ()
+    rest: Conjunction = ANYTHING
+    says_rest: bool = False
+
+    def of(self, index: int) -> Conjunction:
+        """What the item at this place has to be."""
+        return self.first[index] if index < len(self.first) else self.rest
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Values of one kind that fit a schema."""
+
+    kind: Kind
+    values: tuple[Any, ...] | None = None
+    """The only values; None where it lists none."""
+    integer: bool = False
+    """Whether a number is an integer."""
+    numbers: Range = Range()
+    least: int = 0
+    """The least length, number of items or of members."""
+    most: int | None = None
+    patterns: tuple[str, ...] = ()
+    """Patterns that a string has to match."""
+    formats: tuple[str, ...] = ()
+    objects: tuple[ObjectPart, ...] = ()
+    required: tuple[str, ...] = ()
+    names: Conjunction = ANYTHING
+    """What every name of a member has to be."""
+    arrays: tuple[ArrayPart, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    """Keywords that hold besides, which nothing here says."""
+
+    def both(self, other: Shape) -> Shape | None:
+        """The values that fit both; None where that is none of them."""
+        if self.kind != other.kind:
+            return None
+        values = self.values
+        if other.values is not None:
+            values = other.values if values is None else tuple(each for each in values if _is_in(each, other.values))
+        mosts = [each for each in (self.most, other.most) if each is not None]
+        made = Shape(
+            self.kind,
+            values,
+            self.integer or other.integer,
+            self.numbers.within(other.numbers),
+            max(self.least, other.least),
+            min(mosts) if mosts else None,
+            _together(self.patterns, other.patterns),
+            _together(self.formats, other.formats),
+            (*self.objects, *other.objects),
+            _together(self.required, other.required),
+            (*self.names, *other.names),
+            (*self.arrays, *other.arrays),
+            _together(self.unsaid, other.unsaid),
+        )
+        return None if made.is_empty else made
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is seen at once that no value fits."""
+        if self.values is not None:
+            return not self.values
+        if self.kind == "number":
+            low, high = self.numbers.least, self.numbers.greatest
+            if self.integer and low is not None and high is not None and low > high:
+                return True
+            return self.numbers.is_empty
+        return self.most is not None and max(self.least, len(set(self.required))) > self.most
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any value of its kind fits."""
+        return self == Shape(self.kind)
+
+    def member(self, name: str) -> Conjunction:
+        """What the member of this name has to be."""
+        return tuple(part for each in self.objects for part in each.of(name))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The names of members that are written out somewhere, in their order."""
+        found = dict.fromkeys(name for each in self.objects for name in each.properties)
+        return tuple(found | dict.fromkeys(self.required))
+
+    @property
+    def others(self) -> Conjunction:
+        """What members have to be that no name and no pattern tells of."""
+        return tuple(part for each in self.objects for part in each.additional)
+
+    @property
+    def of_patterns(self) -> tuple[tuple[str, Conjunction], ...]:
+        """What members have to be whose names match a pattern, pattern by pattern."""
+        found = []
+        for index, each in enumerate(self.objects):
+            for pattern, conjunction in each.patterns:
+                beside = (
+                    part
+                    for n, other in enumerate(self.objects)
+                    if n != index and not other.patterns
+                    for part in other.additional
+                )
+                found.append((pattern, (*conjunction, *beside)))
+        return tuple(found)
+
+    def item(self, index: int) -> Conjunction:
+        """What the item at this place has to be."""
+        return tuple(part for each in self.arrays for part in each.of(index))
+
+    @property
+    def listed(self) -> int:
+        """How many first items have a schema of their own."""
+        return max((len(each.first) for each in self.arrays), default=0)
+
+
+_HashableT = TypeVar("_HashableT", bound=Hashable)
+
+
+def _together(one: Sequence[_HashableT], other: Sequence[_HashableT]) -> tuple[_HashableT, ...]:
+    return tuple(dict.fromkeys((*one, *other)))
+
+
+def _is_in(value: Any, values: Sequence[Any]) -> bool:
+    return any(kind_of(value) == kind_of(each) and value == each for each in values)

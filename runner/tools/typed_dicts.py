@@ -1,0 +1,67 @@
+"""Type hints that pydantic can read: below Python 3.12 it takes `TypedDict` of typing_extensions alone."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typing_extensions
+
+__all__ = ["IS_NEEDED", "with_readable_typed_dicts"]
+
+IS_NEEDED = sys.version_info < (3, 12)
+"""Whether this Python's `typing.TypedDict` is one that pydantic refuses."""
+
+
+def with_readable_typed_dicts(hint: Any) -> Any:
+    """The same hint, with each `typing.TypedDict` in it as one of typing_extensions.
+
+    One that refers to itself stays as it is, and so do those inside a dataclass or a model, which are not ours.
+    """
+    return _Reader().read(hint) if IS_NEEDED else hint
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def read(self, hint: Any) -> Any:
+        if typing.is_typeddict(hint):
+            if hint not in self._made:
+                self._made[hint] = hint  # while it is made: one that refers to itself cannot be made
+                self._made[hint] = self._remade(hint)
+            return self._made[hint]
+        arguments = get_args(hint)
+        origin: Any = get_origin(hint)
+        if not arguments or origin in (typing.Literal, typing_extensions.Literal) or Ellipsis in arguments[:1]:
+            return hint
+        if origin is Annotated:
+            arguments = arguments[:1]
+        read = tuple(arg if isinstance(arg, list) else self.read(arg) for arg in arguments)
+        if all(new is old for new, old in zip(read, arguments, strict=True)):
+            return hint
+        if origin is Annotated:
+            return Annotated[(*read, *hint.__metadata__)]
+        if origin in (Union, types.UnionType):
+            return Union[read]  # noqa: UP007  # of a tuple
+        copied: Callable[[Any], Any] | None = getattr(hint, "copy_with", None)
+        return copied(read) if copied is not None else origin[read]
+
+    def _remade(self, typed_dict: Any) -> Any:
+        fields: dict[str, Any] = {}
+        for name, hint in typing.get_type_hints(typed_dict, include_extras=True).items():
+            origin = get_origin(hint)
+            # What is written at the field; Python does not see it where annotations are strings.
+            is_marked = origin in (typing_extensions.Required, typing_extensions.NotRequired)
+            read = self.read(get_args(hint)[0] if is_marked else hint)
+            required = origin is typing_extensions.Required or (not is_marked and name in typed_dict.__required_keys__)
+            fields[name] = typing_extensions.Required[read] if required else typing_extensions.NotRequired[read]
+        functional: Any = typing_extensions.TypedDict  # made at run time, which a type checker cannot follow
+        made = functional(typed_dict.__name__, fields)
+        for name in ("__doc__", "__module__", "__qualname__", "__pydantic_config__"):
+            if hasattr(typed_dict, name):
+                setattr(made, name, getattr(typed_dict, name))
+        return made

@@ -1,0 +1,191 @@
+"""The table of the page on JSON schemas: for each keyword, whether each notation enforces it, by trying."""
+
+# ruff: noqa: E501  # a row of the table is a line
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from jsonschema_specifications import REGISTRY
+
+from runner.parsing.enforcing import not_enforced as not_enforced_of_tool
+from runner.parsing.schema_grammar import answer_constraint, not_enforced
+from runner.tools.checking import validator_of
+from runner.tools.foreign import tools_of
+from runner.tools.modern_schema import modern
+from tests.parsing.enforced import accepts, form_of, required, written
+from tests.parsing.test_schema_agreement import as_json
+
+__all__ = ["IGNORED", "PROBES", "keywords", "table"]
+
+
+class Probe(NamedTuple):
+    """A schema with a keyword, a value that only this keyword forbids, and what the table says besides."""
+
+    schema: Any
+    wrong: Any
+    remark: str = ""
+
+
+_OBJECT: Final = {"type": "object"}
+_NUMBER: Final = {"type": "number"}
+_STRING: Final = {"type": "string"}
+_ARRAY: Final = {"type": "array"}
+
+PROBES: Final[dict[str, Probe]] = {
+    "type": Probe({"type": "integer"}, True, "lists of types too; an integer is written without a point"),
+    "enum": Probe({"enum": ["x", "y"]}, "z", "beside any other keyword"),
+    "const": Probe({"const": "x"}, "z"),
+    "$ref": Probe({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}, True, "with what stands beside it"),
+    "$dynamicRef": Probe(
+        {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", "type": "integer"}}}, True, "is read as `$ref`"
+    ),
+    "allOf": Probe({"allOf": [{"type": "integer"}, {"minimum": 1}]}, 0),
+    "anyOf": Probe(
+        {**_OBJECT, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
+        {},
+        "up to 64 combinations of all that applies to one value",
+    ),
+    "oneOf": Probe(
+        {**_OBJECT, "oneOf": [{"required": ["b"]}, {"required": ["c"]}]},
+        {"b": 1, "c": 1},
+        "the same; that no second one fits is enforced where `not` is",
+    ),
+    "not": Probe(
+        {**_OBJECT, "properties": {"b": {}}, "not": {"required": ["b"]}},
+        {"b": 1},
+        "of types, bounds, lengths, names and listed values; else checked",
+    ),
+    "if": Probe({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}}, 7, "where `not` is"),
+    "then": Probe({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}}, 7),
+    "else": Probe({"type": "integer", "if": {"minimum": 5}, "else": {"maximum": 2}}, 3),
+    "minimum": Probe({**_NUMBER, "minimum": 1}, 0, "bounds with an exponent are checked"),
+    "maximum": Probe({**_NUMBER, "maximum": 1}, 2),
+    "exclusiveMinimum": Probe({**_NUMBER, "exclusiveMinimum": 1}, 1),
+    "exclusiveMaximum": Probe({**_NUMBER, "exclusiveMaximum": 1}, 1),
+    "multipleOf": Probe(
+        {**_NUMBER, "multipleOf": 0.5}, 0.3, "enforced for integers between bounds that are less than 256 apart"
+    ),
+    "minLength": Probe({**_STRING, "minLength": 2}, "x", "up to 16, with a `maxLength` up to 64"),
+    "maxLength": Probe(
+        {**_STRING, "maxLength": 2}, "xyz", "up to 64, since each character takes 10 to 20 ms to compile"
+    ),
+    "pattern": Probe(
+        {**_STRING, "pattern": "^[a-c]+$"},
+        "d",
+        "one pattern, without a length; no look-around, no back reference, no repetition above 128",
+    ),
+    "format": Probe(
+        {**_STRING, "format": "date"},
+        "soon",
+        "`date`, `time`, `date-time`, `uuid`, `ipv4`, `email`; no format is checked afterwards",
+    ),
+    "prefixItems": Probe(
+        {**_ARRAY, "prefixItems": [{"type": "integer"}]}, [True], "no further items, unless `items` says so"
+    ),
+    "items": Probe({**_ARRAY, "items": {"type": "integer"}}, [1, True]),
+    "minItems": Probe({**_ARRAY, "items": {}, "minItems": 2}, [1], "up to 4096"),
+    "maxItems": Probe({**_ARRAY, "items": {}, "maxItems": 1}, [1, 2], "up to 4096"),
+    "uniqueItems": Probe({**_ARRAY, "items": {}, "uniqueItems": True}, [1, 1]),
+    "contains": Probe({**_ARRAY, "contains": {"const": 5}}, [1]),
+    "minContains": Probe(
+        {**_ARRAY, "contains": {"const": 5}, "minContains": 2}, [5, 1], "the number of items is enforced"
+    ),
+    "maxContains": Probe({**_ARRAY, "contains": {"const": 5}, "maxContains": 1}, [5, 5]),
+    "unevaluatedItems": Probe(
+        {**_ARRAY, "prefixItems": [{}], "unevaluatedItems": {"type": "integer"}},
+        [1, True],
+        "not beside `contains` or `not`",
+    ),
+    "properties": Probe(
+        {**_OBJECT, "properties": {"b": {"type": "integer"}}}, {"b": True}, "in the order of the schema"
+    ),
+    "required": Probe({**_OBJECT, "required": ["b"]}, {}, "names that `properties` has not too"),
+    "additionalProperties": Probe(
+        {**_OBJECT, "additionalProperties": {"type": "integer"}},
+        {"b": True},
+        "without it, an object that has `properties` has no others",
+    ),
+    "patternProperties": Probe(
+        {**_OBJECT, "patternProperties": {"^b": {"type": "integer"}}, "additionalProperties": False},
+        {"b": True},
+        "several, or beside others: names are checked",
+    ),
+    "propertyNames": Probe({**_OBJECT, "propertyNames": {"pattern": "^[a-c]+$"}}, {"d": 1}),
+    "minProperties": Probe(
+        {**_OBJECT, "properties": {"b": {}, "c": {}}, "minProperties": 1}, {}, "up to some 30 named properties"
+    ),
+    "maxProperties": Probe(
+        {**_OBJECT, "properties": {"b": {}, "c": {}}, "maxProperties": 1}, {"b": 1, "c": 1}, "the same"
+    ),
+    "dependentRequired": Probe(
+        {**_OBJECT, "properties": {"b": {}, "c": {}}, "dependentRequired": {"b": ["c"]}}, {"b": 1}
+    ),
+    "dependentSchemas": Probe(
+        {**_OBJECT, "properties": {"b": {}, "c": {}}, "dependentSchemas": {"b": {"required": ["c"]}}}, {"b": 1}
+    ),
+    "unevaluatedProperties": Probe(
+        {**_OBJECT, "anyOf": [{"properties": {"b": {}}}], "unevaluatedProperties": False},
+        {"c": 1},
+        "of one alternative at a time",
+    ),
+}
+
+IGNORED: Final = {
+    "$id", "$schema", "$anchor", "$dynamicAnchor", "$vocabulary", "$comment", "$defs", "title", "description", "default",
+    "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding", "contentMediaType", "contentSchema",
+}  # fmt: skip
+"""What forbids nothing; where references lead is found by the first of them."""
+
+NOTATIONS: Final = {"JSON": "JSON object", "strings without quotes": "raw strings", "own notation": "own notation"}
+
+
+def keywords() -> set[str]:
+    """Every keyword of the dialect 2020-12, as its meta schemas have them."""
+    found: set[str] = set()
+    for address in REGISTRY:
+        if "/draft/2020-12/meta/" in address:
+            found |= REGISTRY.contents(address)["properties"].keys()
+    return found
+
+
+def table() -> list[str]:
+    """The lines of the table."""
+    lines = ["| keyword | " + " | ".join(NOTATIONS) + " | an answer | |", "|---" * (len(NOTATIONS) + 3) + "|"]
+    for keyword, probe in PROBES.items():
+        cells = [_of_call(form_of(name), keyword, probe) for name in NOTATIONS.values()]
+        lines.append(f"| `{keyword}` | " + " | ".join([*cells, _of_answer(keyword, probe), probe.remark]) + " |")
+    return [line.replace("|  |", "| |") for line in lines]
+
+
+def _of_call(form: Any, keyword: str, probe: Probe) -> str:
+    definitions = probe.schema.get("$defs")
+    parameters = {"type": "object", "properties": {"a": probe.schema}, "required": ["a"]}
+    (tool,) = tools_of(
+        [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {**parameters, **({"$defs": definitions} if definitions else {})},
+                },
+            }
+        ]
+    )
+    enforced = required(form, [tool])
+    lets_through = accepts(enforced, written(form, ("f", {"a": probe.wrong})))
+    told = _named(keyword, not_enforced_of_tool(form, tool))
+    assert told or not lets_through, (keyword, form)
+    checked = not validator_of(modern(tool.parameters).schema).is_valid({"a": probe.wrong})
+    return "enforced" if not lets_through else "checked" if checked else "not"
+
+
+def _of_answer(keyword: str, probe: Probe) -> str:
+    lets_through = accepts(answer_constraint(probe.schema), as_json(probe.wrong))
+    assert not lets_through or _named(keyword, not_enforced(probe.schema)), keyword
+    return "named" if lets_through else "enforced"
+
+
+def _named(keyword: str, told: list[str]) -> bool:
+    words = {"minContains": "contains", "maxContains": "contains"}
+    return any(each.startswith(words.get(keyword, keyword)) for each in told)

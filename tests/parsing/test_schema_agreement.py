@@ -1,0 +1,215 @@
+"""Grammar and check of one schema: what one lets through the other accepts, or the difference is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.cli.random_values import random_value
+from runner.errors import BadOption
+from runner.parsing.enforcing import not_enforced as not_enforced_of_tool
+from runner.parsing.reading import CallReader
+from runner.parsing.schema_grammar import answer_constraint, not_enforced
+from runner.tools.checking import validator_of
+from runner.tools.conjunctions import shapes_of
+from runner.tools.foreign import tools_of
+from runner.tools.modern_schema import modern
+from runner.tools.tool import Tool
+from tests import sweeps
+from tests.parsing.enforced import accepts, every_class, form_of, required, written
+from tests.parsing.schema_cases import PUBLIC, SUITE, SuiteCase, schemas
+from tests.parsing.test_enforcing import holds_its_end, walk
+
+public = pytest.mark.parametrize("name", PUBLIC)
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def fits(schema: Any, value: Any) -> bool:
+    return bool(validator_of(modern(schema).schema).is_valid(value))
+
+
+def walks(schema: Any, seeds: range) -> Iterator[str]:
+    """Texts that the grammar of an answer lets through."""
+    try:
+        enforced = answer_constraint(schema)
+    except BadOption:
+        return
+    yield from filter(None, (walk(enforced, random.Random(seed), 20) for seed in seeds))
+
+
+# --- an answer
+
+
+def is_written_otherwise(value: Any, schema: Any) -> bool:
+    """Differences that the page of schemas names: order, closed objects and lists, equal numbers, formats."""
+    text = as_json(schema)
+    kept = {"properties", "required", "prefixItems", "dependent", "unevaluated", "patternProperties", "format", "const"}
+    return any(f'"{word}' in text for word in kept) or has_whole_float(value)
+
+
+def has_whole_float(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(has_whole_float, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and value.is_integer()
+
+
+@pytest.mark.parametrize("case", sweeps.part(SUITE, 3), ids=lambda case: case.name)
+def test_grammar_of_an_official_case_agrees_with_its_check(case: SuiteCase) -> None:
+    told = not_enforced(case.schema)
+    for text in walks(case.schema, range(sweeps.times(6, 1))):
+        assert told or fits(case.schema, json.loads(text)), text
+    try:
+        enforced = answer_constraint(case.schema)
+    except BadOption:
+        assert not case.valid
+        return
+    for value in case.valid:
+        assert accepts(enforced, as_json(value)) or is_written_otherwise(value, case.schema), value
+    for value in case.invalid:
+        assert told or not accepts(enforced, as_json(value)), value
+
+
+@settings(max_examples=sweeps.times(3000, 60), deadline=None)
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_random_grammar_lets_through_what_its_check_accepts(schema: Any, seed: int) -> None:
+    told = not_enforced(schema)
+    for text in walks(schema, range(seed, seed + 2)):
+        assert told or fits(schema, json.loads(text)), (text, told)
+
+
+@settings(max_examples=sweeps.times(3000, 60), deadline=None)
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_random_value_that_fits_has_a_shape(schema: Any, seed: int) -> None:
+    made = modern(schema).schema
+    shapes = shapes_of(as_json(schema))
+    for value in (None, True, 1, 2.5, "a", [], [1], {}, {"a": 1}, random_value(made, random.Random(seed))):
+        if validator_of(made).is_valid(value):
+            kinds = {shape.kind for shape in shapes.of(shapes.whole)}
+            assert kinds & {kind_named(value)}, (value, kinds)
+
+
+def kind_named(value: Any) -> str:
+    names = {type(None): "null", bool: "boolean", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "number")
+
+
+@public
+def test_grammar_of_a_public_shape_writes_what_fits_and_nothing_else(name: str) -> None:
+    schema, right, wrong = PUBLIC[name]
+    enforced = answer_constraint(schema)
+    assert not_enforced(schema) == []
+    for value in right:
+        assert fits(schema, value)
+        for text in (as_json(value), json.dumps(value, separators=(",", ":")), json.dumps(value, indent=2)):
+            assert accepts(enforced, text), text
+    for value in wrong:
+        assert not fits(schema, value) or value is None
+        assert not accepts(enforced, as_json(value)) or value is None, value
+    for text in walks(schema, range(8)):
+        assert fits(schema, json.loads(text)), text
+
+
+def test_schema_that_nothing_fits_is_refused_by_name() -> None:
+    impossible = {"allOf": [{"type": "string"}, {"type": "integer"}]}
+    for schema in (False, impossible, {"type": "integer", "minimum": 2, "maximum": 1}):
+        with pytest.raises(BadOption, match=r"Sampling\(schema=\.\.\.\): the whole has a schema that allows nothing"):
+            answer_constraint(schema)
+
+
+# --- a call
+
+
+def tool_of(schema: Any) -> Tool:
+    (tool,) = tools_of([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    return tool
+
+
+@pytest.mark.parametrize("shape", PUBLIC)
+@every_class
+def test_call_of_a_public_shape_is_held_to_it(name: str, shape: str) -> None:
+    form, (schema, right, wrong) = form_of(name), PUBLIC[shape]
+    tool = tool_of(schema)
+    enforced, told = required(form, [tool], parallel=False), not_enforced_of_tool(form, tool)
+    for arguments in right:
+        assert accepts(enforced, written(form, ("f", arguments))), arguments
+    for arguments in wrong:
+        if isinstance(arguments, dict) and not told and not lost(form, arguments, schema):
+            assert not accepts(enforced, written(form, ("f", arguments))), arguments
+
+
+def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
+    """Whether the format cannot tell them from what would be right, as 5 from "5" where strings are bare."""
+    (call,) = CallReader(form).read(written(form, ("f", arguments)), {"f": schema}).calls
+    return call.arguments != arguments
+
+
+@every_class
+@settings(max_examples=sweeps.times(300, 8), deadline=None)
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_random_call_that_is_let_through_passes_the_check(name: str, schema: Any, seed: int) -> None:
+    form, tool = form_of(name), tool_of({**schema, "type": "object"})
+    try:
+        enforced = required(form, [tool], parallel=False)
+    except BadOption:
+        return
+    text = walk(enforced, random.Random(seed), 30)
+    if not text or not_enforced_of_tool(form, tool):
+        return
+    (call,) = CallReader(form).read(text, {"f": tool.parameters}).calls
+    assert call.error is None, text
+    if not holds_its_end(form, call.arguments):
+        tool.arguments(call.arguments)
+
+
+NOTHING_FITS: list[dict[str, Any]] = [
+    {"required": ["a"], "maxProperties": 0},
+    {"required": ["a", "b", "a"], "maxProperties": 1},
+    {"allOf": [{"required": ["a"]}, {"maxProperties": 0}]},
+    {"properties": {"a": {"type": "object", "required": ["x"], "maxProperties": 0}}, "required": ["a"]},
+    {"propertyNames": False, "required": ["a"]},
+    {"propertyNames": {"maxLength": 1}, "required": ["ab"]},
+    {"additionalProperties": False, "properties": {"a": {}}, "minProperties": 2},
+    {"dependentRequired": {"a": ["b", "c"]}, "required": ["a"], "maxProperties": 2},
+]
+
+
+@pytest.mark.parametrize("schema", NOTHING_FITS, ids=as_json)
+def test_a_schema_that_no_object_fits_is_refused(schema: dict[str, Any]) -> None:
+    whole = {**schema, "type": "object"}
+    with pytest.raises(BadOption, match="no object fits its schema"):
+        required(form_of("JSON object, escaped"), [tool_of(whole)], parallel=False)
+    with pytest.raises(BadOption, match="a schema that allows nothing"):
+        answer_constraint(whole)
+
+
+READ: list[tuple[Any, Any]] = [
+    ({"type": "string", "anyOf": [{"pattern": "^5"}, {"maxLength": 1}]}, "5"),
+    ({"$ref": "#/$defs/number", "description": "A number."}, 5),
+    ({"allOf": [{"type": ["string", "integer"]}, {"type": "integer"}]}, 5),
+    ({"type": ["string", "null"], "not": {"const": "x"}}, "5"),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, 5),
+    ({"if": {"type": "integer"}, "then": False, "else": {"type": "string"}}, "5"),
+    ({"enum": ["5", "6"]}, "5"),
+    ({"enum": [5, "auto"]}, 5),
+    ({"type": "number", "minimum": 1}, 5),
+    ({}, 5),
+    (True, 5),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), READ, ids=str)
+def test_bare_text_is_read_by_all_keywords_together(schema: Any, value: Any) -> None:
+    form = form_of("raw strings")
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"number": {"type": "integer"}}}
+    (call,) = CallReader(form).read(written(form, ("f", {"a": "5"})), {"f": parameters}).calls
+    assert call.arguments == {"a": value}
+    assert type(call.arguments["a"]) is type(value)
