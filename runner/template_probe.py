@@ -28,6 +28,7 @@ from runner.parsing.learnt import remember
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import TemplateFault, UnusableTemplate, usable_renderer
+from runner.tokens.shown_arguments import ALL_SORTS, unseen_arguments
 from runner.tokens.template import ChatTemplate
 from runner.tokens.template import _bundled as bundled_templates
 
@@ -203,6 +204,11 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     _say({"activity": "calls and thoughts"})
     answer = {"profile": profile.as_json(), "turn": learn_turn(renderer).as_json()}
+    _say({"activity": "tools with arguments of all sorts"})  # also where it shows none: a run renders them, too
+    shown = template.renderer(renderer.options, renderer.now, fit_tools=None)
+    unseen = [str(each) for each in unseen_arguments(shown.render_tool, ALL_SORTS)]
+    if profile.carries_tools:
+        answer["arguments"] = {"fitted": shown.fits_tools, "unseen": unseen}
     if "vocabulary" in request:
         from runner.tokens.probing.appends import appends_answer
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from runner.tokens.pieces import Words
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDecoder"]
+__all__ = ["IncrementalDecoder", "text_of_token"]
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 _UNREADABLE = "\ufffd"
@@ -40,6 +40,21 @@ class IncrementalDecoder:
     def finish(self) -> str:
         """What was still open, as replacement characters; the decoder begins anew."""
         return self._steps.finish()
+
+
+def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
+    """The text of one id, also where it is the beginning of a text or a part of a character.
+
+    Bytes that are no text by themselves are characters U+DC80 to U+DCFF, as Python's `surrogateescape` makes them.
+    """
+    if tokenizer.pieces is not None and token_id < len(tokenizer.pieces):
+        return tokenizer.pieces[token_id].decode("utf-8", "surrogateescape")
+    words = tokenizer.words
+    if words is None or token_id >= len(words.texts):
+        return tokenizer.decode([token_id])
+    if token_id in words.bytes:
+        return bytes([words.bytes[token_id]]).decode("utf-8", "surrogateescape")
+    return words.texts[token_id] or ""
 
 
 class _ByteSteps:

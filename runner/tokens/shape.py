@@ -23,7 +23,7 @@ class AnsweredTurn:
     new: Sequence[Message]
     """The messages after the turn."""
     tools: Sequence[ToolSchema] = ()
-    """The tools as they were shown to the model, in OpenAI's form."""
+    """The tools that are shown to the model, in OpenAI's form, as their author wrote them."""
     number: int = 0
     """The turn's number in its conversation."""
     plain: bool | None = None
@@ -45,6 +45,7 @@ class AnsweredTurn:
             text=bool(turn["content"]),
             new=tuple(Arrival(message["role"], not message["content"], "name" in message) for message in self.new),
             tools=hashlib.blake2b(_as_json(self.tools), digest_size=16).digest(),
+            bare=not all(call["function"]["arguments"] for call in turn.get("tool_calls") or ()),
         )
 
     def stand_in(self) -> list[Message] | None:
@@ -93,6 +94,8 @@ class Shape:
     """The messages after the turn."""
     tools: bytes
     """A hash of the schemas of the tools."""
+    bare: bool = False
+    """Whether one of the calls has no arguments."""
 
 
 def is_plain(message: Message) -> bool:

@@ -21,7 +21,8 @@ import jinja2.sandbox
 
 from runner.errors import BadTemplate
 from runner.messages import canonical_json
-from runner.tokens.probe_messages import CALL, QUESTION, TOOLS, VALUE, result
+from runner.tokens.probe_messages import CALL, QUESTION, TOOL, TOOLS, VALUE, result
+from runner.tokens.shown_arguments import fitted, needs_fitting
 
 __all__ = [
     "ChatTemplate",
@@ -88,9 +89,21 @@ class ChatTemplate:
         """The same template for a vocabulary whose control tokens are `variables`."""
         return replace(self, variables={**self.variables, **variables})
 
-    def renderer(self, options: Mapping[str, Any] | None = None, now: datetime | None = None) -> Renderer:
-        """A renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`."""
-        return Renderer(self, dict(options or {}), now or datetime.now())
+    def renderer(
+        self,
+        options: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+        *,
+        fit_tools: bool | None = False,
+    ) -> Renderer:
+        """A renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
+
+        With `fit_tools` what the template does not show of a tool's arguments is written in another form; with None
+        where it leaves out something of such as authors usually have.
+        """
+        written = Renderer(self, dict(options or {}), now or datetime.now())
+        fit = _needs_fitting(written) if fit_tools is None else fit_tools
+        return replace(written, as_written=written) if fit else written
 
 
 def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
@@ -110,6 +123,8 @@ class Renderer:
     """Names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)
     """The time that the template sees."""
+    as_written: Renderer | None = None
+    """The same that gives the template the schemas of tools as they are; None where this one does."""
     text_arguments: bool = field(init=False, default=False)
     """Whether the template wants the arguments of a tool call as JSON text, not as an object; found by rendering."""
     null_content: bool = field(init=False, default=False)
@@ -148,13 +163,38 @@ class Renderer:
         try:
             # None for no tools, as transformers has it: some templates begin a block of tools for an empty list.
             return self._compiled.render(
-                self.context, messages=messages, tools=[*tools] or None, add_generation_prompt=generation_prompt
+                self.context,
+                messages=messages,
+                tools=self.shown(tools) or None,
+                add_generation_prompt=generation_prompt,
             )
-        # What a template may raise: its own refusals, and whatever its expressions meet in a message.
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
         except RecursionError as error:
             raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
+        except MemoryError:
+            raise
+        # A template raises its own refusals, and whatever its expressions meet in a message: any error may come of it.
+        except Exception as error:
+            raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
+
+    def shown(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
+        """The tools as the template is given them."""
+        written = self.as_written
+        if written is None:
+            return [*tools]
+        return [_fitted_tool(written, json.dumps(tool, default=str)) for tool in tools]
+
+    def render_tool(self, parameters: Mapping[str, Any]) -> str | None:
+        """A question with a tool whose arguments have this schema; None where the template raises."""
+        function = {"name": TOOL, "description": "zqdescribedz", "parameters": parameters}
+        try:
+            return self.render([QUESTION], tools=[{"type": "function", "function": function}])
+        except TemplateRaised:
+            return None
+
+    @property
+    def fits_tools(self) -> bool:
+        """What the template does not show of a tool's arguments is written in another form."""
+        return self.as_written is not None
 
     def written(self) -> str:
         """What the template may write of itself: its source, the values that it reads by name, and a render.
@@ -171,6 +211,27 @@ class Renderer:
             with suppress(TemplateRaised):
                 parts.append(self.render(_PROBE, tools=tools))
         return "\n".join(parts)
+
+
+_fitting: dict[str, bool] = {}
+
+
+def _needs_fitting(renderer: Renderer) -> bool:
+    """Whether the template leaves out something of tools' arguments; looked for once in a process."""
+    key = canonical_json([renderer.template.fingerprint, renderer.options])
+    if key not in _fitting:
+        _fitting[key] = needs_fitting(renderer.render_tool)
+    return _fitting[key]
+
+
+@functools.lru_cache(maxsize=2048)
+def _fitted_tool(renderer: Renderer, text: str) -> ToolSchema:
+    """A tool, given as JSON, as the template shows it; the renderer is one that changes no tools."""
+    tool: dict[str, Any] = json.loads(text)
+    function = tool["function"]
+    if not function.get("parameters"):
+        return tool
+    return {**tool, "function": {**function, "parameters": fitted(renderer.render_tool, function["parameters"])}}
 
 
 def _shows_arguments(renderer: Renderer) -> bool:

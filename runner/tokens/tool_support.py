@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any, Final
 
 from runner.errors import BadTemplate
 from runner.tokens.probe_messages import CALL, QUESTION, RETURNED, TOOL, TOOLS, VALUE, View, result
 from runner.tokens.template import Renderer, TemplateRaised
 
-__all__ = ["ToolProperty", "missing_tool_property", "require_tools", "shows_calls", "shows_results", "shows_tools"]
+__all__ = [
+    "IdUse",
+    "ToolProperty",
+    "id_use",
+    "missing_tool_property",
+    "require_tools",
+    "shows_calls",
+    "shows_results",
+    "shows_tools",
+]
 
 
 class ToolProperty(enum.StrEnum):
@@ -63,6 +73,41 @@ def shows_calls(renderer: Renderer) -> bool:
 def shows_results(renderer: Renderer) -> bool:
     """The model is shown what a tool returned."""
     return _shown(renderer, RETURNED, [QUESTION, CALL, result()], tools=True, asking=True)
+
+
+class IdUse(enum.StrEnum):
+    """How a template treats the ids of calls."""
+
+    UNREAD = "unread"
+    """It neither shows them nor refuses any."""
+    READ = "read"
+    """It shows them, or refuses some."""
+    COUNTED = "counted"
+    """It shows calls by their number in the turn, and results by their ids, which have to agree with that."""
+
+
+def id_use(renderer: Renderer) -> IdUse:
+    """How the template treats the ids of calls, found by rendering."""
+    found = IdUse.UNREAD
+    for tools in (TOOLS, []):
+        try:
+            if _ID in renderer.render(_with_id(_ID), tools=tools):
+                found = IdUse.READ
+            shown = renderer.render(_with_id(f"functions.{TOOL}:7"), tools=tools)
+        except TemplateRaised:
+            return IdUse.READ
+        if f"functions.{TOOL}:7" in shown and f"functions.{TOOL}:0" in shown:
+            return IdUse.COUNTED
+    return found
+
+
+_ID: Final = "zqidentifierz"
+
+
+def _with_id(call_id: str) -> list[View]:
+    call: Any = CALL
+    called = {**call, "tool_calls": [{**each, "id": call_id} for each in call["tool_calls"]]}
+    return [QUESTION, called, {**result(), "tool_call_id": call_id}]
 
 
 def _shown(renderer: Renderer, word: str, messages: Sequence[View], *, tools: bool, asking: bool = False) -> bool:

@@ -48,11 +48,20 @@ def stored_chat(
     history: History,
     turns: LearntTurn | None = None,
     named: Callable[[Tokenizer], NamedReader] | None = None,
+    fit_tools: bool = False,
 ) -> ChatModel:
     """The chat model of a run whose engine is not running: it makes prompts and reads turns, and samples nothing."""
     # As much of an engine as prompts are made with.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
-    return ChatModel(cast("Engine", engine), options=options, now=now, history=history, turns=turns, named=named)
+    return ChatModel(
+        cast("Engine", engine),
+        options=options,
+        now=now,
+        history=history,
+        turns=turns,
+        named=named,
+        fit_tools=fit_tools,
+    )
 
 
 def first_difference(
@@ -307,7 +316,7 @@ class _TrajectoryCheck:
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         # The run renders a short stand-in for the history where that is proven to give the same bridge. Verification
         # has to find out whether it did, so it renders the history itself.
-        tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools))
+        tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools), real=True)
         bridge = self._chat.bridge(before, tail)
         self._junction = bridge.junction
         return bridge.ids

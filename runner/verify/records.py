@@ -92,7 +92,7 @@ class _Records:
         if trajectory.seed != seed:
             self._differ(Kind.SEED, "the episode's seed does not follow from the run's", trajectory.seed, seed)
         header = self._header
-        untrained = trajectory.agent in header.engines or not header.gives_ids(trajectory.agent)
+        untrained = trajectory.agent in header.engines or not header.has_ids(trajectory.agent)
         if (trajectory.trained and untrained) or (trajectory.agent == MAIN and trajectory.trained == untrained):
             self._differ(Kind.EPISODES, "whether the agent is trained", trajectory.trained, not untrained)
 

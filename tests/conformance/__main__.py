@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from tests.conformance import record, turn_formats
+from tests.conformance import record, shown, turn_formats
 from tests.conformance.peers import calls, thoughts
 from tests.conformance.peers import page as peers_page
 from tests.conformance.peers.groups import learnt
@@ -43,7 +43,7 @@ def main() -> None:
         return
     outcomes = sweep(processes=options.processes)
     tallies = play_all(processes=options.processes)
-    text = page(outcomes, tallies)
+    text = page(outcomes, tallies, shown.look_all(options.processes))
     print(text)
     print("\n".join(faults(outcomes, tallies)))
     if options.write:

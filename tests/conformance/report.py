@@ -8,12 +8,13 @@ from typing import Any
 
 from tests.conformance.real import Tally
 from tests.conformance.scenarios import Past, Scenario
+from tests.conformance.shown import Shown, section
 from tests.conformance.sweep import Outcome, Verdict
 
 __all__ = ["faults", "page"]
 
 
-def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally]) -> str:
+def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally], shown: Sequence[Shown]) -> str:
     """The generated page, docs/conformance.md."""
     rows = [
         (f"{scenario}, {past}", [o for o in outcomes if (o.scenario, o.past) == (scenario, past)])
@@ -62,6 +63,10 @@ def page(outcomes: Sequence[Outcome], tallies: Sequence[Tally]) -> str:
         "## Not applicable, by reason",
         "",
         *_names("reason", (o for o in outcomes if o.verdict is Verdict.NOT_APPLICABLE)),
+        "",
+        "## What models are shown of arguments",
+        "",
+        *section(shown),
         "",
         "## Real vocabularies",
         "",

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from runner.tokens.bridging.bridge import Bridge, Bridger, Property, Unbridgeable
+from runner.tokens.tool_support import shows_tools
 from tests import sweeps
+from tests.conformance.argument_kinds import KINDS
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.expected import expected
 from tests.conformance.real import PAIRS, Pair, Tally, play_all, play_pair
 from tests.conformance.record import HISTORY_DEPENDENT, chosen, fresh, read, rows_of
 from tests.conformance.report import faults, page
 from tests.conformance.scenarios import Past, Scenario, case
+from tests.conformance.shown import look, look_all
 from tests.conformance.sweep import Outcome, Verdict, is_tool_capable, play, sweep
 from tests.conformance.vocabulary import END_OF_TEXT
 from tests.repository import DOCS
@@ -208,9 +211,29 @@ def test_real_vocabularies_give_the_templates_own_ids(tallies: list[Tally]) -> N
     assert said == 200 * len(PAIRS)
 
 
+PASSES_OVER = ("unsloth-gpt-oss-20b", "google-gemma-4-E4B-it", "ByteDance-Seed-OSS", "openbmb-MiniCPM3-4B")
+
+
+def test_every_kind_of_argument_is_shown_to_the_model() -> None:
+    some = [entry for entry in sweeps.part(corpus(), 80) if is_tool_capable(entry) and shows_tools(entry.renderer())]
+    rows = [look(entry) for entry in some]
+    assert rows
+    assert {row.name: row.unseen for row in rows if row.unseen} == {}
+    assert len(KINDS) == 56
+
+
+@pytest.mark.parametrize("name", PASSES_OVER)
+def test_a_template_that_passes_over_references_shows_few_schemas_as_written(name: str) -> None:
+    shown = look(named(name))
+    assert shown.fitted
+    assert shown.unseen == ()
+    assert shown.written < 40
+
+
 @pytest.mark.whole
 def test_the_published_page_and_the_record_are_what_a_fresh_sweep_gives(
     outcomes: list[Outcome], tallies: list[Tally]
 ) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(outcomes, tallies), "run python -m tests.conformance --write"
+    text = page(outcomes, tallies, look_all(processes=2))
+    assert PAGE.read_text(encoding="utf-8") == text, "run python -m tests.conformance --write"
     assert read() == {row.name: row for row in rows_of(outcomes, processes=2)}, "the same"

@@ -222,7 +222,7 @@ def test_control_text_in_what_a_tool_says_becomes_no_control_id(name: str) -> No
         assert len(text) - len(plain) == len(whole) - len(made.render([*history, result("WORDS")], [ADD]))
 
 
-# The only one of them whose close is written in the place of a stop is played by every commit.
+# The only one of them whose close is written in the place of a stop is always played.
 ALWAYS = pytest.param("gpt-oss", marks=pytest.mark.cases_in_turns(1))
 
 

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -287,6 +288,12 @@ def test_a_past_that_makes_a_template_raise_is_told_from_one_that_changes_a_tail
     assert past(behind(f"{{{{ raise_exception('long') if {condition} }}}}")) is Lookback.REFUSES
 
 
+@pytest.mark.parametrize("unknown", ["x | told", "x is told"])
+def test_an_unknown_filter_or_test_that_only_some_pasts_meet_counts_as_a_refusal(unknown: str) -> None:
+    branch = f"{{% if messages | length > 22 %}}{{{{ {unknown} }}}}{{% endif %}}"
+    assert past(behind("{% set x = messages[-1].content %}" + branch)) is Lookback.REFUSES
+
+
 def test_a_template_that_is_not_followed_is_not_proven() -> None:
     assert past(behind("{% call(x) f() %}{% endcall %}")) is Lookback.POSSIBLE
     assert past(behind("{% for m in messages recursive %}{% endfor %}")) is Lookback.POSSIBLE
@@ -301,8 +308,48 @@ def test_a_template_that_is_not_followed_is_not_proven() -> None:
         ("{{ m.content }}{{ '.' if not m.content.endswith('.') }}", True),
         ("{{ m.content }}{{ m.content | length }}", True),
         ("{% if m.content | trim %}{{ m.content }}{% endif %}", True),  # words of white space alone are left out
+        ("{% if m.content %}{{ m.content }}{% endif %}", False),
+        ("{{ (m.content + '.') | trim }}", False),
+        ("{{ (m.content + '\\n') | trim }}", False),
+        ("{{ (m.content + '\\n.') | trim }}", True),  # behind white space alone the line break goes too
+        ("{{ (m.content + '\\n.').lstrip() }}", True),
+        ("{{ (m.content + '..').strip('.') }}", False),
+        ("{{ (m.content + '.a').lstrip('.') }}", True),
+        ("{{ m.content or 'A' }}", False),
     ],
 )
 def test_words_that_change_what_stands_behind_them_are_found(body: str, matter: bool) -> None:
     renderer = ChatTemplate(chatml(body=body), name="inline").renderer()
     assert Proofs(renderer).words_matter(USER, []) is matter
+
+
+EMPTY = replace(USER, text=False)
+BARE = replace(TOOL, bare=True)
+SHOWS_ARGUMENTS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "matter"),
+    [
+        (CHATML, EMPTY, False),
+        (chatml(body="{{ m.content | trim }}"), EMPTY, False),
+        (chatml(body="{{ m.content or 'A' }}"), EMPTY, True),
+        (chatml(body="{{ m.content }}{{ 'A' if not m.content }}"), EMPTY, True),
+        (behind("{{ 'A' if not messages[-2].content }}"), USER, False),
+        (behind("{{ 'A' if not messages[-2].content }}"), EMPTY, True),
+        (behind("{{ 'A' if messages[-2].content == '' }}"), EMPTY, True),
+        (chatml(body=SHOWS_ARGUMENTS), TOOL, False),
+        (chatml(body=SHOWS_ARGUMENTS), BARE, True),  # of that nothing is proven
+        (chatml(body=SHOWS_ARGUMENTS + "{{ 'A' if m.tool_calls[0].function.arguments | length > 1 }}"), TOOL, True),
+    ],
+)
+def test_words_of_every_shape_are_proven_with_words_of_that_shape(text: str, shape: Shape, matter: bool) -> None:
+    assert Proofs(ChatTemplate(text, name="inline").renderer()).words_matter(shape, [ADD]) is matter
+
+
+def test_the_past_that_matters_to_empty_words_alone_is_found() -> None:
+    text = behind("{{ 'A' if not messages[-2].content and messages | length > 5 }}")
+    proofs = Proofs(ChatTemplate(text, name="inline").renderer())
+    assert proofs.past(EMPTY, []) is Lookback.NONE  # of the render with a sentinel
+    assert proofs.past_matters_to_words(EMPTY, [])
+    assert not proofs.past_matters_to_words(USER, [])

@@ -168,7 +168,7 @@ def test_an_id_whose_source_is_not_its_own_is_found(path: Path) -> None:
     turn = trajectory_of(path).turns[0]
     sources = json.dumps([[Source.SAMPLED, len(turn.log)]])
     change(path, f"UPDATE segments SET sources = ? WHERE {OF_ONE}", sources, "main", 0)
-    assert "log-probabilities of" in damaged(path)["explanation"]
+    assert "log-probabilities for" in damaged(path)["explanation"]
     change(path, f"UPDATE segments SET logprobs = NULL WHERE {OF_ONE}", "main", 0)
     found = damaged(path)
     assert (found["kind"], found["index"], found["stored"], found["derived"]) == ("layout", 0, "sampled", "prompt")

@@ -210,8 +210,8 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "a log-probability above 0": (logprobs(lambda v: [*v[:-1], 0.5]), "logprobs", "above 0"),
     "an infinite log-probability": (logprobs(lambda v: [float("inf"), *v[1:]]), "logprobs", "above 0"),
     "a log-probability that is NaN": (logprobs(lambda v: [*v[:-1], float("nan")]), "logprobs", "has no log-prob"),
-    "a log-probability too few": (logprobs(lambda v: v[:-1]), "unreadable", "log-probabilities of"),
-    "a log-probability too many": (logprobs(lambda v: [*v, -1.0]), "unreadable", "log-probabilities of"),
+    "a log-probability too few": (logprobs(lambda v: v[:-1]), "unreadable", "log-probabilities for"),
+    "a log-probability too many": (logprobs(lambda v: [*v, -1.0]), "unreadable", "log-probabilities for"),
     "no log-probabilities at all": (logprobs(lambda v: None), "logprobs", "has no log-prob"),
     "no weight versions": (of_one("versions = '[]'", "segments"), "versions", "do not cover"),
     "a weight version that ends early": (

@@ -155,12 +155,46 @@ class Bridger:
             start = self._after_cut(tail, tail_ids, sampled)
         if not start.ids:
             raise Unbridgeable(Property.PROMPTS_ANSWER, "nothing follows the stop that was sampled")
-        if tail.holds_marker(self.tokenizer.decode(start.ids)):
+        text = self.tokenizer.decode(start.ids)
+        if tail.holds_marker(text) or self._repeats(tail):
             raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template repeats what was said after the turn's end")
+        if tail.real is not None:
+            self._check_real(
+                tail, tail.real, tail.text if thinking else self._with_close(tail, tail_ids.ids, start.ids)
+            )
         # Where nothing tells a content from the template's own words, control ids may stand for what somebody said.
         seam = Seam.UNVERIFIED if spans is None else self._seam(sampled, start.ids)
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
         return Bridge(start.ids, junction)
+
+    def _with_close(self, tail: Tail, ids: Sequence[int], bridge: list[int]) -> str:
+        """The text of a bridge and of the close before it: from the last control token that the turn ends with."""
+        begin = len(ids) - len(bridge)
+        if begin < 0 or ids[begin:] != bridge:  # what follows a close that another stop replaces may be other ids
+            return self.tokenizer.decode(bridge)
+        closes = [index for index in range(begin) if ids[index] in self.tokenizer.control_ids]
+        first = closes[-1] if closes else begin if tail.after_call else 0
+        return self.tokenizer.decode(ids[first:])
+
+    def _repeats(self, tail: Tail) -> bool:
+        """Whether a stop stands between the first place of the turn's words and the last one."""
+        return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
+
+    def _check_real(self, tail: Tail, real: str, text: str) -> None:
+        """Refuse a conversation that does not end, with its own words, as it does with the sentinel in their place."""
+        if self.tokenizer.normalize(real).endswith(self.tokenizer.normalize(text)):
+            return
+        # A vocabulary that writes white space otherwise: then all behind the words has to be there, letter for letter.
+        if not tail.after_call and real.endswith(tail.text):
+            return
+        # SentencePiece writes a space behind each control token, so the render is compared as it writes that.
+        if self.tokenizer.decode(self.tokenizer.encode(real)).endswith(text):
+            return
+        raise Unbridgeable(
+            Property.TURN_STAYS_BEHIND,
+            f"what template {self.renderer.template.name!r} writes behind a turn depends on what was said in it: "
+            f"{real[-80:]!r} where {text[-80:]!r} was expected",
+        )
 
     def _after_stop(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int], stop: int) -> _BridgeStart:
         index = tail_ids.find_in_close({stop})

@@ -62,6 +62,10 @@ class Tail:
     """Whether it was rendered with a stand-in for the history."""
     asked: set[Further]
     """The further renders that were asked for; the tails of one shape share the set."""
+    real: str | None
+    """A render with the words themselves, where those may change what follows them; else None."""
+    repeated: str
+    """What stands between the first sentinel and the last one, where the template writes the words more than once."""
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class Tail:
         self.asked = set() if asked is None else asked
         self.after_call = bool(answered.turn.get("tool_calls"))
         self.local = stand_in is not None
+        self.real = None
+        self.repeated = ""
         self._renderer = renderer
         self._answered = answered
         self._proves = proves
@@ -240,7 +246,8 @@ class Tail:
     def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
         text = self._renderer.render([*history, *new], self._answered.tools, generation_prompt=generation_prompt)
         # Behind the last one, since a template may write the words more than once.
-        _, found, tail = text.rpartition(_sentinel(self._stem))
+        before, found, tail = text.rpartition(_sentinel(self._stem))
+        self.repeated = self.repeated or before.partition(_sentinel(self._stem))[2]
         if not found:
             raise Unbridgeable(
                 Property.SENTINEL_SHOWN,

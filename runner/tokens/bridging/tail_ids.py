@@ -73,7 +73,12 @@ class TailIds:
         """The first position of a wanted id in what the template writes before any new content."""
         # The first one, since contents and the next turn may have the same ids, and it has to stand before all of them.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
-        return index if index is not None and self._before_content(index + 1) else None
+        if index is None or not self._before_content(index + 1):
+            return None
+        # Behind what opens a message it would be the close of that one, where a turn's words stand behind its own.
+        control = self._tokenizer.control_ids
+        opened = any(each in control and self._closes.opens_a_role(each) for each in self.ids[:index])
+        return None if opened else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
         """Where the tail goes on after a close that the model wrote itself at the end of `sampled`, or None.

@@ -8,11 +8,12 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.sandbox import safe_range
 from jinja2.visitor import NodeVisitor
 
 from runner.tokens.lookback.filters import TransferFunctions
 from runner.tokens.lookback.join import LoopExits, State, Symbols, join
-from runner.tokens.lookback.operators import RenderRaised, RenderStopped
+from runner.tokens.lookback.operators import RenderRaised, RenderStopped, Words
 from runner.tokens.lookback.positions import range_of
 from runner.tokens.lookback.values import (
     AMBIGUOUS,
@@ -22,7 +23,6 @@ from runner.tokens.lookback.values import (
     Method,
     NamespaceOf,
     NotFollowed,
-    Text,
     Unknown,
     Value,
     concatenated,
@@ -43,7 +43,7 @@ class Evaluator(NodeVisitor, ABC):
         jinja: the environment of the template.
         names: what the template is given.
         symbols: numbers for symbols.
-        words: the value that stands for the last turn's words where those may be any; None where they are a sentinel.
+        words: the last turn's words where those may be any; None where they are a sentinel.
         null_content: messages with calls may have no content.
     """
 
@@ -53,7 +53,7 @@ class Evaluator(NodeVisitor, ABC):
         names: dict[str, Value],
         symbols: Symbols,
         *,
-        words: Text | None = None,
+        words: Words | None = None,
         null_content: bool = False,
     ) -> None:
         self.refuses = False
@@ -247,7 +247,7 @@ class Evaluator(NodeVisitor, ABC):
             return self._call_macro(callee, arguments, keywords)
         if isinstance(callee, Method) and not keywords:
             return self._transfer.method(callee.owner, callee.name, arguments)
-        if callee is range and not keywords:
+        if callee is safe_range and not keywords:
             found = range_of(arguments)
             if found is not None:
                 return found
@@ -287,7 +287,7 @@ FUNCTIONS: dict[str, Value] = {
     **dict.fromkeys(environment().globals, _STATEFUL),
     "namespace": _NAMESPACE,
     "raise_exception": _RAISE,
-    "range": range,
+    "range": safe_range,
     "dict": dict,
 }
 """What every template can call."""

@@ -42,10 +42,10 @@ class TransferFunctions(Operators):
     # --- filters
 
     def filtered(self, name: str, value: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+        if name not in self._environment.filters:
+            raise RenderRaised(f"no filter named {name!r}")
         everything = (value, *arguments, *keywords.values())
         if all(map(is_concrete, everything)):
-            if name not in self._environment.filters:
-                raise RenderRaised(f"no filter named {name!r}")
             return self.concrete(
                 lambda: _read_now(
                     self._environment.call_filter(
@@ -77,6 +77,8 @@ class TransferFunctions(Operators):
                 return self.method(value, "strip" if name == "trim" else name, arguments)
             case "string" | "safe":
                 return self.written(value)
+            case "format" if arguments and self._untyped(arguments[-1]) and str(value).endswith(("%s", "%r")):
+                return arguments[-1] if is_concrete([value, *arguments[:-1]]) else None
             case "length" | "count":
                 return self._length(value)
             case "list" if isinstance(value, list | tuple | GappedList | SplitText):
@@ -119,12 +121,18 @@ class TransferFunctions(Operators):
         if len(ends) != 1 or "sort_keys" in keywords:  # sorted, what is written later is not what comes later
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         leaf, *later = leaves[ends[0] :]
+        if isinstance(leaf, LastArguments) and self._untyped(leaf.value):
+            leaf = leaf.value
+        if not later and self._untyped(leaf) and isinstance(value, Text | LastArguments):
+            return leaf  # however JSON writes it, it ends there
         if not all(map(is_independent, [*later, *keywords.values()])):
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         independent = is_independent(value)
         before = self._symbols.of("tojson", value, *keywords, *keywords.values()) if independent else None
         rest: Value = Unknown()
-        if isinstance(leaf, LastArguments):
+        if self._untyped(leaf):
+            rest = ""
+        elif isinstance(leaf, LastArguments):
             rest = leaf.name
         elif isinstance(leaf, Text) and leaf.has_end:
             rest = leaf.rest
@@ -193,6 +201,8 @@ class TransferFunctions(Operators):
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)
+        if self._words is not None and name in ("strip", "lstrip") and self._may_lose_begin(rest, name, arguments):
+            return Unknown(may_end=True, text=True)  # blank words are taken away, and what follows them is reached
         if name == "lstrip":
             return dataclasses.replace(value, before=before)
         if self._words is not None and name in ("replace", "split") and rest != "":
@@ -212,6 +222,16 @@ class TransferFunctions(Operators):
         elif name in ("strip", "rstrip") and is_independent(rest) and all(map(is_independent, arguments)):
             return Text((MAYBE_END, self._symbols.of("rstrip", rest, *arguments, text=True)))
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
+
+    def _may_lose_begin(self, rest: Value, name: str, arguments: Sequence[Value]) -> bool:
+        """Whether `strip` of words that it takes away wholly may also take away the begin of what follows them."""
+        if not all(map(is_concrete, arguments)):
+            return True
+        if isinstance(rest, str):
+            kept = rest.rstrip(*arguments) if name == "strip" else rest
+            return kept != kept.lstrip(*arguments)
+        first = rest.parts[0] if isinstance(rest, Text) else rest
+        return not isinstance(first, str) or not first.lstrip(*arguments) or first != first.lstrip(*arguments)
 
 
 def _leaves(value: Value) -> Iterator[Value]:

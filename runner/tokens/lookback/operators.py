@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -41,7 +42,7 @@ from runner.tokens.lookback.values import (
     may_hold_end,
 )
 
-__all__ = ["Operators", "RenderRaised", "RenderStopped"]
+__all__ = ["Operators", "RenderRaised", "RenderStopped", "Words"]
 
 
 class RenderStopped(Exception):
@@ -52,16 +53,28 @@ class RenderRaised(RenderStopped):
     """The template raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What stands for the last turn's words where those are no sentinel."""
+
+    text: Text
+    """The value that the template is given."""
+    nonempty: bool | None
+    """Whether it holds anything, white space included; None where it may be empty or not."""
+    typed: bool = True
+    """Whether it is text for certain; the argument of a call may be a number, an object, ..."""
+
+
 class Operators:
     """The transfer functions of operators, tests, attributes, items and slices.
 
     Args:
         environment: the environment of the template.
         symbols: numbers for what they give.
-        words: the value that stands for the last turn's words where those may be any; None where they are a sentinel.
+        words: the last turn's words where those may be any; None where they are a sentinel.
     """
 
-    def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: Text | None = None) -> None:
+    def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: Words | None = None) -> None:
         self._environment = environment
         self._context = environment.from_string("").new_context()
         self._eval_context = nodes.EvalContext(environment)
@@ -98,17 +111,25 @@ class Operators:
                 return True if value.nonempty else value
             case GappedList():
                 return True if value.least_length else Unknown()
+            case LastArguments() if self._words is not None and not self._words.nonempty:
+                return self.of("truth", value)
             case Position():
                 return True if value.least > 0 else Unknown()
         return bool(value)
 
     def _truth_of_text(self, value: Text) -> bool | Symbol | Unknown:
         # The sentinel ends the words, so a text that they end in is not empty.
-        if value.has_end and (self._words is None or value is self._words):
+        if value.has_end and self._words is None:
             return True
+        if self._words is not None and value is self._words.text and self._words.nonempty is not None:
+            return self._words.nonempty
         if any(isinstance(part, str) or getattr(part, "nonempty", False) for part in value.parts):
             return True
         return self.of("truth", value)
+
+    def _untyped(self, value: Value) -> bool:
+        """It is the argument of a call, of which not even the type is known."""
+        return self._words is not None and not self._words.typed and value is self._words.text
 
     def negated(self, value: Value) -> Value:
         truth = self.truth(value)
@@ -145,6 +166,8 @@ class Operators:
             return self.concrete(lambda: _COMPARISONS[sign](one, other))
         if sign == "in":
             return self._contained(one, other)
+        if self._untyped(one) or self._untyped(other):
+            return self.of(sign, one, other)
         if sign in ("eq", "ne"):
             equal = self._equal(one, other)
             if equal is not None:
@@ -159,8 +182,8 @@ class Operators:
         for value, against in ((one, other), (other, one)):
             if is_text(value) and is_concrete(against) and not isinstance(against, str):
                 return False
-            if against == "" and self.truth(value) is True and is_text(value):
-                return False
+            if against == "" and is_text(value) and isinstance(truth := self.truth(value), bool):
+                return not truth
         return None
 
     def _compared_positions(self, sign: str, one: Value, other: Value) -> Value:
@@ -254,10 +277,14 @@ class Operators:
     # --- tests
 
     def tested(self, name: str, value: Value, arguments: Sequence[Value]) -> Value:
+        if name not in self._environment.tests:
+            raise RenderRaised(f"no test named {name!r}")
         if is_concrete(value) and all(map(is_concrete, arguments)):
             return self.concrete(lambda: self._environment.call_test(name, value, list(arguments), None, self._context))
         if name in _COMPARED_BY:
             return self.compared(_COMPARED_BY[name], value, *arguments)
+        if self._untyped(value):
+            return self.of("is " + name, value, *arguments)
         if not isinstance(value, Unknown | Symbol) or value.text:
             if name in ("defined", "undefined"):
                 return name == "defined"

@@ -12,6 +12,7 @@ from jinja2 import nodes
 
 from runner.tokens.lookback.interpreter import Interpreter
 from runner.tokens.lookback.join import Symbols
+from runner.tokens.lookback.operators import Words
 from runner.tokens.lookback.values import (
     END,
     GappedList,
@@ -56,23 +57,67 @@ class Proofs:
 
     def words_matter(self, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
         """Whether the words of the turn may change the text behind them, or behind the first answer to its calls."""
-        # The same proof with other words in the place of the sentinel: any at all.
-        symbols = Symbols()
+        # Nothing of a call without arguments could be marked, so of that nothing is proven.
+        return shape.bare or not self._same_behind_words(shape, tools, given=False)
+
+    def past_matters_to_words(self, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
+        """Whether what came before may change the text behind some words of the turn, those of no sentinel included.
+
+        `past` speaks of the render with the sentinel, in which no turn is empty or blank.
+        """
+        return not self._same_behind_words(shape, tools, given=True)
+
+    def _same_behind_words(self, shape: Shape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
+        """The text behind the turn's words is proven to be the same after every past and, unless `given`, all words.
+
+        The same proof as `past`, with other words in the place of the sentinel: any at all that the shape allows.
+        """
+        places = ["argument", "first"] if shape.calls and shape.new else ["content"]
+        return not (shape.calls and not shape.new) and all(
+            self._same_behind(place, shape, tools, given=given) for place in places
+        )
+
+    def _same_behind(self, place: str, shape: Shape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
+        """The same of what follows one place: the turn's content, its last argument, or the first answer to its calls.
+
+        What is said in a call stands before the answer, so that the words of that are followed as well.
+        """
+        symbols, as_text = Symbols(), self.renderer.text_arguments
         new = _new_messages(shape.new, symbols)
-        unknown = Unknown(text=True, nonempty=True)
-        if not shape.calls:
-            words = Text((END,))
-            turn = _turn(self.renderer, shape, words, unknown)
-        elif shape.new and not shape.new[0].empty:
-            # What is said in a call is unknown, and stands before the answer, whose words are followed instead.
-            words = Text((END,), ("first",))
-            call = _call(unknown, unknown, Unknown(nonempty=True))
-            turn = _turn(self.renderer, shape, unknown, unknown, [call] * shape.calls)
-            new[0] = {**new[0], "content": words}
-        else:
-            return True
+
+        def said(*what: Any, text: bool = True, nonempty: bool = True) -> Value:
+            if given:
+                return replace(symbols.of("said", *what), text=text, nonempty=nonempty)
+            return Unknown(text=text, nonempty=nonempty)
+
+        end = Text((END,), (place,) if given or place == "first" else None)
+        calls = [
+            _call(
+                said("id", number),
+                said("name", number, nonempty=False),
+                # Of a call without arguments an object is empty; as text it is "{}".
+                said("arguments", number, text=as_text, nonempty=as_text or not shape.bare),
+            )
+            for number in range(shape.calls)
+        ]
+        content = said("text")
+        match place:
+            case "content":
+                # The sentinel is among all words, and never empty.
+                words = Words(end, shape.text if given or shape.text else None)
+                content = words.text
+            case "argument":
+                words = Words(end, True if as_text else None, typed=as_text)
+                calls[-1]["function"]["arguments"] = end if as_text else LastArguments(said("argument"), end)
+            case _:
+                words = Words(end, not shape.new[0].empty)
+                new[0] = {**new[0], "content": end}
+        turn = _turn(self.renderer, shape, content, said("reasoning"), calls)
         output, _ = self._output(shape, [turn, *new], tools, symbols, words=words)
-        return output is None or not output.has_end or not all(map(is_independent, output.parts[1:]))
+        # Given words, what is behind them is compared with the render of the words themselves as well.
+        if output is None or not (output.is_marked if given else output.has_end):
+            return False
+        return all(map(is_independent, output.parts[1:]))
 
     def _output(
         self,
@@ -82,7 +127,7 @@ class Proofs:
         symbols: Symbols,
         *,
         asking: bool = True,
-        words: Text | None = None,
+        words: Words | None = None,
     ) -> tuple[Text | None, bool]:
         """What the template writes, as far as the turn's words end in it, and whether the past may make it raise."""
         roles = ["system", "user"] if shape.system else ["user"]
@@ -91,7 +136,7 @@ class Proofs:
         names = {
             **self.renderer.context,
             "messages": GappedList(tuple(last_items), start, first_items),
-            "tools": [*tools] or None,
+            "tools": self.renderer.shown(tools) or None,
             "add_generation_prompt": asking,
         }
         null_content = self.renderer.null_content
@@ -120,7 +165,8 @@ def _last_turn(renderer: Renderer, shape: Shape, symbols: Symbols) -> dict[str, 
         arguments: Value = replace(_filled(symbols, "arguments", number), text=as_text, nonempty=as_text)
         if number == shape.calls - 1:
             arguments = Text((END, '"}'), ("arguments",)) if as_text else LastArguments(_filled(symbols, "argument"))
-        calls.append(_call(_filled(symbols, "id", number), _filled(symbols, "name", number), arguments))
+        name = symbols.of("name", number, text=True)
+        calls.append(_call(_filled(symbols, "id", number), name, arguments))
     return _turn(renderer, shape, _filled(symbols, "text"), reasoning, calls)
 
 

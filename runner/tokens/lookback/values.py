@@ -221,15 +221,12 @@ _OWNERS: Mapping[str, frozenset[Role]] = {
 class LastArguments(Abstract):
     """The arguments of the last turn's last call: an object with one argument, whose text ends the turn's words."""
 
-    name: Symbol
+    name: Symbol | Unknown
+    value: Text = Text((END,), ("argument",))
 
     @property
-    def pairs(self) -> list[tuple[Symbol, Text]]:
+    def pairs(self) -> list[tuple[Value, Text]]:
         return [(self.name, self.value)]
-
-    @property
-    def value(self) -> Text:
-        return Text((END,), ("argument",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +304,8 @@ def is_independent(value: Value) -> bool:
             return value.base is None
         case SplitText():
             return value.independent and is_independent(value.last)
+        case LastArguments():
+            return is_independent(value.name) and is_independent(value.value)
         case Text():
             known = value.before is not None if value.has_end else not value.is_marked
             return known and all(map(is_independent, value.parts[value.is_marked :]))

@@ -12,8 +12,8 @@ from runner.parsing.learning.asking import SaidCall
 from runner.parsing.learning.checking import alike
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
-from runner.parsing.values import schema_types
 from runner.parsing.writing import Unwritable, WrittenCall, write_calls
+from runner.tools.conjunctions import shapes_for
 from tests.conformance.peers.cases import Trial
 
 __all__ = ["SLIGHT", "Call", "CallsReader", "Fault", "Read", "judge"]
@@ -135,5 +135,5 @@ def _allowed(arguments: Any, schema: Mapping[str, Any] | None) -> bool:
     """These are arguments, and each has a type that the schema allows."""
     if schema is None or not isinstance(arguments, dict):
         return False
-    allowed = ((schema_types(schema["properties"].get(key), schema), value) for key, value in arguments.items())
+    allowed = ((shapes_for(schema).types_of_argument(key), value) for key, value in arguments.items())
     return all(not types or type_of(value) in types for types, value in allowed)

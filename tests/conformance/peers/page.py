@@ -264,7 +264,13 @@ def _by_fault(found: Iterable[tuple[Fault | None, Kind]]) -> str:
 
 def _unread(row: CallRow) -> Sequence[object]:
     rights = [_of_all([row], OURS, as_written=as_written) for as_written in (True, False)]
-    return row.template, f"{row.templates} / {row.models}", f"`{row.shown.replace(chr(10), '⏎')}`", *rights
+    return row.template, f"{row.templates} / {row.models}", _code(row.shown), *rights
+
+
+def _code(text: str) -> str:
+    """`text` as a code span of Markdown in one line; spaces keep its own backticks apart from the span's."""
+    line = text.replace("\n", "⏎")
+    return f"` {line} `" if "`" in (line[:1], line[-1:]) else f"`{line}`"
 
 
 def _parsers(rows: Sequence[CallRow]) -> Iterator[Sequence[object]]:

@@ -1,0 +1,312 @@
+"""What a template shows of a tool's arguments: their fields, their values and their types, looked for in renders.
+
+Fields and values are given names that stand nowhere else, and are looked for. A type is shown where another one in its
+place changes the render.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, noted, parameters_in, resolved
+
+__all__ = ["ALL_SORTS", "Part", "RenderTool", "Unseen", "fitted", "needs_fitting", "unseen_arguments", "unseen_of"]
+
+RenderTool: TypeAlias = Callable[[Mapping[str, Any]], "str | None"]
+"""Renders a question with a tool whose arguments have this schema; None where the template raises."""
+
+
+class Part(enum.StrEnum):
+    """What of an argument a prompt can leave out."""
+
+    NAME = "name"
+    FIELD = "field"
+    VALUE = "value"
+    TYPE = "type"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Something of an argument that a prompt does not show."""
+
+    argument: str
+    """The argument's name."""
+    part: Part
+    """What it is."""
+    what: str
+    """The field, the value or the type, as the schema has it; with the fields it is within."""
+
+    def __str__(self) -> str:
+        match self.part:
+            case Part.ALL:
+                return f"anything of {self.argument} (the template raises)"
+            case Part.NAME:
+                return f"the name of {self.argument}"
+        return f"the {self.part} {self.what}"
+
+
+def unseen_of(render: RenderTool, tool: Mapping[str, Any]) -> list[Unseen]:
+    """What is left out of the arguments of a tool in OpenAI's shape."""
+    return unseen_arguments(render, tool["function"].get("parameters") or {})
+
+
+def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[Unseen]:
+    """What is left out of arguments with this schema, of type object."""
+    properties = parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return []
+    # One by one: of two that share a definition, one may be shown and the other not.
+    return [unseen for name in properties for unseen in unseen_argument(render, parameters, name)]
+
+
+def needs_fitting(render: RenderTool) -> bool:
+    """Whether the template leaves out something of arguments of the usual sorts, as their author wrote the schemas."""
+    if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # it writes the schema itself
+        return False
+    unseen = unseen_arguments(render, ALL_SORTS)
+    return bool(unseen) and not _shows_no_name(unseen)
+
+
+def fitted(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of arguments, of which each that the template does not show is written in another form."""
+    if not isinstance(parameters.get("properties"), Mapping):
+        return {**parameters}
+    if render(_undescribed()) is None and render(_undescribed(description="")) is not None:
+        parameters = _described(parameters)
+    properties: dict[str, Any] = {}
+    for name, written in parameters["properties"].items():
+        properties[name] = written if is_simple(written) else _fitted_argument(render, parameters, name)
+    dropped = () if any(map(_has_reference, properties.values())) else ("$defs", "definitions")
+    return {key: value for key, value in parameters.items() if key not in dropped} | {"properties": properties}
+
+
+def _has_reference(schema: Any) -> bool:
+    if isinstance(schema, Mapping):
+        return "$ref" in schema or any(map(_has_reference, schema.values()))
+    return isinstance(schema, list) and any(map(_has_reference, schema))
+
+
+def _undescribed(**more: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"zqargumentz": {"type": "string", **more}}, "required": ["zqargumentz"]}
+
+
+def _described(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with an empty description where an argument has none, for a template that raises without."""
+    described = {
+        name: {**each, "description": each.get("description", "")} if isinstance(each, Mapping) else each
+        for name, each in parameters["properties"].items()
+    }
+    return {**parameters, "properties": described}
+
+
+def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: str) -> Any:
+    unseen: dict[ToolsForm, list[Unseen]] = {}
+    for form in ToolsForm:
+        unseen[form] = unseen_argument(lambda given, form=form: render(parameters_in(form, given)), parameters, name)  # type: ignore[misc]
+        if not unseen[form]:
+            break
+    written = ToolsForm.WRITTEN
+
+    def order(form: ToolsForm) -> tuple[bool, int, bool]:
+        """Of two that show as much, the one that tells at least the type of what a reference leads to."""
+        raises = any(each.part is Part.ALL for each in unseen[form])
+        return raises, len(unseen[form]), bool(unseen[form]) and form is written
+
+    form = min(unseen, key=order)
+    left = unseen[form]
+    given = (
+        parameters["properties"][name]
+        if form is ToolsForm.WRITTEN
+        else parameters_in(form, parameters)["properties"][name]
+    )
+    if not left or any(each.part is Part.NAME for each in left):
+        return given
+    return noted(given, parameters, name, bare=any(each.part is Part.ALL for each in left))
+
+
+def _shows_no_name(unseen: Sequence[Unseen]) -> bool:
+    """The template shows no tools, or raises on all of them."""
+    return {each.argument for each in unseen if each.part in (Part.NAME, Part.ALL)} == set(ALL_SORTS["properties"])
+
+
+ALL_SORTS: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "model": {"$ref": "#/$defs/Model"},
+        "str_or_null": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "list_of_models": {"type": "array", "items": {"$ref": "#/$defs/Model"}},
+        "enum": {"allOf": [{"$ref": "#/$defs/Unit"}], "description": "A unit."},
+        "literal": {"const": "zqfixedz", "type": "string"},
+        "int_or_str": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "model_or_other": {"oneOf": [{"$ref": "#/$defs/Model"}, {"$ref": "#/$defs/Other"}]},
+        "float_or_null": {"type": ["number", "null"]},
+        "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}]},
+    },
+    "required": ["model", "list_of_models", "enum", "literal", "int_or_str", "model_or_other", "tuple"],
+    "$defs": {
+        "Model": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "unit": {"$ref": "#/$defs/Unit"}},
+            "required": ["name", "unit"],
+        },
+        "Other": {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]},
+        "Unit": {"type": "string", "enum": ["zqmetrez", "zqfootz"]},
+    },
+}
+"""The schema of arguments of all sorts that templates pass over, each under the name of its sort."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A part of a schema: the steps that lead to it, and what people call it."""
+
+    part: Part
+    steps: tuple[Any, ...]
+    called: str
+
+
+def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str) -> list[Unseen]:
+    """What is left out of one argument."""
+    alone: dict[str, Any] = copy.deepcopy({**parameters, "properties": {name: parameters["properties"][name]}})
+    alone["required"] = [each for each in parameters.get("required") or () if each == name]
+    places = list(_places(alone, ("properties", name), name, set()))
+    marked, marks = _marked(alone, name, places)
+    shown = render(marked)
+    if shown is None:
+        return [Unseen(name, Part.ALL, "")]
+    found = [
+        Unseen(name, Part.NAME if place is None else place.part, name if place is None else place.called)
+        for mark, place in marks.items()
+        if mark not in shown
+    ]
+    if any(each.part is Part.NAME for each in found):
+        return [each for each in found if each.part is Part.NAME]
+    plain = render(alone)
+    for place in places:
+        if place.part is Part.TYPE:
+            other = _with_other_type(alone, place)
+            if plain is not None and render(other) == plain:
+                found.append(Unseen(name, Part.TYPE, place.called))
+    return found
+
+
+# --- the parts of a schema
+
+
+_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE: Final = ("items", "additionalProperties")
+
+
+def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
+    """The fields, values and types of a schema, each where it is written."""
+    node = _at(whole, steps)
+    if not isinstance(node, Mapping):
+        return
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference not in seen and resolved(reference, whole) is not None:
+        seen.add(reference)
+        target = tuple(step.replace("~1", "/").replace("~0", "~") for step in reference[2:].split("/"))
+        yield from _places(whole, target, called, seen)
+    for index, value in enumerate(node["enum"] if isinstance(node.get("enum"), list) else ()):
+        if _can_be_marked(value):
+            yield _Place(Part.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
+    if _can_be_marked(node.get("const")):
+        yield _Place(Part.VALUE, (*steps, "const"), f"{node['const']!r} of {called}")
+    yield from _type_of(node, steps, called)
+    for name in node.get("properties") or ():
+        inner = f"{called}.{name}"
+        yield _Place(Part.FIELD, (*steps, "properties", name), inner)
+        yield from _places(whole, (*steps, "properties", name), inner, seen)
+    for keyword in _LISTS:
+        for index in range(len(node[keyword]) if isinstance(node.get(keyword), list) else 0):
+            yield from _places(whole, (*steps, keyword, index), called, seen)
+    for keyword in _SINGLE:
+        if isinstance(node.get(keyword), Mapping):
+            inner = f"{called}[]" if keyword == "items" else f"{called}.*"
+            yield from _places(whole, (*steps, keyword), inner, seen)
+
+
+def _type_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:
+    kind = node.get("type")
+    if kind is None or kind == "null" or "enum" in node or "const" in node:  # the values tell the type
+        return
+    if kind == "object" and (node.get("properties") or isinstance(node.get("additionalProperties"), Mapping)):
+        return
+    kinds = " or ".join(each for each in kind if each != "null") if isinstance(kind, list) else str(kind)
+    yield _Place(Part.TYPE, (*steps, "type"), f"{kinds} of {called}")
+
+
+def _can_be_marked(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _at(schema: Any, steps: Sequence[Any]) -> Any:
+    for step in steps:
+        try:
+            schema = schema[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return schema
+
+
+# --- with other names and types
+
+
+def _marked(
+    schema: dict[str, Any], name: str, places: Sequence[_Place]
+) -> tuple[dict[str, Any], dict[str, _Place | None]]:
+    """The schema with marks for fields and values, and which mark stands for what; None for the argument itself."""
+    marked, marks = copy.deepcopy(schema), dict[str, _Place | None]()
+    # Values first and inner fields before outer ones, since a field's new name changes the way to what is in it.
+    for number, place in enumerate(sorted(places, key=lambda place: -len(place.steps))):
+        owner = _at(marked, place.steps[:-1])
+        if place.part is Part.VALUE:
+            mark: Any = f"zqv{number:03}z"
+            if not isinstance(owner[place.steps[-1]], str):
+                mark = 9_170_000 + number
+            owner[place.steps[-1]] = mark
+            marks[str(mark)] = place
+        elif place.part is Part.FIELD:
+            _rename(_at(marked, place.steps[:-2]), place.steps[-1], f"zqf{number:03}z")
+            marks[f"zqf{number:03}z"] = place
+    _rename(marked, name, "zqargumentz")
+    marks["zqargumentz"] = None
+    return marked, marks
+
+
+def _rename(owner: dict[str, Any], old: str, new: str) -> None:
+    owner["properties"] = {new if name == old else name: each for name, each in owner["properties"].items()}
+    if isinstance(owner.get("required"), list):
+        owner["required"] = [new if name == old else name for name in owner["required"]]
+
+
+_OTHERS: Final = {
+    "string": "integer",
+    "integer": "boolean",
+    "number": "boolean",
+    "boolean": "string",
+    "object": "string",
+}
+
+
+def _with_other_type(schema: dict[str, Any], place: _Place) -> dict[str, Any]:
+    changed = copy.deepcopy(schema)
+    owner = _at(changed, place.steps[:-1])
+    kind = owner["type"]
+    if kind == "array" and isinstance(owner.get("items"), dict):
+        items = owner.pop("items")
+        del owner["type"]
+        owner.update({key: value for key, value in items.items() if key not in owner})
+    elif isinstance(kind, list):
+        others = [each for each in ("boolean", "object") if each not in kind]
+        owner["type"] = ["null", *others] if "null" in kind else others or ["string"]
+    else:
+        owner["type"] = _OTHERS.get(kind, "integer")
+        if owner["type"] == "object":
+            owner.pop("items", None)
+    return changed

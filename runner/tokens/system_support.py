@@ -1,0 +1,57 @@
+"""How many system messages a template takes at the beginning, and how many user messages in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from runner.messages import Message
+from runner.tokens.probe_messages import AGAIN, AGAIN_ASKED, ASKED, QUESTION, SYSTEM, TOLD, TOOLS
+from runner.tokens.template import Renderer, TemplateRaised
+
+__all__ = ["TAKES_ALL", "SystemSupport", "system_support"]
+
+_FURTHER: Final = "zqfurtherz"
+_SECOND: Final[Message] = {"role": "system", "content": _FURTHER}
+
+
+@dataclass(frozen=True, slots=True)
+class SystemSupport:
+    """What a template does with system messages."""
+
+    one: bool
+    """Whether it shows a system message at the beginning."""
+    several: bool
+    """Whether it shows two of them there, in their order."""
+    user_rows: bool
+    """Whether it shows two user messages in a row."""
+
+
+TAKES_ALL: Final = SystemSupport(one=True, several=True, user_rows=True)
+"""The support of a server of messages, which has a template that nobody sees."""
+
+
+def system_support(renderer: Renderer) -> SystemSupport:
+    """What a template does with system messages, found by rendering with tools and without."""
+    one = {tools: _shows(renderer, [SYSTEM, QUESTION], [TOLD, ASKED], tools) for tools in (False, True)}
+    # A template that shows no system message beside tools shows no second one either, whatever is done about it.
+    several = all(
+        _shows(renderer, [SYSTEM, _SECOND, QUESTION], [TOLD, _FURTHER, ASKED], tools)
+        for tools, shown in one.items()
+        if shown
+    )
+    return SystemSupport(
+        one=one[False],
+        several=several,
+        user_rows=_shows(renderer, [QUESTION, AGAIN_ASKED], [ASKED, AGAIN], tools=False),
+    )
+
+
+def _shows(renderer: Renderer, messages: Sequence[Message], words: Sequence[str], tools: bool) -> bool:
+    try:
+        text = renderer.render(messages, tools=TOOLS if tools else ())
+    except TemplateRaised:
+        return False
+    places = [text.find(word) for word in words]
+    return -1 not in places and places == sorted(places)

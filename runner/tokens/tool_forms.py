@@ -1,0 +1,304 @@
+"""What a template is given of a tool's arguments: their schema as its author wrote it, or one that it can show.
+
+Some templates write types out themselves and pass over what they do not know: a reference, a union with null, a
+`const`. For those, and only for those, references are put in place and unions are flattened, as far as it takes. Calls
+are read, checked and enforced by the author's schema all the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+__all__ = ["SHOWN_IN_ALL", "ToolsForm", "is_simple", "noted", "parameters_in", "resolved", "unresolved"]
+
+SHOWN_IN_ALL: Final = ("$ref", "$defs", "anyOf", "allOf", "oneOf", "const", "prefixItems", "zqmetrez")
+"""What stands in the render of a template that writes schemas as they are."""
+
+Schema: TypeAlias = Mapping[str, Any]
+
+
+class ToolsForm(enum.StrEnum):
+    """How the schema of an argument is written for a template; each form changes what the one before does, and more."""
+
+    WRITTEN = "written"  # as their author wrote them
+    FLAT = "flat"  # references in place, X for X or null, `enum` for `const`, a type beside each `enum`
+    ONE_OF = "one_of"  # the same, with `oneOf` for `anyOf`
+    MERGED = "merged"  # the same, with one schema for every union: lists of types, all the fields, all the values
+
+
+_NODES: Final = 2000
+"""Schemas that one tool may hold once references are in place; what would be more stays a bare type."""
+
+_REWRITTEN: Final = frozenset(
+    {"$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf", "const", "enum", "prefixItems"}
+)
+
+
+def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
+    """The schema of a tool's arguments in this form."""
+    if form is ToolsForm.WRITTEN or _is_plain(parameters):
+        return parameters
+    return _Rewriting(parameters, form).whole()
+
+
+def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
+    """The schema of an argument with all of it in its description, for a template that shows it nowhere else.
+
+    Args:
+        given: the schema as the template is given it.
+        parameters: the schema of all arguments, as its author wrote it.
+        name: the argument.
+        bare: leave out all but the type, since the template raises on the rest.
+    """
+    whole = _Rewriting(parameters, ToolsForm.WRITTEN).whole()["properties"][name]
+    if not isinstance(given, Mapping) or not isinstance(whole, Mapping):
+        return given  # type: ignore[no-any-return]  # true or false: there is nothing to show
+    said = given.get("description") or whole.get("description") or ""
+    schema = {key: value for key, value in whole.items() if key not in ("description", "default")}
+    if bare:
+        kind = next((each for each in _as_list(given.get("type")) if isinstance(each, str)), "string")
+        given = {"type": kind}
+    return {**given, "description": f"{said} JSON schema: {json.dumps(schema, ensure_ascii=False)}".strip()}
+
+
+def is_simple(schema: Any) -> bool:
+    """A schema of one of the few kinds that every template knows, so that nothing has to be looked at."""
+    return isinstance(schema, Mapping) and schema.get("type") in _SCALARS and _is_plain(schema)
+
+
+_SCALARS: Final = ("string", "integer", "number", "boolean")
+
+
+def _is_plain(schema: Any) -> bool:
+    """No form changes anything of it."""
+    if isinstance(schema, Mapping):
+        if not _REWRITTEN.isdisjoint(schema) or isinstance(schema.get("type"), list):
+            return False
+        return all(_is_plain(value) for key, value in schema.items() if key not in _VALUES)
+    return not isinstance(schema, list) or all(map(_is_plain, schema))
+
+
+def unresolved(parameters: Schema) -> Iterator[tuple[str, str]]:
+    """The references of a tool's arguments that lead to nothing in the schema, each with the argument that has it."""
+    for name, schema in (parameters.get("properties") or {}).items():
+        waiting, seen = [schema], set[str]()
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, list):
+                waiting += each
+            elif isinstance(each, Mapping):
+                waiting += [value for key, value in each.items() if key not in _VALUES]
+                reference = each.get("$ref")
+                if isinstance(reference, str) and reference not in seen:
+                    seen.add(reference)
+                    target = resolved(reference, parameters)
+                    waiting.append(target)
+                    if target is None:
+                        yield name, reference
+
+
+_VALUES: Final = frozenset({"enum", "const", "default", "examples"})
+"""Keywords under which values stand, and no schemas."""
+
+
+def resolved(reference: Any, whole: Schema) -> Any:
+    """What a reference within the same schema leads to; None where that is nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = whole
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(step)
+        elif isinstance(found, list) and step.isdigit() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            return None
+    return found if isinstance(found, Mapping) else None
+
+
+@dataclass(slots=True)
+class _Rewriting:
+    """Writes one schema in another form; in that of its author, with references in place."""
+
+    written: Schema
+    form: ToolsForm
+    nodes: int = 0
+    within: list[str] = field(default_factory=list)
+
+    def whole(self) -> dict[str, Any]:
+        made = self.schema(self.written)
+        return {key: value for key, value in made.items() if key not in ("$defs", "definitions")}
+
+    def schema(self, schema: Any) -> Any:
+        """One schema, with everything in it."""
+        self.nodes += 1
+        if not isinstance(schema, Mapping):
+            return schema
+        if isinstance(schema.get("$ref"), str):
+            return self._referred(schema)
+        made = {key: self._keyword(key, value) for key, value in schema.items() if key != "discriminator"}
+        if self.form is ToolsForm.WRITTEN:
+            return made
+        if isinstance(made.get("allOf"), list):
+            made = _joined(made)
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(made.get(keyword), list) and all(isinstance(each, Mapping) for each in made[keyword]):
+                made = self._without_union(made, keyword)
+        return self._items(_typed(_without_null(made)))
+
+    def _keyword(self, key: str, value: Any) -> Any:
+        if key in ("properties", "patternProperties", "dependentSchemas") and isinstance(value, Mapping):
+            return {name: self.schema(each) for name, each in value.items()}
+        if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            return [self.schema(each) for each in value]
+        if key in ("items", "additionalProperties", "contains", "propertyNames"):
+            return [self.schema(each) for each in value] if isinstance(value, list) else self.schema(value)
+        return value
+
+    def _referred(self, schema: Schema) -> Any:
+        reference = schema["$ref"]
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        target = resolved(reference, self.written)
+        if target is None:  # of another document: nobody here knows what it says
+            return dict(schema)
+        if reference in self.within or self.nodes > _NODES:
+            # What refers to itself is shown once, and within itself as what it is.
+            return {**{key: target[key] for key in ("type", "description") if key in target}, **self._beside(beside)}
+        self.within.append(reference)
+        try:
+            return {**self.schema(target), **self._beside(beside)}
+        finally:
+            self.within.pop()
+
+    def _beside(self, schema: Schema) -> dict[str, Any]:
+        made = self.schema(schema) if schema else {}
+        return {key: value for key, value in made.items() if key in schema}
+
+    def _without_union(self, made: dict[str, Any], keyword: str) -> dict[str, Any]:
+        members = [each for each in made[keyword] if not _is_null(each)]
+        beside = {key: value for key, value in made.items() if key != keyword}
+        null: dict[str, Any] = {"nullable": True} if len(members) < len(made[keyword]) else {}
+        if not members:
+            return made
+        if len(members) == 1:
+            return {**members[0], **beside, **null}
+        values = [each for each in members if isinstance(each.get("enum"), list)]
+        if len(values) == len(members) or self.form is ToolsForm.MERGED:
+            return {**_merged(members), **beside, **null}
+        name = "oneOf" if self.form is ToolsForm.ONE_OF else keyword
+        return {**beside, name: members, **null}
+
+    def _items(self, made: dict[str, Any]) -> dict[str, Any]:
+        """A tuple as a list of what its places may hold, for a template that shows the items of lists alone."""
+        places = made.get("prefixItems")
+        if self.form is not ToolsForm.MERGED or not isinstance(places, list) or isinstance(made.get("items"), Mapping):
+            return made
+        return {**made, "items": _merged([each for each in places if isinstance(each, Mapping)])}
+
+
+def _is_null(schema: Schema) -> bool:
+    return schema.get("type") == "null" or schema.get("enum") == [None] or ("const", None) in schema.items()
+
+
+def _without_null(made: dict[str, Any]) -> dict[str, Any]:
+    """A schema that says of null only that it may be that."""
+    kinds, values = made.get("type"), made.get("enum")
+    if isinstance(kinds, list) and "null" in kinds:
+        kinds = [kind for kind in kinds if kind != "null"]
+        made = {**made, "type": kinds[0] if len(kinds) == 1 else kinds, "nullable": True}
+    if isinstance(values, list) and None in values and len(values) > 1:
+        made = {**made, "enum": [value for value in values if value is not None], "nullable": True}
+    if isinstance(made.get("type"), list) and len(made["type"]) == 1:
+        made = {**made, "type": made["type"][0]}
+    return made
+
+
+_TYPES: Final[Sequence[tuple[type, str]]] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (Mapping, "object"),
+)
+
+
+def _typed(made: dict[str, Any]) -> dict[str, Any]:
+    """`enum` for `const`, and a type beside it."""
+    if "const" in made and made["const"] is not None:
+        made = {"enum": [made["const"]], **{key: value for key, value in made.items() if key != "const"}}
+    if "type" not in made and isinstance(made.get("enum"), list):
+        kinds = dict.fromkeys(kind for value in made["enum"] for of, kind in _TYPES if type(value) is of)
+        if len(kinds) == 1:
+            made = {"type": next(iter(kinds)), **made}
+    elif "type" not in made and isinstance(made.get("properties"), Mapping):
+        made = {"type": "object", **made}
+    return made
+
+
+def _joined(made: dict[str, Any]) -> dict[str, Any]:
+    """The members of `allOf` as one schema; as they are where they say different things of one keyword."""
+    joined: dict[str, Any] = {}
+    beside = {key: value for key, value in made.items() if key != "allOf"}
+    for each in [*made["allOf"], beside]:
+        if not isinstance(each, Mapping):
+            return made
+        for key, value in each.items():
+            if key == "properties" and isinstance(value, Mapping):
+                joined[key] = {**joined.get(key, {}), **value}
+            elif key == "required" and isinstance(value, list):
+                joined[key] = [*dict.fromkeys([*joined.get(key, ()), *value])]
+            elif key in joined and joined[key] != value and key not in _NOTES:
+                return made
+            else:
+                joined[key] = value
+    return joined
+
+
+_NOTES: Final = ("description", "title", "default", "examples")
+"""Keywords that say nothing of which values are right."""
+
+
+def _merged(members: Sequence[Schema]) -> dict[str, Any]:
+    """One schema that shows all that any of the members does."""
+    made: dict[str, Any] = {}
+    kinds = [*dict.fromkeys(kind for each in members for kind in _as_list(each.get("type")))]
+    if kinds:
+        made["type"] = kinds[0] if len(kinds) == 1 else kinds
+    enums = [each["enum"] for each in members if isinstance(each.get("enum"), list)]
+    if enums and len(enums) == len(members):
+        made["enum"] = [*_unlike(value for values in enums for value in values)]
+    fields: dict[str, Any] = {}
+    for each in members:
+        for name, schema in (each.get("properties") or {}).items():
+            known = fields.get(name)
+            fields[name] = schema if known is None or known == schema else _merged([known, schema])
+    if fields:
+        made["properties"] = fields
+        needed = [set(each.get("required") or ()) for each in members if each.get("properties")]
+        made["required"] = [name for name in fields if all(name in each for each in needed)]
+    items = [each["items"] for each in members if isinstance(each.get("items"), Mapping)]
+    if items:
+        made["items"] = items[0] if all(each == items[0] for each in items) else _merged(items)
+    for each in members:
+        for key, value in each.items():
+            if key not in ("required", "enum"):
+                made.setdefault(key, value)
+    return made
+
+
+def _as_list(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _unlike(values: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if not any(value == each and type(value) is type(each) for each in found):
+            found.append(value)
+    return found

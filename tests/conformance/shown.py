@@ -1,0 +1,71 @@
+"""The kinds of arguments that each tool-capable template shows, by schemas as they are written and as it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.tokens.shown_arguments import unseen_of
+from runner.tokens.tool_support import shows_tools
+from tests.conformance.argument_kinds import KINDS, kinds
+from tests.conformance.corpus import Entry, corpus
+from tests.conformance.sweep import is_tool_capable, spread
+
+__all__ = ["Shown", "capable", "look", "look_all", "section"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a template shows."""
+
+    name: str
+    fitted: bool
+    """Whether some schemas are written otherwise for it."""
+    written: int
+    """The number of kinds of which it shows every field, value and type, as their schemas are written."""
+    unseen: tuple[str, ...]
+    """What it does not show all the same, each with its kind."""
+
+
+def capable() -> list[Entry]:
+    """The templates that show tools, calls and results; the others are refused for an environment with tools."""
+    return [entry for entry in corpus() if is_tool_capable(entry) and shows_tools(entry.renderer())]
+
+
+def look(entry: Entry) -> Shown:
+    """Look at all the kinds, each by itself."""
+    written = entry.renderer()
+    renderer = written.template.renderer(now=written.now, fit_tools=None)
+    unseen = [f"{kind}: {each}" for kind in KINDS for each in unseen_of(renderer.render_tool, kinds()[kind])]
+    shown = (
+        sum(not unseen_of(written.render_tool, kinds()[kind]) for kind in KINDS) if renderer.fits_tools else len(KINDS)
+    )
+    return Shown(entry.name, renderer.fits_tools, shown, tuple(unseen))
+
+
+def look_all(processes: int = 1) -> list[Shown]:
+    """What all of them show."""
+    return spread(look, capable(), processes)
+
+
+def section(rows: Sequence[Shown]) -> list[str]:
+    """The part of the page about arguments."""
+    fitted = sorted((row for row in rows if row.fitted), key=lambda row: row.name.lower())
+    everything = sum(not row.unseen for row in rows)
+    return [
+        f"The {len(rows)} templates that show tools are given some with {len(KINDS)} kinds of arguments, from `str` to",
+        "recursive models and schemas of MCP servers. *Shown* means that every field, value and type is in the prompt.",
+        f"{len(rows) - len(fitted)} show all of them as the schemas are written. {len(fitted)} do not, and are given",
+        "[what they can show](chat-templates.md#tools-as-a-template-can-show-them):",
+        f"with that {everything} of {len(rows)} show all of them.",
+        "",
+        "| template | as written | as it is given |",
+        "| --- | ---: | ---: |",
+        *(f"| {row.name} | {row.written} | {len(KINDS) - _kinds_unseen(row)} |" for row in fitted),
+        "",
+        *(f"- {row.name} does not show {'; '.join(row.unseen)}" for row in rows if row.unseen),
+    ]
+
+
+def _kinds_unseen(row: Shown) -> int:
+    return len({each.partition(":")[0] for each in row.unseen})

@@ -1,0 +1,113 @@
+"""What a bridge promises, looked at for templates and conversations that nobody wrote.
+
+A bridge that is given is exact: what it appends behind the turn is what the template writes there in a render of the
+whole conversation, with the real words of every turn. `python -m tests.tokens.template_fuzz MINUTES` looks for one
+that is not, with other templates in every round.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import cache
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from runner.messages import Message
+from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.bridging.refusal import Unbridgeable
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from runner.tokens.template import ChatTemplate, Renderer, TemplateRaised
+from tests.tokens.bridging import ADD
+from tests.tokens.template_grammar import Written, written
+
+__all__ = ["WrongBridge", "check_bridges"]
+
+TOOLS = [ADD]
+STOP = "<|im_end|>"
+
+
+class WrongBridge(AssertionError):
+    """A bridge that is not what the template writes."""
+
+
+@cache
+def _tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+def check_bridges(case: Written, seen: Counter[str] | None = None) -> None:
+    """See that every bridge of the conversations is exact; `seen` counts what became of each turn.
+
+    Raises:
+        WrongBridge: one is not.
+    """
+    seen = Counter() if seen is None else seen
+    renderer = ChatTemplate(case.template, name="drawn").renderer(now=datetime(2026, 1, 1))
+    stop = _tokenizer().encode(STOP)[0]
+    shared = Bridger(_tokenizer(), renderer, [stop])
+    for conversation in case.conversations:
+        for number, history, new in _turns(conversation):
+            seen[_check(renderer, shared, number, history, new, stop)] += 1
+
+
+def _turns(conversation: Sequence[Message]) -> Iterator[tuple[int, list[Message], list[Message]]]:
+    turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
+    for number, (turn, following) in enumerate(zip(turns, [*turns[1:], len(conversation)], strict=True)):
+        yield number, [*conversation[: turn + 1]], [*conversation[turn + 1 : following]]
+
+
+def _check(
+    renderer: Renderer, bridger: Bridger, number: int, history: list[Message], new: list[Message], stop: int
+) -> str:
+    try:
+        whole = renderer.render([*history, *new], tools=TOOLS)
+        prompt = renderer.render(history[:-1], tools=TOOLS)
+        turn = renderer.render(history, tools=TOOLS, generation_prompt=False)
+    except TemplateRaised:
+        return "raises"
+    said, _, behind = turn.removeprefix(prompt).partition(STOP) if turn.startswith(prompt) else ("a", "", "")
+    if history[-1].get("tool_calls") and STOP in behind + STOP * ("add" in behind):
+        return "calls behind the stop"  # which no sampled turn could have had
+    sampled = [*_tokenizer().encode(said), stop]
+    try:
+        bridge = bridger.bridge(history, new, TOOLS, sampled=sampled, stop=stop, turn=number)
+    except Unbridgeable as refusal:
+        return str(refusal.property)
+    text = _tokenizer().decode(bridge.ids)
+    if not whole.endswith(text):
+        raise WrongBridge(f"{text!r} is appended, where the template writes {whole[-len(text) - 20 :]!r}")
+    before = prompt + said + STOP
+    if whole.startswith(before) and whole.removeprefix(before) != text:
+        raise WrongBridge(f"{text!r} is appended, where the template writes {whole.removeprefix(before)!r}")
+    return "exact" if whole.startswith(before) else "exact, with the past as it was sampled"
+
+
+ANY_SIZE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+
+def main(minutes: float, first: int = 0) -> None:
+    """Look at new templates until the time is over; the first wrong bridge ends it."""
+    until, seen, templates, number = time.monotonic() + 60 * minutes, Counter[str](), 0, first
+    # Making a case smaller takes minutes, and the first one found mostly says enough.
+    phases = [Phase.generate]
+    while time.monotonic() < until:
+
+        @seed(number)
+        @settings(max_examples=500, deadline=None, database=None, suppress_health_check=ANY_SIZE, phases=phases)
+        @given(written())
+        def look(case: Written) -> None:
+            nonlocal templates
+            templates += 1
+            check_bridges(case, seen)
+
+        look()
+        number += 1
+        print(number, templates, dict(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main(*(float(each) if index == 0 else int(each) for index, each in enumerate(sys.argv[1:] or ["1"])))  # type: ignore[arg-type]

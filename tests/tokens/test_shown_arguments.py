@@ -1,0 +1,202 @@
+"""A model is shown the fields, values and types of every argument: as the author wrote them, or as the template can."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.tokens.shown_arguments import Part, unseen_of
+from runner.tokens.template import ChatTemplate, Renderer
+from runner.tokens.tool_forms import ToolsForm, parameters_in, unresolved
+from tests.conformance.argument_kinds import KINDS, kinds
+from tests.tokens.bridging import QUESTION, chatml
+
+NOW = datetime(2026, 1, 1)
+
+DUMPS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + chatml()
+NAMES = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}(\n"
+    "{% for name, p in tool.function.parameters.properties.items() %}"
+    "{{ name }}: {{ p.type }}{% if p.enum %} of {{ p.enum }}{% endif %}"
+)
+TYPES = NAMES + "  # {{ p.description }}\n{% endfor %})\n{% endfor %}" + chatml()
+"""Writes the types of arguments, one by one, and their descriptions; of what is within them nothing."""
+NO_NOTES = NAMES + "\n{% endfor %})\n{% endfor %}" + chatml()
+"""The same without descriptions."""
+RAISES = TYPES.replace(": {{ p.type }}", ": {{ p.type + '' }}{{ raise_exception('one type') if p.type is not string }}")
+"""The same, but it raises on an argument without a type, or with several."""
+WANTS_NOTES = TYPES.replace("{{ p.description }}", "{{ '' + p.description }}")
+"""The same, but it raises on an argument without a description."""
+
+
+def renderer(text: str, *, fit: bool | None = None) -> Renderer:
+    return ChatTemplate(text, name="inline").renderer(now=NOW, fit_tools=fit)
+
+
+def tool_with(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"given": schema}, "required": ["given"], **more}
+    return {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}
+
+
+def shown(made: Renderer, tool: Any) -> str:
+    return made.render([QUESTION], tools=[tool])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_that_writes_schemas_is_given_them_as_they_are(kind: str) -> None:
+    made = renderer(DUMPS)
+    assert not made.fits_tools
+    assert made.shown([kinds()[kind]]) == [kinds()[kind]]
+    assert unseen_of(made.render_tool, kinds()[kind]) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [TYPES, RAISES, WANTS_NOTES], ids=["types", "raises", "wants notes"])
+def test_a_template_that_writes_types_shows_every_kind_of_argument(text: str, kind: str) -> None:
+    made = renderer(text)
+    assert made.fits_tools
+    assert unseen_of(made.render_tool, kinds()[kind]) == []
+
+
+def test_fields_values_and_types_of_a_model_stand_in_the_prompt() -> None:
+    text = shown(renderer(TYPES), kinds()["nested model"])
+    for word in ("name", "unit", "metre", "foot", "period", "begin", "days", "integer", "The first day."):
+        assert word in text
+    assert "name" not in shown(renderer(TYPES, fit=False), kinds()["nested model"]).partition("# ")[0]
+
+
+def test_an_optional_argument_is_shown_as_what_it_may_be() -> None:
+    assert "given: string" in shown(renderer(TYPES), kinds()["str or null"])
+    assert "given: string of ['red', 'blue']" in shown(renderer(TYPES), kinds()["enum or null"])
+
+
+def test_an_argument_that_a_template_shows_keeps_its_schema() -> None:
+    both = tool_with({"type": "string", "enum": ["a", "b"], "description": "One."})
+    both["function"]["parameters"]["properties"]["model"] = {"$ref": "#/$defs/M"}
+    both["function"]["parameters"]["$defs"] = {"M": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    (made,) = renderer(TYPES).shown([both])
+    properties = made["function"]["parameters"]["properties"]
+    assert properties["given"] == both["function"]["parameters"]["properties"]["given"]
+    assert properties["model"] != both["function"]["parameters"]["properties"]["model"]
+    assert "$defs" not in made["function"]["parameters"]
+
+
+def test_the_authors_schema_stays_as_it_was() -> None:
+    before = json.dumps(kinds()["model of models"])
+    renderer(TYPES).shown([kinds()["model of models"]])
+    assert json.dumps(kinds()["model of models"]) == before
+
+
+def test_what_is_shown_of_a_tool_does_not_depend_on_the_tools_beside_it() -> None:
+    made = renderer(TYPES)
+    several = [kinds()[kind] for kind in ("nested model", "int or str", "str")]
+    assert made.shown(several) == [made.shown([tool])[0] for tool in several]
+    assert renderer(TYPES).shown(several) == made.shown(several)
+
+
+def test_what_a_template_without_descriptions_leaves_out_is_named() -> None:
+    unseen = unseen_of(renderer(NO_NOTES).render_tool, kinds()["model"])
+    assert {(each.part, each.what) for each in unseen} >= {(Part.FIELD, "given.begin"), (Part.FIELD, "given.days")}
+    assert "the field given.begin" in map(str, unseen)
+
+
+def test_a_template_that_shows_no_tools_is_given_them_as_they_are() -> None:
+    made = renderer(chatml())
+    assert not made.fits_tools
+    assert {each.part for each in unseen_of(made.render_tool, kinds()["model"])} == {Part.NAME}
+
+
+# --- forms
+
+
+NODE = {"type": "object", "properties": {"value": {"type": "integer"}, "next": {"$ref": "#/$defs/Node"}}}
+
+
+def flat(schema: dict[str, Any], definitions: dict[str, Any] | None = None, form: ToolsForm = ToolsForm.FLAT) -> Any:
+    parameters = tool_with(schema, **{"$defs": definitions or {}})["function"]["parameters"]
+    return parameters_in(form, parameters)["properties"]["given"]
+
+
+def test_what_refers_to_itself_is_put_in_place_once() -> None:
+    made = flat({"$ref": "#/$defs/Node"}, {"Node": NODE})
+    assert made == {"type": "object", "properties": {"value": {"type": "integer"}, "next": {"type": "object"}}}
+
+
+def test_many_types_that_refer_to_one_another_stay_of_a_bounded_size() -> None:
+    names = [f"T{number}" for number in range(12)]
+    inner = {name: {"$ref": f"#/$defs/{name}"} for name in names}
+    defs = {name: {"type": "object", "properties": inner} for name in names}
+    assert len(json.dumps(flat({"$ref": "#/$defs/T0"}, defs))) < 500_000
+
+
+SHORT = {"type": "string", "maxLength": 3}
+A = {"$ref": "#/$defs/A"}
+FLATTENED: list[tuple[dict[str, Any], Any]] = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": "string", "nullable": True}),
+    ({"type": ["integer", "null"]}, {"type": "integer", "nullable": True}),
+    ({"enum": ["a", None]}, {"type": "string", "enum": ["a"], "nullable": True}),
+    ({"const": 3}, {"type": "integer", "enum": [3]}),
+    ({"enum": [1, "a"]}, {"enum": [1, "a"]}),
+    ({"allOf": [A], "description": "d"}, {**SHORT, "description": "d"}),
+    (
+        {"allOf": [{"properties": {"a": {"type": "string"}}, "required": ["a"]}, {"properties": {"b": {}}}]},
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}, "required": ["a"]},
+    ),
+    ({"oneOf": [{"const": "a"}, {"const": "b"}]}, {"type": "string", "enum": ["a", "b"]}),
+    ({"anyOf": [A, {"type": "null"}], "default": None}, {**SHORT, "default": None, "nullable": True}),
+    ({**A, "description": "d"}, {**SHORT, "description": "d"}),
+    ({"$ref": "https://example.com/s.json"}, {"$ref": "https://example.com/s.json"}),
+    (
+        {"type": "object", "properties": {"enum": {"const": 1}}},
+        {"type": "object", "properties": {"enum": {"type": "integer", "enum": [1]}}},
+    ),
+    (
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, A]}},
+        {"type": "array", "items": {**SHORT, "nullable": True}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "made"), FLATTENED)
+def test_a_schema_is_flattened(schema: dict[str, Any], made: dict[str, Any]) -> None:
+    assert flat(schema, {"A": SHORT}) == made
+
+
+def test_unions_become_one_schema_in_the_last_form() -> None:
+    cat = {
+        "type": "object",
+        "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}},
+        "required": ["kind"],
+    }
+    dog = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
+    made = flat({"oneOf": [cat, dog]}, form=ToolsForm.MERGED)
+    assert made["properties"]["kind"] == {"type": "string", "enum": ["cat", "dog"]}
+    assert list(made["properties"]) == ["kind", "lives"]
+    assert made["required"] == ["kind"]
+
+
+def test_references_that_lead_nowhere_are_found() -> None:
+    tool = tool_with({"type": "array", "items": {"$ref": "#/$defs/Missing"}})
+    assert list(unresolved(tool["function"]["parameters"])) == [("given", "#/$defs/Missing")]
+    assert list(unresolved(kinds()["recursive model"]["function"]["parameters"])) == []
+
+
+@pytest.mark.parametrize("schema", [True, {}, {"type": "object"}, {"enum": []}, {"anyOf": []}, {"type": []}])
+def test_schemas_that_say_little_are_shown_without_a_fault(schema: Any) -> None:
+    made = renderer(TYPES)
+    assert "given" in shown(made, tool_with(schema))
+    unseen_of(made.render_tool, tool_with(schema))
+
+
+def test_typed_tools_and_written_schemas_are_in_one_list_of_kinds() -> None:
+    assert len(KINDS) == len(set(KINDS)) == 56
+
+
+def test_a_template_file_is_read_as_a_run_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "types.jinja"
+    file.write_text(TYPES)
+    assert ChatTemplate.load(file).renderer(now=NOW, fit_tools=None).fits_tools

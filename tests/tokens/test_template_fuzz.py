@@ -1,0 +1,156 @@
+"""Every bridge is exact, for templates that look at empty and blank words, and for templates that are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from runner.messages import Message
+from tests import sweeps
+from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
+from tests.tokens.template_fuzz import ANY_SIZE, check_bridges
+from tests.tokens.template_grammar import Written, written
+
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(2)]
+
+WORDS = ("", " ", "\n", " \n ", "a", " a", "a ", "a\n", "\n\na.", "</think>")
+CALLS = (
+    "{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% set ns.last = call.function.arguments %}{% endfor %}"
+)
+KEEPS = "{{ m.content }}" + CALLS
+
+
+def _asking(test: str, keep: str = "", *, body: str = KEEPS) -> str:
+    """A template that keeps something of every message, and asks in another way where a test of that holds."""
+    kept = f"{{% if m.role == 'assistant' %}}{{% set ns.e = {keep or 'm.content'} %}}{{% endif %}}"
+    text = chatml(body=body + kept).replace("assistant\\n' }}", f"assistant\\n' }}}}{{{{ 'A' if {test} }}}}")
+    return "{% set ns = namespace(e='', last='') %}" + text
+
+
+def _behind(text: str) -> str:
+    """A template that writes something behind every turn."""
+    return "{% set ns = namespace(last='') %}" + chatml(body=KEEPS).replace(
+        "{% endfor %}{% if add", text + "{% endfor %}{% if add"
+    )
+
+
+ASKING = {
+    "not": _asking("not ns.e"),
+    "not, where it is kept": _asking("ns.e", "not m.content"),
+    "equal to nothing": _asking("ns.e == ''"),
+    "equal to a blank": _asking("ns.e == ' '"),
+    "length": _asking("ns.e | length == 0"),
+    "count of one": _asking("ns.e | count < 2"),
+    "trimmed": _asking("not ns.e | trim"),
+    "stripped": _asking("ns.e.strip() == ''"),
+    "trimmed with more": _asking("(ns.e ~ '\\n') | trim == ''"),
+    "default": _asking("ns.e | default('A', true) == 'A'"),
+    "or": _asking("(ns.e or 'A') == 'A'"),
+    "if": _asking("('B' if ns.e else 'A') == 'A'"),
+    "in a list": _asking("ns.e in ['', ' ', none]"),
+    "its last character": _asking("ns.e[-1:] == '\\n'"),
+    "its first character": _asking("ns.e[0] is defined and ns.e[0] == ' '"),
+    "its ending": _asking("ns.e.endswith('\\n')"),
+    "its beginning": _asking("ns.e.startswith(' ')"),
+    "white space": _asking("ns.e.isspace()"),
+    "smaller": _asking("ns.e < 'A'"),
+    "a test": _asking("ns.e is eq ''"),
+    "none": _asking("ns.e is none or not ns.e"),
+    "words": _asking("ns.e.split() | length == 0"),
+    "pieces": _asking("ns.e.split('</think>') | length > 1"),
+    "joined": _asking("[ns.e, ''] | join == ''"),
+    "replaced": _asking("ns.e | replace('a', '') == ''"),
+    "selected": _asking("[ns.e] | select | list | length == 0"),
+    "in a macro": "{% macro told(x) %}{{ 'A' if not x }}{% endmacro %}" + _asking("told(ns.e)"),
+    "of the message before": chatml(body=KEEPS.replace("{% set ns.last = call.function.arguments %}", "")).replace(
+        "assistant\\n' }}", "assistant\\n' }}{{ 'A' if not messages[-2].content }}"
+    ),
+    "in a long past": chatml(body=KEEPS.replace("{% set ns.last = call.function.arguments %}", "")).replace(
+        "assistant\\n' }}", "assistant\\n' }}{{ 'A' if not messages[-2].content and messages | length > 5 }}"
+    ),
+    "no arguments": _asking("not ns.last"),
+    "number of arguments": _asking("ns.last | length == 1"),
+    "an argument": _asking("ns.last.a is defined"),
+    "the value of an argument": _asking("ns.last.a == ''"),
+    "reasoning": _asking("ns.e | trim == ''", "(m.reasoning_content or '')"),
+}
+BEHIND = {
+    "blank words": _behind("{{ 'A' if m.content | trim }}"),
+    "no words": _behind("{{ 'A' if not m.content }}"),
+    "words again": _behind("{{ m.content }}"),
+    "trimmed words again": _behind("{{ m.content | trim }}"),
+    "no arguments": _behind("{{ 'A' if m.tool_calls and not m.tool_calls[0].function.arguments }}"),
+    "an argument of that type": _behind("{{ 'A' if m.tool_calls and m.tool_calls[0].function.arguments.a is string }}"),
+}
+PLAIN = KEEPS.replace("{% set ns.last = call.function.arguments %}", "")
+CLOSING = {
+    "strip": chatml(close="", body="{{ (m.content + '\\n\\n<|im_end|>\\n').strip() }}"),
+    "lstrip": chatml(close="", body="{{ (m.content + '\\n\\n<|im_end|>\\n').lstrip() }}"),
+    "trim": chatml(close="", body="{{ (m.content ~ ' .<|im_end|>') | trim }}"),
+    "strip of a sign": chatml(close="", body="{{ (m.content + '..<|im_end|>\\n').strip('.') }}"),
+    "filter block": chatml(close="", body="{% filter trim %}{{ m.content }}\n {{'<|im_end|>'}}{% endfilter %}"),
+    "set block": chatml(close="", body="{% set x %}{{ m.content }}\n {{'<|im_end|>'}}{% endset %}{{ x.strip() }}"),
+    "left out": chatml(close="", body="{% if m.content %}{{ m.content }}<|im_end|>\n{% endif %}"),
+    "left out where blank": chatml(close="", body="{% if m.content | trim %}{{ m.content }}<|im_end|>\n{% endif %}"),
+}
+
+
+def _conversations(words: str) -> Iterator[list[Message]]:
+    """Conversations whose turns say this, short and long, with a thought and with calls of all kinds of arguments."""
+    for past in ([], [says("a"), MORE, says(""), MORE]):
+        for reasoning in ("", " ", "b"):
+            yield [QUESTION, *past, says(words, reasoning=reasoning), MORE, says(words), {**MORE, "content": words}]
+        for arguments in ({}, {"a": ""}, {"a": "x"}, {"a": 1, "b": "y"}):
+            yield [QUESTION, *past, says(words, arguments), result("42"), says("", arguments), result(words)]
+            yield [QUESTION, *past, says(words, arguments, {}), result(words), result("", 1)]
+
+
+TEMPLATES = {
+    f"{kind}: {name}": text
+    for kind, texts in (("asking", ASKING), ("behind", BEHIND), ("closing", CLOSING))
+    for name, text in texts.items()
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_look_at_words_get_no_wrong_bridge(name: str) -> None:
+    seen: Counter[str] = Counter()
+    for words in WORDS:
+        check_bridges(Written(TEMPLATES[name], list(_conversations(words))), seen)
+    assert _exact(seen) > 20
+
+
+AS_OFTEN = settings(
+    max_examples=sweeps.times(3000, 150),
+    deadline=None,
+    suppress_health_check=ANY_SIZE,
+)
+
+
+@AS_OFTEN
+@given(case=written())
+def test_drawn_templates_and_conversations_get_no_wrong_bridge(case: Written) -> None:
+    check_bridges(case)
+
+
+def test_many_of_the_drawn_conversations_get_a_bridge() -> None:
+    # Else the test above would hold of anything.
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=150, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=ANY_SIZE
+    )
+    @given(case=written())
+    def look(case: Written) -> None:
+        check_bridges(case, seen)
+
+    look()
+    assert _exact(seen) > seen.total() / 6
+
+
+def _exact(seen: Counter[str]) -> int:
+    return sum(count for what, count in seen.items() if what.startswith("exact"))
