@@ -9,15 +9,20 @@ async with engine:                                   # start, stop
 from __future__ import annotations
 
 import enum
+import math
+import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from runner import checked
 from runner.engines.controllable import Controllable
 from runner.engines.gate import Session, affinity_beside
+from runner.engines.proofs import WeightProof
 from runner.engines.state import EngineState
+from runner.errors import BadControl, BadOption
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
@@ -109,6 +114,8 @@ class GenerationRequest:
     """The conversation that the turn belongs to; None for a single request, which counts as first."""
     constraint: Constraint | None = None
     """What may be sampled; None for anything."""
+    scores_prompt: bool = False
+    """Ask for the log-probability of each id of the prompt as well; it is in the stream's `prompt_logprobs`."""
     acts_on_deltas: bool = False
     """Whether somebody acts on single deltas, so that they have to come one id at a time."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -141,6 +148,12 @@ class EngineStats:
     """Ids of prompts that the prefix cache held when they were looked up."""
     sampled_tokens: int = 0
     """Ids that were sampled since the engine started, and read."""
+    prompt_tokens: int = 0
+    """Ids of prompts that were computed since the engine started, those in the prefix cache left out; 0 for an engine
+    that does not say."""
+    steps: int = 0
+    """The steps that computed something since the engine started, all its engine cores together; 0 for an engine that
+    does not say."""
     places: int | None = None
     """Requests that are let in at once just now; None for an engine whose places do not change while it runs."""
     throttled: int = 0
@@ -175,6 +188,9 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     """The deltas that were not read when the block was left."""
     finish: Finish | None
     """How the stream ended; None while it goes on."""
+    prompt_logprobs: Sequence[float] | None = None
+    """The log-probability of each id of the prompt but its first, in nats and at temperature 1; None where none were
+    asked for, and before the first delta."""
 
     def __aiter__(self) -> Self:
         return self
@@ -195,6 +211,20 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
     """How many requests run at once; further ones wait at the gate."""
     running: bool = False
     """Whether the engine was entered and not left."""
+    notes: Sequence[str] = ()
+    """Lines for people about how the engine was started; set once it is entered."""
+
+    @property
+    def start_phase(self) -> str:
+        """The present phase of the engine's start, for people; empty where it is not known, and at other times."""
+        return ""
+
+    def go_on_with(self, described: Mapping[str, Any]) -> None:  # most engines choose nothing by themselves
+        """Choose as in a run that is resumed, before the engine is entered.
+
+        Args:
+            described: what `describe` said of the engine when that run began.
+        """
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """A handle for one conversation; `close_session` gives its room back.
@@ -262,6 +292,109 @@ class Engine(BaseEngine):
         Raises:
             BadOption: says what to do.
         """
+
+    async def score(
+        self,
+        ids: Sequence[int],
+        *,
+        start: int = 1,
+        sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
+    ) -> list[float]:
+        """Return the log-probability of each id from `start` on, given all ids before it, in nats.
+
+        Without `sampling` and `constraint` these are the model's own, at temperature 1, computed in one pass. With one
+        of them they are those that sampling the ids would have reported: temperature, penalties, `top_p` and the
+        grammar included. That takes a step of the engine for each id. An id that could not have been sampled has minus
+        infinity, and under a grammar so has every id after it.
+
+        Requests wait for a place as turns do. Score many sequences at once, in a task group.
+
+        Args:
+            ids: the sequence, shape [n]; shorter than the engine's context.
+            start: the first id that is scored, from 1 to n - 1.
+            sampling: how the ids would be sampled; fields that are not given have their defaults. `adapter` alone keeps
+                the single pass. What ends a turn is ignored.
+            constraint: the grammar that they would be sampled under.
+
+        Returns:
+            n - start values.
+
+        Raises:
+            BadOption: ids, `start` or the sampling cannot be.
+            BadControl: this engine cannot score, or not in this way.
+            RequestRejected: the sequence does not fit the context.
+        """
+        prompt = checked_ids(ids, start, vocabulary_size(self))
+        given = {} if sampling is None else sampling.given()
+        as_sampled = constraint is not None or not given.keys() <= {"adapter"}
+        self.check_scoring(as_sampled=as_sampled)
+        how = Sampling(**given).over(Sampling.defaults())
+        if as_sampled:
+            return await self._score_as_sampled(prompt, start, how, constraint)
+        one = replace(how, max_tokens=1)
+        request = GenerationRequest(name="score", prompt=prompt, sampling=one, scores_prompt=True)
+        return list((await self._score_prompt(request))[start - 1 :])
+
+    async def check_proof(self, proof: WeightProof) -> None:
+        """Refuse a proof that the engine could not score."""
+        self.check_scoring(as_sampled=False)
+        proof.check(vocabulary=vocabulary_size(self), context=self.context)
+
+    async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
+        async with self.stream(request) as deltas:
+            async for _ in deltas:
+                pass
+        assert deltas.prompt_logprobs is not None
+        return deltas.prompt_logprobs
+
+    async def _score_as_sampled(
+        self, ids: list[int], start: int, sampling: Sampling, constraint: Constraint | None
+    ) -> list[float]:
+        for name in ("schema", "regex", "choice"):
+            if getattr(sampling, name) is not None:
+                raise BadOption(f"score(sampling=Sampling({name}=...)): give it as constraint=, as Turn.constraint is.")
+        scored = ids[start:]
+        how = replace(sampling, max_tokens=len(scored), min_tokens=0, stop=(), stop_ids=(), ignore_eos=True)
+        request = GenerationRequest(
+            name="score", prompt=ids[:start], sampling=how, constraint=constraint, extra={"score": scored}
+        )
+        values: list[float] = []
+        async with self.stream(request) as deltas:
+            async for delta in deltas:
+                values += delta.logprobs or ()
+        return values + [-math.inf] * (len(scored) - len(values))
+
+    def check_scoring(self, *, as_sampled: bool) -> None:
+        """Refuse what `score` cannot do on this engine.
+
+        Args:
+            as_sampled: whether a sampling or a grammar is asked for.
+
+        Raises:
+            BadControl: says which engines can.
+        """
+        raise BadControl(f"score(): {type(self).__name__} has no log-probabilities of given ids; a VllmEngine has.")
+
+
+def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
+    """The ids as a list of plain integers.
+
+    Raises:
+        BadOption: fewer than two, one that the vocabulary does not have, or a `start` outside of them.
+    """
+    try:
+        plain = [operator.index(token_id) for token_id in ids]
+    except TypeError as error:
+        raise BadOption(f"score(ids=...): {error}; give token ids, whole numbers.") from None
+    if len(plain) < 2:
+        raise BadOption(f"score(ids=...): {len(plain)} ids; give two or more, since the first has nothing before it.")
+    wrong = next((each for each in plain if not 0 <= each < vocabulary), None)
+    if wrong is not None:
+        raise BadOption(f"score(ids=...): there is no id {wrong}; the model's ids are 0 to {vocabulary - 1}.")
+    if not checked.is_whole(start, least=1) or start >= len(plain):
+        raise BadOption(f"score(start={start!r}): give 1 to {len(plain) - 1}, the places of ids that have one before.")
+    return plain
 
 
 def width_of(engine: BaseEngine) -> int:

@@ -13,10 +13,11 @@ from typing import Any
 
 from anyio.lowlevel import current_token
 
-from runner.concurrency.clocks import Standstill
+from runner.concurrency.clocks import Progress, Standstill
+from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
-from runner.errors import BadControl, BadOption
+from runner.errors import BadControl, BadOption, BadWeights
 
 __all__ = ["Controllable"]
 
@@ -50,6 +51,14 @@ class Controllable:
         return self.runtime.standstill if self.runtime is not None else Standstill()
 
     @property
+    def progress(self) -> Progress | None:
+        """The clocks of turns that wait for an id, which each step of the engine for any turn restarts.
+
+        None for an engine whose requests may hang each by itself, as those to a server over a network.
+        """
+        return self.runtime.progress if self.runtime is not None else None
+
+    @property
     def adapters(self) -> Mapping[str, Path | None]:
         """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
         return self.runtime.adapters.folders if self.runtime is not None else {}
@@ -58,6 +67,11 @@ class Controllable:
     def is_controlled(self) -> bool:
         """Whether the engine runs, or ran, and its weights are ours to exchange."""
         return self.runtime is not None
+
+    @property
+    def proof_figures(self) -> ProofFigures | None:
+        """The figures of the proof of the weights that sample now; None where none was given with them."""
+        return self.runtime.proof_figures if self.runtime is not None else None
 
     def lag(self, version: str) -> int:
         """How many updates the weights are ahead of this version; 0 for one that the engine never had.
@@ -106,7 +120,12 @@ class Controllable:
             await runtime.resume_by_caller()
 
     async def update_weights(
-        self, given: Any, *, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+        self,
+        given: Any,
+        *,
+        version: str | None = None,
+        mode: PauseMode | str = PauseMode.KEEP,
+        proof: WeightProof | None = None,
     ) -> WeightUpdate:
         """Exchange the weights under running episodes; every id says which version sampled it.
 
@@ -118,24 +137,29 @@ class Controllable:
                 takes anything.
             version: names the new weights; by default they are counted: "1", "2", ...
             mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
+            proof: log-probabilities by the model that the weights are of. The engine scores the same ids before any
+                turn goes on; where it computes others, it is ended, so that no id of unknown weights is trained on.
 
         Raises:
-            BadWeights: the weights do not fit; names the tensor. The old ones stay.
-            BadControl: the memory of the weights is asleep.
+            BadWeights: the weights or the proof do not fit; names the tensor. The old ones stay.
+            BadControl: the memory of the weights is asleep, or with a proof that of the cache.
             BadOption: the version was there before.
-            EngineDead: the exchange failed half way.
+            EngineDead: the exchange failed half way, or the proof does not hold.
             EngineError: of many engines too few have what a trainer sent; says who was lost.
         """
         runtime, mode = self._controlled(), PauseMode.of(mode)
         async with runtime.lock:
-            return await self._apply(await self._check(given, version), mode)
+            return await self._apply(await self._check(given, version, proof), mode)
 
-    async def check_update(self, given: Any, *, version: str | None = None) -> CheckedUpdate:
+    async def check_update(
+        self, given: Any, *, version: str | None = None, proof: WeightProof | None = None
+    ) -> CheckedUpdate:
         """The first half of `update_weights`, for who updates several engines: nothing is touched yet.
 
         Args:
             given: as `update_weights` takes it.
             version: names the new weights.
+            proof: as `update_weights` takes it.
 
         Returns:
             What `apply_update` takes, once all engines have said that the weights fit.
@@ -144,7 +168,7 @@ class Controllable:
             BadWeights, BadControl, BadOption: as `update_weights`.
         """
         async with self._controlled().lock:
-            return await self._check(given, version)
+            return await self._check(given, version, proof)
 
     async def apply_update(self, checked: CheckedUpdate, *, mode: PauseMode | str = PauseMode.KEEP) -> WeightUpdate:
         """The second half of `update_weights`.
@@ -160,23 +184,65 @@ class Controllable:
         async with self._controlled().lock:
             return await self._apply(checked, PauseMode.of(mode))
 
-    async def _check(self, given: Any, version: str | None) -> CheckedUpdate:
+    async def prove(self, proof: WeightProof) -> ProofFigures:
+        """Compare the weights that the engine has now with a proof; turns go on meanwhile.
+
+        Called before the first update, with a proof of the weights that the engine started with, it measures how far
+        both computations are apart by rounding alone: later proofs then have three times that for their tolerance,
+        instead of a table by number types.
+
+        Args:
+            proof: log-probabilities by a model with the weights that the engine should have.
+
+        Raises:
+            BadWeights: the proof does not fit, or does not hold.
+            BadControl: the engine cannot score.
+        """
+        runtime = self._controlled()
+        await self.check_proof(proof)
+        scores = await self.score(proof.ids)
+        async with runtime.lock:
+            figures, why = runtime.judge(proof, scores)
+            if why:
+                raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
+            runtime.accept(proof, scores, figures)
+        return figures
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each id but the first; engines that take token ids can."""
+        raise BadControl(f"score(): {type(self).__name__} does not take token ids.")
+
+    async def check_proof(self, proof: WeightProof) -> None:
+        """Refuse a proof that the engine could not score.
+
+        Raises:
+            BadWeights: it has other ids than the model, or too many.
+            BadControl: the engine cannot score.
+        """
+        raise BadControl(f"a proof of weights is scored token by token, and {type(self).__name__} takes messages.")
+
+    async def _check(self, given: Any, version: str | None, proof: WeightProof | None) -> CheckedUpdate:
         runtime = self._controlled()
         runtime.require_weights_awake("update_weights()")
         new = runtime.new_version(version)
+        if proof is not None:
+            await self.check_proof(proof)
         began = time.monotonic()
         checked = await runtime.check_weights(given)
-        return CheckedUpdate(new, time.monotonic() - began, checked)
+        return CheckedUpdate(new, time.monotonic() - began, checked, proof)
 
     async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         runtime = self._controlled()
         runtime.require_weights_awake("update_weights()")
+        if checked.proof is not None and runtime.asleep:
+            raise BadControl("update_weights(proof=): the memory of the cache is asleep: wake() first.")
         began = time.monotonic()
         if runtime.state is EngineState.RUNNING:
             await runtime.halt(mode)
         halted = time.monotonic()
-        await runtime.exchange(checked.weights, checked.version)
-        return WeightUpdate(checked.version, checked.seconds, halted - began, time.monotonic() - halted)
+        figures = await runtime.exchange(checked.weights, checked.version, checked.proof)
+        seconds = checked.seconds, halted - began, time.monotonic() - halted
+        return WeightUpdate(checked.version, *seconds, figures, runtime.moved)
 
     async def add_adapter(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None

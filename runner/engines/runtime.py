@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,11 +11,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import anyio
 
 from runner.concurrency.cancellation import to_its_end
-from runner.concurrency.clocks import Standstill
+from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
+from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, tolerance_of, why_it_fails
 from runner.engines.state import SLEEP_TAGS, EngineState, PauseMode
-from runner.errors import BadControl, BadOption
+from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 
 __all__ = ["EngineRuntime", "OpenRequest"]
 
@@ -57,6 +58,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """What the engine is doing."""
         self.standstill = Standstill()
         """Stops the clocks of whoever waits for the engine while it stands still."""
+        self.progress: Progress | None = Progress()
+        """The clocks of turns that wait for an id, which each step of the engine for any turn restarts; None for an
+        engine whose requests may hang each by itself."""
         self.asleep: frozenset[str] = frozenset()
         """The parts of the engine's memory that are given up."""
         self.weights_discarded = False
@@ -69,7 +73,15 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Called after each update of the weights and each adapter that was added."""
         self.lock = anyio.Lock()
         """Held by who changes the engine: a second one waits for the first."""
+        self.proof_figures: ProofFigures | None = None
+        """The figures of the proof of the weights that sample now; None where none was given."""
+        self.moved: bool | None = None
+        """False where the last update moved no score of the engine's; None where that was not compared."""
+        self.dtype = "float32"
+        """The number type that the engine computes in, by torch's name."""
         self._ages = {version: 0}
+        self._baseline: ProofFigures | None = None
+        self._accepted: Accepted | None = None
 
     # --- requests
 
@@ -176,20 +188,72 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.paused_by_caller = False
         await to_its_end(self.go_on)
 
-    async def exchange(self, checked: Any, version: str) -> None:
-        """Through updating to what the engine was, or to running if it stood still for the new weights alone."""
-        # To its end: weights that were exchanged by half could neither be used nor be put back.
-        await to_its_end(partial(self._exchange, checked, version))
+    async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
+        """Through updating to what the engine was, or to running if it stood still for the new weights alone.
 
-    async def _exchange(self, checked: Any, version: str) -> None:
+        Returns:
+            The figures of the proof; None without one.
+
+        Raises:
+            EngineDead: the weights could not be loaded, or their proof does not hold.
+        """
+        figures: list[ProofFigures] = []
+        # To its end: weights that were exchanged by half could neither be used nor be put back.
+        await to_its_end(partial(self._exchange, checked, version, proof, figures))
+        return figures[0] if figures else None
+
+    async def _exchange(
+        self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
+    ) -> None:
         before, self.state = self.state, EngineState.UPDATING
         try:
-            await self.load_weights(checked, version)
+            self.moved = await self.load_and_compare(checked, version, compares=proof is None)
+            if proof is not None:
+                figures.append(await self._prove(proof, version))
+            self.proof_figures = figures[0] if figures else None
             self._add_version(version)
         finally:
             self.state = before
         await self._go_on_unless_paused()
         self.tell()
+
+    async def _prove(self, proof: WeightProof, version: str) -> ProofFigures:
+        """Score a proof's ids on every rank while no turn goes on; where one computes others, end the engine."""
+        worst: ProofFigures | None = None
+        try:
+            by_rank = await self.scores_before_turns(proof.ids)
+        except RequestRejected as error:
+            raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
+        for rank, scores in by_rank.items():
+            figures, why = self.judge(proof, scores)
+            if why:
+                where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
+                raise self.ended_by(
+                    f"the proof of the weights {version!r}{where} does not hold: {why}. Nothing was sampled with them. "
+                    "`deltarunner check-weights MODEL` tells which tensors do not arrive"
+                )
+            worst = figures if worst is None or figures.median > worst.median else worst
+        assert worst is not None, "an engine has a rank"
+        self.accept(proof, next(iter(by_rank.values())), None)
+        return worst
+
+    def judge(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
+        """Compare an engine's scores with a proof: the figures, and why it does not hold, empty where it does."""
+        tolerance = tolerance_of(proof, self.dtype, self._baseline)
+        figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
+        return figures, why_it_fails(figures, proof, scores, self._accepted)
+
+    def accept(self, proof: WeightProof, scores: Sequence[float], baseline: ProofFigures | None) -> None:
+        """Keep a proof that held, for the next one to be compared with.
+
+        Args:
+            proof: the proof.
+            scores: the engine's log-probabilities of the same ids.
+            baseline: its figures where they are of the weights that the engine started with.
+        """
+        self._accepted = Accepted(proof, scores)
+        if baseline is not None and len(self.versions) == 1:
+            self._baseline = baseline
 
     async def fall_asleep(self, level: int) -> None:
         """From running or paused to asleep; what was being sampled is cut."""
@@ -265,6 +329,33 @@ class EngineRuntime(ABC, Generic[RequestT]):
     @abstractmethod
     async def load_weights(self, checked: Any, version: str) -> None:
         """Exchange the weights, and forget every cached prompt."""
+
+    async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
+        """Exchange the weights, and compare the engine's own scores before and after where it can.
+
+        Args:
+            checked: the result of `check_weights`.
+            version: names the new weights.
+            compares: False where a proof shows more.
+
+        Returns:
+            False where no score moved, None where they were not compared.
+        """
+        await self.load_weights(checked, version)
+        return None
+
+    async def scores_before_turns(self, ids: Sequence[int]) -> dict[int, list[float]]:
+        """The log-probability of each id but the first, by data-parallel rank, while no turn goes on.
+
+        Raises:
+            BadControl: the engine cannot score.
+        """
+        raise BadControl("update_weights(proof=): this engine cannot score ids.")
+
+    def ended_by(self, why: str) -> EngineError:
+        """End the engine for a reason, and return the error that every request gets."""
+        # Not abstract: an engine that cannot score is never given a proof, and has nothing to implement here.
+        raise NotImplementedError(f"{type(self).__name__} scores ids and has to say how it ends")
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from runner.engines.proofs import ProofFigures, WeightProof
 from runner.errors import BadOption
 
 __all__ = ["SLEEP_TAGS", "CheckedUpdate", "EngineState", "PauseMode", "WeightUpdate"]
@@ -59,6 +60,8 @@ class CheckedUpdate:
     """The seconds of the comparison."""
     weights: Any
     """The weights in the form in which the engine loads them."""
+    proof: WeightProof | None = None
+    """The proof that the engine has to pass with them before any turn goes on; None for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +75,9 @@ class WeightUpdate:
     pause_seconds: float
     """How long it took until the engine stood still."""
     load_seconds: float
-    """How long it took to load the weights, to stamp the version and to forget the cached prompts."""
+    """Seconds to load the weights, score their proof, stamp the version and drop the cached prompts."""
+    proof: ProofFigures | None = None
+    """The figures of the proof, of many engines those with the largest median; None where none was given."""
+    moved: bool | None = None
+    """False where no score of some ids moved: the same weights, a change that rounding removes, or one that did not
+    arrive. None where the engine does not compare its scores, or a proof was given."""

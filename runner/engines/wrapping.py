@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from runner.concurrency.clocks import Progress
 from runner.engines.base import DeltaStream, Engine, EngineStats, GenerationRequest, Session
 from runner.engines.runtime import EngineRuntime
 from runner.options import Constraint, Sampling
@@ -33,8 +35,26 @@ class WrappedEngine(Engine):
         return self.inner.runtime
 
     @property
+    def progress(self) -> Progress | None:
+        """The clocks that the inner engine's steps restart."""
+        return self.inner.progress
+
+    @property
     def running(self) -> bool:  # type: ignore[override]  # it runs while the inner engine does
         return self.inner.running
+
+    @property
+    def notes(self) -> Sequence[str]:  # type: ignore[override]  # as is what it says
+        return self.inner.notes
+
+    @property
+    def start_phase(self) -> str:
+        """The present phase of the inner engine's start."""
+        return self.inner.start_phase
+
+    def go_on_with(self, described: Mapping[str, Any]) -> None:
+        """Have the inner engine choose as in the run that is resumed."""
+        self.inner.go_on_with(described)
 
     async def __aenter__(self) -> Self:
         await self.inner.__aenter__()
@@ -64,6 +84,21 @@ class WrappedEngine(Engine):
     def check_constraint(self, constraint: Constraint) -> None:
         """Refuse what the inner engine could not enforce."""
         self.inner.check_constraint(constraint)
+
+    async def score(
+        self,
+        ids: Sequence[int],
+        *,
+        start: int = 1,
+        sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
+    ) -> list[float]:
+        """The inner engine's log-probabilities of given ids."""
+        return await self.inner.score(ids, start=start, sampling=sampling, constraint=constraint)
+
+    def check_scoring(self, *, as_sampled: bool) -> None:
+        """Refuse what the inner engine cannot score."""
+        self.inner.check_scoring(as_sampled=as_sampled)
 
     def stats(self) -> EngineStats:
         """What the inner engine is doing now."""

@@ -46,7 +46,16 @@ def saved(folder: Path, *parts: Mapping[str, torch.Tensor], index: Mapping[str, 
 class Llm:
     """A vLLM that says what it was asked for, and reads what it is given as a worker does."""
 
-    def __init__(self, model: Path, *, extension: str = OURS, tied: bool = False, transfer: bool = False) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        extension: str = OURS,
+        tied: bool = False,
+        transfer: bool = False,
+        device: str = "cuda",
+        compiled: int = 0,
+    ) -> None:
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 model=str(model),
@@ -55,6 +64,8 @@ class Llm:
             ),
             parallel_config=SimpleNamespace(worker_extension_cls=extension),
             weight_transfer_config=SimpleNamespace(backend="nccl") if transfer else None,
+            device_config=SimpleNamespace(device_type=device),
+            compilation_config=SimpleNamespace(mode=compiled),
         )
         self.asked: list[Any] = []
         self.loaded: Tensors = {}

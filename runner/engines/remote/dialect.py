@@ -110,6 +110,18 @@ class Dialect(ABC):
         """Reads the answer to a request."""
 
     @abstractmethod
+    def scoring(self, request: GenerationRequest, *, model: str, adapter: str | None) -> Call:
+        """The call that asks for the log-probability of each id of a prompt."""
+
+    @abstractmethod
+    def scores_in(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[float]:
+        """The log-probability of each id of the prompt but the first, out of the answer to `scoring`.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: the answer does not have them.
+        """
+
+    @abstractmethod
     def version_in(self, answer: Mapping[str, Any]) -> str | None:
         """The server's version, out of its answer to `version`."""
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +26,7 @@ from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.server import Server, base_url, require_aiohttp
 from runner.engines.remote.start import Greeter, Greeting, probe_request
 from runner.engines.remote.stream import RemoteStream
-from runner.errors import BadOption, EngineDead
+from runner.errors import BadControl, BadOption, EngineDead
 from runner.models import DEMO_MODEL, ResolvedModel, load_language, resolve_model
 from runner.tokens.template import ChatTemplate
 
@@ -196,6 +197,14 @@ class RemoteEngine(Engine):
         """The deltas of one request; nothing happens before the block is entered."""
         exact = self._processed or is_unchanged(request)
         return RemoteStream(self.remote, request, exact=exact)
+
+    def check_scoring(self, *, as_sampled: bool) -> None:
+        """Refuse to score as sampled, which no server offers."""
+        if as_sampled:
+            raise BadControl("score(): a server scores at temperature 1 alone; leave sampling and constraint out.")
+
+    async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
+        return await self.remote.score(request)
 
     def stats(self) -> EngineStats:
         """What is asked of the server by this engine now; what others ask of it nobody here knows."""

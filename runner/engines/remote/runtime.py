@@ -11,14 +11,14 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from runner.concurrency.clocks import Waiting
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.asked_server import AskedServer
-from runner.engines.base import GenerationRequest
+from runner.engines.base import GenerationRequest, Session
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.engines.remote.dialect import Call, Dialect
 from runner.engines.remote.server import Server
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import PauseMode
-from runner.errors import BadControl, EngineError
+from runner.errors import BadControl, EngineError, RequestRejected
 
 __all__ = ["RemoteAdapters", "RemoteRuntime"]
 
@@ -62,6 +62,7 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
+        self.progress = None  # a connection may be lost while others go on
         self.server = server
         self.dialect = dialect
         self.retries = retries
@@ -85,6 +86,41 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         interval = self._stream_interval
         body = self.dialect.body(request, model=self.model, adapter=name, stream_interval=interval)
         return Call("POST", self.dialect.path, body)
+
+    async def score(self, request: GenerationRequest) -> list[float]:
+        """Return the log-probability of each id of the prompt but the first.
+
+        Raises:
+            EngineError: the server failed for good, or its answer has none.
+        """
+        self.require_alive()
+        if not 0 < len(request.prompt) < self.context:
+            raise RequestRejected(f"score(): {len(request.prompt)} ids; the context is {self.context}, less one.")
+        self.adapters.check(request.name, request.sampling.adapter)
+        call = self.dialect.scoring(request, model=self.model, adapter=request.sampling.adapter)
+        session, room, attempts = Session(), len(request.prompt) + 1, 0
+        await self.gate.enter(session, room)
+        try:
+            while True:
+                attempts += 1
+                await self.going()
+                try:
+                    answer = await self.server.ask(call)
+                    return self._scores(answer, request)
+                except HttpFailure as failure:
+                    if not await self.wait_to_retry(failure, attempts):
+                        # What the server may not like of it is in no turn.
+                        raise self.failed_for_good("score()", failure, alone=True) from failure
+        finally:
+            self.gate.leave(session, room)
+            self.gate.close(session)
+
+    def _scores(self, answer: Any, request: GenerationRequest) -> list[float]:
+        try:
+            return self.dialect.scores_in(answer, request.prompt)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise HttpFailure(FailureKind.GARBAGE, f"the answer has no scores ({problem})") from error
 
     async def going(self) -> None:
         """Return when the server does not stand still for its trainer."""

@@ -57,6 +57,16 @@ class SglangGenerate(Dialect):
     def reader(self, request: GenerationRequest) -> PieceReader:
         return _Reader(request.sampling.logprobs or 0)
 
+    def scoring(self, request: GenerationRequest, *, model: str, adapter: str | None) -> Call:
+        body = self.body(request, model=model, adapter=adapter, stream_interval=1)
+        return Call("POST", self.path, {**body, "logprob_start_len": 0, "stream": False})
+
+    def scores_in(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[float]:
+        said = answer["meta_info"]["input_token_logprobs"]
+        if [each[1] for each in said] != list(prompt):
+            raise ValueError("the log-probabilities are not those of the ids")
+        return [float(each[0]) for each in said[1:]]
+
     def version_in(self, answer: Mapping[str, Any]) -> str | None:
         return answer.get("version")
 

@@ -37,6 +37,17 @@ class _Vllm(Dialect):
     paused = Call("GET", "/is_paused")
     control = "start it with the variable VLLM_SERVER_DEV_MODE=1"
 
+    def scoring(self, request: GenerationRequest, *, model: str, adapter: str | None) -> Call:
+        body = self.body(request, model=model, adapter=adapter, stream_interval=1)
+        for parameters in (body, body.get("sampling_params", {})):
+            for name in ("stream", "stream_options", "stream_interval"):
+                parameters.pop(name, None)
+        return Call("POST", self.path, body)
+
+    def scores_in(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[float]:
+        said = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+        return [_logprob(row[str(token_id)]["logprob"]) for row, token_id in zip(said[1:], prompt[1:], strict=True)]
+
     def version_in(self, answer: Mapping[str, Any]) -> str | None:
         return answer.get("version")
 

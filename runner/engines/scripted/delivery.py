@@ -7,12 +7,23 @@ import random
 from array import array
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
 from runner.engines.scripted.likeliest import given, made_up
 from runner.engines.scripted.model import EncodedReply, ScriptedModel
-from runner.engines.scripted.script import Chunks, Fault, FaultKind, Faults, Latency, ModelCall, Reply, cut_points
+from runner.engines.scripted.script import (
+    Chunks,
+    Fault,
+    FaultKind,
+    Faults,
+    Latency,
+    ModelCall,
+    Reply,
+    Scores,
+    cut_points,
+)
 from runner.errors import RequestRejected
 from runner.tokens.tokenizer import Tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
@@ -89,6 +100,8 @@ class Planner:
     """The ticks of ids where the reply has none of its own."""
     logprobs: bool
     """Whether log-probabilities are given."""
+    scores: Scores
+    """The log-probabilities of given ids; None to draw them."""
 
     def ask(
         self, request: GenerationRequest, turn: int, number: int
@@ -97,8 +110,11 @@ class Planner:
         call = ModelCall(request, turn, number, self.tokenizer, self.seed)
         # The faults first: both may draw from the turn's random numbers.
         fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)
-        ids = request.extra.get("force") if request.extra else None
-        if ids is not None:  # by a test, which forces the ids of any engine so
+        extra = request.extra
+        ids = extra.get("force", extra.get("score")) if extra else None
+        if request.scores_prompt:  # the model is not asked, so that no reply is used up
+            ids = self.stop_ids[:1]
+        if ids is not None:  # by a test, which forces the ids of any engine so, or to be scored
             return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
         return call, fault, self.model.reply(call)
 
@@ -132,6 +148,23 @@ class Planner:
             fault=fault,
             begins=now + 1 + wait,
         )
+
+    def scored(self, prompt: Sequence[int]) -> list[float]:
+        """The log-probability of each id of a prompt but the first: as the script says, or drawn for each pair of ids.
+
+        Raises:
+            RequestRejected: the script gives another number of values.
+        """
+        if self.scores is None:
+            drawn = _noise(self.seed)
+            return [drawn[(before * 7919 + token_id * 104_729) % _NOISE] for before, token_id in pairwise(prompt)]
+        values = [float(value) for value in self.scores(prompt)]
+        if len(values) != len(prompt) - 1:
+            raise RequestRejected(
+                f"ScriptedEngine(scores=) gave {len(values)} values for {len(prompt)} ids; give one for each id "
+                "but the first."
+            )
+        return values
 
     def _ended(self, request: GenerationRequest, encoded: EncodedReply) -> tuple[list[int], Finish]:
         """The ids up to where the request ends them, and why."""

@@ -18,7 +18,7 @@ from runner.engines.gate import AdmissionGate, affinity_beside
 from runner.engines.scripted.delivery import Planner
 from runner.engines.scripted.replies import Replies, ReplyEncoder, scripted_model
 from runner.engines.scripted.runtime import ScriptedRuntime
-from runner.engines.scripted.script import Chunks, Faults, Latency, check_chunks
+from runner.engines.scripted.script import Chunks, Faults, Latency, Scores, check_chunks
 from runner.engines.scripted.stream import RecordedCall, ScriptedSession, ScriptedStream
 from runner.errors import BadOption
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -52,6 +52,8 @@ class ScriptedEngine(Engine):
         faults: what goes wrong, by the number of the request or by a predicate.
         logprobs: give log-probabilities; False gives None.
         record: keep every request and what it got in `calls`; memory then grows with the run.
+        scores: the log-probabilities that `score` gives: a function of the ids that returns one for each id but the
+            first; by default they are drawn for each pair of neighbouring ids.
         adapters: names that `Sampling(adapter=)` can have from the beginning; `add_adapter` adds others.
 
     Raises:
@@ -80,6 +82,7 @@ class ScriptedEngine(Engine):
         logprobs: bool = True,
         record: bool = False,
         adapters: Sequence[str] = (),
+        scores: Scores = None,
     ) -> None:
         for name, value, least in (("context", context, 2), ("places", places, 1), ("room", room, 1)):
             if value is not None:
@@ -106,6 +109,7 @@ class ScriptedEngine(Engine):
             lone_finish=lone_finish,
             latency=latency,
             logprobs=logprobs,
+            scores=scores,
         )
         self._room = room or sys.maxsize
         self._seed = seed
@@ -154,6 +158,9 @@ class ScriptedEngine(Engine):
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
         """A handle for one conversation, which reads a list of replies from its beginning."""
         return ScriptedSession(late=late, affinity=affinity_beside(beside))
+
+    def check_scoring(self, *, as_sampled: bool) -> None:
+        """A scripted engine scores in either way."""
 
     def stats(self) -> EngineStats:
         """What the engine is doing now; a stalled request is open, one whose last id was sent is not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import anyio
@@ -88,6 +88,13 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
         """A scripted engine has no weights to exchange; what is brought step by step it hears to the end."""
         if isinstance(checked, RelayedTransfer):
             await checked.receive(_Nowhere())
+
+    async def scores_before_turns(self, ids: Sequence[int]) -> dict[int, list[float]]:
+        return {0: self.planner.scored(ids)}
+
+    def ended_by(self, why: str) -> EngineDead:
+        self.die(why)
+        return self.dead()
 
     async def reset_prefix_cache(self) -> None:
         """A scripted engine has no prefix cache."""

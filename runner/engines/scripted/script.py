@@ -27,6 +27,7 @@ __all__ = [
     "Latency",
     "ModelCall",
     "Reply",
+    "Scores",
     "Speaker",
     "as_reply",
     "call",
@@ -203,6 +204,10 @@ Speaker: TypeAlias = Callable[[ModelCall], Answer | Awaitable[Answer]]
 
 Faults: TypeAlias = Mapping[int, Fault] | Callable[[ModelCall], Fault | None]
 """Faults by the number of the request, counted from 0 as they are admitted, or by a predicate."""
+
+
+Scores: TypeAlias = Callable[[Sequence[int]], Sequence[float]] | None
+"""A function of ids that returns a log-probability for each but the first; None to draw them."""
 
 
 def call(name: str, /, **arguments: Any) -> ToolCall:

@@ -86,6 +86,8 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         session = self._session
         session.requests += 1
         runtime.admitted += 1
+        if request.scores_prompt:
+            self.prompt_logprobs = runtime.planner.scored(request.prompt)
         call, fault, said = runtime.planner.ask(request, session.requests - 1, runtime.admitted - 1)
         if not isinstance(said, EncodedReply):
             said = await said

@@ -7,6 +7,7 @@ cancelled scope: cut there, the request runs on, and an abort by its name finds 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from anyio.lowlevel import current_token
 from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
 from runner.engines.gate import AdmissionGate
+from runner.engines.proofs import WeightProof
 from runner.engines.vllm.lent import (
     LentProcess,
     LentRuntime,
@@ -28,13 +30,15 @@ from runner.engines.vllm.lent import (
     check_sampling,
     given_to,
 )
+from runner.engines.vllm.own_scores import OwnScores
 from runner.engines.vllm.parallel import ParallelSizes, ranks_of
 from runner.engines.vllm.runtime import VllmRuntime, first_version
 from runner.engines.vllm.settings import RequestMaker
 from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.errors import BadOption, EngineDead
+from runner.engines.vllm.worker import set_aside
+from runner.errors import BadControl, BadOption, EngineDead
 from runner.models import DEMO_MODEL, absolute_paths, load_language, resolve_sent, sendable_template
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
@@ -60,7 +64,12 @@ class VllmEngine(Engine):
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         stream_interval: ids in a delta where nobody acts on single ones; the first always comes at once.
+        reload_check: load the engine's own weights once more before its first update, and end the engine where that
+            changes what it computes; by default where the model has experts or recurrent layers.
         engine_arguments: passed to vLLM's `AsyncEngineArgs`. What is not given and set by us: `describe()["chosen"]`.
+            Without `dtype` a CPU computes in the fastest one of its processor: in float32 where oneDNN has no
+            instructions for bfloat16, unless the weights are quantized or would not fit in memory. `notes` has a line
+            about it.
     """
 
     vocabulary: int
@@ -72,6 +81,7 @@ class VllmEngine(Engine):
         *,
         template: str | Path | ChatTemplate | None = None,
         stream_interval: int | None = None,
+        reload_check: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
         if stream_interval is not None and stream_interval < 1:
@@ -80,6 +90,7 @@ class VllmEngine(Engine):
         """The model that was given."""
         self._template = template
         self._stream_interval = stream_interval or _STREAM_INTERVAL
+        self._reload_check = reload_check
         self._sizes = ParallelSizes.of(engine_arguments)
         self.given = engine_arguments
         """The engine arguments that were given."""
@@ -87,6 +98,9 @@ class VllmEngine(Engine):
         self._paths: dict[str, str] = {}
         self._lent: Any = None
         self._given_places: int | None = None
+        self._kept_dtype: str | None = None
+        self._scores_as_sampled = False
+        self._starting: VllmProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Beside what was given, which is what the header of a run has.
@@ -153,13 +167,21 @@ class VllmEngine(Engine):
         given = dict(self.given)
         if (tokenizer := given.get("tokenizer")) is not None:
             given["tokenizer"] = self._paths.get(os.fspath(tokenizer), tokenizer)
-        process = VllmProcess(model, given) if lent is None else LentProcess(model, given, llm=lent)
-        llm = await process.start()
+        kept = self._kept_dtype
+        process = VllmProcess(model, given, kept_dtype=kept) if lent is None else LentProcess(model, given, llm=lent)
+        self._starting = process
+        try:
+            llm = await process.start()
+        finally:
+            self._starting = None
         try:
             await self._take_control(process, llm)
         except BaseException:
             await process.stop()
             raise
+        if process.dtype_reason:
+            self.notes = (f"computing in {dtype_of(llm)}: {process.dtype_reason}",)
+            logging.getLogger("vllm").info("deltarunner is %s", self.notes[0])
         self.running, self.loop = True, current_token()
         return self
 
@@ -175,7 +197,8 @@ class VllmEngine(Engine):
         if self._lent is None:
             await weights.prepare()
         if weights.extended:
-            await llm.collective_rpc("mend_sampling")
+            await llm.collective_rpc("mend_cpu")
+            self._scores_as_sampled = all(await llm.collective_rpc("prepare_scores"))
         self.runtime = (VllmRuntime if self._lent is None else LentRuntime)(
             process,
             llm,
@@ -185,6 +208,24 @@ class VllmEngine(Engine):
             as_vllm=RequestMaker(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
+        self.runtime.dtype = dtype_of(llm)
+        if self._lent is None:
+            await self._compare_updates(llm)
+
+    async def _compare_updates(self, llm: Any) -> None:
+        """Have the engine compare its own scores around each update, where this vLLM can score while turns are held."""
+        try:
+            can = await llm.engine_core.call_utility_async(set_aside.CAN_SET_ASIDE)
+        except Exception:  # the border to vLLM: a core without our calls raises anything
+            can = False
+        if not can:
+            return
+        self.vllm.own_scores = OwnScores(
+            self.vllm.scores_before_turns, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
+        )
+        config = llm.vllm_config.model_config
+        derived = config.is_moe or config.has_inner_state  # what vLLM packs or fuses, and forgets at a reload
+        self.vllm.reload_check = derived if self._reload_check is None else self._reload_check
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False
@@ -212,6 +253,27 @@ class VllmEngine(Engine):
         if self._lent is not None:
             check_constraint(self._lent, constraint)
 
+    def check_scoring(self, *, as_sampled: bool) -> None:
+        """Refuse to score as sampled where our worker extension is missing, or ids are drafted."""
+        if not as_sampled:
+            return
+        if not self._scores_as_sampled:
+            raise BadControl(
+                "score(): how ids would be sampled is computed by our worker extension. This vLLM was started without "
+                "it, or is a version that it does not know; leave sampling and constraint out."
+            )
+        if self.vllm.llm.vllm_config.speculative_config is not None:
+            raise BadControl("score(): with speculative decoding ids are scored without sampling and constraint.")
+
+    async def check_proof(self, proof: WeightProof) -> None:
+        """Refuse a proof that could not be scored before any turn goes on."""
+        if self._lent is None and self.vllm.own_scores is None:
+            raise BadControl(
+                "update_weights(proof=): this version of vLLM cannot hold its turns while ids are scored; update "
+                "without a proof, and compare `await engine.score(proof.ids)` with it afterwards."
+            )
+        await super().check_proof(proof)
+
     def stats(self) -> EngineStats:
         """What the engine does now; open requests by the scheduler's count after its last step."""
         count, gate = self.vllm.process.count, self.vllm.gate
@@ -227,6 +289,8 @@ class VllmEngine(Engine):
             prefix_queries=count.prefix_queries,
             prefix_hits=count.prefix_hits,
             sampled_tokens=self.vllm.sampled,
+            prompt_tokens=count.prompt_tokens,
+            steps=count.steps,
             tokens_per_second=count.rate.per_second(),
             weight_version=self.weight_version,
             state=self.state,
@@ -256,6 +320,16 @@ class VllmEngine(Engine):
         except Exception as error:  # vLLM has one of its own for a death that it has just noticed
             raise self.vllm.died(error) from error
 
+    def go_on_with(self, described: Mapping[str, Any]) -> None:
+        """Compute in the dtype of a run that is resumed, where none was given and the engine does not run yet."""
+        if described.get("kind") == "vllm" and not self.running:
+            self._kept_dtype = described.get("dtype", "auto")  # before it was written down, it was vLLM's choice
+
+    @property
+    def start_phase(self) -> str:
+        """The present phase of the engine's start, such as loading the weights; empty at any other time."""
+        return "" if self._starting is None else self._starting.phase
+
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine."""
         vllm = self.vllm
@@ -268,6 +342,7 @@ class VllmEngine(Engine):
             "versions": {name: version for name, version in versions.items() if version is not None},
             "arguments": _recorded(self.given),
             "chosen": _recorded(settings.chosen),
+            "dtype": dtype_of(vllm.llm),
             "context": self.context,
             "places": self.places,
             "parallel": self._sizes.described(),
@@ -277,6 +352,11 @@ class VllmEngine(Engine):
             "versions_stamped_by": "vllm" if vllm.stamps_itself else "deltarunner",
             **({} if self._lent is None else {"started_by": "somebody else"}),
         }
+
+
+def dtype_of(llm: Any) -> str:
+    """The dtype that an `AsyncLLM` computes in, by torch's name without its prefix."""
+    return str(llm.vllm_config.model_config.dtype).removeprefix("torch.")
 
 
 def _recorded(values: Mapping[str, Any]) -> dict[str, Any]:

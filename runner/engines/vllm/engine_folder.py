@@ -37,6 +37,11 @@ class EngineFolder:
         """The file in which processes of the engine note what they die of."""
         return self.path / "failures"
 
+    @property
+    def phase(self) -> Path:
+        """The file in which they note what the start is doing."""
+        return self.path / "phase"
+
     def remove(self) -> None:
         """Delete it with all that is in it; twice is allowed."""
         shutil.rmtree(self.path, ignore_errors=True)

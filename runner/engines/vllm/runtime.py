@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -16,10 +17,14 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.vllm.own_scores import OwnScores
 from runner.engines.vllm.parallel import answers_of_workers
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
+from runner.engines.vllm.worker import set_aside
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
+from runner.logs import logger_for
+from runner.options import Sampling
 
 __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 
@@ -29,6 +34,7 @@ ABORT_SECONDS = 2.0
 _FIRST_VERSION = "0"  # where vLLM has none of its own
 _LISTEN_SECONDS = 0.2  # how soon a death is heard by who waits for an answer
 
+_log = logger_for("engines")
 _NUMBERS = itertools.count()  # of all engines, since several may be over one vLLM
 
 _Answer = TypeVar("_Answer")
@@ -59,11 +65,17 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
     ) -> None:
         super().__init__(gate, VllmAdapters(llm, process.model, self.answered), context=context, version=version)
         self.process = process
+        if self.progress is not None:
+            process.count.on_progress = self.progress.note
         self.llm = llm
         """The `AsyncLLM`; None once the engine was left."""
         self.weights = weights
         self.stamps_itself = _stamps(llm)
         """Whether vLLM says which weights sampled which ids; before 0.32 it does not, and we do."""
+        self.own_scores: OwnScores | None = None
+        """The engine's scores around an update; None where it cannot score ids while turns are held."""
+        self.reload_check = False
+        """Whether the engine's own weights are loaded once more before its first update."""
         self._as_vllm = as_vllm
         self._stopped = False
         self._death: EngineDead | None = None
@@ -154,6 +166,87 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
                 await self.answered("update_weights()", self.llm.update_weight_version(version))
             await self.reset_prefix_cache()
 
+    async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
+        own = self.own_scores
+        if own is None or self.asleep or self.weights_discarded:
+            if own is not None:
+                own.forget()
+            await self.load_weights(checked, version)
+            return None
+        if self.reload_check:
+            self.reload_check = False
+            await self._load_own_weights(own)
+        compares = compares and await own.take()
+        await self.load_weights(checked, version)
+        if not compares:
+            own.forget()
+            return None
+        moved = await own.moved()
+        if moved is False:
+            _log.warning(
+                "the weights %r move no score of the engine: they are those that it had, they differ by less than %s "
+                "rounds, or they did not arrive. `deltarunner check-weights MODEL` tells which tensors arrive",
+                version,
+                self.dtype,
+            )
+        return moved
+
+    async def _load_own_weights(self, own: OwnScores) -> None:
+        """Load the engine's own weights once more; end it where that changes its scores."""
+        checked = await self.answered("update_weights()", self.weights.check_own())
+        if checked is None or not await own.take():
+            return
+        with self._ended_by_failure("its own weights could not be loaded once more"):
+            await self.answered("update_weights()", self.weights.load(checked))
+        figures = await own.compare()
+        if not figures.holds:
+            raise self.ended_by(
+                f"its own weights, loaded once more before the first update, change what it computes ({figures}): this "
+                "vLLM cannot exchange the weights of this model while it runs. Start an engine from a folder of the "
+                "new weights for each update; `deltarunner check-weights MODEL` tells which tensors are wrong"
+            )
+
+    async def scores_before_turns(self, ids: Sequence[int]) -> dict[int, list[float]]:
+        """Score ids while the engine is paused; running turns lose their place in the cache and keep their ids.
+
+        Raises:
+            RequestRejected: vLLM refuses to score them.
+            EngineDead: it died meanwhile.
+        """
+        how = replace(Sampling.defaults(), max_tokens=1)
+        request = GenerationRequest(name="proof", prompt=ids, sampling=how, scores_prompt=True)
+        with self._ended_by_failure("its turns could not be held while ids are scored"):
+            await self.reset_prefix_cache()
+            await self._call_core(set_aside.TURNS_ASIDE)
+            try:
+                return {rank: await self._scored(request, rank) for rank in range(max(1, len(self.gate.ranks)))}
+            except RequestRejected as error:
+                refused = error
+            finally:
+                await self._call_core(set_aside.TURNS_BACK)
+        raise refused
+
+    async def _call_core(self, name: str) -> None:
+        await self.answered("update_weights()", self.llm.engine_core.call_utility_async(name))
+
+    async def _scored(self, request: GenerationRequest, rank: int) -> list[float]:
+        collector = await self.send(request, rank=rank)
+        try:
+            scores: list[float] = []
+            while True:
+                output = await self.answered("update_weights()", collector.get())
+                if output.prompt_logprobs is not None and output.prompt_logprobs.logprobs:
+                    scores = list(output.prompt_logprobs.logprobs)
+                if output.finished:
+                    return scores
+        finally:
+            collector.close()
+
+    def ended_by(self, why: str) -> EngineDead:
+        if self._death is None:
+            self.process.kill()
+        return self.died(None, why)
+
     async def reset_prefix_cache(self) -> None:
         # Without the running ones vLLM forgets nothing while anything runs, and answers no more than False.
         reset = self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -192,7 +285,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             await self.answered(name, llm.start_profile() if on else llm.stop_profile())
 
     async def devices(self) -> list[str]:
-        """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU (tried on no GPU)."""
+        """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU."""
         names: list[str] = await self.answered("devices()", answers_of_workers(self.llm, "device_name"))
         return names
 

@@ -57,8 +57,14 @@ class SchedulerCount:
         """Ids of prompts that were looked up in the prefix cache since the engine started."""
         self.prefix_hits = 0
         """Ids of prompts that the prefix cache held when they were looked up."""
+        self.prompt_tokens = 0
+        """Ids of prompts that were computed since the engine started, those that the prefix cache held left out."""
+        self.steps = 0
+        """The steps of all engine cores that computed something since the engine started."""
         self.rate = Rate(clock)
         """How many ids are sampled a second."""
+        self.on_progress: Callable[[], None] = _nothing
+        """Called after each step that computed something."""
         self._running: dict[int, int] = {}
         self._queued: dict[int, int] = {}
         self._usage: dict[int, float] = {}
@@ -84,8 +90,22 @@ class SchedulerCount:
         """Fraction of the KV cache in use, of the fullest engine core."""
         return max(self._usage.values(), default=None)
 
-    def record(self, core: int, stats: Any, sampled: int = 0) -> None:
-        """Keep what an engine core's scheduler said after a step that sampled so many ids."""
+    def record(
+        self, core: int, stats: Any, sampled: int = 0, prompt_tokens: int = 0, *, computed: bool | None = None
+    ) -> None:
+        """Keep what an engine core's scheduler said after a step.
+
+        Args:
+            core: the number of the engine core.
+            stats: its `SchedulerStats`.
+            sampled: the ids that the step sampled.
+            prompt_tokens: the ids of prompts that the step computed.
+            computed: whether the step computed anything; by default by those numbers.
+        """
+        self.prompt_tokens += prompt_tokens
+        if (sampled or prompt_tokens) if computed is None else computed:
+            self.steps += 1
+            self.on_progress()
         self._running[core] = stats.num_running_reqs
         self._queued[core] = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
         self._usage[core] = stats.kv_cache_usage
@@ -133,7 +153,10 @@ class SchedulerCount:
             def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
                 if scheduler_stats is not None:
                     sampled = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
-                    count.record(named.get("engine_idx", 0), scheduler_stats, sampled)
+                    read = _prompt_tokens(scheduler_stats, iteration_stats)
+                    # An older vLLM says nothing of a step that computes a part of a prompt.
+                    moved = None if hasattr(scheduler_stats, "iteration_details") else True
+                    count.record(named.get("engine_idx", 0), scheduler_stats, sampled, read, computed=moved)
                 else:
                     count.tell()
 
@@ -143,3 +166,17 @@ class SchedulerCount:
             def record_admission_rejection(self, reason: str) -> None: ...
 
         return Logger
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
+
+
+def _prompt_tokens(scheduler_stats: Any, iteration_stats: Any) -> int:
+    """The ids of prompts that a step computed, as vLLM's statistics tell."""
+    details = getattr(scheduler_stats, "iteration_details", None)
+    if details is not None:
+        return int(details.num_ctx_tokens)
+    # An older vLLM says it of a whole prompt, with its first sampled id.
+    stats = getattr(iteration_stats, "prompt_token_stats", None)
+    return int(stats.computed) if stats is not None else 0

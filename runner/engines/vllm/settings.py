@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from types import new_class
+from typing import Any, Final
 
 from runner.engines.base import GenerationRequest
-from runner.engines.vllm.parallel import BINDING, ParallelSizes, cores_by_worker, is_here
+from runner.engines.vllm.dtypes import gives_dtype
+from runner.engines.vllm.parallel import BINDING, UNIPROC, ParallelSizes, cores_by_worker, is_here, one_process
 from runner.errors import BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind
 
@@ -26,11 +28,14 @@ _EVERYWHERE: dict[str, Any] = {
     "structured_outputs_config": {"backend": "xgrammar"},
     # By this vLLM's workers load a state dict.
     "worker_extension_cls": "runner.engines.vllm.worker.extension.WeightWorker",
+    # With these the statistics of each step have the prompt tokens that it computed; nothing is logged.
+    "enable_logging_iteration_details": True,
 }
 # Without these vLLM takes small defaults that depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-# The fastest measured on two CPU cores: the smallest block a CPU takes recomputes least, compiling does not pay.
-_CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "block_size": 32, "enforce_eager": True}
+# The fastest measured on two CPU cores: the smallest block a CPU takes recomputes least, compiling does not pay. In a
+# short first step few prompts compute what they share, and the others find it in the cache.
+_CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
 _RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
 _GIGABYTE = 1 << 30
@@ -48,8 +53,16 @@ class VllmSettings:
     """The part of both that we set, since nobody gave it."""
 
 
-def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str]) -> VllmSettings:
+def choose_settings(
+    given: Mapping[str, Any], *, cpu: bool, known: frozenset[str], dtype: str | None = None
+) -> VllmSettings:
     """The arguments that were given, with ours where nothing was.
+
+    Args:
+        given: the engine arguments of the user.
+        cpu: whether vLLM computes on CPU cores.
+        known: the names of this vLLM's engine arguments.
+        dtype: the dtype where none was given; None leaves it to vLLM.
 
     Raises:
         BadOption: an argument that vLLM does not know, or that is ours to set.
@@ -60,12 +73,18 @@ def choose_settings(given: Mapping[str, Any], *, cpu: bool, known: frozenset[str
         if name not in known:
             raise BadOption(f"VllmEngine({name}=...): this vLLM has no such engine argument.")
     ours = _EVERYWHERE | (_CPU if cpu else _GPU)
+    alone = one_process(given) if cpu else {}
+    if alone:
+        ours["distributed_executor_backend"] = UNIPROC
+    if dtype is not None and not gives_dtype(given):
+        given = {name: value for name, value in given.items() if name != "dtype"}
+        ours["dtype"] = dtype
     if given.get("reasoning_parser"):  # vLLM writes it into the same setting
         ours.pop("structured_outputs_config")
     chosen = {name: value for name, value in ours.items() if name not in given and name in known}
     # A forked process would inherit our threads' locks, and would not load the watch for its parent.
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | (_cpu_variables(given) if cpu else {})
-    environment = {name: value for name, value in wanted.items() if name not in os.environ}
+    environment = {name: value for name, value in wanted.items() if name not in os.environ} | alone
     return VllmSettings({**chosen, **given}, environment, {**chosen, **environment})
 
 
@@ -113,6 +132,8 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         "flat_logprobs": True,
         "extra_args": dict(request.extra) or None,
     }
+    if request.scores_prompt:
+        arguments["prompt_logprobs"] = 0  # of the prompt's own ids alone
     if "stream_interval" in known:
         arguments["stream_interval"] = 1 if request.acts_on_deltas else stream_interval
     if "skip_clone" in known:  # made for this one request, so nobody else could change it
@@ -136,6 +157,47 @@ def spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> l
     return [list(each) for each in ids if each]
 
 
+CHECKED_CONSTRAINTS: Final = 1024
+"""Constraints that are remembered as valid; a run has few of them."""
+
+
+def checked_once(kind: type[Any]) -> type[Any]:
+    """Make a subclass of vLLM's `SamplingParams` that checks each constraint once, and not for every request.
+
+    vLLM parses a grammar in the caller's event loop for each request, which is a quarter of what a short turn costs.
+
+    Args:
+        kind: vLLM's own class.
+
+    Returns:
+        A subclass with a memory of its own, for the requests of one engine.
+    """
+    method = "_validate_structured_outputs"
+    if not hasattr(kind, method):  # another vLLM
+        return kind
+    valid: dict[Any, dict[str, Any]] = {}
+
+    def validate(self: Any, *arguments: Any) -> None:
+        constraint = self.structured_outputs
+        key = None if constraint is None else tuple(vars(constraint).items())
+        try:
+            after = valid.get(key)
+        except TypeError:  # a list or a dictionary in it
+            key = after = None
+        if after is not None:
+            vars(constraint).update(after)
+            return
+        getattr(kind, method)(self, *arguments)
+        if key is not None:
+            if len(valid) >= CHECKED_CONSTRAINTS:
+                valid.clear()
+            valid[key] = dict(vars(constraint))
+
+    body = {method: validate, "__module__": __name__}
+    checked: type[Any] = new_class("CheckedOnce", (kind,), exec_body=lambda made: made.update(body))
+    return checked
+
+
 class RequestMaker:
     """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM.
 
@@ -150,7 +212,7 @@ class RequestMaker:
 
         self._stream_interval = stream_interval
         self._prompt = tokens_input
-        self._parameters = SamplingParams
+        self._parameters = checked_once(SamplingParams)
         self._constraint = StructuredOutputsParams
         self._kind = RequestOutputKind.DELTA
         self._known = frozenset(SamplingParams.__struct_fields__)
@@ -162,6 +224,8 @@ class RequestMaker:
             arguments["structured_outputs"] = self._constraint(**constraint_arguments(request.constraint))
         if request.sampling.bad_words:
             arguments |= self._bad_words(tuple(request.sampling.bad_words))
+        if "skip_clone" in self._known:  # they are made for this request alone
+            arguments["skip_clone"] = True
         # A list of its own, since vLLM keeps it.
         return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)
 

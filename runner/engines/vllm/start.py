@@ -24,19 +24,23 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from runner.concurrency.threads import Job, WorkerThread
+from runner.engines.vllm.dtypes import choose_dtype, gives_dtype, is_fast
 from runner.engines.vllm.ending import expected_end
 from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
 from runner.engines.vllm.keeper import FOLDER, Keeper, release, shared_memory_of
-from runner.engines.vllm.parallel import check_machine
+from runner.engines.vllm.parallel import ParallelSizes, check_machine
 from runner.engines.vllm.scheduler_count import SchedulerCount
 from runner.engines.vllm.settings import VllmSettings, choose_settings
 from runner.engines.vllm.worker import grammars, parent_watch, waiting
+from runner.engines.vllm.worker.phases import read_phase
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
 __all__ = ["VllmProcess", "import_of_vllm", "require_vllm"]
 
 _CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # how vLLM names its processes
+_WEIGHTS_SHARE = 0.7  # of a CPU machine's memory, for weights; the cache takes up to a sixth
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
 _VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
 
@@ -74,6 +78,11 @@ class VllmProcess:
     """The model."""
     given: Mapping[str, Any]
     """The engine arguments of the user."""
+    kept_dtype: str | None = None
+    """The dtype of the run that is resumed, which is taken where the user gave none."""
+    dtype_reason: str = ""
+    """Why the engine computes in its dtype, where that was chosen for this processor or a resumed run; set by the
+    start."""
     count: SchedulerCount = field(default_factory=SchedulerCount)
     """The counts of vLLM's schedulers."""
     llm: Any = None
@@ -88,6 +97,7 @@ class VllmProcess:
     """Who removes what they leave, should this process be killed together with them."""
     _memory: set[str] = field(default_factory=set)  # shared memory of the cores, as it was when they had started
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
+    _thread: WorkerThread | None = None  # where vLLM was started
     _others: list[BaseProcess] | None = None  # vLLM's processes that were there before; set while ours are starting
 
     async def start(self) -> Any:
@@ -96,7 +106,12 @@ class VllmProcess:
         Cancelling ends the processes that were started.
         """
         try:
-            await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
+            # In a thread that lives until the stop: where vLLM starts Ray (data_parallel_backend="ray"), the kernel
+            # kills Ray's processes when the thread that started them ends, and one of a pool ends once it was idle.
+            self._thread = WorkerThread()
+            await self._thread.call(job := Job(self._start, "the start of vLLM"))
+            if job.error is not None:
+                raise job.error
             # Cached by vLLM, which would ask at the first request, and wait for ever if an engine core died then.
             await self.llm.get_supported_tasks()
         except BaseException:
@@ -108,10 +123,20 @@ class VllmProcess:
         """End every process; twice is allowed."""
         with anyio.CancelScope(shield=True), expected_end():
             await anyio.to_thread.run_sync(self._stop)
+            if self._thread is not None:
+                self._thread.end()
+                self._thread = None
             handler = getattr(self.llm, "output_handler", None)
             self.llm = None
             if handler is not None:
                 await asyncio.wait({handler})
+
+    @property
+    def phase(self) -> str:
+        """The present phase of the start, for people."""
+        if self.settings is None:
+            return "importing vLLM"
+        return (self.folder and read_phase(self.folder.phase)) or "starting its processes"
 
     def kill(self) -> None:
         """End the engine cores at once; vLLM notices, and every request ends with an error."""
@@ -205,11 +230,25 @@ class VllmProcess:
         cpu = current_platform.is_cpu()
         devices = len(os.sched_getaffinity(0)) if cpu else current_platform.device_count()
         check_machine(self.given, cpu=cpu, devices=devices)
-        self.settings = choose_settings(self.given, cpu=cpu, known=known)
+        self.settings = choose_settings(self.given, cpu=cpu, known=known, dtype=self._dtype(cpu=cpu))
         try:
             return AsyncEngineArgs(model=self.model.location, **self.settings.arguments)
         except (TypeError, ValueError) as error:
             raise BadOption(f"VllmEngine: vLLM refuses an engine argument: {one_line(error)}") from error
+
+    def _dtype(self, *, cpu: bool) -> str | None:
+        if gives_dtype(self.given):
+            return None
+        if self.kept_dtype is not None:
+            self.dtype_reason = "as the run file has it"
+            return self.kept_dtype
+        if not cpu:
+            return None
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _WEIGHTS_SHARE
+        copies = ParallelSizes.of(self.given).data
+        chosen = choose_dtype(self.model.folder, self.given, is_fast=is_fast, memory=int(memory), copies=copies)
+        self.dtype_reason = chosen.why
+        return chosen.name
 
     def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         assert self.folder is not None

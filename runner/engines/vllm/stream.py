@@ -75,6 +75,8 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         collector = self._collector
         # As vLLM's own `generate()` does: what lies there already costs no switch of tasks.
         output = collector.get_nowait() or await collector.get()
+        if self.request.scores_prompt and self.prompt_logprobs is None:
+            self.prompt_logprobs = list(output.prompt_logprobs.logprobs)  # flat, and none of the prompt's first id
         completion = output.outputs[0]
         ids = completion.token_ids
         self.sent += len(ids)

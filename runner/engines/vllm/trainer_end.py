@@ -27,10 +27,12 @@ class TrainerEnd:
     Args:
         transfer: who sends, and by which of vLLM's backends.
         receiver: the other end.
+        source: what is sent in the place of the transfer's own source, such as the same under other names.
     """
 
-    def __init__(self, transfer: LocalTransfer, receiver: Receiver) -> None:
+    def __init__(self, transfer: LocalTransfer, receiver: Receiver, source: Any = None) -> None:
         self._transfer = transfer
+        self._source = transfer.source if source is None else source
         self._receiver = receiver
         self._client: _Client | None = None
         self._trainer: Any = None
@@ -53,7 +55,7 @@ class TrainerEnd:
         client = self._client = _Client(self._receiver, current_token())
 
         def join() -> Any:
-            return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._transfer.source)
+            return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
         met = False
         try:
@@ -114,10 +116,13 @@ class _Client:
 
 
 def worker_said(error: BaseException) -> str:
-    """What vLLM's worker said, where it was a worker that failed."""
+    """The message of the error that vLLM's worker raised, without what vLLM puts around it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     _, found, rest = text.partition("Worker failed with error '")
-    return (rest.rpartition("', please check")[0] if found else text)[:1000]
+    if found:
+        text = rest.rpartition("', please check")[0]
+    # The one worker of an engine core fails inside the core.
+    return text.removeprefix("Exception: Call to collective_rpc method failed: ")[:1000]
 
 
 def forms_of_source(source: Any) -> dict[str, TensorForm]:

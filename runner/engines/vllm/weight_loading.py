@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer
 from runner.engines.vllm.trainer_end import worker_said
+from runner.engines.vllm.transformers_names import as_in_checkpoint
 from runner.engines.vllm.weight_memory import WeightMemory, form_of
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
@@ -61,6 +62,7 @@ class VllmWeights:
         self._llm = llm
         self._name = name
         self._checkpoint: Checkpoint | BadWeights | None = None
+        self._signature: tuple[tuple[str, int, int], ...] = ()
         self._transfers = VllmTransfers(llm)
 
     async def prepare(self) -> None:
@@ -78,6 +80,7 @@ class VllmWeights:
         assert model is not None
         if isinstance(model, BadWeights):
             raise model
+        self._refuse_stale_copies()
         if isinstance(given, WeightTransfer | LocalTransfer | RelayedTransfer):
             await self._transfers.check(given, model)
             return CheckedWeights(transfer=given)
@@ -95,6 +98,20 @@ class VllmWeights:
         made: list[CheckedWeights] = []  # an idle thread remembers what it returned last, and with it the memory
         await anyio.to_thread.run_sync(lambda: made.append(check(given, model)))
         return made.pop()
+
+    async def check_own(self) -> CheckedWeights | None:
+        """The weights that the engine started with, ready to be loaded; None where their files are gone or changed."""
+        await self.prepare()
+        if isinstance(self._checkpoint, BadWeights) or self._checkpoint is None:
+            return None
+        return await anyio.to_thread.run_sync(self._check_own, self._checkpoint)
+
+    def _check_own(self, model: Checkpoint) -> CheckedWeights | None:
+        try:
+            folder = _model_folder(self._llm.vllm_config)
+            return self._check_folder(folder, model) if _signature(folder) == self._signature else None
+        except (BadWeights, OSError, ValueError):
+            return None
 
     async def load(self, checked: CheckedWeights) -> None:
         """Exchange the weights; vLLM is paused. The memory of a state dict is given back, whatever happens.
@@ -119,9 +136,26 @@ class VllmWeights:
 
     # --- what is compared with what
 
+    def _refuse_stale_copies(self) -> None:
+        """Refuse what would leave packed copies of the old weights on a CPU."""
+        config = self._llm.vllm_config
+        if config.device_config.device_type != "cpu":
+            return
+        if not self.extended:
+            raise BadWeights(
+                "on a CPU, vLLM's own reload leaves packed copies of the old weights: start the engine with "
+                f"worker_extension_cls={_EXTENSION!r}, or with a class that inherits from it."
+            )
+        if config.compilation_config.mode:
+            raise BadWeights(
+                "this model was compiled for a CPU, and its compiled code holds packed copies of the old weights: "
+                "start the engine with enforce_eager=True to exchange its weights."
+            )
+
     def _read_checkpoint(self) -> Checkpoint | BadWeights:
         try:
             folder = read_folder(_model_folder(self._llm.vllm_config))
+            self._signature = _signature(folder.folder)
         except (BadWeights, OSError, ValueError) as error:  # the hub's errors are of both kinds
             return BadWeights(
                 f"the weights of {self._name!r} cannot be exchanged: nothing is there to compare new ones with: {error}"
@@ -146,6 +180,8 @@ class VllmWeights:
                 f"a state dict is loaded by a worker extension of ours, and the engine was started with "
                 f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
+        if not given.keys() <= model.forms.keys():
+            given = as_in_checkpoint(self._llm.vllm_config.model_config.hf_config, given) or given
         forms = {name: form_of(name, tensor) for name, tensor in given.items()}
         compare(forms, model, given_as="the state dict")
         _compare_tied(given, model)
@@ -169,6 +205,12 @@ class VllmWeights:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
         return WeightWorker in resolve_obj_by_qualname(given).__mro__
+
+
+def _signature(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of the files of weights in a folder."""
+    found = sorted((path, path.stat()) for path in folder.glob("*.safetensors"))
+    return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found)
 
 
 def _model_folder(config: Any) -> Path:

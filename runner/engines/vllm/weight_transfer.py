@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer, TransferStep, send_parts
 from runner.engines.vllm.trainer_end import TrainerEnd, forms_of_source, worker_said
+from runner.engines.vllm.transformers_names import CheckpointSource
 from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, compare, forms_of_transfer
 from runner.errors import BadWeights, EngineError
 
@@ -46,9 +47,14 @@ class VllmTransfers:
             if transfer.init is not None:  # else who brings it knows that they have met
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
-            compare(await anyio.to_thread.run_sync(forms_of_source, transfer.source), model, given_as=name)
+            source = transfer.source
+            forms = await anyio.to_thread.run_sync(forms_of_source, source)
+            if not forms.keys() <= model.forms.keys():
+                source = CheckpointSource(self._llm.vllm_config.model_config.hf_config, source)
+                forms = await anyio.to_thread.run_sync(forms_of_source, source)
+            compare(forms, model, given_as=name)
             if self._trainer is None or not self._trainer.is_for(transfer):
-                await self._meet(name, transfer.seconds, partial(self._join_here, transfer))
+                await self._meet(name, transfer.seconds, partial(self._join_here, transfer, source))
         else:
             compare(forms_of_transfer(transfer), model, given_as=f"{name}(update=...)")
             if transfer.init is not None and transfer.init != self._joined:
@@ -93,8 +99,8 @@ class VllmTransfers:
         await self.meet(init)
         self._joined = dict(init)
 
-    async def _join_here(self, transfer: LocalTransfer) -> None:
-        trainer = TrainerEnd(transfer, self)
+    async def _join_here(self, transfer: LocalTransfer, source: Any) -> None:
+        trainer = TrainerEnd(transfer, self, source)
         await trainer.meet(transfer.info)
         self._trainer = trainer
 

@@ -206,7 +206,7 @@ async def test_options_of_chat_templates_are_refused_where_there_is_none() -> No
         for options, words in (
             ({"template_options": {"enable_thinking": False}}, "template_options"),
             ({"tool_format": "vllm:hermes"}, "tool_format"),
-            ({"max_version_lag": 1}, "max_version_lag=1: ChatEngine has no weights of ours"),
+            ({"max_version_lag": 1}, "max_version_lag=1: ChatEngine has no weight updates"),
             ({"sampling": Sampling(top_k=5)}, r"Sampling\(top_k=5\)"),
         ):
             with pytest.raises(BadOption, match=words):
@@ -246,3 +246,26 @@ async def test_an_agent_program_can_be_evaluated_on_an_api() -> None:
         (trajectory,) = await played(Served, asking(api))
     assert not trajectory.trained
     assert trajectory.reward == 1.0
+
+
+async def test_a_cut_turn_that_is_to_go_on_at_an_api_is_refused_alone() -> None:
+    import openai
+
+    from tests.endpoint.serving import openai_client
+
+    hello: Any = {"role": "user", "content": "Hello?"}
+
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve(train=True) as endpoint, openai_client(endpoint) as client:
+                create = client.chat.completions.create
+                (cut,) = (await create(model="any", messages=[hello], max_tokens=3)).choices
+                assert cut.finish_reason == "length"
+                said: Any = {"role": "assistant", "content": cut.message.content}
+                with pytest.raises(openai.BadRequestError, match="put a user message after it"):
+                    await create(model="any", messages=[hello, said])
+                await create(model="any", messages=[hello, said, {"role": "user", "content": "Go on."}])
+
+    async with endpoint_of(lambda _: "A long answer.") as api:
+        (trajectory,) = await played(Served, asking_endpoint(api))
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)

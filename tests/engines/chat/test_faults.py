@@ -36,7 +36,7 @@ from tests.repository import ROOT
 
 pytestmark = pytest.mark.anyio
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 KEY = "sk-secret-0123456789"
 
 

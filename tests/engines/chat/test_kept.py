@@ -166,16 +166,17 @@ def test_the_command_line_evaluates_an_api_and_shows_it(tmp_path: Path, monkeypa
 def test_the_command_line_serves_an_api_to_programs_that_somebody_starts(tmp_path: Path) -> None:
     answers: list[Any] = []
 
-    def by_hand(base_url: str) -> None:
+    def by_hand(base_url: str, end_url: str) -> None:
         answers.append(httpx.post(f"{base_url}/chat/completions", json=ASKED).json())
         answers.append(httpx.get(f"{base_url}/models").json())
-        httpx.post(f"{base_url}/end", json={"reward": 0.5})
+        httpx.post(end_url, json={"reward": 0.5})
 
     def told(lines: list[str]) -> None:
         if answers:
             os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
         else:
-            threading.Thread(target=by_hand, args=(lines[1].split()[1],)).start()
+            end_url = next(line for line in lines if line.startswith("  reward ")).split()[4]
+            threading.Thread(target=by_hand, args=(lines[1].split()[1], end_url)).start()
 
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving("Yes")) as api:
         given = RunSettings(

@@ -19,7 +19,7 @@ from runner.engines.chat.engine import ChatEngine
 from runner.engines.chat.rate_limit import RateLimiter
 from runner.engines.gate import AdmissionGate, Session
 from runner.engines.http_retries import FailureKind, HttpFailure, RetryPolicy
-from runner.runs.figures import Gauge, in_words
+from runner.runs.live_stats import StatsReader, in_words
 from runner.testing import VirtualClock, cancel_everywhere
 from tests.engines.chat.api import wanted
 from tests.playing import Plain, assert_nothing_open, tasks
@@ -312,11 +312,11 @@ def test_the_display_says_that_a_server_is_asked_too_much(monkeypatch: pytest.Mo
         async with Run(Plain, ChatEngine("m", base_url="http://standing/v1", places=8), tasks=tasks(20)) as run:
             async for _ in run:
                 pass
-            return ", ".join(in_words(Gauge().read(run)))
+            return ", ".join(in_words(StatsReader().read(run)))
 
     with standing(monkeypatch, at_once=2):
         words = VirtualClock().run(play)
-    assert "asked too much" in words
+    assert "rate-limited" in words
     assert "requests at once" in words
 
 

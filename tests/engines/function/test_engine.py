@@ -478,7 +478,7 @@ async def test_a_paused_engine_calls_nobody_and_goes_on_with_what_waited() -> No
 
             await engine.pause("wait")
             group.start_soon(go)
-            with anyio.fail_after(60):
+            with anyio.fail_after(300):
                 await until(lambda: engine.stats().waiting > 0)
             assert engine.stats().open == 0
             await engine.resume()

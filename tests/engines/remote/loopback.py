@@ -197,6 +197,8 @@ class Loopback:
             self.bodies.append(body)
             if self.troubles and (answer := await self.troubles.pop(0)(request)) is not None:
                 return answer
+        if not body.get("stream"):
+            return await self._scores(body, parameters)
         asked = self._asked(request, body, parameters)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()
@@ -209,6 +211,24 @@ class Loopback:
         finally:
             self.open -= 1
         return response
+
+    async def _scores(self, body: Mapping[str, Any], parameters: Mapping[str, Any]) -> web.Response:
+        """The log-probability of each id of a prompt, as the answer to a request that is not streamed."""
+        prompt = body.get("token_ids") or body.get("input_ids") or body["prompt"]
+        scores = await self.engine.score(prompt)
+        if self.dialect is ServerDialect.SGLANG:
+            assert (body["logprob_start_len"], body["return_logprob"]) == (0, True)
+            said = [[score, token_id, None] for score, token_id in zip([None, *scores], prompt, strict=True)]
+            return web.json_response({"meta_info": {"input_token_logprobs": said, "completion_tokens": 1}})
+        assert (parameters["prompt_logprobs"], parameters["max_tokens"]) == (0, 1)
+        rows = [
+            {str(token_id): {"logprob": _finite(score), "rank": 1, "decoded_token": None}}
+            for score, token_id in zip(scores, prompt[1:], strict=True)
+        ]
+        told = {"prompt_logprobs": [None, *rows]}
+        if self.dialect is ServerDialect.VLLM:
+            return web.json_response({"request_id": "generate-tokens-0", "choices": [{"token_ids": [1]}], **told})
+        return web.json_response({"choices": [{"text": "a", "token_ids": [1], **told}]})
 
     async def _one(self, certain: int) -> AsyncGenerator[Delta]:
         """The answer to a request for an id that is as good as certain."""

@@ -29,7 +29,7 @@ from tests.verifying import verify
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 DIALECTS = [pytest.param(dialect, id=dialect.value) for dialect in ServerDialect]
 SLOW: dict[str, Any] = {"latency": Latency(between=1), "tick": 0.001}
 

@@ -24,7 +24,7 @@ from tests.playing import Plain, tasks
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 
 # --- troubles

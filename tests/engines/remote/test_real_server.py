@@ -28,7 +28,7 @@ from tests.verifying import verify
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.in_turns("unusual engines", 5, unit="remote")]
 
-WATCHDOG = 120.0
+WATCHDOG = 600.0
 PROMPT = list(range(60, 100))
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 

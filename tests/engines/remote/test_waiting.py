@@ -20,7 +20,7 @@ from tests.engines.remote.asking import TEXT, asked, read, text_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 
 class Unreached:

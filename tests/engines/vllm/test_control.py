@@ -30,7 +30,7 @@ from tests.playing import Plain, tasks, until_end
 
 pytestmark = pytest.mark.engine
 
-WATCHDOG = 240.0
+WATCHDOG = 1200.0
 NORM = "model.norm.weight"
 PROMPT = range(1000, 1160)  # five blocks of the cache
 SHORT = range(1000, 1040)

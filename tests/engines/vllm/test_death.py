@@ -19,7 +19,7 @@ from tests.faults.comparing import by_key
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-WATCHDOG = 180.0
+WATCHDOG = 1200.0
 EPISODES = 6
 
 

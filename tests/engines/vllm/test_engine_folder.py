@@ -14,7 +14,7 @@ import pytest
 from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
 from runner.engines.vllm.worker import parent_watch
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ run(Calculator(questions=2), VllmEngine("smollm2-135m"))
 def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()
     assert any("BadModel" in line and "put what it runs under `if __name__ == '__main__':`" in line for line in last)

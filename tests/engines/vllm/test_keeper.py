@@ -26,7 +26,7 @@ from runner.engines.vllm import keeper as keeping
 from runner.engines.vllm.start import VllmProcess
 from runner.models import ResolvedModel
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 OWNER = """
 import os, subprocess, sys

@@ -13,7 +13,7 @@ import pytest
 from runner.engines.vllm.keeper import process_name
 from runner.engines.vllm.worker import parent_watch
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 CHILD = """
 import sys, threading

@@ -29,7 +29,7 @@ from tests.repository import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
-WATCHDOG = 100.0
+WATCHDOG = 600.0
 
 RUNNER = """
 import dataclasses, json, os, signal, sys
@@ -155,7 +155,7 @@ def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_and_no_sock
     assert runner.stdout.readline() == "sampled 4\n", "the engine answers as before"
 
     processes = session_of(runner.pid)
-    assert len(processes) > 2 * len(started), "the runner, each engine core and its worker, and whoever is between them"
+    assert len(processes) > len(started), "the runner and each engine core, whose worker may be inside of it"
     (folder,) = around.iterdir()
     assert any(path.is_socket() for path in folder.iterdir())
     runner.kill()

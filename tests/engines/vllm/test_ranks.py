@@ -32,7 +32,7 @@ from tests.playing import Plain, tasks
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine, pytest.mark.apart, pytest.mark.in_turns("unusual engines", 5)]
 
-WATCHDOG = 180.0
+WATCHDOG = 1200.0
 RANKS = (0, 1)
 PLACES = 2  # of each rank
 BLOCK = 32

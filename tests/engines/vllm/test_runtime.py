@@ -26,7 +26,7 @@ from runner.tokens.log import VersionSpan
 
 pytestmark = pytest.mark.anyio
 
-WATCHDOG = 30.0
+WATCHDOG = 600.0
 
 
 class Collector:

@@ -107,5 +107,5 @@ async def test_news_come_with_a_step_and_with_a_request_that_was_left() -> None:
             await anyio.wait_all_tasks_blocked()
             tell()
     assert told == [4, 4, 4, 4, 0, 0]
-    with anyio.fail_after(10):
+    with anyio.fail_after(300):
         await count.until_idle()

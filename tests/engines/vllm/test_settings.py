@@ -1,9 +1,12 @@
 """What is asked of vLLM, without vLLM."""
 
+import copy
 import dataclasses
+import importlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,13 @@ import pytest
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import BINDING
-from runner.engines.vllm.settings import choose_settings, constraint_arguments, sampling_arguments, spellings
+from runner.engines.vllm.settings import (
+    checked_once,
+    choose_settings,
+    constraint_arguments,
+    sampling_arguments,
+    spellings,
+)
 from runner.errors import BadModel, BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind, Sampling
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -181,3 +190,66 @@ def test_a_bad_word_is_spelled_alone_and_after_a_space() -> None:
     encode = ByteTokenizer().encode
     assert spellings(("moon", " sun"), encode) == [list(text.encode()) for text in ("moon", " moon", "sun", " sun")]
     assert spellings(("moon", "moon"), encode) == spellings(("moon",), encode)
+
+
+class Parameters:
+    """As much of vLLM's `SamplingParams` as checks constraints."""
+
+    checks = 0
+
+    def __init__(self, **constraint: Any) -> None:
+        self.structured_outputs = SimpleNamespace(_backend=None, **constraint)
+
+    def _validate_structured_outputs(self, *_: Any) -> None:
+        type(self).checks += 1
+        if self.structured_outputs.grammar == "wrong":
+            raise ValueError("Invalid grammar specification.")
+        self.structured_outputs._backend = "xgrammar"
+
+
+@pytest.mark.parametrize(
+    ("constraints", "checks"),
+    [
+        ([{"grammar": "one"}] * 3, 1),
+        ([{"grammar": "one"}, {"grammar": "two"}, {"grammar": "one"}], 2),
+        ([{"grammar": "one"}, {"grammar": "one", "whitespace_pattern": " "}], 2),
+        ([{"grammar": "wrong"}] * 3, 3),
+        ([{"grammar": None, "json": {"type": "object"}}] * 2, 2),
+        ([{"grammar": None, "choice": ["a", "b"]}] * 2, 2),
+    ],
+)
+def test_a_constraint_is_checked_once_by_all_of_its_text(constraints: list[dict[str, Any]], checks: int) -> None:
+    kind = checked_once(type("Fresh", (Parameters,), {}))
+    for constraint in constraints:
+        made = kind(**constraint)
+        if constraint["grammar"] == "wrong":
+            with pytest.raises(ValueError, match="Invalid grammar"):
+                made._validate_structured_outputs("model", "config", "tokenizer")
+        else:
+            made._validate_structured_outputs("model", "config", "tokenizer")
+            assert made.structured_outputs._backend == "xgrammar"
+    assert kind.checks == checks
+
+
+def test_engines_check_constraints_each_for_itself() -> None:
+    base = type("Fresh", (Parameters,), {})
+    kinds = [checked_once(base), checked_once(base)]
+    for kind in kinds:
+        kind(grammar="one")._validate_structured_outputs()
+    assert [kind.checks for kind in kinds] == [1, 1]
+
+
+def test_a_vllm_that_checks_elsewhere_is_left_as_it_is() -> None:
+    assert checked_once(dict) is dict
+
+
+def test_what_is_sent_to_the_core_is_what_vllm_itself_sends() -> None:
+    sampling_params = pytest.importorskip("vllm.sampling_params")
+    encode = importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder().encode
+    kinds = sampling_params.SamplingParams, checked_once(sampling_params.SamplingParams)
+    sent = []
+    for kind in kinds:
+        constraint = sampling_params.StructuredOutputsParams(grammar='root ::= "a"')
+        made = kind(temperature=0.0, max_tokens=4, skip_clone=True, structured_outputs=constraint)
+        sent.append(b"".join(map(bytes, encode(copy.copy(made)))))
+    assert sent[0] == sent[1]

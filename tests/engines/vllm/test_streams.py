@@ -17,7 +17,7 @@ from runner.options import Constraint, ConstraintKind, Sampling
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 LONG = 2000  # ids: a request that leaks runs on for a minute, in full view of the scheduler's count
 
 _names = itertools.count()

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from runner.engines.vllm.worker.bitmasks import mend_bitmasks
 from runner.engines.vllm.worker.generators import mend_generators
 from runner.engines.vllm.worker.masking import mask_kernels
+from runner.engines.vllm.worker.prompt_scores import mend_prompt_scores
+from runner.engines.vllm.worker.reloading import mend_reloading
+from runner.engines.vllm.worker.scored_ids import give_scored_ids
 
 __all__ = ["WeightWorker"]
 
@@ -50,11 +53,25 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         """Keep adapters away from turns that asked for none; gives whether they are."""
         return mask_kernels()
 
-    def mend_sampling(self) -> None:
-        """On a CPU, let seeded turns survive prompts in pieces, and keep masks inside of their vocabulary."""
+    def prepare_scores(self) -> bool:
+        """Let requests name the ids whose log-probabilities they want as sampled, and score prompts with adapters.
+
+        Returns:
+            Whether this vLLM allows it.
+        """
+        try:
+            give_scored_ids(self.model_runner)
+            mend_prompt_scores(self.model_runner)
+        except (AttributeError, ImportError):
+            return False
+        return True
+
+    def mend_cpu(self) -> None:
+        """On a CPU, mend what vLLM does wrong there: seeded turns, masks and the reload of weights."""
         if self.device.type == "cpu":
             mend_generators()
             mend_bitmasks()
+            mend_reloading()
 
 
 def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's engine cores: grammars that hold ids of tokens are compiled each alone."""
+"""Runs inside vLLM's engine cores: grammars that hold ids of tokens are compiled each alone, turns can be set aside."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from runner.engines.vllm.worker import parent_watch
+from runner.engines.vllm.worker.set_aside import add_set_aside
 from runner.parsing.grammar_compiler import TokenGrammarCompiler
 
 __all__ = ["ENTRY_POINT", "compile_alone", "mend_grammars"]
@@ -20,6 +21,7 @@ def compile_alone() -> None:
     if not parent_watch.of_an_engine():
         return
     try:
+        add_set_aside()
         mend_grammars()
     except (ImportError, AttributeError) as error:  # another vLLM
         logging.getLogger("vllm").warning("deltarunner cannot compile this vLLM's grammars alone: %s", error)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from runner.engines.vllm.keeper import FOLDER, is_alive, process_name
+from runner.engines.vllm.worker.phases import note_phases
 
 __all__ = [
     "ENTRY_POINT",
@@ -70,7 +71,10 @@ def watch_parent() -> None:
         os.environ[_RANK] = str(rank)
     if _THREAD not in (thread.name for thread in threading.enumerate()):
         threading.Thread(target=_exit_without, args=(parent,), name=_THREAD, daemon=True).start()
-    _meet_in(os.environ.get(FOLDER))
+    folder = os.environ.get(FOLDER)
+    _meet_in(folder)
+    if folder is not None:
+        note_phases(Path(folder) / "phase")
     logger = logging.getLogger("vllm")
     path = os.environ.get(FAILURES)
     if path and not any(isinstance(handler, _FailureNotes) for handler in logger.handlers):

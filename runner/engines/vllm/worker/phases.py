@@ -1,0 +1,58 @@
+"""Runs inside an engine's processes: notes in a file what the start of the engine is doing."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["PHASES", "note_phases", "read_phase"]
+
+PHASES: Final = {
+    "load_model": "loading the weights",
+    "determine_available_memory": "compiling and measuring memory",
+    "compile_or_warm_up_model": "warming up and capturing CUDA graphs",
+}
+"""The phase of the start in which vLLM calls each of these methods of a worker."""
+
+_ON_CPU: Final = {"determine_available_memory": "measuring memory", "compile_or_warm_up_model": "warming up"}
+
+
+def note_phases(path: Path) -> None:
+    """From now on each phase of a worker in this process is noted in a file; nothing before vLLM's worker is imported.
+
+    Args:
+        path: the file, which holds the last phase alone.
+    """
+    module = sys.modules.get("vllm.v1.worker.worker_base")
+    wrapper = getattr(module, "WorkerWrapperBase", None)
+    asked = getattr(wrapper, "__getattr__", None)
+    if wrapper is None or asked is None or hasattr(asked, "notes"):
+        return
+
+    @functools.wraps(asked)
+    def noted(worker: Any, name: str) -> Any:
+        if name in PHASES:
+            phase = PHASES[name] if _on_gpu() else _ON_CPU.get(name, PHASES[name])
+            with suppress(OSError):  # the engine's folder is gone
+                path.write_text(phase, encoding="utf-8")
+        return asked(worker, name)
+
+    vars(noted)["notes"] = True
+    wrapper.__getattr__ = noted
+
+
+def read_phase(path: Path) -> str:
+    """The last phase that was noted; empty before the first."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _on_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()

@@ -1,0 +1,171 @@
+"""Reloading of weights inside vLLM's CPU workers: every packed or derived copy is made again.
+
+A layer on a CPU keeps packed copies of its weights, some in the parameters themselves and some beside them. vLLM's own
+reload (0.32) processes a layer once more after its own tensors came. A tied output layer, whose tensor comes under the
+embedding's name, then keeps its old copy, and packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312).
+Here new weights are loaded into a second model, as at the engine's start, and everything that it computed from them is
+copied into the first one. That needs the memory of a second model while the weights are loaded.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+__all__ = ["mend_reloading"]
+
+_SHARED = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm._custom_ops")
+"""Modules of classes whose objects belong to no layer: settings, groups of processes, handles of packed weights."""
+_RUNNING_STATE = frozenset({"kv_cache"})
+"""Attributes of layers that hold the state of requests, not weights."""
+
+
+def mend_reloading() -> None:
+    """Replace vLLM's reload in this process."""
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.model_loader.reload import inplace
+
+    for module in (reload, inplace):
+        module.initialize_layerwise_reload = _begin
+        module.finalize_layerwise_reload = _finish
+
+
+def _begin(model: Any) -> None:
+    """Make a second model, and have `model.load_weights` load into that one until `_finish`."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = get_current_vllm_config()
+    with _own_layer_names(config.compilation_config), set_default_torch_dtype(config.model_config.dtype):
+        second = initialize_model(config, model_class=type(model))
+    # Not a submodule of the first one.
+    vars(model)["load_weights"] = second.load_weights
+    vars(model)["_second_model"] = second
+
+
+def _finish(model: Any, model_config: Any) -> None:
+    """Process the second model's weights as at the start, and copy what came of it into the first one.
+
+    Raises:
+        RuntimeError: the two models differ in form; nothing was copied.
+    """
+    import torch
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    second = vars(model).pop("_second_model")
+    del vars(model)["load_weights"]
+    with torch.no_grad():
+        process_weights_after_loading(second, model_config, torch.device("cpu"))
+        copies = _Copies()
+        first_modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        for name, module in second.named_modules(remove_duplicate=False):
+            if name not in first_modules:
+                raise RuntimeError(f"a model that is made again has a layer {name!r} that the running one has not")
+            copies.add(name, first_modules[name], module)
+        copies.apply()
+
+
+def _plain(name: str) -> str:
+    """A layer's name without those of the wrappers that adapters put around layers."""
+    return name.replace(".base_layer", "")
+
+
+@contextmanager
+def _own_layer_names(compilation: Any) -> Iterator[None]:
+    """Let the second model's layers register themselves under the names that the first one's have."""
+    layers, experts = compilation.static_forward_context, compilation.static_all_moe_layers
+    compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
+    try:
+        yield
+    finally:
+        compilation.static_forward_context, compilation.static_all_moe_layers = layers, experts
+
+
+@dataclass(slots=True)
+class _Copies:
+    """What has to be copied from one model into another of the same form; nothing is, until `apply`."""
+
+    _planned: list[Callable[[], None]] = field(default_factory=list)
+    _seen: set[int] = field(default_factory=set)
+
+    def add(self, place: str, old: Any, new: Any) -> None:
+        """Plan the copies of all that two objects of one class hold: tensors, numbers and packed copies."""
+        if id(new) in self._seen or old is new:
+            return
+        self._seen.add(id(new))
+        import torch
+
+        if isinstance(new, torch.nn.Module):
+            for held, given in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
+                for name, tensor in given.items():
+                    self._add_value(f"{place}.{name}", held, name, tensor)
+        held = vars(old)
+        for name, value in vars(new).items():
+            if name not in _RUNNING_STATE and name in held:
+                self._add_value(f"{place}.{name}", held, name, value)
+
+    def apply(self) -> None:
+        """Make all planned copies."""
+        for copy in self._planned:
+            copy()
+
+    def _add_value(self, place: str, held: Any, key: Any, new: Any) -> None:
+        import torch
+
+        old = held[key]
+        if isinstance(new, torch.Tensor):
+            self._add_tensor(place, held, key, new)
+        elif isinstance(new, torch.nn.Module) or old is new:
+            return  # modules have their own turn
+        elif isinstance(new, float) or _is_packed(new):
+            self._planned.append(lambda: held.__setitem__(key, new))
+        elif isinstance(new, dict) and isinstance(old, dict):
+            for name, value in new.items():
+                if name in old:
+                    self._add_value(f"{place}[{name!r}]", old, name, value)
+        elif isinstance(new, list | tuple) and type(old) is type(new) and len(new) == len(old):
+            items = old if isinstance(old, list) else list(old)
+            for index, value in enumerate(new):
+                self._add_value(f"{place}[{index}]", items, index, value)
+        elif type(new) is type(old) and _is_part(new):
+            self.add(place, old, new)
+
+    def _add_tensor(self, place: str, held: Any, key: Any, new: Any) -> None:
+        import torch
+
+        old = held[key]
+        if not isinstance(old, torch.Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+            form = (tuple(old.shape), old.dtype) if isinstance(old, torch.Tensor) else type(old).__name__
+            made = (tuple(new.shape), new.dtype)
+            raise RuntimeError(f"{place} is {form} in the running model and {made} in one that is made again")
+        # Into the old memory, since others may hold the same tensor.
+        if old.numel() and old.data_ptr() != new.data_ptr():
+            self._planned.append(lambda: old.data.copy_(new.data))
+
+
+def _is_part(value: Any) -> bool:
+    """Whether an object belongs to one layer: a kernel, a method of quantization, an implementation of attention."""
+    import torch
+
+    module = type(value).__module__
+    return (
+        module.startswith("vllm.")
+        and not module.startswith(_SHARED)
+        and not isinstance(value, enum.Enum | torch.nn.Module | type)
+        and hasattr(value, "__dict__")
+    )
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether a function holds a packed copy of weights: `cpu_linear` of vLLM's linear layers."""
+    import torch
+
+    if not isinstance(value, FunctionType) or not value.__module__.startswith("vllm."):
+        return False
+    held = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
+    return not any(isinstance(each, torch.nn.Module) or _is_part(each) for each in held)  # it would serve the new model

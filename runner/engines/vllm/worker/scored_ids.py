@@ -1,0 +1,60 @@
+"""Runs inside vLLM's workers: the ids of requests that are scored are given, and not sampled.
+
+Their log-probabilities then are those that sampling them would have reported: vLLM's sampler has applied temperature,
+penalties, masks and `top_p` before the id is put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["SCORE", "give_scored_ids"]
+
+SCORE = "score"
+"""The key of the ids in `SamplingParams(extra_args=)`."""
+
+
+def give_scored_ids(model_runner: Any) -> None:
+    """Replace the sampled ids of requests with `SamplingParams(extra_args={"score": ids})`; once for a worker.
+
+    Raises:
+        AttributeError: this vLLM samples in another way; nothing was changed.
+    """
+    sampler = model_runner.sampler
+    sample, update_states = sampler.sample, model_runner._update_states
+    if hasattr(sample, "has_ids"):
+        return
+    scored: dict[str, Sequence[int]] = {}
+    """The ids of the requests that are scored, by their names; so a step costs nothing where there are none."""
+
+    def note_scored(scheduled: Any, *rest: Any, **named: Any) -> Any:
+        for request in scheduled.scheduled_new_reqs:
+            parameters = request.sampling_params
+            if parameters is not None and parameters.extra_args and SCORE in parameters.extra_args:
+                scored[request.req_id] = parameters.extra_args[SCORE]
+        for name in scheduled.finished_req_ids:
+            scored.pop(name, None)
+        return update_states(scheduled, *rest, **named)
+
+    def sample_or_given(logits: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        sampled, logprobs = sample(logits, metadata, *rest, **named)
+        batch = model_runner.input_batch
+        for name, ids in scored.items():
+            row = batch.req_id_to_index.get(name)
+            if row is not None and 0 <= (place := _place(model_runner, batch, row)) < len(ids):
+                sampled[row] = ids[place]
+        return sampled, logprobs
+
+    vars(sample_or_given)["has_ids"] = True
+    sampler.sample, model_runner._update_states = sample_or_given, note_scored
+
+
+def _place(model_runner: Any, batch: Any, row: int) -> int:
+    """The place of the id that this step samples among those of its request; below 0 while the prompt is computed.
+
+    It follows from what is computed: with asynchronous scheduling the ids of the last step may not be there yet.
+    """
+    starts = model_runner.query_start_loc.np
+    computed = int(batch.num_computed_tokens_cpu[row]) + int(starts[row + 1] - starts[row])
+    return computed - int(batch.num_prompt_tokens[row])

@@ -1,0 +1,41 @@
+"""A worker extension with a planted fault: one kind of tensor keeps the values that the engine started with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from runner.engines.vllm.worker.extension import WeightWorker, _tensors
+
+STALE = "mlp.up_proj"
+
+
+class PlainWorker:
+    """An extension of a user's that does not inherit from ours, so that a CPU takes no new weights."""
+
+
+class StaleWorker(WeightWorker):
+    """Loads everything but `STALE`."""
+
+    def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
+        first = load_file(Path(self.model_config.model) / "model.safetensors")
+        self.reload_weights(
+            weights_iterator=(
+                (name, first[name] if STALE in name else tensor) for name, tensor in _tensors(files, frozenset(ignored))
+            )
+        )
+
+
+GARBLED = "tests.engines.stale_worker.GarblingWorker"
+
+
+class GarblingWorker(WeightWorker):
+    """Loads every tensor and then packs one wrongly, as vLLM does with some of its fused copies."""
+
+    def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
+        super().load_weight_files(files, ignored)
+        for name, parameter in self.model_runner.model.named_parameters():
+            if name.endswith("layernorm.weight"):
+                parameter.data.copy_(parameter.data.flip(0))

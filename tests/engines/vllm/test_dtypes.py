@@ -1,0 +1,199 @@
+"""The dtype that an engine on a CPU computes in where none was given."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.engines.vllm.dtypes import ChosenDtype, choose_dtype, gives_dtype, weight_bytes
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.parallel import BINDING, UNIPROC, one_process
+from runner.engines.vllm.settings import choose_settings
+
+KNOWN = frozenset({"dtype", "distributed_executor_backend", "tensor_parallel_size", "data_parallel_size"})
+MODERN = frozenset({"bfloat16", "float32"})  # AVX-512
+OLD = frozenset({"float32"})  # AVX2
+NEWEST = frozenset({"bfloat16", "float16", "float32"})  # AMX with float16
+GIGABYTE = 1_000_000_000
+
+
+def model(folder: Path, size: int = 0, **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if size:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}}))
+    return folder
+
+
+def chosen(folder: Path, fast: frozenset[str], memory: int = 16 * GIGABYTE, **given: Any) -> ChosenDtype:
+    return choose_dtype(folder, given, is_fast=fast.__contains__, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("stored", "fast", "name"),
+    [
+        ("bfloat16", MODERN, "auto"),
+        ("bfloat16", OLD, "float32"),
+        ("float32", MODERN, "auto"),  # which vLLM takes for bfloat16
+        ("float32", OLD, "float32"),
+        ("float16", NEWEST, "auto"),
+        ("float16", MODERN, "bfloat16"),
+        ("float16", OLD, "float32"),
+        (None, MODERN, "auto"),
+        (None, OLD, "float32"),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_cpu_takes_its_fastest_dtype(
+    key: str, stored: str | None, fast: frozenset[str], name: str, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {key: stored}
+    found = chosen(model(tmp_path, **config), fast)
+    assert found.name == name
+    assert ("is fast on this processor" in found.why) == (name == "auto")
+
+
+def test_dtype_of_a_nested_text_model_is_read(tmp_path: Path) -> None:
+    assert chosen(model(tmp_path, text_config={"dtype": "float16"}), MODERN).name == "bfloat16"
+
+
+def test_a_folder_without_a_config_is_left_to_vllm_on_a_fast_cpu(tmp_path: Path) -> None:
+    assert chosen(tmp_path, MODERN).name == "auto"
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [({"quantization_config": {"quant_method": "awq"}}, {}), ({}, {"quantization": "gptq"})],
+    ids=["checkpoint", "argument"],
+)
+def test_quantized_weights_keep_vllms_choice(config: dict[str, Any], given: dict[str, Any], tmp_path: Path) -> None:
+    assert chosen(model(tmp_path, dtype="bfloat16", **config), OLD, **given) == ChosenDtype()
+
+
+def test_float32_that_does_not_fit_in_memory_is_not_taken(tmp_path: Path) -> None:
+    folder = model(tmp_path, size=9 * GIGABYTE, dtype="bfloat16")
+    found = chosen(folder, OLD, memory=16 * GIGABYTE)
+    assert found.name == "auto"
+    assert "float32 would need 18 GB" in found.why
+    assert chosen(folder, OLD, memory=18 * GIGABYTE).name == "float32"
+    two = choose_dtype(folder, {}, is_fast=OLD.__contains__, memory=18 * GIGABYTE, copies=2)
+    assert "36 GB" in two.why
+
+
+def test_size_of_weights_without_an_index_is_that_of_their_files(tmp_path: Path) -> None:
+    assert weight_bytes(tmp_path) == 0
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    assert weight_bytes(tmp_path) == 100
+
+
+@pytest.mark.parametrize("given", ["bfloat16", "half", "float16", "float", "float32"])
+def test_an_explicit_dtype_wins(given: str) -> None:
+    assert gives_dtype({"dtype": given})
+    settings = choose_settings({"dtype": given}, cpu=True, known=KNOWN, dtype="float32")
+    assert settings.arguments["dtype"] == given
+    assert "dtype" not in settings.chosen
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "auto"}], ids=["nothing", "auto"])
+def test_the_chosen_dtype_is_recorded_as_chosen(given: dict[str, Any]) -> None:
+    assert not gives_dtype(given)
+    settings = choose_settings(given, cpu=True, known=KNOWN, dtype="float32")
+    assert settings.arguments["dtype"] == settings.chosen["dtype"] == "float32"
+
+
+def test_a_gpu_engine_is_given_no_dtype_and_no_executor() -> None:
+    settings = choose_settings({}, cpu=False, known=KNOWN)
+    assert settings.arguments.keys().isdisjoint({"dtype", "distributed_executor_backend"})
+
+
+@pytest.mark.parametrize("isa", ["AVX2", None], ids=["AVX2", "this processor"])
+def test_onednn_is_asked_for_this_processor(isa: str | None) -> None:
+    script = (
+        "from runner.engines.vllm.dtypes import is_fast; import torch;"
+        "print(is_fast('bfloat16'), is_fast('float32'), bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))"
+    )
+    environment = {**os.environ, **({} if isa is None else {"ONEDNN_MAX_CPU_ISA": isa})}
+    command = [sys.executable, "-c", script]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+    half, full, supported = said.stdout.split()
+    assert (half, full) == (supported, "True")
+    assert isa is None or half == "False"
+
+
+def test_the_package_and_the_engine_are_imported_without_torch() -> None:
+    script = "import sys, runner.engines.vllm.engine, runner; runner.VllmEngine; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
+    assert said.stdout == "False\n"
+
+
+# --- a run that is resumed
+
+
+@pytest.mark.parametrize(
+    ("described", "kept"),
+    [
+        ({"kind": "vllm", "dtype": "bfloat16"}, "bfloat16"),
+        ({"kind": "vllm"}, "auto"),  # begun before the dtype was written down
+        ({"kind": "scripted"}, None),
+    ],
+    ids=["written down", "older file", "another engine"],
+)
+def test_an_engine_keeps_the_dtype_of_a_run_that_is_resumed(described: dict[str, Any], kept: str | None) -> None:
+    engine = VllmEngine("nothing")
+    engine.go_on_with(described)
+    assert engine._kept_dtype == kept
+    assert engine.__getstate__()["_kept_dtype"] == kept, "workers get it too"
+
+
+# --- the worker inside the engine core
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (BINDING, "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 0, 1})
+
+
+def test_the_only_worker_of_a_cpu_engine_is_inside_the_engine_core_on_all_cores() -> None:
+    settings = choose_settings({}, cpu=True, known=KNOWN)
+    assert settings.arguments["distributed_executor_backend"] == UNIPROC
+    assert settings.environment["OMP_NUM_THREADS"] == "3"
+    assert settings.environment["OMP_PLACES"] == "{0,1,2}"
+    assert settings.environment["OMP_PROC_BIND"] == "true"
+
+
+def test_threads_are_bound_to_the_cores_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BINDING, "4-6,9")
+    assert one_process({})["OMP_PLACES"] == "{4,5,6,9}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"distributed_executor_backend": "mp"},
+        {"distributed_executor_backend": "ray"},
+        {"nnodes": 2},
+    ],
+    ids=str,
+)
+def test_other_workers_are_processes_of_their_own(given: dict[str, Any]) -> None:
+    settings = choose_settings(given, cpu=True, known=KNOWN | {"nnodes"})
+    assert settings.arguments.get("distributed_executor_backend") == given.get("distributed_executor_backend")
+    assert not settings.environment.keys() & {"OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND"}
+
+
+@pytest.mark.parametrize("bound", ["auto", "nobind", "0|1"])
+def test_cores_that_are_left_to_vllm_leave_it_the_executor(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BINDING, bound)
+    assert one_process({}) == {}
+
+
+def test_another_openmp_leaves_vllm_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libiomp5.so")
+    assert one_process({}) == {}

@@ -1,0 +1,228 @@
+"""An engine compares its own scores around an update: weights that do not arrive, and its own ones loaded again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import BadControl, EngineDead, VllmEngine, WeightProof
+from runner.engines.vllm.own_scores import SAMPLE_SIZE, OwnScores
+from runner.errors import RequestRejected
+from runner.testing.engine_pool import EngineAtHome
+from tests.engines.stale_worker import GARBLED
+
+pytestmark = pytest.mark.anyio
+
+LOG = "deltarunner.engines"
+
+
+class Engine:
+    """Scores that a test moves: an offset for all ids, and noise that differs from pass to pass."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks, self.offset, self.noise, self.refuses, self.passes = ranks, 0.0, 0.0, False, 0
+
+    async def __call__(self, ids: Sequence[int]) -> dict[int, list[float]]:
+        if self.refuses:
+            raise RequestRejected("no scores here")
+        self.passes += 1
+        shift = self.offset + self.noise * (self.passes % 2)
+        return {rank: [-1.0 - shift - each / 1e6 for each in ids[1:]] for rank in range(self.ranks)}
+
+    def own_scores(self, **changed: Any) -> OwnScores:
+        return OwnScores(self, **{"vocabulary": 1000, "context": 4096, "dtype": "float32", **changed})
+
+
+async def test_scores_that_stay_are_told_from_scores_that_move() -> None:
+    engine = Engine()
+    own = engine.own_scores()
+    assert await own.take()
+    assert await own.moved() is False
+    engine.offset = 1e-4
+    assert await own.take()
+    assert await own.moved() is True
+
+
+async def test_scores_are_computed_once_for_an_update_after_the_first() -> None:
+    engine = Engine()
+    own = engine.own_scores()
+    await own.take()
+    assert engine.passes == 2, "the second measures the noise"
+    await own.moved()
+    await own.take()
+    await own.moved()
+    assert engine.passes == 4
+    own.forget()
+    await own.take()
+    assert engine.passes == 5
+
+
+async def test_noise_between_two_passes_is_no_movement() -> None:
+    engine = Engine()
+    engine.noise = 0.01
+    own = engine.own_scores()
+    await own.take()
+    assert await own.moved() is False
+    engine.offset = 0.1
+    assert await own.moved() is True
+
+
+async def test_a_rank_that_moves_alone_is_movement_and_nan_is_too() -> None:
+    class Ranks(Engine):
+        value = -1.0
+
+        async def __call__(self, ids: Sequence[int]) -> dict[int, list[float]]:
+            scores = await super().__call__(ids)
+            return {**scores, 1: [self.value] * (len(ids) - 1)}
+
+    for value in (-1.1, float("nan")):
+        engine = Ranks(2)
+        own = engine.own_scores()
+        await own.take()
+        engine.value = value
+        assert await own.moved() is True
+
+
+async def test_an_engine_that_refuses_to_score_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.refuses = True
+    own = engine.own_scores()
+    with caplog.at_level(logging.WARNING, LOG):
+        assert not await own.take()
+    assert "the engine does not score ids: no scores here" in caplog.text
+    engine.refuses = False
+    assert not await own.take()
+    assert await own.moved() is None
+    assert engine.passes == 0
+
+
+@pytest.mark.parametrize("context", [9, 10, 4096])
+async def test_ids_fit_the_context(context: int) -> None:
+    seen: list[int] = []
+
+    async def score(ids: Sequence[int]) -> dict[int, list[float]]:
+        seen.append(len(ids))
+        return {0: [-1.0] * (len(ids) - 1)}
+
+    own = OwnScores(score, vocabulary=50, context=context, dtype="float32")
+    assert await own.take() == (context > 9)
+    assert not seen or seen[0] == min(context - 1, SAMPLE_SIZE)
+
+
+# --- the real engine
+
+
+@pytest.mark.engine
+def test_an_update_that_moves_no_score_is_noticed_and_said(
+    float32_engine: EngineAtHome, hugging_face_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    changed = copy.deepcopy(hugging_face_model)
+    with torch.no_grad():
+        changed.model.layers[2].mlp.up_proj.weight.mul_(1.001)
+
+    async def main() -> None:
+        engine = float32_engine
+        await engine.update_weights(hugging_face_model.state_dict())
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, LOG):
+            same = await engine.update_weights(hugging_face_model.state_dict(), version="the same")
+            assert same.moved is False
+            assert "the weights 'the same' move no score of the engine" in caplog.text
+            caplog.clear()
+            other = await engine.update_weights(changed.state_dict())
+            assert other.moved is True
+            assert not caplog.records
+        proof = WeightProof(range(20, 40), await engine.score(range(20, 40)))
+        assert (await engine.update_weights(changed.state_dict(), proof=proof)).moved is None
+        assert (await engine.update_weights(hugging_face_model.state_dict())).moved is True
+
+    float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+def test_own_weights_are_loaded_once_more_before_the_first_update(
+    float32_engine: EngineAtHome, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        inner = float32_engine.inner
+        assert isinstance(inner, VllmEngine)
+        runtime, loads = inner.vllm, []
+        load = runtime.weights.load
+
+        async def counted(checked: Any) -> None:
+            loads.append(checked)
+            await load(checked)
+
+        monkeypatch.setattr(runtime.weights, "load", counted)
+        monkeypatch.setattr(runtime, "reload_check", True)
+        await float32_engine.update_weights(hugging_face_model.state_dict())
+        assert [each.folder is not None for each in loads] == [True, False]
+        await float32_engine.update_weights(hugging_face_model.state_dict())
+        assert len(loads) == 3
+
+    float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+def test_files_that_somebody_wrote_over_are_not_the_engines_own(
+    float32_engine: EngineAtHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        inner = float32_engine.inner
+        assert isinstance(inner, VllmEngine)
+        weights = inner.vllm.weights
+        assert (own := await weights.check_own()) is not None
+        assert own.folder is not None
+        monkeypatch.setattr(weights, "_signature", (("model.safetensors", 1, 1),))
+        assert await weights.check_own() is None
+
+    float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+def test_a_proof_is_refused_by_name_where_turns_cannot_be_held(
+    float32_engine: EngineAtHome, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        inner = float32_engine.inner
+        assert isinstance(inner, VllmEngine)
+        monkeypatch.setattr(inner.vllm, "own_scores", None)
+        before = inner.weight_version
+        proof = WeightProof(range(20, 40), [-1.0] * 19)
+        with pytest.raises(BadControl, match="this version of vLLM cannot hold its turns"):
+            await inner.update_weights(hugging_face_model.state_dict(), proof=proof)
+        assert inner.weight_version == before
+        assert (await inner.update_weights(hugging_face_model.state_dict())).moved is None
+
+    float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+async def test_an_engine_that_garbles_its_own_weights_is_ended_before_it_takes_others(
+    small_model_folder: Path,
+) -> None:
+    async def first_update(**options: Any) -> None:
+        engine = VllmEngine(
+            small_model_folder,
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=4,
+            worker_extension_cls=GARBLED,
+            **options,
+        )
+        async with engine:
+            before = await engine.score(range(20, 60))
+            await engine.update_weights(small_model_folder)
+            assert await engine.score(range(20, 60)) != before, "without the check nobody notices"
+
+    await first_update()
+    with pytest.raises(EngineDead, match="its own weights, loaded once more before the first update, change"):
+        await first_update(reload_check=True)

@@ -1,0 +1,148 @@
+"""New weights of tiny models on the real engine, compared with transformers: no copy of the old ones stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.engines.base import GenerationRequest
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.weight_loading import VllmWeights
+from runner.errors import BadWeights
+from runner.options import Sampling
+from runner.training.tiny_model import random_model
+from tests.engines.small_weights import Llm, saved, tensors
+
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
+
+TOLERANCE = 2e-3  # nats, in float32; a stale head moves them by 0.1 and more
+PROMPT = list(range(1000, 1040))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # as vLLM
+
+
+def _tiny(kind: str, vocabulary: int) -> Any:
+    """A model of two layers with random weights that differ enough for every tensor to matter."""
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "head_dim": 64,
+    }
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    configs: dict[str, Any] = {
+        "llama tied": lambda: transformers.LlamaConfig(**common, tie_word_embeddings=True),
+        "qwen2 tied": lambda: transformers.Qwen2Config(
+            **{name: value for name, value in common.items() if name != "head_dim"}, tie_word_embeddings=True
+        ),
+        "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**common, **experts, num_experts=8, tie_word_embeddings=False),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **common, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        ),
+        "gpt-oss": lambda: transformers.GptOssConfig(
+            **common, num_local_experts=4, num_experts_per_tok=2, sliding_window=128, tie_word_embeddings=False
+        ),
+    }
+    return random_model(configs[kind](), seed=3)
+
+
+def _changed_kinds(model: Any) -> Iterator[str]:
+    """Change each kind of tensor by itself, by a third of its spread; yields the kind's name. The embedding is last."""
+    import torch
+
+    kinds: dict[str, list[Any]] = {}
+    for name, parameter in model.named_parameters():
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(parameter)
+    for kind in sorted(kinds, key=lambda name: "embed_tokens" in name):
+        with torch.no_grad():
+            for parameter in kinds[kind]:
+                parameter.add_(torch.randn_like(parameter) * max(float(parameter.std()), 0.02) * 0.3)
+        yield kind
+
+
+def _save(model: Any, folder: Path, demo_model_folder: Path) -> Path:
+    model.save_pretrained(folder)
+    for file in demo_model_folder.iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+async def _largest_difference(engine: VllmEngine, model: Any) -> float:
+    """The largest difference in nats between the engine's log-probabilities and those of transformers."""
+    import torch
+
+    await engine.reset_prefix_cache()
+    sampling = dataclasses.replace(Sampling.defaults(), max_tokens=16, temperature=1.0)
+    async with engine.stream(GenerationRequest(name="turn", prompt=PROMPT, sampling=sampling, seed=5)) as stream:
+        deltas = [delta async for delta in stream]
+    ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    logprobs = torch.tensor([logprob for delta in deltas for logprob in delta.logprobs or ()])
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    assert len(logprobs) == len(ids) == 16
+    return float((logprobs - expected).abs().max())
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama tied",
+        "qwen3 moe",
+        pytest.param("qwen2 tied", marks=pytest.mark.whole),
+        pytest.param("mixtral", marks=pytest.mark.whole),
+        pytest.param("gpt-oss", marks=pytest.mark.whole),
+    ],
+)
+async def test_each_kind_of_tensor_arrives_on_a_cpu(kind: str, demo_model_folder: Path, tmp_path: Path) -> None:
+    import json
+
+    vocabulary = json.loads((demo_model_folder / "config.json").read_text())["vocab_size"]
+    model = _tiny(kind, vocabulary)
+    start = _save(model, tmp_path / "start", demo_model_folder)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4}
+    async with VllmEngine(str(start), template="hermes", **options) as engine:
+        assert await _largest_difference(engine, model) < TOLERANCE
+        await engine.update_weights(start)
+        assert await _largest_difference(engine, model) < TOLERANCE, "its own weights once more"
+        wrong = {}
+        for name in _changed_kinds(model):
+            before = await _largest_difference(engine, model)
+            model.save_pretrained(tmp_path / "new")
+            await engine.update_weights(tmp_path / "new")
+            if (after := await _largest_difference(engine, model)) > TOLERANCE:
+                wrong[name] = (before, after)
+        assert not wrong
+        next(_changed_kinds(model))
+        await engine.update_weights(model.state_dict())  # under the names of transformers 5
+        assert await _largest_difference(engine, model) < TOLERANCE
+
+
+async def test_compiled_model_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    weights = VllmWeights(Llm(saved(tmp_path / "model", tensors()), device="cpu", compiled=3), "the model")
+    with pytest.raises(BadWeights, match="start the engine with enforce_eager=True"):
+        await weights.check(tensors())
+
+
+async def test_cpu_engine_without_our_extension_is_refused(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", tensors())
+    weights = VllmWeights(Llm(model, device="cpu", extension=""), "the model")
+    with pytest.raises(BadWeights, match="own reload leaves packed copies of the old weights"):
+        await weights.check(model)

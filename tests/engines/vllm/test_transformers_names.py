@@ -1,0 +1,94 @@
+"""State dicts of transformers 5 under their checkpoints' names: exactly what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.engines.vllm.transformers_names import CheckpointSource, as_in_checkpoint
+
+transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": None}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-MoE": ("Qwen3MoeConfig", {**COMMON, **EXPERTS, "num_experts": 4}),
+    "Qwen3-Next": ("Qwen3NextConfig", {**COMMON, **EXPERTS, **LINEAR, "num_experts": 4}),
+    "Mixtral": ("MixtralConfig", {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "DeepSeek-V2": (
+        "DeepseekV2Config",
+        {**COMMON, **EXPERTS, **LATENT, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    ),
+    "GLM-4-MoE": ("Glm4MoeConfig", {**COMMON, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    "GPT-NeoX": ("GPTNeoXConfig", {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),
+}
+
+
+def tiny(name: str) -> Any:
+    kind, fields = CONFIGS[name]
+    config = getattr(transformers, kind)(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    return model
+
+
+def saved(model: Any, folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    return dict(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_and_values_are_those_of_save_pretrained(name: str, tmp_path: Path) -> None:
+    import torch
+
+    model = tiny(name)
+    wanted, converted = saved(model, tmp_path), as_in_checkpoint(model.config, model.state_dict())
+    assert converted is not None
+    assert converted.keys() == wanted.keys()
+    assert all(torch.equal(converted[each], tensor) for each, tensor in wanted.items())
+
+
+def test_a_model_whose_names_are_the_checkpoints_is_left_alone() -> None:
+    config = transformers.LlamaConfig(**COMMON)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert as_in_checkpoint(config, model.state_dict()) is None
+
+
+def test_a_model_that_transformers_does_not_have_is_left_alone() -> None:
+    class Own:
+        architectures = ("OwnForCausalLM",)
+
+    assert as_in_checkpoint(Own(), {"a": [1.0]}) is None
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-NeoX"])
+def test_a_source_announces_and_sends_what_the_checkpoint_holds(name: str, tmp_path: Path) -> None:
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base", reason="vLLM is not installed")
+    import torch
+
+    model = tiny(name)
+    wanted, source = saved(model, tmp_path), CheckpointSource(model.config, base.ModuleSource(model))
+    announced = {one.name: (one.dtype, tuple(one.shape)) for one in source.metadata()}
+    assert announced == {each: (tensor.dtype, tuple(tensor.shape)) for each, tensor in wanted.items()}
+    sent = dict(source)
+    assert sent.keys() == wanted.keys()
+    assert all(torch.equal(sent[each], tensor) for each, tensor in wanted.items())
