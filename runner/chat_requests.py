@@ -7,16 +7,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.errors import BadMessage
 from runner.options import Sampling, ToolChoice
 
-__all__ = ["Again", "Asked", "ChatRequest", "Delivery", "Tolerated", "Verdict"]
+__all__ = ["Again", "Asked", "ChatRequest", "Delivery", "Tolerated", "UnknownReference", "Verdict"]
+
+
+class UnknownReference(BadMessage):
+    """A request names a turn by an id that its episode did not give out.
+
+    Args:
+        given: the id.
+        is_item: whether it is that of an item; else it is that of an earlier response.
+    """
+
+    def __init__(self, given: str, *, is_item: bool) -> None:
+        what = f"Item with id {given!r}" if is_item else f"Previous response with id {given!r}"
+        fix = "give the item itself" if is_item else "give the whole history as input"
+        super().__init__(f"{what} not found: no turn of this episode has it; {fix}.")
+        self.is_item = is_item
 
 
 class Verdict(enum.StrEnum):
     """What the history of a request is to the turns that the episode has."""
 
     APPEND = "append"
-    """New messages follow a turn that nothing followed yet: its segment goes on."""
+    """New messages follow a turn that nothing of its thread followed yet: its segment goes on.
+
+    Those of a client of another label begin a thread of their own, from the ids up to that turn.
+    """
     BRANCH = "branch"
     """New messages follow a turn that another one follows too: a new segment has the ids up to that turn."""
     REWOUND = "rewound"
@@ -32,6 +51,8 @@ class Verdict(enum.StrEnum):
     """It holds an assistant message that nobody sampled: rendered anew, with mask 0."""
     RETOLD = "retold"
     """It has as many turns as were sampled, in other words: rendered anew at every turn."""
+    EDITED = "edited"
+    """Its ids name a turn of this thread, and the client changed what stands before that turn: rendered again."""
     TOOLS = "tools"
     """It offers other tools than its past was shown with: rendered anew."""
     NEW = "new"
@@ -58,8 +79,22 @@ class Tolerated(enum.StrEnum):
     """A turn's reasoning is missing; the model goes on seeing it."""
     REASONING_STRIPPED = "reasoning_stripped"
     """White space at the ends of a turn's reasoning."""
+    REASONING_IN_CONTENT = "reasoning_in_content"
+    """A turn's reasoning in front of its content, between `<think>` and `</think>` or marks like them."""
+    REASONING_REWRITTEN = "reasoning_rewritten"
+    """A turn's reasoning in other words, beside ids that name the turn; the model goes on seeing its own."""
     WHITE_SPACE = "white_space"
     """White space at the ends of a content."""
+    TEXT_LEFT_OUT = "text_left_out"
+    """A turn's text, or a part of it, is missing beside ids that name the turn; the model goes on seeing it."""
+    TEXT_REFORMATTED = "text_reformatted"
+    """The words of a turn's text with other white space, punctuation or markup, beside ids that name the turn."""
+    CALLS_LEFT_OUT = "calls_left_out"
+    """Some of a turn's calls are missing, beside others whose ids name the turn."""
+    CALLS_RENAMED = "calls_renamed"
+    """A call by another name of its tool, with an id that names the turn and the same arguments."""
+    ARGUMENTS_CUT = "arguments_cut"
+    """A call's arguments are not a JSON object any more; where its id names a turn, they are those of the turn."""
     ARGUMENTS_RESPELT = "arguments_respelt"
     """A call's arguments as other JSON of the same value."""
     CONTENT_NULL = "content_null"
@@ -78,6 +113,12 @@ class Tolerated(enum.StrEnum):
     """Results in another order than the calls, or calls of one turn as several messages with results between them."""
     CALL_IDS = "call_ids"
     """Other ids of calls than those that were given; results are matched by their position."""
+    SYSTEM_JOINED = "system_joined"
+    """Several system messages at the beginning, joined into one for a template that takes only one."""
+    NOT_TEXT = "not_text"
+    """Content of the past that is not text, such as an image; a note stands in its place."""
+    REFERENCE = "reference"
+    """A turn, or a whole earlier response, named by its id alone."""
     SYSTEM_AS_USER = "system_as_user"
     """System messages in mid-conversation, which were asked to be put before the model as a user's."""
     CUT_ITEMS = "cut_items"
@@ -117,6 +158,10 @@ class Asked:
     """Whether a thread that begins with it is trained; None trains those that are offered tools."""
     handles: Sequence[str] = ()
     """What it sends back beside call ids that names a turn."""
+    previous: str = ""
+    """The id of an earlier answer, whose history and answer stand before the messages; "" where these are all."""
+    own_system: bool = False
+    """Whether the first message is a system message of this request alone, and not of those that go on from it."""
     system_as_user: bool = False
     """Whether system messages in mid-conversation are put before the model as a user's."""
     as_sent: bool = False

@@ -23,6 +23,7 @@ __all__ = [
     "as_messages",
     "canonical_json",
     "check_answers",
+    "note_of",
 ]
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -115,13 +116,15 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
         BadMessage: one answers none.
     """
     spoken: list[Message] = []  # of the new ones, those of assistants
+    known = set[str | None]()  # the ids of their calls
     for index, message in enumerate(new):
         if message["role"] == "assistant":
             spoken.append(message)
-        if message["role"] != "tool":
+            known.update(call["id"] for call in message.get("tool_calls") or ())
+        answered = message.get("tool_call_id")
+        if message["role"] != "tool" or (answered is not None and answered in known):
             continue
         ahead = (each for part in (spoken, *reversed(before)) for each in reversed(part) if each["role"] == "assistant")
-        answered = message.get("tool_call_id")
         calls = next(ahead, _SILENT).get("tool_calls") or ()
         # Without an id it is taken to answer the assistant message right ahead of it.
         if answered is None and calls:
@@ -133,6 +136,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
                 f"message {index} (tool) answers no call: no assistant message ahead of it has a tool call of the id "
                 f"{answered!r}. Put that message before it, or say it as a user message."
             )
+        known.add(answered)
 
 
 _SILENT: Message = {"role": "assistant", "content": ""}
@@ -154,13 +158,15 @@ class AnsweredCalls:
     """
 
     def __init__(self) -> None:
-        self._unanswered: list[tuple[str, CallIndex]] = []
+        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # in their order
+        self._numbers: dict[str, list[int]] = {}  # of those of an id; the next one last
         self._latest: dict[str, CallIndex] = {}  # ids may come again in every turn
 
     def copied(self) -> AnsweredCalls:
         """The same, to be gone on with."""
         other = AnsweredCalls()
-        other._unanswered, other._latest = list(self._unanswered), dict(self._latest)
+        other._unanswered, other._latest = dict(self._unanswered), dict(self._latest)
+        other._numbers = {call_id: list(numbers) for call_id, numbers in self._numbers.items()}
         return other
 
     def by(self, index: int, message: Message) -> CallIndex | None:
@@ -172,13 +178,70 @@ class AnsweredCalls:
         """
         calls = message.get("tool_calls")
         if calls:
-            self._unanswered = [(call["id"], CallIndex(index, number)) for number, call in enumerate(calls)]
-            self._latest.update(self._unanswered)
+            self._unanswered = {number: (call["id"], CallIndex(index, number)) for number, call in enumerate(calls)}
+            self._latest.update(self._unanswered.values())
+            self._numbers = {}
+            for number, call in reversed(list(enumerate(calls))):
+                self._numbers.setdefault(call["id"], []).append(number)
         if message["role"] != "tool":
             return None
         call_id = message.get("tool_call_id")
-        at = next((at for at, (known, _) in enumerate(self._unanswered) if call_id in (known, None)), None)
-        return self._latest.get(call_id or "") if at is None else self._unanswered.pop(at)[1]
+        number = self._next_of(call_id)
+        if number is None:
+            return self._latest.get(call_id or "")
+        answered, at = self._unanswered.pop(number)
+        self._numbers[answered].remove(number)
+        return at
+
+    def _next_of(self, call_id: str | None) -> int | None:
+        """The number of the next call of this id that has no result; None as an id stands for any."""
+        if call_id is None:
+            return next(iter(self._unanswered), None)
+        return next(reversed(self._numbers.get(call_id, ())), None)
+
+
+def note_of(part: Mapping[str, Any]) -> str:
+    """The text that stands for a part of a past content that is not text, such as an image or a web search.
+
+    It names the type and has the short fields; data, signatures and encrypted contents are left out.
+    """
+    kind = str(part.get("type"))
+    text = part.get("text", part.get(kind))
+    if isinstance(text, str):
+        return text
+    source = part.get("source")
+    inner = source if kind == "document" and isinstance(source, Mapping) else {}
+    if inner.get("type") == "text" and isinstance(inner.get("data"), str):
+        return str(inner["data"])
+    said = {name: value for name, value in part.items() if name not in ("type", "cache_control")}
+    shown = canonical_json(_shortened(said, NOTE_DEPTH))
+    if len(shown) > NOTE_LENGTH:
+        shown = shown[:NOTE_LENGTH] + "..."
+    return f"[{kind}: not text, left out]" if shown in ("{}", "null") else f"[{kind}: {shown}]"
+
+
+NOTE_LENGTH = 2_000
+"""The most characters of fields in a note."""
+
+NOTE_STRING = 500
+"""The most characters of a string in a note; a longer one is data more often than words."""
+
+NOTE_DEPTH = 6
+"""How deep the fields of a note may be nested."""
+
+_DATA = frozenset({"data", "encrypted_content", "encrypted_index", "signature", "file_data", "image_url", "source"})
+
+
+def _shortened(value: Any, depth: int) -> Any:
+    """A value of JSON without data and without what says nothing; None where nothing is left."""
+    if isinstance(value, str):
+        return value if len(value) <= NOTE_STRING and not value.startswith("data:") else None
+    if isinstance(value, Mapping):
+        inner = {} if depth == 0 else {k: _shortened(v, depth - 1) for k, v in value.items() if k not in _DATA}
+        return {name: each for name, each in inner.items() if each not in (None, "", [], {})}
+    if isinstance(value, list | tuple):
+        return [] if depth == 0 else [each for v in value if (each := _shortened(v, depth - 1)) not in (None, [], {})]
+    return value
 
 
 def canonical_json(value: Any) -> str:

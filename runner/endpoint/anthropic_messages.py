@@ -59,7 +59,9 @@ class AnthropicMessages(WireForm):
 _ERROR_TYPES: Final = {
     Reason.UNAUTHORIZED: "authentication_error",
     Reason.FORBIDDEN: "permission_error",
+    Reason.NO_REWARD: "permission_error",
     Reason.NOT_FOUND: "not_found_error",
+    Reason.NO_ITEM: "not_found_error",
     Reason.TOO_LARGE: "request_too_large",
     Reason.SLOW: "timeout_error",
     Reason.BUSY: "rate_limit_error",
@@ -75,7 +77,10 @@ def _error(refused: Refused) -> dict[str, Any]:
     elif refused.reason is Reason.OVER:  # the form has no field for a code
         message = f"{refused.reason}: {message}"
     kind = _ERROR_TYPES.get(refused.reason, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if refused.code:
+        error["details"] = {"error_code": refused.code}
+    return {"type": "error", "error": error, "request_id": None}
 
 
 class _BlockKind(enum.StrEnum):

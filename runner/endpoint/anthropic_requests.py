@@ -10,24 +10,47 @@ from typing import Any, Final, NoReturn, TypeVar
 import orjson
 
 from runner.chat_requests import Asked
-from runner.endpoint.bodies import bad, field_of, json_schema, listed, sampling_of, stops, with_schema
+from runner.endpoint.anthropic_tools import known_function
+from runner.endpoint.bodies import (
+    bad,
+    field_of,
+    json_schema,
+    listed,
+    note_unread,
+    sampling_of,
+    stops,
+    with_constraint,
+)
 from runner.endpoint.labels import label_of
-from runner.endpoint.refusals import Refused
+from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.wire import Headers
+from runner.messages import note_of
 from runner.options import Sampling, ToolChoice
 
 __all__ = ["asked_of"]
 
 T = TypeVar("T")
 
-_SAMPLING: Final = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_SAMPLING: Final = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 _NOT_GRANTED: Final = ("thinking", "context_management", "service_tier", "speed", "inference_geo", "fallbacks")
 _REFUSED: Final = {
     "mcp_servers": "tools of other servers are not called from here: list them in tools and call them yourself.",
     "container": "nothing is run here: leave it out, and run the calls of tools yourself.",
-    "thread": "no history is kept here under a name: leave it out, and send all of it in messages.",
     "compaction": "histories are not summed up here: leave it out, and ask for a summary in a message.",
 }
+_KNOWN: Final = frozenset(
+    (
+        *_SAMPLING,
+        *_NOT_GRANTED,
+        *_REFUSED,
+        "thread",
+        *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
+        *("output_config", "output_format", "return_token_ids", "logprobs"),
+        # What changes nothing here.
+        *("metadata", "diagnostics", "cache_control", "betas", "anthropic_beta", "user_profile_id", "workspace_id"),
+    )
+)
+_NO_THREAD: Final = "no history is kept here under a name: leave it out, and send all of it in messages."
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _TAKEN: Final = {
     "user": "text or tool_result",
@@ -55,7 +78,11 @@ def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: 
     for name, why in _REFUSED.items():
         if body.get(name) not in (None, [], {}):
             bad(f"{name}: {why}")
+    if body.get("thread") not in (None, {}):
+        # By this code clients know that they may go on without a thread.
+        raise Refused(Reason.INVALID, f"thread: {_NO_THREAD}", code="thread_unsupported_request")
     not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) not in (None, [], {}, "auto")}
+    note_unread(body, _KNOWN, not_granted)
     tools = _tools(body, not_granted)
     tool_choice = _tool_choice(body, tools, not_granted)
     history = _history(body)
@@ -87,12 +114,13 @@ def _history(body: Mapping[str, Any]) -> _ReadHistory:
     history = _ReadHistory()
     if body.get("system"):
         _add_system(history, _blocks(body, "system", "system"))
-    for index, message in enumerate(listed(body, "messages") or bad("messages: give at least one.")):
+    messages = listed(body, "messages") or bad("messages: give at least one.")
+    for index, message in enumerate(messages):
         where = f"messages[{index}]"
         blocks = _blocks(message, "content", f"{where}.content")
         match message.get("role"):
             case "user":
-                _add_user(history, blocks)
+                _add_user(history, blocks, strict=index == len(messages) - 1)
             case "assistant":
                 _add_assistant(history, blocks)
             case "system":
@@ -157,9 +185,25 @@ def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> 
     return message
 
 
-def _lines(blocks: Sequence[_Block], role: str) -> str:
-    """Texts that stand beside one another: each in lines of its own, since a line of them may be taken out."""
-    return "\n".join([block.text("text") if block.kind == "text" else block.refuse(role) for block in blocks])
+def _lines(blocks: Sequence[_Block], role: str, *, strict: bool = True) -> str:
+    """Texts that stand beside one another: each in lines of its own, since a line of them may be taken out.
+
+    A note stands for what is not text, unless that is refused.
+    """
+    return "\n".join([_text(block, role, strict=strict) for block in blocks])
+
+
+def _text(block: _Block, role: str, *, strict: bool) -> str:
+    if block.kind == "text":
+        return block.text("text")
+    if strict or not isinstance(block.kind, str):
+        block.refuse(role)
+    return note_of(block.given)
+
+
+def _has_notes(blocks: Sequence[_Block]) -> dict[str, bool]:
+    """What a message says of itself where a note stands for some of its blocks."""
+    return {"not_text": True} if any(block.kind != "text" for block in blocks) else {}
 
 
 def _add_system(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
@@ -167,19 +211,23 @@ def _add_system(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
         history.messages.append(_message("system", _lines(blocks, "system"), blocks))
 
 
-def _add_user(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
-    """The results, which answer what stands right before them, and then what the user says."""
+def _add_user(history: _ReadHistory, blocks: Sequence[_Block], *, strict: bool) -> None:
+    """The results, which answer what stands right before them, and then what the user says.
+
+    What the user asks now has to be text; in the past, and in results, a note stands for what is not.
+    """
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
     history.messages += results
     if len(results) < len(blocks) or not results:
         said = [block for block in blocks if block.kind != "tool_result"]
-        history.messages.append(_message("user", _lines(said, "user"), said))
+        history.messages.append(_message("user", _lines(said, "user", strict=strict), said, **_has_notes(said)))
 
 
 def _result(block: _Block) -> dict[str, Any]:
     answered, failed = block.text("tool_use_id"), block.given.get("is_error")
     inner = _blocks(block.given, "content", f"{block.where}.content") if block.given.get("content") else []
-    message = _message("tool", _lines(inner, "tool"), [block, *inner], tool_call_id=answered)
+    text = _lines(inner, "tool", strict=False)
+    message = _message("tool", text, [block, *inner], tool_call_id=answered, **_has_notes(inner))
     if failed:  # no template reads it, which is recorded
         message["is_error"] = failed
     return message
@@ -188,6 +236,7 @@ def _result(block: _Block) -> dict[str, Any]:
 def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
     """What a turn said: its pieces have nothing between them, as they were written."""
     content, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    handle, notes = "", list[_Block]()
     for block in blocks:
         match block.kind:
             case "text":
@@ -195,14 +244,18 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
             case "thinking":
                 thoughts.append(block.text("thinking"))
                 if block.given.get("signature") is not None:
-                    history.handles.append(block.text("signature"))
+                    handle = block.text("signature")
+                    history.handles.append(handle)
             case "redacted_thinking":
                 pass  # nobody but whoever wrote it can read it
             case "tool_use":
                 calls.append(_call(block))
             case _:
-                block.refuse("assistant")
-    message = _message("assistant", "".join(content), blocks)
+                content.append(_text(block, "assistant", strict=False))
+                notes.append(block)
+    message = _message("assistant", "".join(content), blocks, **_has_notes(notes))
+    if handle and not calls:  # the ids of calls name the turn as well
+        message["handle"] = handle
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -211,10 +264,8 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _call(block: _Block) -> dict[str, Any]:
-    arguments = block.given.get("input")
-    if arguments is not None and not isinstance(arguments, dict):
-        bad(f"{block.where}.input: give an object, not {arguments!r:.60}.")
-    function = {"name": block.text("name"), "arguments": arguments or {}}
+    # Of a past call they may be anything, such as a text that was cut; whoever reads the message sees to that.
+    function = {"name": block.text("name"), "arguments": block.given.get("input") or {}}
     return {"id": block.text("id"), "type": "function", "function": function}
 
 
@@ -222,12 +273,16 @@ def _call(block: _Block) -> dict[str, Any]:
 
 
 def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tools in OpenAI's form; those that the API itself would have run, or knows the schema of, are left out."""
+    """The tools in OpenAI's form; those that the API itself would have run are left out, and that is told."""
     tools, left_out = list[dict[str, Any]](), list[str]()
     for index, tool in enumerate(listed(body, "tools")):
         where, kind = f"tools[{index}]", tool.get("type")
         if kind not in (None, "custom") and tool.get("input_schema") is None:
-            left_out.append(str(tool.get("name") or kind))
+            known = known_function(tool)
+            if known is None:
+                left_out.append(str(tool.get("name") or kind))
+            else:
+                tools.append({"type": "function", "function": known})
             continue
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not name:
@@ -276,8 +331,9 @@ def _sampling(
     wishes = {name: value for name, value in config.items() if name != "format" and value is not None}
     if wishes:
         not_granted["output_config"] = wishes
-    schema = with_schema(json_schema(form, "output_config.format"), tools, tool_choice, not_granted)
-    return sampling_of(body, _SAMPLING, max_tokens=most or None, stop=stops(body, "stop_sequences"), schema=schema)
+    schema = json_schema(form, "output_config.format")
+    constraint = with_constraint({} if schema is None else {"schema": schema}, tools, tool_choice, not_granted)
+    return sampling_of(body, _SAMPLING, max_tokens=most or None, stop=stops(body, "stop_sequences"), **constraint)
 
 
 def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:

@@ -1,6 +1,7 @@
 """The ASGI application of a run's endpoints: who asks, what for, and within which bounds.
 
 An episode is a path, `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting find it.
+Another key of the episode ends it with a reward, and does nothing else: programs are not given that one.
 Bodies and keys are never logged, and nothing that a request names is ever fetched.
 """
 
@@ -12,23 +13,27 @@ import ipaddress
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import anyio
 import orjson
 
+from runner.chat_requests import Asked
 from runner.endpoint.answering import Door
 from runner.endpoint.anthropic_messages import AnthropicMessages
-from runner.endpoint.bodies import decode_body, number
+from runner.endpoint.bodies import check_size, decode_body, number
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.line import Send
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.responses import Responses
 from runner.endpoint.streaming import answer, send_json, send_refusal
-from runner.endpoint.wire import Headers, WireForm
+from runner.endpoint.wire import Headers, WireForm, WireRequest
 
 __all__ = ["Application", "Receive"]
+
+T = TypeVar("T")
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 """Receives a message of ASGI."""
@@ -39,11 +44,17 @@ BODY: Final = 32 * 2**20
 HEARD_OUT: Final = 4 * BODY
 """Up to so many bytes a body that is too large is heard out, and thrown away."""
 
+READ_AT_ONCE: Final = 128 * 1024
+"""A larger body is read in a thread, so that others are answered meanwhile."""
+
 BODY_SECONDS: Final = 60.0
 """The seconds in which it has to come."""
 
+KEY_KNOWN: Final = "deltarunner.key_known"
+"""The extension of ASGI by which a server is told that a request has the key of an episode."""
+
 KEYS_KEPT: Final = 10_000
-"""So many keys of episodes that are over are known as such."""
+"""The number of episodes that are over whose keys are known as such, two each."""
 
 _CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
 _FORMS: Final[Mapping[str, WireForm]] = {
@@ -68,23 +79,28 @@ class Application:
         self.hosts = frozenset(hosts)
         self._any_address = any_address
         self._doors: dict[bytes, tuple[str, Door]] = {}
+        self._ends: dict[bytes, tuple[str, Door]] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
+        # One at a time: they compute, and share the interpreter with the loop.
+        self._threads = anyio.CapacityLimiter(1)
 
     # --- keys
 
-    def open(self, door: Door) -> str:
-        """Take the requests of a new key, which comes back."""
-        key = secrets.token_hex(16)
+    def open(self, door: Door) -> tuple[str, str]:
+        """Take the requests of a new key, which comes back with the one that ends its episode."""
+        key, end_key = secrets.token_hex(16), secrets.token_hex(16)
         self._doors[_digest(key)] = key, door
-        return key
+        self._ends[_digest(end_key)] = end_key, door
+        return key, end_key
 
-    def shut(self, key: str) -> None:
-        """Tell whoever comes with this key that the episode is over; what is in flight is cut."""
+    def shut(self, key: str, end_key: str) -> None:
+        """Tell whoever comes with these keys that the episode is over; what is in flight is cut."""
         _, door = self._doors.pop(_digest(key))
+        self._ends.pop(_digest(end_key))
         door.shut()
-        # The key alone: a door holds all of its episode.
-        self._over[_digest(key)] = key
-        while len(self._over) > KEYS_KEPT:
+        for each in (key, end_key):  # the keys alone: a door holds all of its episode
+            self._over[_digest(each)] = each
+        while len(self._over) > 2 * KEYS_KEPT:
             self._over.popitem(last=False)
 
     def _door(self, key: str) -> Door:
@@ -94,6 +110,25 @@ class Application:
         if door is None:
             raise ended()
         return door
+
+    def _known_door(self, keys: Sequence[str]) -> Door:
+        """The door of the first key that is that of an episode; a client may send others besides."""
+        refused = Refused(Reason.UNAUTHORIZED, "there is no key: use the endpoint's own api_key.")
+        for key in keys:
+            try:
+                return self._door(key)
+            except Refused as error:
+                # That an episode is over says more than that a key is unknown.
+                refused = error if refused.reason is Reason.UNAUTHORIZED else refused
+        raise refused
+
+    def _door_to_end(self, keys: Sequence[str]) -> Door | None:
+        """The door of which one of these keys is the one that ends its episode."""
+        for key in keys:
+            known, door = self._ends.get(_digest(key), ("", None))
+            if door is not None and hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
+                return door
+        return None
 
     # --- requests
 
@@ -116,13 +151,21 @@ class Application:
         host = headers.get("host", "").lower()
         if host not in self.hosts and not (self._any_address and _is_address(host)):
             raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
-        key, path = _key_and_path(scope["path"], headers)
+        keys, path = _keys_and_path(scope["path"], headers)
         method = scope["method"]
         if path in ("", "/") and method in ("GET", "HEAD"):  # some clients ask whether anybody is there
             await send_json(send, b"" if method == "HEAD" else b"{}")
             return
         path = path.rstrip("/").removeprefix("/v1")
-        door = self._door(key)
+        if path == _END and (ending := self._door_to_end(keys)) is not None:
+            _tell_known(scope)
+            _only("POST", method)
+            if ending.ended.is_set():
+                raise ended()
+            await _end(ending, decode_body(await _read(receive, headers, ending) or b"{}"), send, reward=True)
+            return
+        door = self._known_door(keys)
+        _tell_known(scope)
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             _only("GET", method)
             await send_json(send, _models(door, one=path != _MODELS))
@@ -135,14 +178,21 @@ class Application:
             raise door.busy()
         # From here on, since a body takes room long before it is there.
         with door.inside():
-            body = decode_body(await _read(receive, headers, door) or b"{}")
+            raw = await _read(receive, headers, door) or b"{}"
             if path == _END:
-                await _end(door, body, send)
+                await _end(door, decode_body(raw), send, reward=False)
             elif path == _COUNT:
-                await _count(door, body, headers, send)
+                await _count(door, await self._understood(_to_count, raw, headers), receive, send)
             else:
                 form = _FORMS[path]
-                await answer(form, form.read(body, headers), door, receive, send)
+                request = await self._understood(partial(_request, form), raw, headers)
+                await answer(form, request, door, receive, send)
+
+    async def _understood(self, read: Callable[[bytes, Headers], T], raw: bytes, headers: Headers) -> T:
+        """What a body asks; a large one is read in a thread."""
+        if len(raw) <= READ_AT_ONCE:
+            return read(raw, headers)
+        return await anyio.to_thread.run_sync(read, raw, headers, limiter=self._threads)
 
 
 class _Asleep(Exception):
@@ -155,6 +205,9 @@ async def _read(receive: Receive, headers: Headers, door: Door, *, heard: bool =
     Raises:
         Refused: it is too large, or did not come in time, or the episode ended meanwhile.
     """
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise Refused(Reason.INVALID, f"content-encoding: {encoding!r:.60} is not read: send the body as it is.")
     too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {BODY // 2**20} MiB.")
     length = headers.get("content-length", "0")
     if length.isdigit() and int(length) > HEARD_OUT:
@@ -182,22 +235,55 @@ async def _read(receive: Receive, headers: Headers, door: Door, *, heard: bool =
     return b"".join(parts)
 
 
-async def _count(door: Door, body: Mapping[str, Any], headers: Headers, send: Send) -> None:
-    asked = _MESSAGES.read_to_count(body, headers)
-    tokens = None
-    with anyio.CancelScope() as scope, door.cutting(scope):
-        try:
-            tokens = await door.answering.count(asked)
-        except Exception as error:
-            raise refusal_of(error) from error
+def _request(form: WireForm, raw: bytes, headers: Headers) -> WireRequest:
+    request = form.read(decode_body(raw), headers)
+    check_size(request.asked)
+    return request
+
+
+def _to_count(raw: bytes, headers: Headers) -> Asked:
+    asked = _MESSAGES.read_to_count(decode_body(raw), headers)
+    check_size(asked)
+    return asked
+
+
+async def _count(door: Door, asked: Asked, receive: Receive, send: Send) -> None:
+    tokens, gone, error = None, False, None
+
+    async def leave_with_client() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        with door.cutting(group.cancel_scope):
+            group.start_soon(leave_with_client)
+            try:
+                tokens = await door.answering.count(asked)
+            except Exception as raised:  # a task group would wrap it
+                error = raised
+            group.cancel_scope.cancel()
+    if gone:
+        return
+    if error is not None:
+        raise refusal_of(error) from error
     if tokens is None:
         raise ended()
     await send_json(send, orjson.dumps(_MESSAGES.count(tokens)))
 
 
-async def _end(door: Door, body: Mapping[str, Any], send: Send) -> None:
-    reward = number(body, "reward")
-    door.end({} if reward is None else {"reward": reward})
+async def _end(door: Door, body: Mapping[str, Any], send: Send, *, reward: bool) -> None:
+    """End the episode of a door, with the reward that is said where one may be said."""
+    said = number(body, "reward")
+    if said is not None and not reward:
+        raise Refused(
+            Reason.NO_REWARD,
+            "reward: this key is the program's, which cannot say its own reward: send it to the endpoint's end_url, or "
+            "leave it out.",
+        )
+    door.end({} if said is None else {"reward": said})
     await send_json(send, b"{}")
 
 
@@ -229,13 +315,26 @@ def _models(door: Door, *, one: bool) -> bytes:
     return orjson.dumps(model if one else listed)
 
 
-def _key_and_path(path: str, headers: Headers) -> tuple[str, str]:
-    """The key of a request, in its path or its headers, and the path behind it."""
+def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
+    """The keys of a request, the one in its path or those in its headers, and the path behind it.
+
+    The libraries of providers send two where a program gives one and the environment another.
+    """
+    kind, _, bearer = headers.get("authorization", "").partition(" ")
+    told = [bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    keys = [key for key in told if key]
     if path.startswith("/e/"):
         key, _, rest = path.removeprefix("/e/").partition("/")
-        return unquote(key), f"/{rest}"
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return (key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")), path
+        path = f"/{rest}"
+        # With the program's address the key that ends its episode may stand in a header.
+        return [unquote(key), *(keys if path.rstrip("/").endswith(_END) else ())], path
+    return keys, path
+
+
+def _tell_known(scope: Mapping[str, Any]) -> None:
+    """Tell the server that a request has the key of an episode."""
+    if known := scope.get("extensions", {}).get(KEY_KNOWN):
+        known["told"]()
 
 
 def _is_address(host: str) -> bool:

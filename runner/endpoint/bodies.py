@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
 
+from runner.chat_requests import Asked
 from runner.endpoint.refusals import Reason, Refused
 from runner.errors import BadOption
+from runner.messages import canonical_json
 from runner.options import Sampling, ToolChoice
 
 __all__ = [
     "SamplingFields",
     "bad",
+    "check_size",
+    "constraint_of",
     "decode_body",
     "field_of",
     "json_schema",
     "listed",
+    "most_tokens",
+    "note_unread",
     "number",
     "sampling_of",
     "stops",
+    "with_constraint",
 ]
 
 T = TypeVar("T")
 
 MESSAGES: Final = 10_000
-"""The most messages, or items, that a history may have: nobody is answered while they are read, which took seconds for
-100,000."""
+"""The most messages, or items, that a history may have."""
+
+CALLS: Final = 10_000
+"""The most calls of tools that a history may have."""
+
+TOOLS: Final = 2_000
+"""The most tools that a request may offer."""
+
+TOOL_BYTES: Final = 512 * 1024
+"""The most bytes of JSON that a tool may have."""
+
+VALUES: Final = 500_000
+"""The most values that a body may have: a million of them take a second to be read, and nothing else runs meanwhile."""
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
@@ -48,12 +68,18 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     """The object that a body holds.
 
     Raises:
-        Refused: it holds none, or a history of too many messages.
+        Refused: it holds none, or a history of too many messages, or too many values.
     """
+    if _may_hold_more(raw) and (values := _values_in(raw)) > VALUES:
+        bad(f"the body has {values:,} values, and at most {VALUES:,} are read: send a shorter history or fewer tools.")
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        bad(f"the body is no JSON ({error}): send an object.")
+        try:
+            body = orjson.loads(_ESCAPE.sub(_without_half, raw))
+        except orjson.JSONDecodeError:
+            bad(f"the body is no JSON ({error}): send an object.")
     if not isinstance(body, dict):
         bad(f"the body is a JSON {type(body).__name__}: send an object.")
     for name in ("messages", "input"):
@@ -63,14 +89,64 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+_ESCAPE: Final = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F]..)|.)", re.DOTALL)
+
+
+def _without_half(found: re.Match[bytes]) -> bytes:
+    """An escape as it is; U+FFFD for half of a surrogate pair, which JavaScript writes where it cut a text in two."""
+    return found[0] if found["half"] is None else b"\\ufffd"
+
+
+def _may_hold_more(raw: bytes) -> bool:
+    """Whether a body may have too many values: what stands between them stands in texts too."""
+    return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > VALUES
+
+
+def _values_in(raw: bytes) -> int:
+    """How many values a body has; at least so many where it is no JSON."""
+    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = bare.count(b'"') // 2
+    if strings > 2 * VALUES:  # keys among them
+        return strings // 2
+    outside = b"".join(bare.split(b'"')[::2])
+    return outside.count(b",") + outside.count(b"{") + outside.count(b"[")
+
+
+def check_size(asked: Asked) -> None:
+    """Refuse a request that would take long before its prompt is there.
+
+    Raises:
+        Refused: it has too many tools or calls, or one of its tools is too large; says how many there may be.
+    """
+    if len(asked.tools) > TOOLS:
+        bad(f"tools: {len(asked.tools):,} of them, and a request has at most {TOOLS:,}: offer fewer.")
+    calls = 0
+    for message in asked.messages:
+        made = message.get("tool_calls") if isinstance(message, dict) else None
+        calls += len(made) if isinstance(made, list) else 0
+    if calls > CALLS:
+        bad(f"the history has {calls:,} calls of tools, and at most {CALLS:,} are read: send a shorter one.")
+    for index, tool in enumerate(asked.tools):
+        size = len(canonical_json(tool))
+        if size > TOOL_BYTES:
+            bad(f"tools[{index}]: it has {size:,} bytes, and a tool has at most {TOOL_BYTES:,}: shorten its schema.")
+
+
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """A field of a type; null is the same as nothing."""
+    """A field of a type; null is the same as nothing, and 1.0 a whole number."""
     value = body.get(name)
     if value is None:
         return default
+    if kind is int:
+        value = _whole(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         bad(f"{name}: give {_KINDS[kind]}, not {value!r:.60}.")
     return value
+
+
+def _whole(value: Any) -> Any:
+    """A number without a fraction as a whole one: some languages know no other numbers than 1.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -99,6 +175,18 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(given)
 
 
+def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
+    """The smallest of the fields that say how many ids an answer may have; null and -1 leave it to the run."""
+    given = list[int]()
+    for name in names:
+        value = field_of(body, name, int, -1)
+        if value < 1 and value != -1:
+            bad(f"{name}={value}: give 1 or more, or null to leave it to the run.")
+        if value != -1:
+            given.append(value)
+    return min(given, default=None)
+
+
 def sampling_of(body: Mapping[str, Any], fields: SamplingFields, **further: Any) -> Sampling | None:
     """How a request would have its turn sampled; None where it says nothing of it.
 
@@ -106,7 +194,9 @@ def sampling_of(body: Mapping[str, Any], fields: SamplingFields, **further: Any)
         Refused: a value cannot be.
     """
     given: dict[str, Any] = {
-        ours: number(body, theirs) for theirs, ours in fields.items() if body.get(theirs) is not None
+        ours: _READ.get(ours, _as_it_is)(value)
+        for theirs, ours in fields.items()
+        if (value := number(body, theirs)) is not None
     }
     given |= {name: value for name, value in further.items() if value not in (None, (), {})}
     try:
@@ -114,6 +204,100 @@ def sampling_of(body: Mapping[str, Any], fields: SamplingFields, **further: Any)
     except BadOption as error:
         theirs = {ours: theirs for theirs, ours in fields.items()}
         bad(_OF_SAMPLING.sub(lambda found: f"{theirs.get(found[1], found[1])}={found[2]}: ", str(error)))
+
+
+def _as_it_is(value: float) -> float:
+    return value
+
+
+def _top_k(value: float) -> float:
+    """The likeliest ids that are kept; vLLM's clients write -1 where all of them are."""
+    return 0 if value == -1 else _whole(value)
+
+
+def _top_p(value: float) -> float:
+    """The mass that is kept; OpenAI takes 0, which keeps the likeliest id alone."""
+    return value or _LEAST_TOP_P
+
+
+_LEAST_TOP_P: Final = 1e-6
+_READ: Final[Mapping[str, Callable[[float], float]]] = {"top_k": _top_k, "top_p": _top_p, "min_tokens": _whole}
+"""How fields are read that clients write in several ways."""
+
+_CONSTRAINTS: Final = {
+    "guided_json": "schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "json": "schema",
+    "regex": "regex",
+    "choice": "choice",
+}
+"""The fields of vLLM's that say what an answer has to match, by the names that `Sampling` has for them."""
+
+_NO_CONSTRAINTS: Final = ("grammar", "structural_tag", "guided_grammar")
+
+
+def constraint_of(body: Mapping[str, Any], schema: dict[str, Any] | None) -> dict[str, Any]:
+    """What an answer has to match, by the names of `Sampling`: a schema that was read, or what vLLM's fields say.
+
+    Raises:
+        Refused: a field asks for what cannot be enforced here.
+    """
+    found: dict[str, Any] = {} if schema is None else {"schema": schema}
+    inner = field_of(body, "structured_outputs", dict, {})
+    for holder, where in ((body, ""), (inner, "structured_outputs.")):
+        for name in _NO_CONSTRAINTS:
+            if holder.get(name) is not None:
+                bad(f"{where}{name}: give a JSON schema, a regex or a choice in its place.")
+        for name, ours in _CONSTRAINTS.items():
+            value = holder.get(name)
+            if value is not None and (where or name.startswith("guided")):
+                found[ours] = _constraint(ours, value, f"{where}{name}")
+    if inner.get("json_object"):
+        found["schema"] = {"type": "object"}
+    return found
+
+
+def _constraint(kind: str, value: Any, where: str) -> Any:
+    if kind == "choice":
+        if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+            return tuple(value)
+        bad(f"{where}: give a list of strings, not {value!r:.60}.")
+    if kind == "schema" and isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            bad(f"{where}: give a JSON schema, not {value!r:.60}.")
+    wanted, what = (dict, "a JSON schema") if kind == "schema" else (str, "a string")
+    if not isinstance(value, wanted):
+        bad(f"{where}: give {what}, not {value!r:.60}.")
+    return value
+
+
+MOST_UNREAD: Final = 20
+"""So many fields of a body that nothing reads are noted."""
+
+
+def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: dict[str, Any]) -> None:
+    """Note the fields of a body that nothing here reads, so that the record of the request tells of them."""
+    unread = (
+        (name, value)
+        for name, value in body.items()
+        if name not in known and name not in not_granted and value not in (None, False, "", [], {})
+    )
+    not_granted.update((name[:60], _shortly(value)) for name, value in list(itertools.islice(unread, MOST_UNREAD)))
+
+
+def _shortly(value: Any) -> Any:
+    """A value as a record may hold it: what is long or nested is told by its kind."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if len(inner) > 8 or not all(isinstance(each, bool | int | float | None) or _is_short(each) for each in inner):
+        return f"({_KINDS.get(type(value), 'a value')})"
+    return value
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 100
 
 
 def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
@@ -133,11 +317,14 @@ def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             bad(f"{where}: give the type text, json_object or json_schema, not {other!r:.60}.")
 
 
-def with_schema(
-    schema: dict[str, Any] | None, tools: Sequence[Any], tool_choice: ToolChoice | None, not_granted: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The schema where it can be enforced: a turn that may call tools cannot be held to it, and that is told."""
-    if schema is not None and tools and tool_choice != "none":
+def with_constraint(
+    constraint: dict[str, Any], tools: Sequence[Any], tool_choice: ToolChoice | None, not_granted: dict[str, Any]
+) -> dict[str, Any]:
+    """What an answer has to match, where it can be enforced.
+
+    A turn that may call tools cannot be held to it, and that is told.
+    """
+    if constraint and tools and tool_choice != "none":
         not_granted["response_format"] = "a turn that may call tools is not held to a schema"
-        return None
-    return schema
+        return {}
+    return constraint

@@ -9,13 +9,25 @@ from typing import Any, Final
 import orjson
 
 from runner.chat_requests import Asked
-from runner.endpoint.bodies import bad, field_of, json_schema, listed, number, sampling_of, stops, with_schema
+from runner.checked import is_whole
+from runner.endpoint.bodies import (
+    bad,
+    constraint_of,
+    field_of,
+    json_schema,
+    most_tokens,
+    note_unread,
+    sampling_of,
+    stops,
+    with_constraint,
+)
+from runner.endpoint.chat_tools import read_chat_choice, read_chat_messages, read_chat_tools
 from runner.endpoint.encoding import arguments_text, encode, logprob_rows
 from runner.endpoint.labels import label_of
 from runner.endpoint.refusals import Refused
+from runner.endpoint.response_items import custom_call
 from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
-from runner.options import ToolChoice
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
 
@@ -31,7 +43,29 @@ _SAMPLING: Final = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
 }
-_NOT_GRANTED: Final = ("seed", "reasoning_effort", "verbosity", "logit_bias", "prediction", "service_tier")
+_NOT_GRANTED: Final = ("seed", "reasoning_effort", "verbosity", "prediction", "service_tier")
+_REFUSED: Final = {
+    "audio": "answers are text: leave it out.",
+    "echo": "an answer holds what was sampled alone: leave it out.",
+    "prompt_logprobs": "the log-probabilities of a prompt are not computed: leave it out.",
+    "use_beam_search": "beams are not searched: leave it out.",
+}
+_KNOWN: Final = frozenset(
+    (
+        *_SAMPLING,
+        *_NOT_GRANTED,
+        *_REFUSED,
+        *("model", "messages", "tools", "tool_choice", "functions", "function_call", "response_format", "n", "best_of"),
+        *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logit_bias"),
+        *("stream", "stream_options", "return_token_ids", "logprobs", "top_logprobs", "parallel_tool_calls"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        # What changes nothing here.
+        *("user", "metadata", "store", "safety_identifier", "modalities", "request_id", "session_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "continue_final_message"),
+        *("include_reasoning", "separate_reasoning", "stream_reasoning"),
+    )
+)
 _MOST_LOGPROBS: Final = 20
 
 
@@ -41,31 +75,35 @@ class ChatCompletions(WireForm):
     name = "chat"
 
     def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
-        if field_of(body, "n", int, 1) != 1:
-            bad("n: one answer is sampled for a request; ask again for another one.")
-        if body.get("functions") or body.get("function_call"):
-            bad("functions: they are called tools by now; give tools and tool_choice.")
-        tools, tool_choice = listed(body, "tools"), _tool_choice(body)
+        _refuse_unknown_answers(body)
         not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) is not None}
+        tools, custom = read_chat_tools(body, not_granted)
+        tool_choice = read_chat_choice(body, not_granted)
         if body.get("parallel_tool_calls") is False:
             not_granted["parallel_tool_calls"] = False
+        note_unread(body, _KNOWN, not_granted)
         schema = json_schema(field_of(body, "response_format", dict, {}), "response_format")
-        most = [each for name in ("max_tokens", "max_completion_tokens") if (each := number(body, name)) is not None]
         top = field_of(body, "top_logprobs", int, 0)
         if not 0 <= top <= _MOST_LOGPROBS:
             bad(f"top_logprobs: give a whole number from 0 to {_MOST_LOGPROBS}, not {top}.")
         sampling = sampling_of(
             body,
             _SAMPLING,
-            max_tokens=min(most, default=None),
+            max_tokens=most_tokens(body, "max_tokens", "max_completion_tokens"),
             stop=stops(body, "stop"),
-            schema=with_schema(schema, tools, tool_choice, not_granted),
+            stop_ids=_stop_ids(body),
+            bad_words=stops(body, "bad_words"),
+            ignore_eos=field_of(body, "ignore_eos", bool, False) or None,
+            logit_bias=_logit_bias(body),
             logprobs=top or None,
+            **with_constraint(constraint_of(body, schema), tools, tool_choice, not_granted),
         )
         stream = field_of(body, "stream", bool, False)
         return WireRequest(
             asked=Asked(
-                messages=field_of(body, "messages", list, []) or bad("messages: give at least one."),
+                messages=read_chat_messages(
+                    field_of(body, "messages", list, []) or bad("messages: give at least one.")
+                ),
                 tools=tools,
                 sampling=sampling,
                 tool_choice=tool_choice,
@@ -78,7 +116,10 @@ class ChatCompletions(WireForm):
             ids=field_of(body, "return_token_ids", bool, False),
             logprobs=field_of(body, "logprobs", bool, False),
             top_logprobs=top,
-            options={"usage": bool(field_of(body, "stream_options", dict, {}).get("include_usage"))},
+            options={
+                "usage": bool(field_of(body, "stream_options", dict, {}).get("include_usage")),
+                "custom": custom,
+            },
         )
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
@@ -86,6 +127,35 @@ class ChatCompletions(WireForm):
 
     def refusal(self, refused: Refused) -> Mapping[str, Any]:
         return openai_error(refused)
+
+
+def _refuse_unknown_answers(body: Mapping[str, Any]) -> None:
+    """Refuse what asks for another kind of answer than is given."""
+    for name in ("n", "best_of"):
+        if field_of(body, name, int, 1) != 1:
+            bad(f"{name}: one answer is sampled for a request; ask again for another one.")
+    if body.get("functions") or body.get("function_call") not in (None, "auto", "none"):
+        bad("functions: they are called tools by now; give tools and tool_choice.")
+    for name, fix in _REFUSED.items():
+        if body.get(name):
+            bad(f"{name}: {fix}")
+    if set(map(str, field_of(body, "modalities", list, []))) - {"text"}:
+        bad(f"modalities: answers are text alone, not {body['modalities']!r:.60}.")
+
+
+def _stop_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = field_of(body, "stop_token_ids", list, [])
+    if not all(is_whole(each, least=0) for each in ids):
+        bad(f"stop_token_ids: give a list of token ids, not {ids!r:.60}.")
+    return tuple(ids)
+
+
+def _logit_bias(body: Mapping[str, Any]) -> dict[int, Any]:
+    """The biases by id; JSON has ids as strings."""
+    given = field_of(body, "logit_bias", dict, {})
+    if not all(each.isascii() and each.isdecimal() and len(each) < 20 for each in given):
+        bad(f'logit_bias: give numbers by token id, such as {{"262": -100}}, not {given!r:.60}.')
+    return {int(each): value for each, value in given.items()}
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:
@@ -100,26 +170,13 @@ def openai_error(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": refused.reason.value}}
 
 
-def _tool_choice(body: Mapping[str, Any]) -> ToolChoice | None:
-    given = body.get("tool_choice")
-    if given is None or given in ("auto", "none", "required"):
-        return given
-    function = given.get("function") if isinstance(given, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        bad(
-            f"tool_choice: give auto, none, required or "
-            f'{{"type": "function", "function": {{"name": ...}}}}, not {given!r:.80}.'
-        )
-    return name
-
-
 class _CompletionWriter(AnswerWriter):
     """Writes chunks; the parts that do not change are encoded once."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         super().__init__(request, model, text_of)
         self._created = int(time.time())
+        self._custom: frozenset[str] = request.options["custom"]
         self._open = b""
 
     def write_begin(self) -> bytes:
@@ -134,13 +191,15 @@ class _CompletionWriter(AnswerWriter):
         return begin.removesuffix(b"]}\n\n") + b'],"prompt_token_ids":%b}\n\n' % prompt
 
     def write_reasoning(self, text: str) -> bytes:
-        return self._chunk(b'{"reasoning_content":%b}' % encode(text))
+        # DeepSeek's name of it and vLLM's, since each of them has clients that read no other.
+        said = encode(text)
+        return self._chunk(b'{"reasoning_content":%b,"reasoning":%b}' % (said, said))
 
     def write_text(self, text: str) -> bytes:
         return self._chunk(b'{"content":%b}' % encode(text))
 
     def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
-        return self._chunk(encode({"tool_calls": [{"index": index, **_call(call_id, name, arguments)}]}))
+        return self._chunk(encode({"tool_calls": [{"index": index, **self._call(call_id, name, arguments)}]}))
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
         further = b',"token_ids":%b' % orjson.dumps(list(token_ids)) if self.request.ids else b""
@@ -163,9 +222,9 @@ class _CompletionWriter(AnswerWriter):
         turn, request = answered.turn, self.request
         message: dict[str, Any] = {"role": "assistant", "content": answered.text or None, "refusal": None}
         if answered.reasoning:
-            message["reasoning_content"] = answered.reasoning
+            message["reasoning_content"] = message["reasoning"] = answered.reasoning
         if answered.calls:
-            message["tool_calls"] = [_call(*call) for call in answered.calls]
+            message["tool_calls"] = [self._call(*call) for call in answered.calls]
         else:
             message["content"] = answered.text
         choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(answered)}
@@ -185,6 +244,12 @@ class _CompletionWriter(AnswerWriter):
             answer["prompt_token_ids"] = list(turn.prompt_ids)
         return encode(answer)
 
+    def _call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if name in self._custom:
+            call_id, text = custom_call(call_id, arguments)
+            return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_text(arguments)}}
+
     def _chunk(self, delta: bytes, finish: str | None = None, *, further: bytes = b"") -> bytes:
         end = b"null" if finish is None else b'"%b"' % finish.encode()
         return b'%b%b,"finish_reason":%b%b}]}\n\n' % (self._open, delta, end, further)
@@ -197,10 +262,6 @@ class _CompletionWriter(AnswerWriter):
 
 def _completion_id(handle: str) -> str:
     return f"chatcmpl-{handle.removeprefix('call_')}"
-
-
-def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_text(arguments)}}
 
 
 def _finish(answered: Answered) -> str:

@@ -60,4 +60,10 @@ _LEAST: Final = -9999.0
 def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
     text = text_of([token_id])
     logprob = logprob if math.isfinite(logprob) else _LEAST
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+    try:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    except UnicodeEncodeError:  # a part of a character
+        raw = text.encode("utf-8", "surrogateescape")
+    # As OpenAI writes it, so that the bytes of several tokens, joined, are the text.
+    token = "".join(f"\\x{ord(each) - 0xDC00:02x}" if each >= "\udc80" and each <= "\udcff" else each for each in text)
+    return {"token": token, "logprob": logprob, "bytes": list(raw)}

@@ -55,6 +55,12 @@ class Endpoint:
     """The same without /v1, for clients of Anthropic's."""
     api_key: str
     """The key, for clients that want one: it is that of this episode, and ends with it."""
+    end_url: str
+    """The URL that ends the episode with a reward, by `POST` with `{"reward": number}`.
+
+    It holds a key of its own, which opens nothing else. Keep it from the programs that are rewarded: neither `environ`
+    nor the settings of programs have it.
+    """
     model: str
     """The name of the model."""
     context: int
@@ -65,6 +71,7 @@ class Endpoint:
     def __init__(
         self,
         address: Address,
+        end_url: str,
         threads: Callable[[], list[ChatThread]],
         stack: AsyncExitStack,
         door: Door,
@@ -80,6 +87,7 @@ class Endpoint:
         door.told_over = self._over.set
         self.base_url, self.root_url = address.base_url, address.root_url
         self.api_key, self.model, self.context = address.api_key, address.model, address.context
+        self.end_url = end_url
         self.environ = environ(address)
 
     @property
@@ -93,13 +101,14 @@ class Endpoint:
         return self._over.is_set()
 
     async def wait(self) -> Mapping[str, Any]:
-        """Wait until a client says that the episode is over, with `POST` to `base_url` and `/end`, or the run ends.
+        """Wait until somebody says that the episode is over, with `POST`, or the run ends.
 
-        Whoever has said it is answered nothing further, and a program of `run` has ten seconds to end by itself, also
-        where nobody waits; the episode ends as ever, when its `rollout` does.
+        A program does so at `base_url` and `/end`, and says no reward; who may say one does it at `end_url`. Whoever
+        has said it is answered nothing further, and a program of `run` has ten seconds to end by itself, also where
+        nobody waits; the episode ends as ever, when its `rollout` does.
 
         Returns:
-            What the client said: {"reward": number} where it gave one.
+            What was said: {"reward": number} where `end_url` was given one, else {}.
         """
         async with anyio.create_task_group() as group:
             for event in (self._door.ended, self._draining):
@@ -203,6 +212,8 @@ async def serving(
     """
     door = Door(answering, model=model, context=context, at_once=at_once)
     async with AsyncExitStack() as stack:
-        key = stack.enter_context(server.serving(door))
+        key, end_key = stack.enter_context(server.serving(door))
         root = f"{server.url}/e/{key}"
-        yield Endpoint(Address(f"{root}/v1", root, key, model, context), threads, stack, door, server.draining)
+        address = Address(f"{root}/v1", root, key, model, context)
+        end_url = f"{server.url}/e/{end_key}/v1/end"
+        yield Endpoint(address, end_url, threads, stack, door, server.draining)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from http import HTTPStatus
 
+from runner.chat_requests import UnknownReference
 from runner.errors import BadInput, ContextFull, EpisodeOver
 
 __all__ = ["Reason", "Refused", "ended", "refusal_of"]
@@ -21,6 +22,8 @@ class Reason(enum.StrEnum):
     """The episode has ended or reached a limit; asking again is in vain."""
     UNAUTHORIZED = "invalid_api_key"
     """Its key is that of no episode."""
+    NO_REWARD = "reward_not_allowed"
+    """It says a reward with the key of the program that is rewarded."""
     FORBIDDEN = "forbidden_host"
     """It was sent to another host's name."""
     NOT_FOUND = "not_found"
@@ -33,6 +36,10 @@ class Reason(enum.StrEnum):
     """Its body did not come in time."""
     BUSY = "rate_limit_exceeded"
     """Too many requests of this episode are in flight; asking again later helps."""
+    NO_ITEM = "item_not_found"
+    """It names an item that this episode did not give out."""
+    NO_RESPONSE = "previous_response_not_found"
+    """It goes on from a response that this episode did not give out."""
     FAILED = "server_error"
     """Something of ours failed."""
 
@@ -49,8 +56,10 @@ class Reason(enum.StrEnum):
 
 _STATUS = {
     Reason.UNAUTHORIZED: HTTPStatus.UNAUTHORIZED,
+    Reason.NO_REWARD: HTTPStatus.FORBIDDEN,
     Reason.FORBIDDEN: HTTPStatus.MISDIRECTED_REQUEST,
     Reason.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    Reason.NO_ITEM: HTTPStatus.NOT_FOUND,
     Reason.METHOD: HTTPStatus.METHOD_NOT_ALLOWED,
     Reason.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     Reason.SLOW: HTTPStatus.REQUEST_TIMEOUT,
@@ -67,14 +76,16 @@ class Refused(Exception):
         message: the same in a sentence that names the thing and the fix.
         prompt: how many ids the prompt has that does not fit, where that is the reason.
         context: how many the model can have.
+        code: the word by which Anthropic's clients know it.
     """
 
-    def __init__(self, reason: Reason, message: str, *, prompt: int = 0, context: int = 0) -> None:
+    def __init__(self, reason: Reason, message: str, *, prompt: int = 0, context: int = 0, code: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.prompt = prompt
         self.context = context
+        self.code = code
 
 
 def ended() -> Refused:
@@ -91,6 +102,8 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(Reason.OVERFLOW, str(error), prompt=error.prompt, context=error.context)
         case EpisodeOver():
             return Refused(Reason.OVER, f"the episode is over: {error}")
+        case UnknownReference():
+            return Refused(Reason.NO_ITEM if error.is_item else Reason.NO_RESPONSE, str(error))
         case BadInput():
             return Refused(Reason.INVALID, str(error))
         case RecursionError():

@@ -1,7 +1,7 @@
 """Reads the items of OpenAI's Responses as messages: what was said of one turn, which is several items, as one message.
 
-Items name the turn that they are of: by their ids, which are its handle behind `rs_`, `msg_`, `fc_` or `ctc_`, by the
-ids of calls, and by the encrypted content of reasoning, which holds nothing else.
+Items name the turn that they are of: by their ids, which are its handle after `rs_`, `msg_`, `fc_` or `ctc_`, by the
+ids of calls, and by the encrypted content of reasoning, which holds nothing else. A reference has the id alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from runner.chat_requests import UnknownReference
 from runner.endpoint.bodies import bad
 from runner.endpoint.encoding import arguments_text
+from runner.endpoint.refusals import refusal_of
+from runner.messages import note_of
 
-__all__ = ["CUSTOM_PARAMETERS", "ReadItems", "custom_call", "flat_name", "item_id", "read_items"]
+__all__ = [
+    "CUSTOM_PARAMETERS",
+    "ReadItems",
+    "custom_arguments",
+    "custom_call",
+    "flat_name",
+    "item_id",
+    "minted",
+    "read_items",
+]
 
 _NAMED: Final = re.compile(r"(?:call|rs|msg|fc|ctc)_([0-9a-f]{12})(?:_\d+j?)?")
 """What names a turn, with what follows its handle's `call_`."""
@@ -67,14 +79,14 @@ def custom_call(call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
     return call_id + _OTHER, arguments_text(arguments)
 
 
-def _custom_arguments(call_id: str, text: str) -> str:
+def custom_arguments(call_id: str, text: str) -> str:
     """The arguments of such a call, as JSON."""
-    if _minted(call_id) != call_id and _is_object(text):
+    if minted(call_id) != call_id and _is_object(text):
         return text
     return arguments_text({"input": text})
 
 
-def _minted(call_id: str) -> str:
+def minted(call_id: str) -> str:
     """The id of a call as it was before its text was told as another one."""
     own = call_id.removesuffix(_OTHER)
     return own if _NAMED.fullmatch(own) else call_id
@@ -112,6 +124,10 @@ class _SaidItems:
     """The texts of its messages."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls, in OpenAI's chat form."""
+    refers: str = ""
+    """The id by which an item was only referred to; then the whole turn is meant."""
+    not_text: bool = False
+    """Whether a note stands for something that is not text."""
 
     def takes(self, handle: str, kind: _ItemKind) -> bool:
         """Whether a further item is of the same turn; one that is told apart wrongly is joined by whoever knows it."""
@@ -122,9 +138,15 @@ class _SaidItems:
     def as_message(self) -> dict[str, Any] | None:
         """The message; None of reasoning that is kept from us."""
         reasoning = "".join(self.reasoning)
-        if not (self.texts or self.calls or reasoning):
+        if not (self.texts or self.calls or reasoning or self.refers):
             return None
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
+        if self.handle and not self.calls:  # the ids of calls name the turn as well
+            message["handle"] = self.handle
+        if self.refers:
+            message["refers"] = self.refers
+        if self.not_text:
+            message["not_text"] = True
         if reasoning:
             message["reasoning_content"] = reasoning
         if self.calls:
@@ -140,7 +162,7 @@ def read_items(items: Sequence[Mapping[str, Any]]) -> ReadItems:
     """
     reader = _ItemReader()
     for index, item in enumerate(items):
-        reader.read(item, f"input[{index}]")
+        reader.read(item, f"input[{index}]", is_last=index == len(items) - 1)
     return reader.end()
 
 
@@ -155,44 +177,72 @@ class _ItemReader:
         self._read.handles = list(self._handles)
         return self._read
 
-    def read(self, item: Mapping[str, Any], where: str) -> None:
+    def read(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
         match kind:
             case "message":
-                self._message(item, where)
+                self._message(item, where, is_last=is_last)
             case "reasoning":
-                texts = _text_of(item.get("content"), f"{where}.content")
-                texts = texts or _text_of(item.get("summary"), f"{where}.summary")
+                texts = _text_of(item.get("content"), f"{where}.content")[0]
+                texts = texts or _text_of(item.get("summary"), f"{where}.summary")[0]
                 self._of_turn(item, _ItemKind.REASONING).reasoning.append(texts)
             case "function_call":
                 self._call(item, where, _arguments(item, where))
             case "custom_tool_call":
                 text = _string(item, "input", where)
-                self._call(item, where, _custom_arguments(_string(item, "call_id", where), text))
+                self._call(item, where, custom_arguments(_string(item, "call_id", where), text))
             case "function_call_output" | "custom_tool_call_output":
                 self._finish_turn()
-                content = _text_of(item.get("output"), f"{where}.output")
-                answered = _minted(_string(item, "call_id", where))
-                self._read.messages.append({"role": "tool", "tool_call_id": answered, "content": content})
+                content, has_notes = _text_of(item.get("output"), f"{where}.output")
+                answered = minted(_string(item, "call_id", where))
+                self._add({"role": "tool", "tool_call_id": answered, "content": content}, not_text=has_notes)
             case "item_reference":
-                bad(f"{where}: an item_reference names an item that is not kept here: give the item itself.")
+                self._reference(_string(item, "id", where))
+            case str() if not is_last:
+                self._note(kind, item)
             case _:
                 bad(f"{where}: an item of the type {kind!r:.60} cannot be put before a model: leave it out.")
 
-    def _message(self, item: Mapping[str, Any], where: str) -> None:
-        role, content = item.get("role"), _text_of(item.get("content"), f"{where}.content")
+    def _reference(self, given: str) -> None:
+        """An item that is named by its id alone: the turn that it is of is known to whoever answers."""
+        if _handle_of({"id": given}) == "":
+            raise refusal_of(UnknownReference(given, is_item=True))
+        prefix = given.partition("_")[0]
+        kind = {"rs": _ItemKind.REASONING, "msg": _ItemKind.MESSAGE}.get(prefix, _ItemKind.CALL)
+        self._of_turn({"id": given}, kind).refers = given
+
+    def _note(self, kind: str, item: Mapping[str, Any]) -> None:
+        """An item of the past that is not text, such as a web search or the output of a tool that is not known here."""
+        if kind.endswith(("_output", "_response")):
+            self._finish_turn()
+            self._add({"role": "user", "content": note_of(item)}, not_text=True)
+            return
+        said = self._of_turn({}, _ItemKind.MESSAGE)
+        said.texts.append(note_of(item))
+        said.not_text = True
+
+    def _add(self, message: dict[str, Any], *, not_text: bool) -> None:
+        self._read.messages.append({**message, "not_text": True} if not_text else message)
+
+    def _message(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
+        role = item.get("role")
+        # What is asked now is refused by its place; in the past a note stands for it.
+        strict = is_last and role != "assistant"
+        content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":
-            self._of_turn(item, _ItemKind.MESSAGE).texts.append(content)
+            said = self._of_turn(item, _ItemKind.MESSAGE)
+            said.texts.append(content)
+            said.not_text |= has_notes
             return
         if not isinstance(role, str) or role not in _ROLES:
             bad(f"{where}.role: give user, assistant, system or developer, not {role!r:.60}.")
         self._finish_turn()
-        self._read.messages.append({"role": _ROLES[role], "content": content})
+        self._add({"role": _ROLES[role], "content": content}, not_text=has_notes)
 
     def _call(self, item: Mapping[str, Any], where: str, arguments: str) -> None:
         namespace = item.get("namespace")
         name = flat_name(_string(item, "name", where), namespace if isinstance(namespace, str) else "")
-        call_id = _minted(_string(item, "call_id", where))
+        call_id = minted(_string(item, "call_id", where))
         function = {"name": name, "arguments": arguments}
         said = self._of_turn(item, _ItemKind.CALL)
         said.calls.append({"id": call_id, "type": "function", "function": function})
@@ -234,11 +284,9 @@ def _string(item: Mapping[str, Any], name: str, where: str) -> str:
 
 def _arguments(item: Mapping[str, Any], where: str) -> str:
     text = item.get("arguments")
-    if isinstance(text, str) and not text.strip():
-        return "{}"
-    if not isinstance(text, str) or not _is_object(text):
+    if not isinstance(text, str):
         bad(f"{where}.arguments: give a JSON object as a string, not {text!r:.60}.")
-    return text
+    return text if text.strip() else "{}"
 
 
 def _is_object(text: str) -> bool:
@@ -248,21 +296,24 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _text_of(content: Any, where: str) -> str:
-    """A text, or parts of one; nothing is an empty text."""
+def _text_of(content: Any, where: str, *, strict: bool = False) -> tuple[str, bool]:
+    """A text, or parts of one, and whether a note stands for a part of them; nothing is an empty text."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return content or "", False
     if not isinstance(content, list):
         bad(f"{where}: give a string or a list of parts, not {content!r:.60}.")
-    return "".join(_text_of_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+    read = [_text_of_part(part, f"{where}[{number}]", strict=strict) for number, part in enumerate(content)]
+    return "".join(text for text, _ in read), any(is_note for _, is_note in read)
 
 
-def _text_of_part(part: Any, where: str) -> str:
+def _text_of_part(part: Any, where: str, *, strict: bool) -> tuple[str, bool]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         bad(f"{where} is {part!r:.60}: give {{'type': 'input_text', 'text': '...'}}.")
     text = part.get(_TEXTS.get(kind, ""))
-    if not isinstance(text, str):
+    if isinstance(text, str):
+        return text, False
+    if strict or kind in _TEXTS:
         what = f"{part!r:.60}" if kind in _TEXTS else f"of the type {kind!r:.60}"
         bad(f"{where} is {what}: only text can be put before a model; give {{'type': 'input_text', 'text': '...'}}.")
-    return text
+    return note_of(part), True

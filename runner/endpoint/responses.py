@@ -1,6 +1,7 @@
 """OpenAI's Responses: requests with items, answers whole or as events.
 
-Nothing is kept from one request to the next: each has the whole history as its `input`.
+Each request has the whole history as its `input`, or goes on from an earlier response of the episode by its id. Items
+of earlier responses may be named by their ids.
 """
 
 from __future__ import annotations
@@ -9,7 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from runner.chat_requests import Asked
-from runner.endpoint.bodies import bad, field_of, json_schema, listed, sampling_of, with_schema
+from runner.endpoint.bodies import (
+    bad,
+    constraint_of,
+    field_of,
+    json_schema,
+    listed,
+    most_tokens,
+    note_unread,
+    sampling_of,
+    stops,
+    with_constraint,
+)
 from runner.endpoint.chat_completions import openai_error
 from runner.endpoint.labels import label_of, purpose_of
 from runner.endpoint.refusals import Refused
@@ -28,15 +40,28 @@ _SAMPLING: Final = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
-    "max_output_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
 }
 _NOT_KEPT: Final = {
-    "previous_response_id": "no response is kept here: give the whole history as input, and set store to false.",
-    "conversation": "no conversation is kept here: give the whole history as input.",
+    "conversation": "no conversation is kept here under a name: give the whole history as input, or the "
+    "previous_response_id of the response that it goes on from.",
     "background": "an answer is given to whoever waits for it: leave this out.",
     "prompt": "no prompt is kept here: give its text as instructions or input.",
 }
 _NOT_GRANTED: Final = ("service_tier", "max_tool_calls", "context_management", "moderation")
+_KNOWN: Final = frozenset(
+    (
+        *_SAMPLING,
+        *_NOT_KEPT,
+        *_NOT_GRANTED,
+        *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stop", "include"),
+        *("stream", "return_token_ids", "top_logprobs", "parallel_tool_calls", "truncation", "reasoning", "store"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        # What changes nothing here.
+        *("user", "metadata", "safety_identifier", "stream_options", "background_options", "client_metadata"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority", "request_id"),
+    )
+)
 _LOGPROBS: Final = "message.output_text.logprobs"
 _GIVEN_ANYWAY: Final = "reasoning.encrypted_content"
 _MOST_LOGPROBS: Final = 20
@@ -53,6 +78,7 @@ class Responses(WireForm):
                 bad(f"{name}: {fix}")
         offered = read_tools(listed(body, "tools"))
         read = _input(body)
+        previous = field_of(body, "previous_response_id", str, "")
         not_granted = _not_granted(body)
         if offered.dropped:
             not_granted["tools"] = offered.dropped
@@ -65,8 +91,10 @@ class Responses(WireForm):
         sampling = sampling_of(
             body,
             _SAMPLING,
-            schema=with_schema(schema, offered.tools, tool_choice, not_granted),
+            max_tokens=most_tokens(body, "max_output_tokens"),
+            stop=stops(body, "stop"),
             logprobs=top or None,
+            **with_constraint(constraint_of(body, schema), offered.tools, tool_choice, not_granted),
         )
         return WireRequest(
             asked=Asked(
@@ -76,6 +104,8 @@ class Responses(WireForm):
                 tool_choice=tool_choice,
                 label=label_of(headers),
                 handles=read.handles,
+                previous=previous,
+                own_system=bool(field_of(body, "instructions", str, "")),
                 form=self.name,
                 client=headers.get("user-agent", ""),
                 purpose=purpose_of(headers),
@@ -85,7 +115,12 @@ class Responses(WireForm):
             ids=field_of(body, "return_token_ids", bool, False),
             logprobs=_LOGPROBS in include,
             top_logprobs=top,
-            options={"tools": offered.by_name, "tool_choice": body.get("tool_choice") or "auto"},
+            options={
+                "tools": offered.by_name,
+                "tool_choice": body.get("tool_choice") or "auto",
+                "previous": previous or None,
+                "store": field_of(body, "store", bool, True),
+            },
         )
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
@@ -116,8 +151,6 @@ def _text(body: Mapping[str, Any]) -> dict[str, Any]:
 def _not_granted(body: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked for and cannot be had, but for tools."""
     not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) is not None}
-    if field_of(body, "store", bool, False):
-        not_granted["store"] = True
     if field_of(body, "parallel_tool_calls", bool, True) is False:
         not_granted["parallel_tool_calls"] = False
     if body.get("truncation") not in (None, "disabled"):
@@ -127,6 +160,7 @@ def _not_granted(body: Mapping[str, Any]) -> dict[str, Any]:
     reasoning = {name: value for name, value in field_of(body, "reasoning", dict, {}).items() if value is not None}
     if reasoning:
         not_granted["reasoning"] = reasoning
+    note_unread(body, _KNOWN, not_granted)
     return not_granted
 
 

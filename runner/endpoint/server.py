@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import resource
 import socket
@@ -18,7 +19,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runner.endpoint.answering import Door
-from runner.endpoint.application import Application
+from runner.endpoint.application import KEY_KNOWN, Application
 from runner.errors import BadOption
 
 __all__ = ["EndpointServer", "Listen", "parse_listen"]
@@ -27,7 +28,11 @@ Listen = tuple[str, int]
 """A host and a port; 0 takes any that is free."""
 
 CONNECTIONS: Final = 2_000
-"""The most connections at a time, or half of the files that may be open; further ones are closed at once."""
+"""The most connections at a time, or half of the files that may be open.
+
+For a further one the oldest is closed that has sent no key of an episode yet, else the one that has been idle longest;
+only where all of them are being answered, the further one itself.
+"""
 
 HEADER_SECONDS: Final = 20.0
 """Seconds in which the head of a request has to come, and that of a connection's first one has to begin."""
@@ -98,14 +103,14 @@ class EndpointServer:
                 raise
 
     @contextlib.contextmanager
-    def serving(self, door: Door) -> Iterator[str]:
-        """Take requests at a door inside of the block; gives the key to it."""
+    def serving(self, door: Door) -> Iterator[tuple[str, str]]:
+        """Take requests at a door inside of the block; gives the key to it, and the one that ends its episode."""
         application = self._application or self._start()
-        key = application.open(door)
+        keys = application.open(door)
         try:
-            yield key
+            yield keys
         finally:
-            application.shut(key)
+            application.shut(*keys)
 
     def _start(self) -> Application:
         if self._group is None:
@@ -164,6 +169,8 @@ def _server(application: Application) -> Any:
     # A quarter may be let in at once before the first of them is looked at, a quarter is the run's own.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for any number
     connections = min(CONNECTIONS, files // 2)
+    # Those that may be closed for others, the oldest first: the keyless, and those that were answered.
+    keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):
         """A connection that is closed where there are too many, and where the head of a request is long in coming."""
@@ -177,10 +184,14 @@ def _server(application: Application) -> Any:
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None
             self._in_head = False
-            if len(self.connections) > connections:
-                transport.abort()
-                return
             self._hurry()
+            if len(self.connections) > connections:
+                oldest = next(itertools.chain(keyless, idle, [self]))
+                oldest._forget()
+                oldest.transport.abort()
+                if oldest is self:
+                    return
+            keyless[self] = None
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -204,15 +215,30 @@ def _server(application: Application) -> Any:
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._in_time()
+            self.scope["extensions"] = {KEY_KNOWN: {"told": self._is_known}}
             super().on_headers_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self not in keyless and not self.transport.is_closing():
+                idle[self] = None
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._in_time()
+            self._forget()
             super().connection_lost(exc)
 
         @property
         def is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
+
+        def _is_known(self) -> None:
+            """A request came with the key of an episode."""
+            self._forget()
+
+        def _forget(self) -> None:
+            keyless.pop(self, None)
+            idle.pop(self, None)
 
         def _grow(self, size: int) -> None:
             self._head += size

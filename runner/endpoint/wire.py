@@ -21,7 +21,7 @@ Headers = Mapping[str, str]
 
 
 class TokenText(Protocol):
-    """Tells the text of ids, as a tokenizer does."""
+    """Tells the text of ids; a byte that is no text by itself is the character that `surrogateescape` has for it."""
 
     def __call__(self, ids: Sequence[int], /) -> str: ...
 

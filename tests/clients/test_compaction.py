@@ -34,15 +34,15 @@ class Outgrown:
 
 
 OUTGROWN = {
-    # It hears that the history does not fit, and asks for a summary elsewhere.
-    "pi": Outgrown(32_768, 8, (("new",), ("new",)), asides=1),
+    # It hears that the history does not fit, asks for a summary elsewhere, and keeps its last turns with their ids.
+    "pi": Outgrown(32_768, 8, (("new", "edited"),), asides=1),
     # It goes by the limit in its settings.
     "opencode": Outgrown(32_768, 5, (("new",), ("new",)), asides=2),
     # It asks for the summary in the same thread and without tools, and leaves all of its turns behind.
     "codex": Outgrown(32_768, 5, (("new", "tools", "rewound"),), asides=0),
     # It goes by the limit in its variables, hears even so that it does not fit, and leaves its last turn out.
-    "claude": Outgrown(65_536, 10, (("new", "rewound", "rewound"), ("new",)), asides=0),
-    "qwen": Outgrown(49_152, 6, (("new",), ("new",)), asides=1, often=True),
+    "claude": Outgrown(65_536, 10, (("new", "rewound", "rewound", "edited"),), asides=0),
+    "qwen": Outgrown(49_152, 6, (("new", "edited"),), asides=1, often=True),
 }
 
 
@@ -74,8 +74,9 @@ async def test_a_program_that_compacts_goes_on_and_every_turn_is_exact(
     await assert_good(played, engine, demo_model_folder)
     trained = sorted(played.trajectories, key=lambda each: each.requests[0].number)
     turned = [tuple(each.verdict for each in own.requests if each.verdict != "append") for own in trained]
-    more = len(turned) - len(outgrown.verdicts) if outgrown.often else 0
-    assert turned == [*outgrown.verdicts, *([("new",)] * more)], played.told()
+    more = turned[0].count("edited") - 1 if outgrown.often else 0
+    first, *others = outgrown.verdicts
+    assert turned == [(*first, *(["edited"] * more)), *others], played.told()
     assert [thread.trained for thread in played.threads].count(False) == outgrown.asides + more
     steps = [turn.text for own in trained for turn in own.turns if turn.text != SUMMARY]
     assert steps == [*(f"Step {step}." for step in range(outgrown.steps)), "Now I write.", "It holds hello."]

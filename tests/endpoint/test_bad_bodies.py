@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner import Conversation, Endpoint, Outcome, Sampling
-from runner.endpoint.bodies import MESSAGES
+from runner.endpoint.bodies import MESSAGES, decode_body
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, http, user
 from tests.playing import Plain, play_all
@@ -134,6 +134,46 @@ async def test_a_history_of_more_messages_than_are_read_is_refused_before_one_is
                 assert answer.status_code == 400
                 assert f"{name}: 10,001 of them" in answer.json()["error"]["message"]
                 assert (await client.post(path, json={**body, name: body[name][:2]})).status_code == 200
+
+    (trajectory,) = await play_all(Served, ScriptedEngine(lambda _: "Done."))
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (rb"a\ud83d", "a\ufffd"),
+        (rb"\udE00b", "\ufffdb"),
+        (rb"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (rb"\ud83d\ude00\uD83D!", "\U0001f600\ufffd!"),
+        (rb"\\ud83d \ud83d", "\\ud83d \ufffd"),
+        (rb"\\\ud83d\n", "\\\ufffd\n"),
+        (rb"\ud83d\\ude00", "\ufffd\\ude00"),
+        (rb"\ud83d\"", '\ufffd"'),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_replaced_as_a_text_that_was_cut_has_it(written: bytes, text: str) -> None:
+    """JavaScript cuts texts between the two halves, and the history with such a text comes again with every request."""
+    assert decode_body(b'{"a": "%b", "b": [1]}' % written) == {"a": text, "b": [1]}
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert decode_body(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+async def test_a_compressed_body_is_refused_by_its_encoding(encoding: str) -> None:
+    class Served(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            async with self.episode.serve() as endpoint, http(endpoint) as client:
+                for path in BODIES:
+                    answer = await client.post(path, content=b"\x1f\x8b\x08", headers={"content-encoding": encoding})
+                    assert answer.status_code == 400
+                    assert f"content-encoding: '{encoding}'" in answer.json()["error"]["message"]
+                plain = {"content-encoding": "identity"}
+                assert (
+                    await client.post("/chat/completions", json={"messages": [user("One.")]}, headers=plain)
+                ).is_success
 
     (trajectory,) = await play_all(Served, ScriptedEngine(lambda _: "Done."))
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.error

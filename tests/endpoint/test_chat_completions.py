@@ -358,7 +358,7 @@ async def test_the_model_sees_what_it_said_or_what_the_client_sends_of_it(histor
             for _ in range(3):
                 body = chat_body(messages, tools=[RUN])
                 message = (await client.post("/chat/completions", json=body)).json()["choices"][0]["message"]
-                assert message.pop("reasoning_content") == "Hidden words."
+                assert message.pop("reasoning_content") == message.pop("reasoning") == "Hidden words."
                 messages += [message]
                 messages += [
                     {"role": "tool", "tool_call_id": each["id"], "content": "two"} for each in message["tool_calls"]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
+import httpx
 import orjson
 import pytest
 from anyio.abc import SocketStream
 
 from runner import Endpoint
 from runner.endpoint import server
-from tests.endpoint.serving import RUN, chat_body, user
+from runner.testing import Latency, ScriptedEngine
+from tests.endpoint.serving import RUN, chat_body, served, until, user
 from tests.endpoint.test_server import address_of, probed, raw
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
@@ -122,3 +125,66 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
         assert statuses(await raw(endpoint, models(endpoint, "host: evil.example", "connection: close"))) == [421]
 
     await probed(probe)
+
+
+# --- connections without a key
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"])
+async def test_connections_without_a_key_lock_out_nobody_who_has_one(sent: bytes, monkeypatch: Any) -> None:
+    """Twice as many as there may be, which hold their places for as long as they can."""
+    monkeypatch.setattr(server, "CONNECTIONS", 20)
+
+    async def probe(endpoint: Endpoint) -> None:
+        async with AsyncExitStack() as stack, httpx.AsyncClient() as client:
+            for number in range(40):
+                stream = await stack.enter_async_context(await anyio.connect_tcp(*address_of(endpoint)))
+                with suppress(anyio.BrokenResourceError):
+                    await stream.send(sent.replace(b"x\r\n", b"%b:%d\r\n" % (b"127.0.0.1", address_of(endpoint)[1])))
+                if number >= 20:
+                    assert (await client.get(f"{endpoint.base_url}/models")).status_code == 200
+            async with httpx.AsyncClient() as another:
+                assert (await another.get(f"{endpoint.base_url}/models")).status_code == 200
+
+    await probed(probe)
+
+
+async def _asked(stream: SocketStream, sent: bytes) -> bytes:
+    await stream.send(sent)
+    return await stream.receive()
+
+
+async def test_a_connection_that_is_being_answered_keeps_its_place_and_one_that_was_answered_gives_it(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    engine = ScriptedEngine(["A long answer.", "Done."], chunks=1, tick=0.001, latency=Latency(first=1, between=20))
+
+    async def loop(endpoint: Endpoint) -> None:
+        answers: list[bytes] = []
+
+        async def streamed() -> None:
+            answers.append(await raw(endpoint, ask(endpoint, CLOSE.strip())))
+
+        async with anyio.create_task_group() as group, AsyncExitStack() as stack:
+            group.start_soon(streamed)
+            await until(lambda: engine.stats().sampled_tokens > 0)
+            await engine.pause(mode="keep")
+            answered = [await anyio.connect_tcp(*address_of(endpoint)) for _ in range(2)]
+            for stream in answered:
+                stack.push_async_callback(stream.aclose)
+                await stream.send(models(endpoint))
+                assert statuses(await stream.receive()) == [200]
+            # All places are taken: each that comes now takes that of the one which has been idle longest.
+            for stream in answered:
+                assert statuses(await raw(endpoint, models(endpoint, CLOSE.strip()))) == [200]
+                with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                    await _asked(stream, models(endpoint))
+                stack.push_async_callback((another := await anyio.connect_tcp(*address_of(endpoint))).aclose)
+                await another.send(models(endpoint))
+                assert statuses(await another.receive()) == [200]
+            await engine.resume()
+        assert statuses(answers[0]) == [200]
+        assert b"A long answer." in answers[0]
+
+    await served(loop, engine)

@@ -13,6 +13,7 @@ from runner.endpoint import endpoint as endpoint_module
 from runner.testing import Latency, ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, http, served, until, user
 from tests.endpoint.test_programs import python
+from tests.playing import Plain, play_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
@@ -55,7 +56,7 @@ async def test_what_it_said_is_told_to_who_waits_then_or_later() -> None:
             async with anyio.create_task_group() as group:
                 group.start_soon(wait)
                 await anyio.wait_all_tasks_blocked()
-                await client.post("/end", json={"reward": 0.5, "more": "is not read"})
+                await client.post(endpoint.end_url, json={"reward": 0.5, "more": "is not read"})
         assert [*told, await endpoint.wait()] == [{"reward": 0.5}] * 2
 
     await served(loop, ["Done."])
@@ -64,13 +65,100 @@ async def test_what_it_said_is_told_to_who_waits_then_or_later() -> None:
 async def test_a_reward_that_is_no_number_is_refused_and_ends_nothing() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
-            refused = await client.post("/end", json={"reward": "good"})
+            refused = await client.post(endpoint.end_url, json={"reward": "good"})
             assert refused.status_code == 400
             assert "reward" in refused.text
             assert not endpoint.over
             assert (await client.post("/chat/completions", json=ASKED)).status_code == 200
 
     await served(loop, ["Done."])
+
+
+@pytest.mark.parametrize("reward", [1, 0, -1, 0.5])
+async def test_a_reward_with_the_programs_key_is_refused_and_ends_nothing(reward: float) -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        urls = [
+            f"{endpoint.base_url}/end",
+            f"{endpoint.root_url}/end",
+            endpoint.base_url.partition("/e/")[0] + "/v1/end",
+        ]
+        async with http(endpoint) as client:
+            for url in urls:
+                refused = await client.post(url, json={"reward": reward})
+                assert (refused.status_code, refused.headers["x-should-retry"]) == (403, "false"), url
+                assert "end_url" in refused.json()["error"]["message"]
+            assert not endpoint.over
+            assert (await client.post("/chat/completions", json=ASKED)).status_code == 200
+            assert (await client.post("/end", json={"reward": None})).status_code == 200
+        assert await endpoint.wait() == {}
+
+    await served(loop, ["Done."])
+
+
+async def test_the_key_that_gives_a_reward_is_told_to_no_program_and_opens_nothing_else() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        (end_key,) = set(endpoint.end_url.split("/")) - set(endpoint.base_url.split("/")) - {"end"}
+        prints = "files = [each.read_text() for each in pathlib.Path.home().rglob('*') if each.is_file()]"
+        program = await endpoint.run(python(f"import os, pathlib\n{prints}\nprint(dict(os.environ), files)"))
+        assert endpoint.api_key in program.stdout
+        assert end_key not in program.stdout
+        root = endpoint.base_url.partition("/e/")[0]
+        async with httpx.AsyncClient() as client:
+            for path in (*FORMS[:-1], "models"):
+                for url, headers in (
+                    (f"{root}/e/{end_key}/v1/{path}", {}),
+                    (f"{root}/v1/{path}", {"authorization": f"Bearer {end_key}"}),
+                    (f"{root}/v1/{path}", {"x-api-key": end_key}),
+                ):
+                    assert (
+                        await client.request("GET" if path == "models" else "POST", url, headers=headers)
+                    ).status_code == 401
+
+    await served(loop, [])
+
+
+@pytest.mark.parametrize("where", ["in the URL", "as bearer", "as x-api-key", "beside the program's key"])
+async def test_a_reward_is_told_with_its_key_wherever_that_stands(where: str) -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        root, end_key = endpoint.base_url.partition("/e/")[0], endpoint.end_url.split("/")[4]
+        url, headers = {
+            "in the URL": (endpoint.end_url, {}),
+            "as bearer": (f"{root}/v1/end", {"authorization": f"Bearer {end_key}"}),
+            "as x-api-key": (f"{root}/v1/end", {"x-api-key": end_key}),
+            "beside the program's key": (f"{endpoint.base_url}/end", {"authorization": f"Bearer {end_key}"}),
+        }[where]
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(url, headers=headers, json={"reward": 0.25})).status_code == 200
+            again = await client.post(url, headers=headers, json={"reward": 1})
+            assert (again.status_code, again.json()["error"]["code"]) == (400, "episode_over")
+        assert await endpoint.wait() == {"reward": 0.25}
+
+    await served(loop, [])
+
+
+async def test_a_reward_is_told_also_where_the_program_fills_its_places() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        endpoint._door.in_flight += endpoint._door.at_once
+        async with http(endpoint) as client:
+            assert (await client.post("/end")).status_code == 429
+            assert (await client.post(endpoint.end_url, json={"reward": 1})).status_code == 200
+        endpoint._door.in_flight -= endpoint._door.at_once
+
+    await served(loop, [])
+
+
+async def test_both_keys_are_told_that_the_episode_is_over_once_it_is() -> None:
+    class Served(Plain):
+        async def rollout(self, conversation: Any) -> None:
+            async with self.episode.serve() as before:
+                urls = [before.end_url, f"{before.base_url}/end"]
+            async with self.episode.serve(), httpx.AsyncClient() as client:
+                for url in urls:
+                    answer = await client.post(url, json={"reward": 1})
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "episode_over")
+
+    (trajectory,) = await play_all(Served, ["Never said."])
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
 
 
 async def test_what_is_being_answered_when_it_says_so_is_answered() -> None:
@@ -102,10 +190,10 @@ async def test_a_program_that_says_so_has_ten_seconds_to_end_whatever_its_code(t
 
     async def loop(endpoint: Endpoint) -> None:
         try:
-            await endpoint.run(python(f"{SAYS_SO}end({{'reward': 1}}); {then}"))
+            await endpoint.run(python(f"{SAYS_SO}end({{}}); {then}"))
         finally:
             told.append(await endpoint.wait())
 
     (trajectory,) = await served(loop, ["Done."], outcome=Outcome.COMPLETED)
-    assert told == [{"reward": 1.0}]
+    assert told == [{}]
     assert trajectory.error == ""

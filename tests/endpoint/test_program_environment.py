@@ -160,17 +160,24 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
     """A program that somebody starts by hand; its last word ends the episode, and another key is shown."""
     shown: list[str] = []
     answers: list[Any] = []
+    refused: list[httpx.Response] = []
 
-    def by_hand(base_url: str) -> None:
+    def by_hand(base_url: str, end_url: str) -> None:
         body = {"messages": [{"role": "user", "content": "One."}], "tools": [_TOOL]}
         answers.append(httpx.post(f"{base_url}/chat/completions", json=body).json())
-        httpx.post(f"{base_url}/end", json={"reward": 0.5})
+        refused.append(httpx.post(f"{base_url}/end", json={"reward": 1}))
+        httpx.post(end_url, json={"reward": 0.5})
 
     def told(lines: list[str]) -> None:
         shown.append(lines[0])
         base_url = lines[1].split()[1]
+        end_url = next(line for line in lines if line.startswith("  reward ")).split()[4]
+        key = base_url.removesuffix("/v1").rpartition("/")[2]
+        of_program = [line for line in lines if not line.startswith("  reward ")]
+        assert key not in end_url
+        assert end_url.split("/")[4] not in "".join(of_program), "what a program is told has the other key alone"
         if len(shown) <= 2:
-            threading.Thread(target=by_hand, args=(base_url,)).start()
+            threading.Thread(target=by_hand, args=(base_url, end_url)).start()
         else:
             import os
             import signal
@@ -181,6 +188,7 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
     assert code == 130
     assert shown == ["key-0#0", "key-1#0", "key-2#0"]
     assert [each["choices"][0]["message"]["content"] for each in answers] == ["Done.", "Done."]
+    assert [each.status_code for each in refused] == [403, 403]
     with RunFile(work / "served.db") as stored:
         ends = {each.id: (each.outcome, each.reward, len(each.turns)) for each in stored.trajectories()}
     assert ends["key-0#0"] == (Outcome.COMPLETED, 0.5, 1)
@@ -213,7 +221,7 @@ def test_the_lines_of_a_key_are_what_a_shell_takes() -> None:
     address = Address("http://127.0.0.1:1/e/k/v1", "http://127.0.0.1:1/e/k", "k", "a model", 100)
     endpoint = Endpoint.__new__(Endpoint)
     endpoint.base_url, endpoint.root_url, endpoint.context = address.base_url, address.root_url, address.context
-    endpoint.api_key, endpoint.model = address.api_key, address.model
+    endpoint.api_key, endpoint.model, endpoint.end_url = address.api_key, address.model, "http://127.0.0.1:1/e/r/v1/end"
     endpoint.environ = {"OPENAI_MODEL": "a model", "OPENAI_API_KEY": "k"}
     lines = key_lines("key-0#0", endpoint, Path("/of a key"))
     exported = next(line for line in lines if "export" in line).partition("export ")[2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.responses import Responses
-from runner.messages import as_messages
+from runner.episode.reading import MessageReader
 from runner.options import Sampling
 from tests.endpoint.response_building import (
     EVENT,
@@ -103,7 +103,6 @@ def test_what_cannot_be_had_is_told_as_not_granted() -> None:
         "service_tier": "flex",
     }
     assert ask(**body).asked.not_granted == {
-        "store": True,
         "parallel_tool_calls": False,
         "truncation": "auto",
         "verbosity": "low",
@@ -114,8 +113,12 @@ def test_what_cannot_be_had_is_told_as_not_granted() -> None:
     assert ask(store=False, truncation="disabled", parallel_tool_calls=True).asked.not_granted == {}
 
 
-def test_fields_that_nobody_knows_are_left_alone() -> None:
-    assert ask(prompt_cache_key="x", client_metadata={"a": "b"}, newest=[1]) == ask()
+def test_fields_that_change_nothing_are_left_alone() -> None:
+    assert ask(prompt_cache_key="x", client_metadata={"a": "b"}, newest=None) == ask()
+
+
+def test_a_field_that_nobody_knows_is_told_as_not_granted() -> None:
+    assert ask(newest=[1]).asked.not_granted == {"newest": [1]}
 
 
 def test_codex_says_who_asks_and_what_for() -> None:
@@ -135,23 +138,17 @@ def test_codex_says_who_asks_and_what_for() -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": ["Mend it."]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "web_search_call"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input_file"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]},
-            "input[0].output[0]",
-        ),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"instructions": ["x"]}, "instructions"),
@@ -221,6 +218,6 @@ def test_a_malformed_request_is_refused_and_nothing_else_happens(data: st.DataOb
         request = Responses().read(body, {})
     except Refused:
         return
-    as_messages(request.asked.messages)
+    MessageReader().read(request.asked.messages)
     told = Told(turn_of(TALKS), TALKS, [])
     assert events_of(told_of(told, request))[-1]["type"] == "response.completed"

@@ -271,7 +271,9 @@ def test_what_was_written_comes_back_as_what_was_said(told: Told, how: str) -> N
     request = ask(tools=TOOLS)
     answer = whole_of(told, request) if how == "whole" else last_of(told_of(told, request))
     read = asked([{"role": "user", "content": "Mend it."}, *answer["output"]])
-    assert as_messages(read.messages)[1:] == [told.turn.as_message()]
+    (message,) = as_messages(read.messages)[1:]
+    # The ids of calls name the turn; where it has none, that of an item does.
+    assert message == {**told.turn.as_message(), **({} if "tool_calls" in message else {"handle": HANDLE})}
     assert read.handles == [HANDLE]
 
 
@@ -281,7 +283,7 @@ def test_codex_names_the_turn_though_it_keeps_the_thought_to_itself(told: Told) 
     (message,) = as_messages(asked(items).messages)
     said = told.turn.as_message()
     said.pop("reasoning_content", None)
-    assert message == said
+    assert message == {**said, **({} if "tool_calls" in said else {"handle": HANDLE})}
     assert asked(items).handles == [HANDLE]
 
 

@@ -278,7 +278,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(by_f
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 12_000, reason="needs that many open files")
-async def test_ten_thousand_connections_are_held_off_and_those_inside_are_answered() -> None:
+async def test_ten_thousand_connections_are_held_off_and_whoever_has_a_key_is_answered() -> None:
     async def probe(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             assert (await client.get("/models")).status_code == 200
@@ -290,6 +290,8 @@ async def test_ten_thousand_connections_are_held_off_and_those_inside_are_answer
                         one.connect(address_of(endpoint))
                     if number % 250 == 0:
                         assert (await client.get("/models")).status_code == 200
+                        async with http(endpoint) as another:
+                            assert (await another.get("/models")).status_code == 200
                 answer = await client.post("/chat/completions", json=ASKED)
                 assert answer.status_code == 200
 

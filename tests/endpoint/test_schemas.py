@@ -1,0 +1,71 @@
+"""Schemas of other programs at an endpoint: taken as far as they go, and what is not enforced is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from runner import Endpoint, Outcome
+from runner.testing import call
+from tests.endpoint.serving import openai_client, served, user
+
+pytestmark = pytest.mark.anyio
+
+ODD: Any = {
+    "type": "OBJECT",
+    "properties": {
+        "point": {"type": "array", "items": [{"type": "float"}, {"type": "number"}]},
+        "word": {"type": "string", "pattern": r"^[\p{L}]+$", "nullable": True},
+    },
+    "required": None,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "odd", "description": "Odd.", "parameters": ODD}}]
+
+
+def form_of(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def test_tool_of_another_dialect_refuses_no_request() -> None:
+    async def loop(endpoint: Endpoint) -> None:
+        async with openai_client(endpoint) as client:
+            for choice in ("auto", "required"):
+                said = await client.chat.completions.create(
+                    model="m", messages=[user(f"Call it, {choice}.")], tools=TOOLS, tool_choice=choice
+                )
+                assert said.choices[0].message.tool_calls
+
+    trajectories = await served(loop, lambda _: [call("odd", point=[1.5, 2])])
+    assert all(trajectory.outcome is Outcome.COMPLETED for trajectory in trajectories)
+
+
+async def test_keywords_that_hold_no_answer_are_told_with_the_request() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["b"]}
+
+    async def loop(endpoint: Endpoint) -> None:
+        async with openai_client(endpoint) as client:
+            await client.chat.completions.create(model="m", messages=[user("Name.")], response_format=form_of(schema))
+
+    (trajectory,) = await served(loop, ['{"b": 1}'], serve={"train": True})
+    (request,) = trajectory.requests
+    assert request.not_granted["schema"] == ["uniqueItems of a"]
+    (turn,) = trajectory.turns
+    assert turn.constraint is not None
+    assert '"\\"b\\""' in turn.constraint.value
+
+
+async def test_schema_that_nothing_fits_costs_its_request_alone() -> None:
+    impossible = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+
+    async def loop(endpoint: Endpoint) -> None:
+        async with openai_client(endpoint) as client:
+            with pytest.raises(openai.BadRequestError, match="has a schema that allows nothing"):
+                await client.chat.completions.create(
+                    model="m", messages=[user("Name.")], response_format=form_of(impossible)
+                )
+            await client.chat.completions.create(model="m", messages=[user("Name.")])
+
+    (trajectory,) = await served(loop, ["Done."], serve={"train": True})
+    assert len(trajectory.turns) == 1
