@@ -16,13 +16,13 @@ from anyio.abc import TaskGroup
 
 from runner.cluster.asking import ask
 from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.hand import Hand, absence, at_once
+from runner.cluster.hand import Hand, absence, answer_within, at_once
 from runner.cluster.likeness import require_like_the_first, require_like_this_process
 from runner.cluster.seating import Seating
 from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, EngineDead, unwrapped
-from runner.runs.player import Absence
+from runner.runs.player import IdleReason
 
 __all__ = ["Driver"]
 
@@ -339,18 +339,12 @@ class Driver:
         # Its engine may take its time, and hold up its loop meanwhile; a process that stands still starts nothing.
         limit = max(self.stall_seconds, SILENT_SECONDS)
         while hand.joined is None:
-            with anyio.move_on_after(limit) as silence:
-                await hand.process.send("hello")
-            if silence.cancelled_caught:
-                raise WorkerLost(f"it has said nothing for {limit:g} s while it started")
+            await answer_within(limit, hand.process.send("hello"), " while it started")
             await anyio.sleep(CALM_PULSE_SECONDS)
 
     async def _listen(self, hand: Hand) -> None:
         while True:
-            with anyio.move_on_after(SILENT_SECONDS) as silence:
-                pulse: Pulse = await hand.process.send("pulse")
-            if silence.cancelled_caught:
-                raise WorkerLost(f"it has said nothing for {SILENT_SECONDS:.0f} s")
+            pulse: Pulse = await answer_within(SILENT_SECONDS, hand.process.send("pulse"))
             hand.hear(pulse)
             await anyio.sleep(PULSE_SECONDS if len(self._hands) <= MANY else CALM_PULSE_SECONDS)
 
@@ -368,7 +362,7 @@ class Driver:
         return [hand for seat, hand in self._hands.items() if seat.state in states and not hand.why]
 
     @property
-    def absent(self) -> Counter[Absence | None]:
+    def absent(self) -> Counter[IdleReason | None]:
         """Why the workers of the other seats do not play, in counts."""
         return Counter(absence(seat, self._hands.get(seat)) for seat in self.fleet.seats)
 

@@ -12,7 +12,7 @@ import anyio
 from runner.cluster.words import EngineKnown, Joined
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
 from runner.errors import DeltarunnerError, EngineDead
-from runner.runs.process import collector_settings
+from runner.runs.event_loop import collector_settings
 from runner.runs.watchdogs import until_dead
 from runner.version import installed_version
 
@@ -97,6 +97,7 @@ class EngineProcess:
             controlled=engine.is_controlled,
             same=_what_is_the_same(engine),
             description=engine.describe(),
+            notes=tuple(engine.notes),
         )
 
     async def engine_known(self) -> EngineKnown:
@@ -126,6 +127,8 @@ def versions_here() -> dict[str, str]:
 
 def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
     same = {**versions_here(), "context": str(engine.context)}
+    if dtype := engine.describe().get("dtype"):
+        same["dtype"] = dtype
     if isinstance(engine, Engine):
         same["tokenizer"] = engine.tokenizer.fingerprint
         same["chat template"] = engine.template.fingerprint

@@ -20,11 +20,12 @@ from runner.cluster.runtime import FleetRuntime
 from runner.cluster.sent_run import SentRun
 from runner.cluster.words import Launcher, RunSent
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
+from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption
 from runner.runs.options import check_engine
-from runner.runs.player import Absence, FleetWorker, PlayingEngine
-from runner.runs.stage import Stage
+from runner.runs.player import FleetWorker, IdleReason, PlayingEngine
+from runner.runs.run_setup import RunSetup
 
 __all__ = ["FleetEngine"]
 
@@ -33,7 +34,10 @@ STALL_SECONDS = 600.0
 
 _SENDABLE = "give values that can be sent, such as functions of a module"
 
-_SUMMED = ("open", "running", "queued", "waiting", "first_waiting", "live_sessions", "prefix_queries", "prefix_hits")
+_SUMMED = (
+    *("open", "running", "queued", "waiting", "first_waiting", "live_sessions"),
+    *("prefix_queries", "prefix_hits", "prompt_tokens", "steps"),
+)
 
 
 class FleetEngine(PlayingEngine):
@@ -88,6 +92,7 @@ class FleetEngine(PlayingEngine):
             assert first is not None, "there is a worker, so it joined"
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
             self.vocabulary, self.context = known.vocabulary, first.context
+            self.notes = first.notes
             if first.controlled:
                 self.runtime = FleetRuntime(driver, first)
             self._exit = exit_stack.pop_all()
@@ -99,6 +104,10 @@ class FleetEngine(PlayingEngine):
     ) -> None:
         self.running = False
         await self._exit.__aexit__(kind, error, traceback)
+
+    def go_on_with(self, described: Mapping[str, Any]) -> None:
+        """Have every worker's engine choose as in the run that is resumed."""
+        self.engine.go_on_with(described)
 
     @property
     def driver(self) -> Driver:
@@ -131,12 +140,12 @@ class FleetEngine(PlayingEngine):
         now, newest = anyio.current_time(), self.weight_version
         return [_shown(hand, now, newest) for hand in self._driver.hands]
 
-    def absent(self) -> Mapping[Absence, int]:
+    def absent(self) -> Mapping[IdleReason, int]:
         """Why the other workers do not play, and of how many that is so."""
         if self._driver is None:
             return {}
         counted = self._driver.absent
-        return {why: counted[why] for why in Absence if counted[why]}
+        return {why: counted[why] for why in IdleReason if counted[why]}
 
     def stats(self) -> EngineStats:
         """What all workers' engines do, added up."""
@@ -178,10 +187,23 @@ class FleetEngine(PlayingEngine):
 
     # --- for its trainer
 
-    async def _check(self, given: Any, version: str | None) -> CheckedUpdate:
+    async def check_proof(self, proof: WeightProof) -> None:
+        """Refuse a proof that a worker's engine could not score."""
+        await self._fleet_runtime.control("check_proof", proof)
+
+    async def prove(self, proof: WeightProof) -> ProofFigures:
+        """Compare the weights that every worker has now with a proof; the figures are the worst."""
+        figures: Mapping[Any, ProofFigures] = await self._fleet_runtime.control("prove", proof)
+        return max(figures.values(), key=lambda each: each.median)
+
+    async def _check(self, given: Any, version: str | None, proof: WeightProof | None) -> CheckedUpdate:
         runtime = self._fleet_runtime
         runtime.require_weights_awake("update_weights()")
-        return await runtime.check_update(given, runtime.new_version(version))
+        new = runtime.new_version(version)
+        if proof is not None:
+            await self.check_proof(proof)
+        checked = await runtime.check_update(given, new)
+        return replace(checked, proof=proof)
 
     async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         self._fleet_runtime.require_weights_awake("update_weights()")
@@ -195,13 +217,13 @@ class FleetEngine(PlayingEngine):
 
     # --- runs
 
-    def sent(self, stage: Stage) -> SentRun:
+    def sent(self, setup: RunSetup) -> SentRun:
         """A run in the form in which workers get it.
 
         Raises:
             BadOption: something of it cannot be sent.
         """
-        options, environment = stage.options, stage.environment
+        options, environment = setup.options, setup.environment
         kind = type(self).__name__
         for name, engine in options.engines.items():
             if engine is self:

@@ -22,6 +22,9 @@ BACK_OFF_SECONDS: Final = 1.0
 ROOM_SECONDS: Final = 2.0
 """How long a seat stays empty whose worker no machine took."""
 
+KEPT_SHARE: Final = 4
+"""While other episodes wait, one worker of so many, and at least one, is kept for last tries."""
+
 COMPANY: Final = 2
 """An episode goes where others of its task are played while that worker has at most so many more than the idlest."""
 
@@ -52,8 +55,8 @@ class Ticket:
     again: bool = False
     """Whether it was on a worker that died; it goes before those that never began."""
     last_chance: bool = False
-    """Whether it fails for good if a worker dies under it once more. No two of these share a worker: what kills
-    workers must not take those along that were only with it."""
+    """Whether it fails for good if a worker dies under it once more. It has a worker to itself: what kills workers must
+    not take those along that were only with it, and an episode that never began may be of that kind too."""
     seat: Seat | None = None
     """Where it is played; None while it waits."""
 
@@ -70,8 +73,8 @@ class Seat:
     """What it plays."""
     groups: Counter[Hashable] = field(default_factory=Counter)
     """How many of each group it plays."""
-    last_chances: int = 0
-    """How many of those have no other chance."""
+    kept: bool = False
+    """Whether it is kept for a last try: it is given nothing else, and such a try as soon as it plays nothing."""
     deaths: deque[float] = field(default_factory=deque)
     """When its workers died, within the last hour."""
     free_at: float = 0.0
@@ -101,6 +104,8 @@ class Fleet:
         self.seats = [Seat(number) for number in range(most)]
         self._waiting: tuple[deque[Ticket], ...] = (deque(), deque(), deque())
         self._turn = 0
+        self._keeps = False
+        """Whether any seat was kept for a last try when seats were given out last."""
 
     # --- what there is
 
@@ -160,7 +165,7 @@ class Fleet:
         lost = list(seat.tickets)
         for ticket in lost:
             self._unseat(ticket)
-        seat.width = 0
+        seat.width, seat.kept = 0, False
         while seat.deaths and seat.deaths[0] <= now - HOUR:
             seat.deaths.popleft()
         seat.deaths.append(now)
@@ -193,22 +198,38 @@ class Fleet:
     def give_out(self) -> list[Ticket]:
         """Seat those that wait, as far as there is room; gives them, each with its seat.
 
-        Those without another chance come first, each on a worker of its own among them; then those whose worker died;
+        Those without another chance come first, each on a worker that plays nothing else; then those whose worker died;
         then the others, in the order in which they asked.
         """
-        seated = []
-        for queue in self._waiting:
+        last_chances, *others = self._waiting
+        seated = list(self._seat_alone(last_chances, others_wait=any(others))) if last_chances or self._keeps else []
+        for queue in others:
             while queue and (seat := self._seat_for(queue[0])) is not None:
-                ticket = queue.popleft()
-                ticket.seat = seat
-                seat.tickets.add(ticket)
-                seat.groups[ticket.group] += 1
-                seat.last_chances += ticket.last_chance
-                seated.append(ticket)
+                seated.append(self._take_seat(queue.popleft(), seat))
         return seated
 
+    def _seat_alone(self, last_chances: deque[Ticket], *, others_wait: bool) -> Iterator[Ticket]:
+        """Seat those without another chance, and keep workers for them, which are given nothing else meanwhile."""
+        ready = self.ready
+        taken = [seat for seat in ready if any(ticket.last_chance for ticket in seat.tickets)]
+        limit = max(1, len(ready) // KEPT_SHARE) if others_wait else len(ready)
+        # The emptiest ones, and among those alike the ones that are kept already.
+        rest = sorted(set(ready).difference(taken), key=lambda seat: (len(seat.tickets), not seat.kept, seat.number))
+        wanted = min(len(last_chances), max(0, limit - len(taken)))
+        for place, seat in enumerate(rest):
+            seat.kept = place < wanted
+            if seat.kept and not seat.tickets:
+                yield self._take_seat(last_chances.popleft(), seat)
+        self._keeps = bool(taken) or wanted > 0
+
+    def _take_seat(self, ticket: Ticket, seat: Seat) -> Ticket:
+        ticket.seat = seat
+        seat.tickets.add(ticket)
+        seat.groups[ticket.group] += 1
+        return ticket
+
     def _seat_for(self, ticket: Ticket) -> Seat | None:
-        free = list(self._free(ticket))
+        free = list(self._free())
         if not free:
             return None
         idlest = min(seat.load for seat in free)
@@ -220,10 +241,9 @@ class Fleet:
         alike = of_its_group or [seat for seat in free if seat.load == idlest]
         return alike[self._turn % len(alike)]
 
-    def _free(self, ticket: Ticket) -> Iterator[Seat]:
+    def _free(self) -> Iterator[Seat]:
         for seat in self.seats:
-            has_room = seat.state is SeatState.READY and len(seat.tickets) < seat.width
-            if has_room and not (ticket.last_chance and seat.last_chances):
+            if seat.state is SeatState.READY and not seat.kept and len(seat.tickets) < seat.width:
                 yield seat
 
     def _queue_of(self, ticket: Ticket) -> deque[Ticket]:
@@ -233,7 +253,6 @@ class Fleet:
         seat = ticket.seat
         assert seat is not None
         seat.tickets.discard(ticket)
-        seat.last_chances -= ticket.last_chance
         seat.groups[ticket.group] -= 1
         if not seat.groups[ticket.group]:
             del seat.groups[ticket.group]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import anyio
 
 from runner.cluster.fleet import Seat, SeatState
-from runner.cluster.words import Joined, PlayingNow, Pulse, WorkerProcess
+from runner.cluster.words import Joined, PlayingNow, Pulse, WorkerLost, WorkerProcess
 from runner.errors import BadInput, DeltarunnerError
-from runner.runs.player import Absence
+from runner.runs.player import IdleReason
 
-__all__ = ["Hand", "Heard", "absence", "at_once"]
+__all__ = ["Hand", "Heard", "absence", "answer_within", "at_once"]
+
+SLICE_SECONDS: Final = 3.0
+"""Seconds of one part of a silence. Each part counts at most once, however long this process itself stands still."""
 
 _ABSENCES: Final = {
-    SeatState.UNPLACED: Absence.UNPLACED,
-    SeatState.WAITING: Absence.WAITING,
-    SeatState.RESTING: Absence.RESTING,
+    SeatState.UNPLACED: IdleReason.UNPLACED,
+    SeatState.WAITING: IdleReason.WAITING,
+    SeatState.RESTING: IdleReason.RESTING,
 }
 
 
@@ -95,7 +98,7 @@ class Hand:
         self.process.kill()
 
 
-def absence(seat: Seat, hand: Hand | None) -> Absence | None:
+def absence(seat: Seat, hand: Hand | None) -> IdleReason | None:
     """Why the worker of a seat does not play; None where it does.
 
     Args:
@@ -103,11 +106,13 @@ def absence(seat: Seat, hand: Hand | None) -> Absence | None:
         hand: the worker that is there, or starts; None where there is none.
     """
     if seat.state is SeatState.STARTING:
-        return Absence.STARTING if hand is not None and hand.placed else Absence.UNPLACED
+        return IdleReason.STARTING if hand is not None and hand.placed else IdleReason.UNPLACED
     if seat.state is SeatState.EMPTY:
-        return Absence.LOST if seat.deaths else Absence.UNPLACED  # it never had one while the machines are reached
+        return (
+            IdleReason.LOST if seat.deaths else IdleReason.UNPLACED
+        )  # it never had one while the machines are reached
     if hand is not None and hand.why:  # its seat plays as long as its end is waited for
-        return Absence.LOST
+        return IdleReason.LOST
     return _ABSENCES.get(seat.state)
 
 
@@ -130,3 +135,18 @@ async def at_once(hands: Iterable[Hand], step: Callable[[Hand], Awaitable[None]]
             group.start_soon(take, hand)
     if errors:
         raise errors[0]
+
+
+async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") -> Any:
+    """The answer of a worker.
+
+    Time in which this process or its event loop stood still does not count: a trainer that computes on the loop for
+    minutes, or a process that was stopped, finds the answers once it goes on.
+
+    Raises:
+        WorkerLost: there was none within so many seconds; says so, and when that was.
+    """
+    for _ in range(math.ceil(limit / SLICE_SECONDS)):
+        with anyio.move_on_after(SLICE_SECONDS):
+            return await answer
+    raise WorkerLost(f"it has said nothing for {limit:g} s{when}")

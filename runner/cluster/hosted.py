@@ -20,9 +20,11 @@ from anyio.lowlevel import current_token
 from runner.cluster.hosting import STATS_SECONDS, Sent
 from runner.cluster.news import Ended, News, each_of
 from runner.cluster.words import EngineKnown, Joined, WorkerLost, WorkerProcess
+from runner.concurrency.clocks import Progress
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside
 from runner.errors import DeltarunnerError, EngineDead, EngineError
+from runner.options import Constraint, Sampling
 
 __all__ = ["HostedEngine"]
 
@@ -54,6 +56,7 @@ class HostedEngine(Engine):
         """Ids that came here."""
         self._stats = EngineStats(open=0)
         self._death: EngineDead | None = None
+        self._progress = Progress()
         self._exit = AsyncExitStack()
 
     @abstractmethod
@@ -79,6 +82,7 @@ class HostedEngine(Engine):
             self._joined, self._process, self._death = joined, process, None
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
             self.vocabulary, self.context, self.places = known.vocabulary, joined.context, joined.places
+            self.notes = joined.notes
             group = await exit_stack.enter_async_context(anyio.create_task_group())
             exit_stack.callback(group.cancel_scope.cancel)
             self._begin_listening(group, process)
@@ -120,7 +124,9 @@ class HostedEngine(Engine):
     async def look(self) -> None:
         """Ask what the engine does now, for `stats`."""
         assert self._process is not None, "it was entered"
-        self._stats = await self._process.send("stats", self._name)
+        before, self._stats = self._stats.steps, await self._process.send("stats", self._name)
+        if self._stats.steps != before:
+            self._progress.note()
 
     def _die(self, why: str) -> None:
         if self._death is None:
@@ -152,6 +158,11 @@ class HostedEngine(Engine):
             self._process.send("close_session", self._name, session.number)
         session.closed = True
 
+    @property
+    def progress(self) -> Progress:
+        """The clocks of turns that wait, which each step of the engine restarts."""
+        return self._progress
+
     def stats(self) -> EngineStats:
         """What the engine did when it was asked last; requests and ids are those of this process, as of now."""
         waiting = sum(not stream.admitted for stream in self._streams.values())
@@ -174,6 +185,26 @@ class HostedEngine(Engine):
         except WorkerLost as lost:
             self._die(str(lost))
             self.require_alive()
+
+    async def score(
+        self,
+        ids: Sequence[int],
+        *,
+        start: int = 1,
+        sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
+    ) -> list[float]:
+        """Return the log-probability of each id from `start` on, as the engine itself does."""
+        self.require_alive()
+        assert self._process is not None, "it is alive"
+        named = {"start": start, "sampling": sampling, "constraint": constraint}
+        try:
+            scores: list[float] = await self._process.send("score", list(ids), named)
+        except WorkerLost as lost:
+            self._die(str(lost))
+            self.require_alive()
+            raise
+        return scores
 
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps: what the engine says of itself."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import anyio
 
@@ -172,3 +173,7 @@ class EngineHost(EngineProcess):
     async def call(self, name: str, *arguments: Any) -> Any:
         """One of the engine's calls that answer at once or later, such as `health`."""
         return await getattr(self.engine, name)(*arguments)
+
+    async def score(self, ids: Sequence[int], named: Mapping[str, Any]) -> list[float]:
+        """The engine's log-probabilities of given ids; `named` are the arguments of its `score` besides."""
+        return await cast("Engine", self.engine).score(ids, **named)

@@ -17,9 +17,10 @@ def require_like_the_first(joined: Joined, first: Joined, number: int) -> None:
     """
     for what, value in first.same.items():
         if joined.same.get(what) != value:
+            fix = f' Give one for all: VllmEngine(dtype="{value}").' if what == "dtype" else ""
             raise BadOption(
                 f"worker {number} on {joined.node} has {what} {joined.same.get(what, 'none')}, and the first one, on "
-                f"{first.node}, has {value}: they have to be the same on every machine."
+                f"{first.node}, has {value}: they have to be the same on every machine.{fix}"
             )
 
 

@@ -49,7 +49,7 @@ class FleetPlayer:
         """An attempt at an episode, which waits for a worker when it is run."""
         return FleetAttempt(self, key, last_try=last_try)
 
-    def tell_width(self, listener: Callable[[int], None]) -> None:
+    def watch_width(self, listener: Callable[[int], None]) -> None:
         """Call the listener with as many episodes as all workers together take, whenever workers come or go."""
         self._listener = listener
         self.tell()

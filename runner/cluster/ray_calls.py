@@ -8,6 +8,7 @@ import io
 import itertools
 import pickle
 import re
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Generator, Sequence
@@ -27,6 +28,9 @@ __all__ = ["AnsweringActor", "RayWorker", "leave_word"]
 
 WORDS_SECONDS: Final = 2.0
 """How long last words may take to be left, or to be found."""
+
+ASK_AGAIN_SECONDS: Final = 0.2
+"""Seconds from one question why an actor is unavailable to the next."""
 
 _SCRIPT: Final = b"__main__"
 """Classes of a script are sent by value, as only Ray does."""
@@ -58,6 +62,7 @@ class RayWorker:
         self._calls: list[Call] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._hears = False
+        self._sent = 0
         self._lost: BaseException | None = None
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
@@ -80,6 +85,7 @@ class RayWorker:
             return
         try:
             self._take.remote(self._name, calls)
+            self._sent += 1
         except Exception:  # Ray's, of what it cannot send
             for call in calls:
                 self._send_alone(call)
@@ -90,21 +96,32 @@ class RayWorker:
         number, name, _ = call
         try:
             self._take.remote(self._name, [call])
+            self._sent += 1
         except Exception as error:
             _fail(self._answers.pop(number), BadOption(f"{name}: what is sent to a worker cannot be pickled: {error}"))
 
     def _hear(self) -> None:
         self._hears = True
         try:
-            told = asyncio.wrap_future(self._actor.answers.remote(self._name).future())
+            told = self._ask()
         except Exception as error:  # Ray's own, where it was left meanwhile
             self._lose(WorkerLost(f"nobody can ask it any more: {error}"))
             return
         told.add_done_callback(self._heard)
 
+    def _ask(self) -> asyncio.Future[list[Answer]]:
+        answers = self._actor.answers.remote(self._name)
+        self._sent += 1
+        return asyncio.wrap_future(answers.future())
+
     def _heard(self, told: asyncio.Future[Any]) -> None:
         if (error := told.exception()) is not None:
-            self._lose(error)
+            if type(error).__name__ == "ActorUnavailableError" and self._lost is None:
+                self._lost = error
+                asyncio.get_running_loop().call_later(WORDS_SECONDS, self._lose, error)
+                self._ask_why()
+            else:
+                self._lose(error)
         else:
             for number, packed in told.result():
                 if (answer := self._answers.pop(number, None)) is None:  # it was given up meanwhile
@@ -117,6 +134,24 @@ class RayWorker:
             if self._answers:
                 self._hear()
 
+    def _ask_why(self) -> None:
+        """Ask Ray again why the actor is unavailable: first it says so of a dead process too, and then what is true."""
+        try:
+            told = self._ask()
+        except Exception:  # Ray's own, where it was left meanwhile
+            return
+        told.add_done_callback(self._heard_why)
+
+    def _heard_why(self, told: asyncio.Future[Any]) -> None:
+        error = None if told.cancelled() else told.exception()
+        if error is None or not self._answers:
+            return
+        if type(error).__name__ == "ActorUnavailableError":
+            asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._ask_why)
+        else:
+            self._lost = error
+            self._lose(error)
+
     def _lose(self, error: BaseException) -> None:
         self._lost = self._lost or error
         for answer in self._answers.values():
@@ -128,11 +163,11 @@ class RayWorker:
         if self._lost is None:
             self._send()
             self._lose(WorkerLost("it was left"))
-            self._actor.part.options(num_returns=0).remote(self._name)
+            self._actor.part.options(num_returns=0).remote(self._name, self._sent)
 
     def kill(self) -> None:
         """End the actor. Who waits for an answer is told at once: a machine that is silent would never tell."""
-        if self._lost is None:
+        if self._lost is None or self._answers:
             self._lose(WorkerLost("it was ended"))
         importlib.import_module("ray").kill(self._actor)
 
@@ -173,11 +208,24 @@ def _why(error: BaseException) -> str:
     if isinstance(error, ActorUnavailableError):
         return "its machine cannot be reached"
     if isinstance(error, ActorDiedError):
-        return "its process died"
+        return f"its process died{_how(str(error))}"
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"was (\S+ used / \S+ limit)", str(error))
         return "its machine was short of memory, and Ray ended it" + (f": {used[1]}" if used is not None else "")
     return str(error).strip().splitlines()[0]
+
+
+def _how(told: str) -> str:
+    """How a process died, as far as Ray says it."""
+    if (code := re.search(r"exit code[ =:]+(-?\d+)", told)) is not None:
+        number = int(code[1])
+        try:
+            return f": {signal.Signals(-number).name}" if number < 0 else f" with exit code {number}"
+        except ValueError:
+            return f" with exit code {number}"
+    if "connection error" in told:  # nothing but the kernel ends a process without a word
+        return ": it was killed (SIGKILL, as by the kernel where memory is short) or crashed; its log may say more"
+    return ""
 
 
 def _not_made(told: str) -> str:
@@ -259,6 +307,15 @@ class _Caller:
     """What came of calls since it last heard."""
     some: anyio.Event = field(default_factory=anyio.Event)
     """Set when there is some."""
+    came: int = 0
+    """How many messages came from it."""
+    sent: int | None = None
+    """How many messages it sent in all; `None` until it has left."""
+
+    @property
+    def gone(self) -> bool:
+        """It has left, and nothing of it is still to come."""
+        return self.came == self.sent
 
 
 class AnsweringActor:
@@ -273,14 +330,25 @@ class AnsweringActor:
 
     async def take(self, name: str, calls: Sequence[Call]) -> None:
         """Call methods, each in a task of its own, for the caller of this name."""
-        caller = self._callers[name]
+        caller = self._message_of(name)
         async with anyio.create_task_group() as group:
             for call in calls:
                 group.start_soon(self._answer, caller, *call)
 
-    async def part(self, name: str) -> None:
-        """A caller is gone: nothing is kept for it any more."""
-        self._callers.pop(name).some.set()
+    async def part(self, name: str, sent: int) -> None:
+        """Forget a caller once all the messages it sent are here: Ray may deliver this one before others."""
+        caller = self._callers[name]
+        caller.sent = sent
+        caller.some.set()
+        if caller.gone:
+            del self._callers[name]
+
+    def _message_of(self, name: str) -> _Caller:
+        caller = self._callers[name]
+        caller.came += 1
+        if caller.gone:
+            del self._callers[name]
+        return caller
 
     async def _answer(self, caller: _Caller, number: int, call: str, wrapped: Any) -> None:
         answer: Any = Failed("it was cut")
@@ -297,7 +365,7 @@ class AnsweringActor:
 
     async def answers(self, name: str) -> list[Answer]:
         """What came of this caller's calls since it last heard, as soon as there is any."""
-        caller = self._callers[name]
+        caller = self._message_of(name)
         await caller.some.wait()
         await anyio.sleep(self.tick)
         answers, caller.answers, caller.some = caller.answers, [], anyio.Event()

@@ -10,10 +10,12 @@ import re
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from runner.cluster.ray_actors import ray_module
+from runner.cluster.ray_tokens import VARIABLES, admit, give_own_token, restore_variables
 from runner.errors import BadOption
 
 __all__ = ["CONNECTION", "uploaded"]
@@ -32,8 +34,6 @@ RIGHT_ADDRESS: Final = (
 CONNECT_SECONDS: Final = 10.0
 """How long a cluster that stands may take to answer at all."""
 
-_AUTH_MODE: Final = "RAY_AUTH_MODE"
-
 _LOOPBACK: Final = (
     "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
     "alone cannot be reached."
@@ -45,18 +45,63 @@ _MISMATCH: Final = re.compile(
 """Ray's words where it is of another version here than there."""
 
 
+class _RayThread(threading.Thread):
+    """The thread that calls `ray.init`, and `ray.shutdown` when the connection is left.
+
+    Ray asks the kernel to kill the processes of a cluster when the thread that started them ends, not the process. So
+    that thread must live as long as the connection; a thread of a pool ends once it has been idle for some seconds.
+
+    Args:
+        settings: the arguments of `ray.init`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(name="deltarunner ray", daemon=True)
+        self._settings = settings
+        self._connected = threading.Event()
+        self._left = threading.Event()
+        self._error: BaseException | None = None
+
+    def connect(self) -> None:
+        """Start the thread, and return once `ray.init` has returned; raises what that raised."""
+        self.start()
+        self._connected.wait()
+        self._raise_error()
+
+    def disconnect(self) -> None:
+        """Call `ray.shutdown`, and end the thread; raises what that raised."""
+        self._left.set()
+        self.join()
+        self._raise_error()
+
+    def run(self) -> None:
+        try:
+            ray_module().init(**self._settings)
+            self._connected.set()
+            self._left.wait()
+            ray_module().shutdown()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._connected.set()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class Connection:
     """The connection. Ray has one of it a process, so that who leaves last ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users: set[object] = set()
-        self._ours = False
-        """Whether it was made here; else it was there before, and stays."""
+        self._thread: _RayThread | None = None
+        """Where it was made; None where it was there before, and stays."""
         self._own = False
         """Whether the cluster was started with it."""
-        self._auth_mode: str | None = None
-        """How this process was to show who it is to clusters before it was made."""
+        self._until_left = ExitStack()
+        """Restores how this process showed who it is to clusters before it was made."""
 
     def enter(self, user: object, *, who: str, address: str | None) -> None:
         """Reach the cluster, or start one, unless this process is connected already.
@@ -80,14 +125,16 @@ class Connection:
         """End the connection where it was made here and nobody else uses it, and the cluster where that is our own."""
         with self._lock:
             self._users.discard(user)
-            if self._ours and not self._users:
-                self._ours = self._own = False
-                ray_module().shutdown()
-                _set_auth_mode(self._auth_mode)
+            if self._thread is not None and not self._users:
+                thread, self._thread, self._own = self._thread, None, False
+                try:
+                    thread.disconnect()
+                finally:
+                    self._until_left.close()
 
     def _require_this_one(self, who: str, address: str | None) -> None:
         # Where somebody else connected this process, what the environment says is their affair.
-        wanted = address or (os.environ.get("RAY_ADDRESS") if self._ours else None)
+        wanted = address or (os.environ.get("RAY_ADDRESS") if self._thread is not None else None)
         if wanted is None:
             return
         there: str = ray_module().get_runtime_context().gcs_address
@@ -102,30 +149,29 @@ class Connection:
     def _make(self, who: str, address: str | None) -> None:
         given, address = address, address or os.environ.get("RAY_ADDRESS")
         own = address is None
-        if address is not None:
-            _require_listener(who, given, address)
-        auth_mode = os.environ.get(_AUTH_MODE)
-        settings: dict[str, Any] = {
-            "include_dashboard": False,
-            "num_cpus": OWN_CPUS,
-            "object_store_memory": STORE_BYTES,
-        }
-        try:
-            ray_module().init(
-                address="local" if own else address, logging_level=logging.ERROR, **(settings if own else {})
-            )
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        settings: dict[str, Any] = {"address": "local" if own else address, "logging_level": logging.ERROR}
+        with ExitStack() as until_left:
+            until_left.callback(restore_variables, {name: os.environ.get(name) for name in VARIABLES})
             if address is None:
-                _set_auth_mode(auth_mode)
-                raise BadOption(f"{who}: no cluster of Ray could be started on this machine: {error}") from error
-            if (versions := _MISMATCH.search(str(error))) is not None:
-                raise BadOption(f"{_given(who, given, address)}: {_told(address, *versions.groups())}") from error
-            # Our own connection found somebody there, and Ray looked elsewhere.
-            loopback = f" {_LOOPBACK}" if _is_loopback(address) else ""
-            told = str(error).rstrip(".")
-            raise BadOption(f"{_nowhere(who, given, address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
-        self._ours, self._own = True, own
-        self._auth_mode = auth_mode
+                settings |= {"include_dashboard": False, "num_cpus": OWN_CPUS, "object_store_memory": STORE_BYTES}
+                give_own_token(until_left)
+            else:
+                _require_listener(who, given, address)
+                if (refused := admit(address)) is not None:
+                    raise BadOption(f"{_nowhere(who, given, address)} lets this process in: {refused}")
+            thread = _RayThread(settings)
+            try:
+                thread.connect()
+            except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+                if address is None:
+                    raise BadOption(f"{who}: no cluster of Ray could be started on this machine: {error}") from error
+                if (versions := _MISMATCH.search(str(error))) is not None:
+                    raise BadOption(f"{_given(who, given, address)}: {_told(address, *versions.groups())}") from error
+                # Our own connection found somebody there, and Ray looked elsewhere.
+                loopback = f" {_LOOPBACK}" if _is_loopback(address) else ""
+                told = str(error).rstrip(".")
+                raise BadOption(f"{_nowhere(who, given, address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
+            self._thread, self._own, self._until_left = thread, own, until_left.pop_all()
 
 
 CONNECTION: Final = Connection()
@@ -202,20 +248,3 @@ def _places(address: str) -> set[tuple[str, str]]:
 def _is_loopback(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     return host == "localhost" or host.startswith("127.") or host == "::1"
-
-
-def _set_auth_mode(mode: str | None) -> None:
-    """Have the next cluster treated as if this process had reached none before.
-
-    Who starts a cluster of its own asks for tokens from then on, as Ray has it; one that stands and knows no tokens
-    would end every actor as soon as it is made.
-    """
-    if os.environ.get(_AUTH_MODE) == mode:
-        return
-    # Ray keeps what it has read where a variable is gone, so that the default is to be said once.
-    os.environ[_AUTH_MODE] = mode or "disabled"
-    raylet = importlib.import_module("ray._raylet")
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
-    if mode is None:
-        del os.environ[_AUTH_MODE]

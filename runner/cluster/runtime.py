@@ -14,6 +14,7 @@ from runner.cluster.transfers import FleetTransfers
 from runner.cluster.words import Joined
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.gate import AdmissionGate
+from runner.engines.proofs import ProofFigures
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, PauseMode, WeightUpdate
 from runner.engines.weights import LocalTransfer, WeightTransfer
@@ -97,26 +98,30 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         # First here: whoever comes to know an id of the new version can say how old it is.
         self._add_version(checked.version)
         async with driver.settled:
-            self._remember(version=checked.version, weights=checked.weights, readable=True)
+            self._remember(version=checked.version, weights=checked.weights, proof=checked.proof, readable=True)
             updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
             for hand in updates:
                 driver.has_weights(hand, checked.version)
+        update = _slowest(checked, updates.values())
+        self.proof_figures = update.proof
         await driver.until(lambda: sum(hand.version == checked.version for hand in driver.hands) >= driver.fleet.least)
         self.tell()
-        return _slowest(checked, updates.values())
+        return update
 
     async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         def took(hand: Hand) -> None:
             if self.version != checked.version:  # the first one
                 self._add_version(checked.version)
-                self._remember(version=checked.version, weights=None, readable=False)
+                self._remember(version=checked.version, weights=None, proof=None, readable=False)
             self.driver.has_weights(hand, checked.version)
 
         try:
-            updates = await self.transfers.apply(checked.weights, checked.version, mode, took)
+            updates = await self.transfers.apply(checked.weights, checked.version, mode, took, checked.proof)
+            update = _slowest(checked, updates)
+            self.proof_figures = update.proof
         finally:
             self.tell()
-        return _slowest(checked, updates)
+        return update
 
     async def reset_prefix_cache(self) -> None:
         await self._control("reset_prefix_cache")
@@ -142,6 +147,11 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         answers = await self.driver.ask_all("control", "devices")
         return [f"{hand.name}: {device}" for hand, devices in answers.items() for device in devices]
 
+    async def control(self, call: str, *arguments: Any) -> Mapping[Any, Any]:
+        """The answers of all workers' engines to a call of a trainer."""
+        answers: Mapping[Any, Any] = await self.driver.ask_all("control", call, *arguments)
+        return answers
+
     async def _control(self, call: str, *arguments: Any) -> None:
         await self.driver.ask_all("control", call, *arguments)
 
@@ -151,11 +161,17 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
 def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
     """An update of many engines as one, which took as long as the slowest of them."""
-    pauses, loads = [0.0], [0.0]
+    pauses, loads, proofs, moved = [0.0], [0.0], list[ProofFigures](), list[bool | None]()
     for update in updates:
         pauses.append(update.pause_seconds)
         loads.append(update.load_seconds)
-    return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads))
+        if update.proof is not None:
+            proofs.append(update.proof)
+        moved.append(update.moved)
+    worst = max(proofs, key=lambda each: each.median, default=None)
+    # False where one worker's scores did not move: it may have kept its weights.
+    all_moved = None if None in moved or not moved else all(moved)
+    return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads), worst, all_moved)
 
 
 class FleetAdapters(Adapters):

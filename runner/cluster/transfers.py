@@ -20,6 +20,7 @@ from runner.cluster.hand import Hand
 from runner.cluster.party import GRACE_SECONDS, Party
 from runner.cluster.words import WorkerLost
 from runner.concurrency.cancellation import to_its_end
+from runner.engines.proofs import WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, TransferStep, send_parts
 from runner.engines.vllm.trainer_end import TrainerEnd, forms_of_source, worker_said
@@ -89,6 +90,7 @@ class FleetTransfers:
         version: str,
         mode: PauseMode,
         took: Callable[[Hand], None],
+        proof: WeightProof | None = None,
     ) -> list[WeightUpdate]:
         """Have the workers stand still, receive the weights and go on.
 
@@ -97,6 +99,7 @@ class FleetTransfers:
             version: the version that they will have.
             mode: what becomes of the turns that are being sampled.
             took: called with each worker that has the weights, once it has.
+            proof: what each worker's engine has to pass with them.
 
         Returns:
             What each of them says of it.
@@ -106,12 +109,17 @@ class FleetTransfers:
             EngineDead: too few workers are left.
         """
         if isinstance(transfer, LocalTransfer):
-            return await self._apply_from_here(transfer, version, mode, took)
+            return await self._apply_from_here(transfer, version, mode, took, proof)
         async with self._driver.settled:
-            return await self._apply_from_elsewhere(transfer, version, mode, took)
+            return await self._apply_from_elsewhere(transfer, version, mode, took, proof)
 
     async def _apply_from_here(
-        self, transfer: LocalTransfer, version: str, mode: PauseMode, took: Callable[[Hand], None]
+        self,
+        transfer: LocalTransfer,
+        version: str,
+        mode: PauseMode,
+        took: Callable[[Hand], None],
+        proof: WeightProof | None,
     ) -> list[WeightUpdate]:
         driver = self._driver
         updates: list[WeightUpdate] = []
@@ -120,7 +128,7 @@ class FleetTransfers:
             async with driver.settled:
                 try:
                     if (lacking := self._lacking(version)) and await self._prepare(transfer, version, lacking):
-                        updates += await self._exchange(transfer, version, mode, took) or ()
+                        updates += await self._exchange(transfer, version, mode, took, proof) or ()
                 except BadWeights as error:
                     if not updates:
                         raise
@@ -132,7 +140,12 @@ class FleetTransfers:
             await driver.until(lambda: bool(self._lacking(version)))
 
     async def _apply_from_elsewhere(
-        self, transfer: WeightTransfer, version: str, mode: PauseMode, took: Callable[[Hand], None]
+        self,
+        transfer: WeightTransfer,
+        version: str,
+        mode: PauseMode,
+        took: Callable[[Hand], None],
+        proof: WeightProof | None,
     ) -> list[WeightUpdate]:
         driver = self._driver
         met = self._met_elsewhere()
@@ -143,7 +156,7 @@ class FleetTransfers:
             raise self._broken_off()
         if not await self._prepare(transfer, version, members):
             raise self._broken_off()
-        updates = await self._exchange(transfer, version, mode, took)
+        updates = await self._exchange(transfer, version, mode, took, proof)
         if updates is None:
             raise self._broken_off()
         for hand in self._lacking(version) if updates else ():
@@ -338,6 +351,7 @@ class FleetTransfers:
         version: str,
         mode: PauseMode,
         took: Callable[[Hand], None],
+        proof: WeightProof | None,
     ) -> list[WeightUpdate] | None:
         """Have the party stand still and receive the weights; None where it went on before any was sent."""
         assert self._met is not None, "they are prepared"
@@ -355,18 +369,22 @@ class FleetTransfers:
             return None
         self.forget()
         # To its end: weights that were sent by half could neither be used nor be put back.
-        updates = await to_its_end(partial(self._send, transfer, version, took))
+        updates = await to_its_end(partial(self._send, transfer, version, took, proof))
         return [replace(update, pause_seconds=pauses.get(hand, 0.0)) for hand, update in updates.items()]
 
     async def _send(
-        self, transfer: WeightTransfer | LocalTransfer, version: str, took: Callable[[Hand], None]
+        self,
+        transfer: WeightTransfer | LocalTransfer,
+        version: str,
+        took: Callable[[Hand], None],
+        proof: WeightProof | None,
     ) -> dict[Hand, WeightUpdate]:
         party = self._party
         updates: dict[Hand, WeightUpdate] = {}
 
         async def receive(hand: Hand) -> None:
             try:
-                updates[hand] = await hand.process.send("receive_weights", version)
+                updates[hand] = await hand.process.send("receive_weights", version, proof)
             except (WorkerLost, DeltarunnerError) as error:
                 party.lose(hand, error)
             else:

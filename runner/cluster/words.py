@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from runner.engines.base import BaseEngine, EngineStats
+from runner.engines.proofs import WeightProof
 from runner.environment.environment import Environment
 from runner.runs.options import RunOptions
 from runner.tokens.template import ChatTemplate
@@ -58,9 +59,11 @@ class Joined:
     controlled: bool
     """Whether the weights of its engine can be exchanged."""
     same: Mapping[str, str]
-    """What has to be the same on all workers: versions of packages, fingerprints of vocabulary and template."""
+    """What has to be the same on all workers: versions of packages, fingerprints of vocabulary and template, dtype."""
     description: Mapping[str, Any]
     """What a run's header keeps of the engine."""
+    notes: Sequence[str] = ()
+    """Lines for people about how the engine was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,8 @@ class Catch:
     """The version of the weights; "" for those that its engine starts with."""
     weights: Any = None
     """Where they are: what `Launcher.put` gave."""
+    proof: WeightProof | None = None
+    """The proof that came with them; None for none."""
     readable: bool = True
     """Whether they are anywhere: what a transfer has brought nobody keeps."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()

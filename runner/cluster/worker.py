@@ -24,6 +24,7 @@ from runner.cluster.words import Catch, OtherKnown, Played, PlayingNow, Pulse, R
 from runner.concurrency.loop_lag import Blocker, LagMonitor
 from runner.concurrency.threads import Workers
 from runner.engines.base import BaseEngine, Engine
+from runner.engines.proofs import WeightProof
 from runner.engines.state import CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, RelayedTransfer, TransferStep
 from runner.episode.key import EpisodeKey
@@ -31,8 +32,8 @@ from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
 from runner.errors import BadControl, BadEnvironment, BadInput, BadTask
-from runner.runs.process import exit_now
-from runner.runs.stage import Stage
+from runner.runs.event_loop import exit_now
+from runner.runs.run_setup import RunSetup
 from runner.runs.staleness import Staleness
 from runner.tasks import Task
 
@@ -194,10 +195,10 @@ class Worker(EngineProcess):
         sent, environment = await anyio.to_thread.run_sync(self._made, packed, abandon_on_cancel=True)
         options = sent.options
         workers = Workers(options.concurrency.threads)
-        stage = Stage.of(environment, self.engine, options, workers)
+        setup = RunSetup.of(environment, self.engine, options, workers)
         async with AsyncExitStack() as exit_stack:
             exit_stack.callback(workers.close)
-            for engine in stage.engines[1:]:
+            for engine in setup.engines[1:]:
                 await exit_stack.enter_async_context(engine)
             run.others.update(options.engines)
             run.entered.set()
@@ -207,10 +208,10 @@ class Worker(EngineProcess):
                 return
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
             run.lag.on_stuck = partial(_end_stuck, self.number, self.leave_word)
-            run.shared, _ = await stage.open(exit_stack, run.clock)  # what is to be said of it the driver says too
+            run.shared, _ = await setup.open(exit_stack, run.clock)  # what is to be said of it the driver says too
             run.shared.make_limiter = partial(LeasedLimiter, self._desk, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
-            exit_stack.enter_context(staleness.cutting(run.plays.values()))
+            exit_stack.enter_context(staleness.cancelling(run.plays.values()))
             yield
 
     def _made(self, packed: bytes) -> tuple[RunSent, Any]:
@@ -305,6 +306,7 @@ class Worker(EngineProcess):
         checked, self._checked = self._checked, None
         if checked is None or checked.version != fleet.version:  # it joined after the others had compared theirs
             checked = await self.engine.check_update(await _read(fleet.weights), version=fleet.version)
+        checked = replace(checked, proof=fleet.proof)
         return await self.engine.apply_update(checked, mode=mode)
 
     # --- weights that come to all workers at once
@@ -350,7 +352,7 @@ class Worker(EngineProcess):
                 self._halted = False
                 await self.engine.resume()
 
-    async def receive_weights(self, version: str) -> WeightUpdate:
+    async def receive_weights(self, version: str, proof: WeightProof | None = None) -> WeightUpdate:
         """Exchange the weights for those that `take_step` brings, and go on.
 
         Raises:
@@ -361,7 +363,7 @@ class Worker(EngineProcess):
         try:
             if checked is None or relay is None or checked.version != version:
                 raise BadControl(f"the weights {version!r} were not checked last")
-            return await self.engine.apply_update(checked)
+            return await self.engine.apply_update(replace(checked, proof=proof))
         finally:
             if relay is not None:
                 relay.close()
@@ -386,7 +388,7 @@ class Worker(EngineProcess):
         """Bring the engine to the weights and adapters that the others have; again where these have gone on."""
         engine, caught = self.engine, self._caught
         if catch.readable and catch.version != caught.version:
-            await engine.update_weights(await _read(catch.weights), version=catch.version)
+            await engine.update_weights(await _read(catch.weights), version=catch.version, proof=catch.proof)
         for name in {adapter[0] for adapter in caught.adapters} - {adapter[0] for adapter in catch.adapters}:
             await engine.remove_adapter(name)
         for adapter in catch.adapters:

@@ -18,7 +18,7 @@ from tests.cluster.in_process import InProcess, in_process
 __all__ = ["WATCHDOG", "Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
 
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 
 def game_tasks(count: int) -> list[Task]:

@@ -23,9 +23,9 @@ import pytest
 
 from tests.repository import ROOT
 
-__all__ = ["Standing", "actors", "family", "require_ray", "send", "standing", "until_gone"]
+__all__ = ["Standing", "actors", "children", "family", "require_ray", "send", "standing", "until_gone"]
 
-WATCHDOG = 120.0
+WATCHDOG = 600.0
 
 CPUS = 16
 
@@ -41,11 +41,15 @@ def family(pid: int) -> set[int]:
 
     Not by a variable of theirs: Ray's processes write their titles over it.
     """
-    found = {pid}
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+    return {pid}.union(*map(family, children(pid)))
+
+
+def children(pid: int) -> set[int]:
+    """The processes that a process has started itself, as far as they live."""
+    found = set()
+    for started in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # that thread has just ended
-            for child in children.read_text().split():
-                found |= family(int(child))
+            found |= {*map(int, started.read_text().split())}
     return found
 
 

@@ -31,7 +31,7 @@ from runner import (
 )
 from runner.concurrency.loop_lag import LagMonitor
 from runner.engines.scripted.script import Answer, Latency, ModelCall, call
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from tests.faults.crowd import Crowd, talk
 
 __all__ = [

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from runner.cluster.fleet import BACK_OFF_SECONDS, COMPANY, HOUR, RESTARTS, Fleet, Seat, SeatState, Ticket
+from runner.cluster.fleet import BACK_OFF_SECONDS, COMPANY, HOUR, KEPT_SHARE, RESTARTS, Fleet, Seat, SeatState, Ticket
 
 MOST_BACK_OFF = BACK_OFF_SECONDS * 2**RESTARTS
 
@@ -108,19 +108,25 @@ class Books(RuleBasedStateMachine):
             assert len(seat.tickets) <= seat.width
             assert seat.state is SeatState.READY or not seat.tickets
             assert seat.groups == Counter(ticket.group for ticket in seat.tickets)
-            assert seat.last_chances == sum(ticket.last_chance for ticket in seat.tickets)
         assert self.fleet.width == sum(seat.width for seat in self.fleet.seats)
 
     @invariant()
-    def no_two_last_chances_share_a_worker(self) -> None:
-        assert all(seat.last_chances <= 1 for seat in self.fleet.seats)
+    def a_last_try_has_a_worker_to_itself(self) -> None:
+        for seat in self.fleet.seats:
+            assert len(seat.tickets) == 1 or not any(ticket.last_chance for ticket in seat.tickets)
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
-        room = [seat for seat in self.fleet.ready if len(seat.tickets) < seat.width]
-        for ticket in self.asked:
-            if ticket.seat is None:
-                assert all(ticket.last_chance and seat.last_chances for seat in room)
+        waiting = [ticket for ticket in self.asked if ticket.seat is None]
+        last_tries = sum(ticket.last_chance for ticket in waiting)
+        kept = [seat for seat in self.fleet.ready if seat.kept]
+        for_those = [seat for seat in kept if not any(ticket.last_chance for ticket in seat.tickets)]
+        assert len(for_those) <= last_tries, "no more are kept than are waited for"
+        assert all(seat.tickets for seat in for_those), "who waits for an empty worker has it"
+        room = [seat for seat in self.fleet.ready if not seat.kept and len(seat.tickets) < seat.width]
+        if len(waiting) > last_tries:
+            assert not room
+        assert kept or not last_tries or not self.fleet.ready
 
     @invariant()
     def within_an_hour_a_seat_gets_no_more_workers_than_promised(self) -> None:
@@ -180,14 +186,51 @@ def test_who_was_on_a_worker_that_died_goes_first_and_who_has_no_other_chance_be
     assert order == [2, 1, 0]
 
 
-def test_an_episode_without_another_chance_waits_for_a_worker_where_nobody_else_has_his_last() -> None:
+def test_a_last_try_waits_for_a_worker_that_plays_nothing_else() -> None:
     fleet = ready(4, 4)
-    last = [Ticket(again=True, last_chance=True) for _ in range(3)]
-    assert sorted(seated(fleet, *last)) == [0, 1]
-    fresh = Ticket()
-    assert seated(fleet, fresh), "others do not wait for it"
+    first = [Ticket(group=n) for n in range(4)]
+    seated(fleet, *first)
+    last = [Ticket(again=True, last_chance=True) for _ in range(2)]
+    fresh = [Ticket(group=f"fresh {n}") for n in range(9)]
+    assert seated(fleet, *last, *fresh) == [1 - kept_seat(fleet).number] * 2, "the other one is kept"
+    for ticket in [each for each in first if each.seat is kept_seat(fleet)]:
+        assert ticket.seat is not None
+        fleet.done(ticket)
+    assert fleet.give_out() == [last[0]]
+    assert len(kept_seat(fleet).tickets) == 1
     fleet.done(last[0])
-    assert fleet.give_out() == [last[2]]
+    assert fleet.give_out() == [last[1]], "the others wait until no last try does"
+    fleet.done(last[1])
+    assert len(fleet.give_out()) == 4
+    assert not any(seat.kept for seat in fleet.seats)
+
+
+def kept_seat(fleet: Fleet) -> Seat:
+    (seat,) = (seat for seat in fleet.seats if seat.kept)
+    return seat
+
+
+def test_last_tries_take_every_worker_where_nobody_else_waits() -> None:
+    fleet = ready(4, 4, 4)
+    assert sorted(seated(fleet, *(Ticket(again=True, last_chance=True) for _ in range(4)))) == [0, 1, 2]
+
+
+def test_a_fourth_of_the_workers_is_kept_for_last_tries_while_others_wait() -> None:
+    fleet = ready(*(2 for _ in range(8)))
+    last = [Ticket(again=True, last_chance=True) for _ in range(5)]
+    seated(fleet, *last, *(Ticket(group=n) for n in range(20)))
+    assert sum(seat.kept for seat in fleet.seats) == 8 // KEPT_SHARE
+    assert sum(ticket.seat is not None for ticket in last) == 8 // KEPT_SHARE
+    assert sum(len(seat.tickets) for seat in fleet.seats if not seat.kept) == 2 * 6
+
+
+def test_a_worker_is_no_longer_kept_once_its_last_try_is_given_up() -> None:
+    fleet = ready(2)
+    seated(fleet, Ticket())
+    last = Ticket(again=True, last_chance=True)
+    assert seated(fleet, last, fresh := Ticket()) == []
+    fleet.done(last)
+    assert fleet.give_out() == [fresh]
 
 
 def test_a_seat_waits_longer_after_each_death_and_rests_after_too_many_until_the_hour_is_over() -> None:

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from runner import BadModel, BadOption, ChatEngine, Outcome, Run, RunFile
-from runner.runs.figures import Gauge
+from runner.runs.live_stats import StatsReader
 from runner.testing import ScriptedEngine, VirtualClock
 from tests.cluster.playing import Dice, Judged, compared, dice_engine, fleet, played, until
 
@@ -68,7 +68,7 @@ async def test_the_figures_of_a_run_are_read_while_workers_have_its_other_engine
     async with fleet(2) as (engine, _), Run(Judged, engine, engines={"judge": Judge("Fine.")}) as run:
         async for _ in run:
             pass
-        assert Gauge().read(run).done == 8
+        assert StatsReader().read(run).done == 8
 
 
 @pytest.mark.parametrize("workers", [None, 2])
@@ -86,7 +86,7 @@ async def test_an_agent_that_no_episode_opened_is_said_and_one_that_spoke_is_not
     else:
         async with fleet(workers) as (engine, _):
             faults = await play(engine)
-    assert faults == ["engines: no agent 'jury' ever spoke"]
+    assert faults == ["engines: agent 'jury' never had a turn"]
 
 
 async def test_one_that_does_not_start_on_a_worker_ends_the_start_by_its_error_and_the_workers_name() -> None:

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
+from anyio._backends._asyncio import WorkerThread as PoolThread
 from typer.testing import CliRunner
 
 from runner import (
@@ -23,6 +27,7 @@ from runner import (
     DeltarunnerError,
     Environment,
     Outcome,
+    RayEngine,
     RayEngines,
     Run,
     RunFile,
@@ -34,8 +39,9 @@ from runner import (
 from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
-from tests.cluster.playing import until
-from tests.cluster.ray_cluster import Standing, family, until_gone
+from runner.cluster.ray_launcher import RayLauncher
+from tests.cluster.playing import Dice, until
+from tests.cluster.ray_cluster import Standing, children, family, require_ray, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Leased, Sworn, crowd, slow_crowd
 from tests.faults.comparing import by_key, stored
 from tests.repository import ROOT
@@ -43,7 +49,7 @@ from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray]
 
-WATCHDOG = 120.0
+WATCHDOG = 600.0
 
 ANNOUNCED = 12 * GROUP_SIZE * 2
 """So many trajectories `announcing` announces."""
@@ -126,6 +132,49 @@ async def test_kill_9_of_the_driver_at_a_random_moment_ends_its_workers_and_the_
     assert without_attempts(stored(file)) == stored(one)
 
 
+def workers() -> RayEngines:
+    return RayEngines(ScriptedEngine("hi"), workers=1)
+
+
+def one_engine() -> RayEngine:
+    return RayEngine(ScriptedEngine("hi"))
+
+
+@pytest.mark.parametrize("kind", [workers, one_engine])
+async def test_a_cluster_outlives_the_threads_that_are_idle(
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[[], Any]
+) -> None:
+    require_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(PoolThread, "MAX_IDLE_TIME", 0)  # ten seconds, in a run
+    before = family(os.getpid())
+    first = RayLauncher("RayEngines", address=None, cpus=1, gpus=0, runtime_env=None)
+    await first.open()
+    async with kind() as engine:
+        await first.close()  # who made the connection is not the last one that uses it
+        started = family(os.getpid()) - before
+        of_ray = children(os.getpid()) & started
+        assert len(of_ray) >= 3, "the head, the raylet and what reads logs"
+        await until_idle_threads_end()
+        trajectories = await played(Dice, engine)
+        assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
+        assert of_ray <= children(os.getpid())
+    await anyio.to_thread.run_sync(until_gone, started)
+
+
+async def until_idle_threads_end() -> None:
+    """Wait until every thread that anyio's pool has now is gone; it ends idle ones when it gives another one a call."""
+    before = {thread for thread in threading.enumerate() if isinstance(thread, PoolThread)}
+    assert before, "the engine was started in one of them"
+    with anyio.fail_after(WATCHDOG):
+        while any(thread.is_alive() for thread in before):
+            async with anyio.create_task_group() as group:
+                for _ in range(len(before) + 1):  # at once, so that one of them is new and may be the last to be idle
+                    group.start_soon(anyio.to_thread.run_sync, time.sleep, 0.02)
+            await anyio.sleep(0.01)
+            await anyio.to_thread.run_sync(time.sleep, 0)
+
+
 SCRIPT = """
 from runner import Environment, RayEngines, ScriptedEngine, Task, reward, run
 
@@ -167,11 +216,20 @@ if __name__ == "__main__":
 """
 
 
-def endless(script: Path, diary: Path, file: Path) -> subprocess.Popen[bytes]:
+@contextmanager
+def endless(script: Path, diary: Path, file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that plays until it is told to stop; killed when the block is left, and after `WATCHDOG`."""
     script.write_text(ENDLESS)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(script), str(diary), str(file)]
-    return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE) as process:
+        late = threading.Timer(WATCHDOG, process.kill)  # a line that does not come would be waited for without end
+        late.start()
+        try:
+            yield process
+        finally:
+            late.cancel()
+            process.kill()
 
 
 @pytest.mark.in_turns("on Ray", 3)
@@ -182,7 +240,7 @@ async def test_ctrl_c_drains_the_workers_and_a_second_one_keeps_what_they_play_a
     diary.touch()
     with endless(tmp_path / "endless.py", diary, file) as process:
         assert process.stderr is not None
-        await until(lambda: len(diary.read_text().splitlines()) == 4 or process.poll() is not None)
+        await until(lambda: len(diary.read_text().splitlines()) >= 4 or process.poll() is not None)
         pids = {int(line.split()[1]) for line in diary.read_text().splitlines()}
         process.send_signal(signal.SIGINT)
         while b"finishing 4 episodes; press Ctrl-C again" not in (line := process.stderr.readline()):

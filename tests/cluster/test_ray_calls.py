@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
+from runner.cluster import ray_calls
 from runner.cluster.ray_calls import RayWorker
 from runner.cluster.words import WorkerLost
 from runner.errors import BadOption
@@ -17,7 +21,7 @@ from tests.cluster.ray_cluster import Standing, require_ray
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 
 @pytest.fixture
@@ -89,3 +93,74 @@ async def test_of_a_caller_that_left_nothing_is_kept(worker: RayWorker) -> None:
         while await worker.send("who_calls") == 2:
             pass
         assert await worker.send("double", 4) == 8
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["take", "answers", "take", "part"]))
+async def test_a_caller_that_left_is_forgotten_in_whatever_order_ray_delivers(order: tuple[str, ...]) -> None:
+    actor = Counting()
+    with anyio.fail_after(WATCHDOG):
+        async with anyio.create_task_group() as group:
+            for message in order:
+                match message:
+                    case "take":
+                        group.start_soon(actor.take, "guest", [(0, "double", (2,))])
+                    case "answers":
+                        group.start_soon(actor.answers, "guest")
+                    case _:
+                        group.start_soon(actor.part, "guest", 3)
+                await anyio.wait_all_tasks_blocked()
+    assert not actor._callers
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("Worker exit detail: Worker exits with an exit code 3.", "its process died with exit code 3"),
+        ("Worker exit detail: Worker exits with an exit code -11.", "its process died: SIGSEGV"),
+        ("Worker unexpectedly exits with a connection error code 2. End of file.", "its process died: it was killed"),
+        ("The actor is dead because it was killed by `ray.kill`.", "its process died"),
+    ],
+)
+def test_a_lost_worker_is_told_of_with_its_exit(told: str, said: str) -> None:
+    assert ray_calls._why(died(told)).startswith(said)
+
+
+def died(told: str) -> Any:
+    error: Any = pytest.importorskip("ray.exceptions").ActorDiedError()
+    error.error_msg = told
+    return error
+
+
+class Unavailable:
+    """An actor that Ray calls unavailable so often, and says then what is true."""
+
+    def __init__(self, times: int, truth: BaseException | None) -> None:
+        self.take = self.answers = self
+        self.left, self.truth = times, truth
+
+    def options(self, **_: Any) -> Unavailable:
+        return self
+
+    def remote(self, _: str, *calls: Any) -> Any:
+        exceptions: Any = importlib.import_module("ray.exceptions")
+        answer = Future[Any]()
+        if not calls and self.left:
+            self.left -= 1
+            answer.set_exception(exceptions.ActorUnavailableError("no way to it", None))
+        elif not calls and self.truth is not None:
+            answer.set_exception(self.truth)
+        return SimpleNamespace(future=lambda: answer)
+
+
+@pytest.mark.parametrize(("times", "dies"), [(1, True), (4, True), (1, False), (10_000, False)])
+async def test_a_worker_that_ray_cannot_reach_is_lost_for_the_true_reason(times: int, dies: bool) -> None:
+    require_ray()
+    truth = died("Worker unexpectedly exits with a connection error code 2.") if dies else None
+    worker = RayWorker(Unavailable(times, truth), tick=0)
+    with anyio.fail_after(WATCHDOG):
+        answers = [worker.send("double", number) for number in range(3)]
+        for answer in answers:
+            with pytest.raises(WorkerLost, match="it was killed" if dies else "its machine cannot be reached"):
+                await answer
+        with pytest.raises(WorkerLost):
+            await worker.send("double", 1)

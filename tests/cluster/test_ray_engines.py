@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mar
 
 VERSIONS = ["default", "new", "from a folder"]
 START = 400.0
-WATCHDOG = 200.0
+WATCHDOG = 600.0
 
 
 def versions(trajectory: Trajectory) -> list[str]:
@@ -92,7 +92,7 @@ import sys
 from pathlib import Path
 import anyio
 from runner import Run
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from tests.cluster.ray_games import TalksLong
 from tests.repository import ROOT
 from tests.cluster.test_ray_engines import on_two_workers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import re
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +59,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_launcher, "ray_module", lambda: fake)
     monkeypatch.setattr(ray_connection, "ray_module", lambda: fake)
+    monkeypatch.setattr(ray_connection, "admit", lambda address: None)
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
     monkeypatch.setattr(ray_launcher, "_on_this_node", lambda: None)  # Ray itself would start, and end this process
@@ -88,6 +91,34 @@ async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
     assert ray.is_initialized()
     await second.close()
     assert not ray.is_initialized()
+
+
+async def test_ray_is_started_by_a_thread_that_lives_until_it_is_left(ray: Any) -> None:
+    made, init = list[threading.Thread](), ray.init
+
+    def noted(**settings: Any) -> None:
+        made.append(threading.current_thread())
+        init(**settings)
+
+    ray.init = noted
+    first, second = launcher(), launcher()
+    await asyncio.create_task(first.open())  # the threads of anyio's pool end with the task that was its first
+    await second.open()
+    await first.close()
+    (thread,) = made
+    assert thread.is_alive()
+    assert thread.daemon, "the process may end all the same"
+    await second.close()
+    assert not thread.is_alive()
+
+
+async def test_no_thread_is_left_where_no_cluster_can_be_started(ray: Any) -> None:
+    before = {thread for thread in threading.enumerate() if thread.name == "deltarunner ray"}
+    ray.init = MagicMock(side_effect=RuntimeError("the port is taken"))
+    for _ in range(2):
+        with pytest.raises(BadOption, match=r"no cluster of Ray could be started on this machine: the port is taken"):
+            await launcher().open()
+    assert before == {thread for thread in threading.enumerate() if thread.name == "deltarunner ray"}
 
 
 @pytest.fixture
@@ -289,7 +320,7 @@ async def test_a_cluster_of_ones_own_that_does_not_start_leaves_the_way_of_token
     ray: Any, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     pytest.importorskip("ray")
-    name = ray_connection._AUTH_MODE
+    name = "RAY_AUTH_MODE"
     monkeypatch.setenv(name, before or "")
     if before is None:
         monkeypatch.delenv(name)
@@ -358,7 +389,7 @@ async def test_workers_take_gpus_for_the_engines_of_other_agents_too(
     others = {"judge": judge, "jury": judge, "user": ScriptedEngine("hi"), "shared": RayEngine(ScriptedEngine("hi"))}
     engine = RayEngines(VllmEngine("a-model", tensor_parallel_size=2), workers=1, gpus=gpus)
     run = Run(Dice, engine, engines=others)
-    engine.sent(run._stage)
+    engine.sent(run._setup)
     assert await reserved_by(engine.launcher, ray) == reserved
 
 
@@ -366,9 +397,9 @@ async def test_workers_that_were_started_with_fewer_gpus_than_a_runs_other_engin
     has_machines(ray, {"CPU": 4, "GPU": 8})
     engine = RayEngines(VllmEngine("a-model"), workers=1)
     await engine.launcher.open()
-    engine.sent(Run(Dice, engine, engines={"judge": ScriptedEngine("hi")})._stage)
+    engine.sent(Run(Dice, engine, engines={"judge": ScriptedEngine("hi")})._setup)
     with pytest.raises(BadOption, match=r"would need 3 GPU with the engines of engines=, and was started with 1\."):
-        engine.sent(Run(Dice, engine, engines={"judge": VllmEngine("a-judge", tensor_parallel_size=2)})._stage)
+        engine.sent(Run(Dice, engine, engines={"judge": VllmEngine("a-judge", tensor_parallel_size=2)})._setup)
     await engine.launcher.close()
 
 

@@ -23,7 +23,7 @@ from tests.repository import ROOT
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]
 
 START = 400.0
-WATCHDOG = 300.0
+WATCHDOG = 600.0
 LOUDER = "model.layers.5.mlp.down_proj.weight"
 
 

@@ -19,7 +19,7 @@ from runner.engines.scripted.script import Fault, ModelCall
 from runner.testing import VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcess, InProcessWorker
-from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, played
+from tests.cluster.playing import Dice, Grouped, compared, dice_engine, fleet, game_tasks, played
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -50,16 +50,16 @@ def kill_at(launcher: InProcess, plays: set[int], *, after: int = 0) -> None:
     launcher.on_start = watch
 
 
-def kills_whoever_plays(launcher: InProcess, task: str) -> list[int]:
-    """A task that kills its workers; gives the list of those that it has killed."""
+def kills_whoever_plays(launcher: InProcess, *tasks: str, checkpoints: int = 20) -> list[int]:
+    """Let these tasks kill their workers; gives the list of those that they have killed."""
     killed: list[int] = []
 
     def watch(worker: InProcessWorker) -> None:
         play = worker.worker.play
 
         async def deadly(run_number: int, number: int, packed: bytes) -> Played:
-            if pickle.loads(packed).task.id == task:
-                for _ in range(20):
+            if pickle.loads(packed).task.id in tasks:
+                for _ in range(checkpoints):
                     await checkpoint()
                 killed.append(worker.worker.number)
                 worker.kill()
@@ -176,6 +176,35 @@ def test_an_episode_that_kills_its_workers_is_given_up_by_name_and_the_others_ar
         assert (
             poison.error == f"3 workers were lost while playing it, the last one {place(killed[-1])}: its process died"
         )
+
+    VirtualClock().run(run)
+
+
+@pytest.mark.parametrize(
+    ("workers", "places", "tasks", "group_size", "poison"),
+    [
+        (2, 1, 14, 1, ["t8", "t12"]),
+        (2, 1, 8, 1, ["t2", "t5"]),
+        (2, 4, 10, 1, ["t8", "t9"]),
+        (3, 1, 12, 2, ["t2", "t3"]),
+        (4, 2, 10, 2, ["t1", "t8"]),
+        (4, 8, 11, 1, ["t4", "t5"]),
+        (5, 1, 7, 1, ["t0", "t2", "t3"]),
+        (5, 4, 9, 1, ["t4", "t8"]),
+        (8, 2, 10, 2, ["t2", "t5", "t9"]),
+    ],
+)
+def test_several_episodes_that_kill_workers_cost_no_other_one(
+    workers: int, places: int, tasks: int, group_size: int, poison: list[str]
+) -> None:
+    async def run() -> None:
+        async with fleet((1, workers), dice_engine(places=places)) as (engine, launcher):
+            kills_whoever_plays(launcher, *poison, checkpoints=1)
+            got = await played(Dice, engine, tasks=game_tasks(tasks), retries=2, group_size=group_size, breaker=1)
+        assert {each.task.id for each in got if each.outcome is not Outcome.COMPLETED} == {*poison}
+        assert len(got) == tasks * group_size
+        for each in got:
+            assert not each.error or each.error.startswith("3 workers were lost while playing it")
 
     VirtualClock().run(run)
 

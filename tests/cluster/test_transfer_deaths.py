@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runner import EngineDead, EngineError, Run, WeightTransfer
 from runner.cluster.party import GRACE_SECONDS
-from runner.runs.player import Absence
+from runner.runs.player import IdleReason
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
@@ -235,7 +235,7 @@ def test_who_comes_after_a_transfer_waits_for_the_next_weights_and_plays_with_th
             launcher.workers[1].kill()
             await until(lambda: members(engine) == {0, 2})
             assert [worker.number for worker in engine.workers()] == [0]
-            assert engine.absent() == {Absence.WAITING: 1}
+            assert engine.absent() == {IdleReason.WAITING: 1}
             assert "worker 2 on" in engine.events[-1]
             assert "waits for the next weights" in engine.events[-1]
             late = launcher.workers[2]

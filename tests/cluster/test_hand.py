@@ -1,0 +1,37 @@
+"""How long a driver waits for a worker's answer, and that its own standstill is not the worker's."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from runner.cluster import hand
+from runner.cluster.hand import answer_within
+from runner.cluster.words import WorkerLost
+from tests.cluster.in_process import Answer
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_worker_is_not_lost_while_the_driver_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand, "SLICE_SECONDS", 0.1)
+    answer = Answer()
+
+    async def answers() -> None:
+        time.sleep(0.8)  # noqa: ASYNC251  # a trainer that computes on the loop, for longer than the limit
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()  # Ray's own way to this loop takes some rounds
+        answer.succeed("here")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(answers)
+        assert await answer_within(0.4, answer) == "here"
+
+
+async def test_a_worker_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand, "SLICE_SECONDS", 0.01)
+    with pytest.raises(WorkerLost, match=r"^it has said nothing for 0.05 s while it started$"):
+        await answer_within(0.05, Answer(), " while it started")
