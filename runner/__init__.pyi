@@ -23,6 +23,9 @@ from .engines.gate import Session as Session
 from .engines.http_retries import RetryPolicy as RetryPolicy
 from .engines.message_engine import MessageEngine as MessageEngine
 from .engines.message_engine import Usage as Usage
+from .engines.proofs import ProofFigures as ProofFigures
+from .engines.proofs import ProofTolerance as ProofTolerance
+from .engines.proofs import WeightProof as WeightProof
 from .engines.remote.dialect import ServerDialect as ServerDialect
 from .engines.remote.engine import RemoteEngine as RemoteEngine
 from .engines.scripted.engine import ScriptedEngine as ScriptedEngine
@@ -76,8 +79,8 @@ from .options import Limits as Limits
 from .options import Sampling as Sampling
 from .parsing.events import ContentPiece as ContentPiece
 from .parsing.events import ReasoningPiece as ReasoningPiece
+from .runs.event_loop import run as run
 from .runs.player import FleetWorker as FleetWorker
-from .runs.process import run as run
 from .runs.run import Run as Run
 from .runs.summary import Summary as Summary
 from .scoring import group_reward as group_reward

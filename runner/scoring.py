@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from runner.checked import is_number
+from runner.class_bodies import refuse_second
 from runner.errors import BadEnvironment, BadOption
 
 __all__ = ["Score", "Scorer", "ScorerKind", "collect_scorers", "group_reward", "metric", "reward", "weighted_sum"]
@@ -91,6 +92,7 @@ def _mark(function: Any, kind: ScorerKind, weight: float) -> Any:
     _check_weight(f"@{kind}(weight={weight!r})", weight)
 
     def decorate(method: Function) -> Function:
+        refuse_second(method, kind.value)
         setattr(method, _MARK, Scorer(method.__name__, kind, float(weight)))
         return method
 
@@ -113,8 +115,9 @@ def collect_scorers(cls: type) -> tuple[Scorer, ...]:
         for name, value in vars(base).items():
             scorer = getattr(value, _MARK, None)
             if scorer is not None:
-                _check_signature(base, scorer, value)
-                found[name] = scorer
+                # By the attribute: methods that one function makes have one name of their own.
+                found[name] = dataclasses.replace(scorer, name=name)
+                _check_signature(base, found[name], value)
             elif name in found:
                 # An override may mean a reward or a helper: only its author knows, so it has to be said.
                 if value is not None:

@@ -34,7 +34,7 @@ class Task:
     answer: str = ""
     """Reference data for scoring."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else that the environment needs; it must be JSON."""
+    """Anything else that the environment needs: values of JSON, which a run file gives back as they are."""
 
 
 def own_copy(value: T) -> T:
@@ -96,6 +96,12 @@ class TaskBuilder:
         """The class whose tasks are made."""
         self.known = frozenset(field.name for field in dataclasses.fields(task_class))
         """The names of its fields."""
+        self.needed = tuple(
+            field.name
+            for field in dataclasses.fields(task_class)
+            if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        """The names of those without a default."""
         self._validators = _validators(task_class)
 
     def __call__(self, fields: Mapping[str, Any]) -> Task:
@@ -106,9 +112,14 @@ class TaskBuilder:
             TypeError: a field is missing or unknown.
         """
         check_own_fields(fields)
-        return self.task_class(**{name: self._typed(name, value) for name, value in fields.items()})
+        return self.task_class(**{name: self.typed(name, value) for name, value in fields.items()})
 
-    def _typed(self, name: str, value: Any) -> Any:
+    def typed(self, name: str, value: Any) -> Any:
+        """The value of a field as the type that its class gives it.
+
+        Raises:
+            ValueError: it does not fit.
+        """
         from pydantic import ValidationError
 
         validator = self._validators.get(name)

@@ -141,8 +141,8 @@ class Segment:
     """Why the segment was begun: "start"; "reencoded" where the first prompt of a conversation holds, as text, what its
     episode sampled; "branch" where it goes on from a turn of another segment by its very ids; "again" and "retry" where
     a turn is sampled once more from the same prompt, the latter where that is taken back; "environment" where that
-    changed what was seen; "foreign", "retold" and "tools" where a request did, "client" where its history is taken as
-    it is sent; else the name of what a template lacks for an exact bridge."""
+    changed what was seen; "foreign", "retold", "edited" and "tools" where a request did, "client" where its history is
+    taken as it is sent; else the name of what a template lacks for an exact bridge."""
     unseen: int = 0
     """How many of the last messages the model never saw."""
     tools: Sequence[Mapping[str, Any]] = ()

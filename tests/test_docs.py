@@ -139,6 +139,7 @@ UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_at
 WITHIN = (
     "runner.cluster.driver.Driver",
     "runner.cluster.sent_run.SentRun",
+    "runner.concurrency.clocks.Progress",
     "runner.endpoint.answering.Door",
     "runner.endpoint.clients.Address",
     "runner.engines.scripted.run_files.RecordedRun",
@@ -149,7 +150,7 @@ WITHIN = (
     "runner.generation.rows.RunningRows",
     "runner.runs.options.RunKeywords",
     "runner.runs.player.Attempt",
-    "runner.runs.stage.Stage",
+    "runner.runs.run_setup.RunSetup",
 )
 """What annotations name and nobody outside meets: what the library gives its own classes, the `RunOptions` by name, and
 a run file as engines know it."""

@@ -47,8 +47,9 @@ def test_public_names() -> None:
     engines = "Delta DeltaStream Finish GenerationRequest Session"
     functions = "LogprobsKind TokenEngine TokenFeature TokenFunction TokenOutput TokenSampling"
     control = "EngineState EngineStats LocalTransfer PauseMode WeightTransfer WeightUpdate"
+    proofs = "ProofFigures ProofTolerance WeightProof"
     assert set(runner.__all__) == {
-        *f"{authors} {running} {records} {heard} {served} {tokens} {engines} {functions} {control}".split(),
+        *f"{authors} {running} {records} {heard} {served} {tokens} {engines} {functions} {control} {proofs}".split(),
         *errors.__all__,
     }
     assert set(runner.__all__) <= set(dir(runner))
@@ -64,6 +65,12 @@ def test_public_names_of_trainers() -> None:
         "Selection",
         "TokenMasks",
         "TokenTree",
+        "CheckedTensor",
+        "Verdict",
+        "Way",
+        "WeightReport",
+        "check_weights",
+        "weight_proof",
         "TrainingBatch",
         "TrainingTensors",
         "dr_grpo",

@@ -1,4 +1,4 @@
-"""Tests that take turns: none is left out for long, and one that is asked for by name is played."""
+"""Tests that are sampled: every one has seeds that choose it, and one that is named is always played."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ENGINES = pytest.mark.in_turns("engines")
 ENDS = pytest.mark.in_turns("ends", 2)
 
 
-def test_of_the_cases_of_each_test_two_commits_play_all_and_a_test_without_cases_is_always_played() -> None:
+def test_two_seeds_play_all_cases_and_a_test_without_cases_always() -> None:
     cases = [made("test_it", TWO, case=str(number)) for number in range(5)]
     alone, unmarked = made("test_alone", TWO), made("test_other", None)
     for seed in (7, 8):
@@ -82,7 +82,7 @@ def test_what_is_called_a_unit_goes_together() -> None:
     assert sorted(len(played([*unit, *other], seed)) for seed in (0, 1)) == [1, 2]
 
 
-def test_one_that_is_asked_for_alone_is_played_whatever_the_commit() -> None:
+def test_a_test_that_is_named_alone_is_played_by_every_seed() -> None:
     for seed in range(4):
         assert len(played([made("test_1", ENGINES)], seed)) == 1
         assert len(played([made("test_1", ENDS)], seed)) == 1

@@ -1,4 +1,4 @@
-"""Tests that take turns: a commit plays some of them and the next commit the next, and whole sweeps play all."""
+"""Tests that are sampled: a seed chooses some of them, and whole sweeps play all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["of_others"]
 
 
 def of_others(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Those of the tests that other commits play, by the markers `cases_in_turns` and `in_turns`."""
+    """The tests that other seeds choose, by the markers `cases_in_turns` and `in_turns`."""
     cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     units: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:

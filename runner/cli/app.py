@@ -35,8 +35,8 @@ NOBODY_READS = 128 + signal.SIGPIPE
 
 EPILOG = """
 Exit codes: 0 done · 1 anything unforeseen · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
-template · 7 the run file · 8 the disk · 9 the engine · 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C
-· 141 nobody reads the output any more.
+template · 7 the run file, or weights that do not arrive · 8 the disk · 9 the engine · 10 too many episodes failed
+· 11 the run was stuck · 130 Ctrl-C · 141 nobody reads the output any more.
 """
 
 
@@ -49,7 +49,26 @@ class Commands(TyperGroup):
             close = get_close_matches(args[0], known, 1)
             meant = f" Did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"No such command {args[0]!r}.{meant} There are {', '.join(known)}.")
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "show" and command is not None:
+            rest = _ids_after_options(rest, [option for each in command.params for option in each.opts])
+        return name, command, rest
+
+
+def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
+    """The same arguments, with ids of episodes that begin with a dash put where they are not taken for options."""
+    options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
+    if "--" in args:
+        return args
+
+    def is_id(word: str) -> bool:
+        option = word.partition("=")[0]
+        if not word.startswith("-") or word == "-" or option in options:
+            return False
+        return "#" in word or (word[:2] not in options and not get_close_matches(option, options, 1, 0.75))
+
+    ids = [word for word in args if is_id(word)]
+    return [*(word for word in args if not is_id(word)), *(["--", *ids] if ids else [])]
 
 
 app = typer.Typer(
@@ -89,8 +108,8 @@ def main() -> NoReturn:
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     # Only who played has threads that may hang; the others need not load what plays.
-    if "runner.runs.process" in sys.modules:
-        from runner.runs.process import end_process
+    if "runner.runs.event_loop" in sys.modules:
+        from runner.runs.event_loop import end_process
 
         end_process(code)
     sys.exit(code)
@@ -197,11 +216,26 @@ def export(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Default: beside the run file; - is stdout.")
     ] = None,
+    outcome: Annotated[
+        list[str] | None, typer.Option(help="Only episodes with this outcome, such as completed; may be repeated.")
+    ] = None,
+    agent: Annotated[list[str] | None, typer.Option(help="Only what this agent saw and did; may be repeated.")] = None,
+    task: Annotated[list[str] | None, typer.Option(metavar="ID", help="Only of this task; may be repeated.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only with at least this reward.")] = None,
+    limit: Annotated[int | None, typer.Option("-n", "--limit", min=1, help="At most so many, the first ones.")] = None,
 ) -> int:
     """Write the trajectories of a run file as JSONL or Parquet."""
     from runner.cli.export import export_command
+    from runner.store.trajectory_filter import TrajectoryFilter
 
-    return export_command(file, format=format, output=output)
+    chosen = TrajectoryFilter(
+        outcomes=tuple(outcome or ()),
+        agents=tuple(agent or ()),
+        tasks=tuple(task or ()),
+        min_reward=min_reward,
+        most=limit,
+    )
+    return export_command(file, format=format, output=output, chosen=chosen)
 
 
 @command("verify")
@@ -233,6 +267,29 @@ def check_template(
 
     options = tuple(template_option or ())
     return check_template_command(name, template=template, options=options, tool_format=tool_format, as_json=json)
+
+
+@command("check-weights")
+def check_weights(
+    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id, or smollm2-135m.")],
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Few layers and random weights: only the folder's config.json is read.")
+    ] = False,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="folder, state-dict, twice, under-turns, after-sleep or same; may be repeated; default all."),
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (dtype=bfloat16).")
+    ] = None,
+    json: Annotated[bool, JSON] = False,
+) -> int:
+    """Update an engine with each kind of tensor by itself, and compare it with transformers. 7 where one is wrong."""
+    from runner.cli.check_weights import check_weights_command
+
+    return check_weights_command(
+        model, tiny=tiny, ways=tuple(way or ()), options=tuple(engine_option or ()), as_json=json
+    )
 
 
 @command("new")

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,9 @@ class Findings:
 
     named: NamedFormat | None = None
     """The tool format that the user named, tried on what the template writes."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Whether schemas are fitted to the template, and what it does not show then; empty where it carries no tools."""
 
     @property
     def missing(self) -> list[AppendVerdict]:
@@ -163,6 +166,7 @@ def _examined(subject: Subject, options: Mapping[str, Any], tool_format: str | N
         turn,
         answer["lacking"],
         named,
+        answer.get("arguments", {}),
     )
 
 
@@ -235,6 +239,7 @@ def _document(name: str, subject: Subject, options: Mapping[str, Any], findings:
         },
         "turn": turn_document(findings.turn),
         "tool_format": findings.named.document() if findings.named is not None else None,
+        "arguments": findings.arguments or None,
         "unstopped": findings.unstopped,
         "lacking": findings.lacking,
         "appends": [_verdict_document(verdict) for verdict in findings.verdicts],
@@ -308,9 +313,20 @@ def _turn(findings: Findings) -> Table:
     for column in ("turns", "as they are written", "what it means"):
         table.add_column(column, overflow="fold", min_width=16)
     named = findings.named.lines() if findings.named is not None else ()
-    for label, text, sentence in (*turn_lines(findings.turn), *named):
+    for label, text, sentence in (*turn_lines(findings.turn), *named, *_arguments(findings)):
         table.add_row(Text(label, "bold"), Text(printable(text).replace("\n", "⏎")), Text(sentence, "dim"))
     return table
+
+
+def _arguments(findings: Findings) -> Iterator[tuple[str, str, str]]:
+    """How the model is shown the schemas of tools."""
+    if findings.arguments.get("fitted"):
+        sentence = (
+            "What the template passes over is written otherwise: references in place, X or null as X, descriptions."
+        )
+        yield "schemas", "fitted", sentence
+    elif findings.arguments:
+        yield "schemas", "as they are", "The model is shown the schemas of arguments as their author wrote them."
 
 
 def _shown(value: TraitValue) -> str:
@@ -356,6 +372,10 @@ def _problems(findings: Findings) -> Iterator[Text]:
     elif findings.misread:
         why = f"calls cannot be read ({findings.turn.missing}): {findings.turn.why}"
         yield from _problem("calls", "bold red", why, then="no environment with tools can be played", fix=_READ_FIX)
+    if unseen := findings.arguments.get("unseen"):
+        what = f"the model is not shown {', '.join(unseen)}"
+        fix = "say it in the docstrings of tools that take such arguments, or take " + _ANOTHER
+        yield from _problem("arguments", "yellow", what, then="the model has to guess it", fix=fix)
     for close in findings.unstopped:
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import RLock
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -16,16 +19,19 @@ from rich.text import Text
 
 from runner.cli.workers_shown import joined, workers_shown
 from runner.concurrency.loop_lag import LATE_SECONDS
-from runner.runs.figures import (
-    WRITES_OTHERWISE,
-    Figures,
-    Stuck,
+from runner.runs.live_stats import (
+    TEMPLATE_ADVICE,
+    LiveStats,
+    WaitingEpisode,
     as_time,
     calls_in_words,
+    left_in_words,
+    pace_in_words,
     ranks_in_words,
-    writes_otherwise,
+    running_in_words,
+    suspect_template,
 )
-from runner.runs.reporter import PlainReporter, WatchingReporter
+from runner.runs.reporter import LiveReporter, PlainReporter
 from runner.transcript import printable, shown_line
 
 __all__ = ["LiveDisplay", "PlainDisplay", "display_for", "live_view"]
@@ -37,7 +43,11 @@ BAR: Final = 100
 """The widest bar of progress."""
 
 
-class _OnConsole(WatchingReporter):
+REPEATED: Final = 20
+"""So many of the last lines are repeated where the window was cleared."""
+
+
+class _OnConsole(LiveReporter):
     """Says its lines on a console."""
 
     def __init__(self, console: Console, title: str) -> None:
@@ -48,7 +58,7 @@ class _OnConsole(WatchingReporter):
         self.console.print(Text(printable(line)), soft_wrap=True)
 
 
-def display_for(console: Console, title: str) -> WatchingReporter:
+def display_for(console: Console, title: str) -> LiveReporter:
     """A live display where the console is a terminal that can move its cursor, else plain lines."""
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(console, title) if live else PlainDisplay(console, title)
@@ -61,16 +71,52 @@ class PlainDisplay(_OnConsole, PlainReporter):
 class LiveDisplay(_OnConsole):
     """Redrawn four times a second, in as many lines and columns as there are."""
 
-    _live: Live | None = None
+    def __init__(self, console: Console, title: str) -> None:
+        super().__init__(console, title)
+        self._live: Live | None = None
+        self._size = console.size
+        self._said: deque[Text] = deque(maxlen=REPEATED)
+        self._drawing = RLock()  # frames are drawn in a thread, lines are said on the event loop too
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
+        self._size = self.console.size
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
         # Refreshed by us: a thread of its own would compete with the event loop for the interpreter.
         # And sys.stdout is let be: who meets it now and keeps it, as a logger does, would write over the display.
-        with Live(
+        self._live = Live(
             console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        ) as self._live:
-            yield
+        )
+        self._live.start()
+
+    def _end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        with self._drawing:
+            self._follow_size()
+            super().say(line)
+            self._said.append(Text(printable(line)))
+
+    def _follow_size(self) -> None:
+        """Clear a window that got another size: terminals differ in how many lines the old frame now takes."""
+        size = self.console.size
+        if self._live is None or size == self._size:
+            return
+        self._size = size
+        self._end()
+        self.console.control(Control.home(), Control.clear())
+        for line in self._said:
+            self.console.print(line, soft_wrap=True)
+        self._begin()
 
     def restore(self) -> None:
         """Show the cursor again; written straight to the terminal, since this may interrupt a redraw."""
@@ -78,44 +124,44 @@ class LiveDisplay(_OnConsole):
             os.write(self.console.file.fileno(), b"\x1b[?25h\n")
 
     def _show(self, renderable: RenderableType) -> None:
-        if self._live is not None:
-            self._live.update(renderable, refresh=True)
+        with self._drawing:
+            self._follow_size()
+            if self._live is not None:
+                self._live.update(renderable, refresh=True)
 
-    def _starting(self, seconds: float, workers: str) -> None:
-        text = Text(f"{self.title}: starting the engine, {seconds:.0f} s{workers}")
+    def _starting(self, seconds: float, doing: str) -> None:
+        text = Text(f"{self.title}: starting the engine, {seconds:.0f} s{doing}")
         self._show(Spinner("dots", text, speed=1.0))
 
-    def _playing(self, figures: Figures) -> None:
-        self._show(live_view(figures, self.title, width=self.console.width, height=self.console.height))
+    def _playing(self, stats: LiveStats) -> None:
+        self._show(live_view(stats, self.title, width=self.console.width, height=self.console.height))
 
-    def _stopping(self, figures: Figures) -> None:
-        self._show(Group(_counts(figures, self.console.width), Text("stopping the engine", style="dim")))
+    def _stopping(self, stats: LiveStats) -> None:
+        self._show(Group(_counts(stats, self.console.width), Text("stopping the engine", style="dim")))
 
 
-def live_view(figures: Figures, title: str, *, width: int, height: int) -> RenderableType:
+def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> RenderableType:
     """What the live display shows."""
     above: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
-    if width >= NARROW and figures.total:
-        above.append(_bar(figures.total, figures.done, width))
-    above += [_counts(figures, width), _pace(figures)]
+    if width >= NARROW and stats.total:
+        above.append(_bar(stats.total, stats.done, width))
+    above += [_counts(stats, width), _pace(stats)]
     below: list[RenderableType] = []
-    if figures.blocker is not None:
-        below.append(Text(f"slow loop: {figures.blocker.where} {figures.blocker.advice}", style="yellow"))
-    if figures.malformed:
-        advice = f": {WRITES_OTHERWISE}" if writes_otherwise(figures.calls, figures.malformed) else ""
-        below.append(
-            Text(calls_in_words(figures.calls, figures.malformed) + advice, style="yellow" if advice else "dim")
-        )
-    if figures.fault:
-        below.append(Text(f"last fault: {figures.fault}", style="red", no_wrap=True, overflow="ellipsis"))
+    if stats.blocker is not None:
+        below.append(Text(f"slow loop: {stats.blocker.where} {stats.blocker.advice}", style="yellow"))
+    if stats.malformed:
+        advice = f": {TEMPLATE_ADVICE}" if suspect_template(stats.calls, stats.malformed) else ""
+        below.append(Text(calls_in_words(stats.calls, stats.malformed) + advice, style="yellow" if advice else "dim"))
+    if stats.fault:
+        below.append(Text(f"last fault: {stats.fault}", style="red", no_wrap=True, overflow="ellipsis"))
     room = height - len(above) - len(below) - 3
-    if figures.fleet is not None:
+    if stats.fleet is not None:
         # The episodes that have waited longest keep a third of what is left, as far as they need it.
-        workers = workers_shown(figures.fleet, width=width, room=room - min(len(figures.slowest), max(0, room // 3)))
+        workers = workers_shown(stats.fleet, width=width, room=room - min(len(stats.slowest), max(0, room // 3)))
         above += workers
         room -= len(workers)
-    if figures.slowest and room > 0:
-        below.append(_slowest(figures.slowest[:room], width))
+    if stats.slowest and room > 0:
+        below.append(_slowest(stats.slowest[:room], width))
     return Group(*above, *below)
 
 
@@ -125,28 +171,28 @@ def _bar(total: int, done: int, width: int) -> Table:
     return bar
 
 
-def _counts(figures: Figures, width: int) -> Text:
-    parts = [(f"{figures.done} of {figures.total}" if figures.total else f"{figures.done} done", "bold")]
+def _counts(stats: LiveStats, width: int) -> Text:
+    parts = [(f"{stats.done} of {stats.total}" if stats.total else f"{stats.done} done", "bold")]
     if width >= NARROW:
-        parts += [(f"{figures.running} running", ""), (f"{figures.waiting} waiting for the engine", "")]
-        parts += [(ranks_in_words(figures.ranks), "")] if figures.ranks else []
-    parts.append((f"{figures.failed} failed", "red" if figures.failed else "dim"))
+        parts += [(running_in_words(stats), "")]
+        parts += [(ranks_in_words(stats.ranks), "")] if stats.ranks else []
+    parts.append((f"{stats.failed} failed", "red" if stats.failed else "dim"))
     return joined(parts)
 
 
-def _pace(figures: Figures) -> Text:
-    parts = [(f"{figures.rate:.0f} tokens/s", "")]
-    if figures.reward is not None:
-        error = f" ± {figures.reward_error:.3f}" if figures.reward_error is not None else ""
-        whose = f"reward of {shown_line(figures.agent)}" if figures.agent else "reward"
-        parts.append((f"{whose} {figures.reward:.3f}{error}", "bold"))
-    left = figures.remaining
-    parts.append((as_time(figures.elapsed) + (f", {as_time(left)} left" if left is not None else ""), ""))
-    parts.append((f"loop lag {1000 * figures.lag:.0f} ms", "yellow" if figures.lag > LATE_SECONDS else "dim"))
+def _pace(stats: LiveStats) -> Text:
+    parts = [(pace_in_words(stats), "")]
+    if stats.reward is not None:
+        error = f" ± {stats.reward_error:.3f}" if stats.reward_error is not None else ""
+        whose = f"reward of {shown_line(stats.agent)}" if stats.agent else "reward"
+        parts.append((f"{whose} {stats.reward:.3f}{error}", "bold"))
+    left = f", {left_in_words(stats.left)}" if stats.left is not None else ""
+    parts.append((as_time(stats.elapsed) + left, ""))
+    parts.append((f"loop lag {1000 * stats.lag:.0f} ms", "yellow" if stats.lag > LATE_SECONDS else "dim"))
     return joined(parts)
 
 
-def _slowest(slowest: Sequence[Stuck], width: int) -> Table:
+def _slowest(slowest: Sequence[WaitingEpisode], width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     for stuck in slowest:
         cells = [Text(f"{stuck.seconds:6.1f} s", style="dim"), Text(stuck.id, overflow="ellipsis", no_wrap=True)]

@@ -14,6 +14,7 @@ from runner.cli.report import make_console
 from runner.errors import BadOption
 from runner.store.export import Exporter, export_jsonl, export_parquet
 from runner.store.reader import RunFile
+from runner.store.trajectory_filter import TrajectoryFilter
 
 __all__ = ["export_command"]
 
@@ -22,34 +23,34 @@ _STDOUT = Path("-")
 _DATABASE = b"SQLite format 3"
 
 
-def export_command(file: Path, *, format: str, output: Path | None) -> int:
-    """Write the trajectories beside the run file, or to `output` (`-` is stdout), and return the exit code."""
+def export_command(file: Path, *, format: str, output: Path | None, chosen: TrajectoryFilter) -> int:
+    """Write what is chosen beside the run file, or to `output` (`-` is stdout), and return the exit code."""
     write = _FORMATS.get(format)
     if write is None:
         raise BadOption(f"--format {format}: there are {' and '.join(_FORMATS)}.")
     with RunFile(file) as run_file:
-        if not len(run_file) and not run_file.header.gives_ids("main"):
+        if not len(run_file) and not run_file.header.has_ids("main"):
             raise BadOption(
                 f"{file} holds what servers of messages said, without token ids: there is nothing to train on. "
                 "`deltarunner show` and RunFile.rows(trained=None) have it."
             )
         if output == _STDOUT:
-            _to_stdout(run_file, write)
+            _to_stdout(run_file, write, chosen)
             return 0
         target = output or file.with_suffix(f".{format}")
         _check_target(file, target, named=output is not None)
-        count = write(run_file, target)
+        count = write(run_file, target, chosen=chosen)
     make_console().print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
     return 0
 
 
-def _to_stdout(run_file: RunFile, write: Exporter) -> None:
+def _to_stdout(run_file: RunFile, write: Exporter, chosen: TrajectoryFilter) -> None:
     if write is export_jsonl:
-        export_jsonl(run_file, sys.stdout.buffer)
+        export_jsonl(run_file, sys.stdout.buffer, chosen=chosen)
         return
     with tempfile.TemporaryDirectory(prefix="deltarunner-") as folder:  # Parquet is written to a file, and whole
         whole = Path(folder, "export")
-        write(run_file, whole)
+        write(run_file, whole, chosen=chosen)
         with whole.open("rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer)
 

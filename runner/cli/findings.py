@@ -11,10 +11,19 @@ from itertools import count
 from typing import Any, Final
 
 from runner.environment.environment import HOOKS, Environment
+from runner.environment.task_checks import TaskChecks
+from runner.environment.uncalled import uncalled
 from runner.episode.key import MAIN
+from runner.errors import BadTask
 from runner.messages import as_messages
 from runner.parsing.carrying import CARRIED_NAME, ambiguities
+from runner.parsing.schema_grammar import not_enforced
 from runner.scoring import ScorerKind
+from runner.store.storable import TaskCheck, tuples_in
+from runner.tasks import Task
+from runner.tokens.token_diff import first_mismatch
+from runner.tokens.tool_forms import unresolved
+from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool
 from runner.trajectory import Outcome, Trajectory
 
@@ -29,6 +38,7 @@ __all__ = [
     "SharedState",
     "of_hooks",
     "of_lifespan",
+    "of_tasks",
     "of_tools",
 ]
 
@@ -59,7 +69,9 @@ class Finding:
 
 
 def of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
-    """Tools and rewards whose names mean something else already."""
+    """Tools and rewards whose names mean something else already, and methods that are never called."""
+    for text in uncalled(environment):
+        yield Finding(text, fatal=False)
     marked = [(tool.attribute, "tool") for tool in environment.method_tools]
     marked += [(scorer.name, str(scorer.kind)) for scorer in environment.scorers]
     for name, kind in marked:
@@ -91,10 +103,49 @@ def of_tools(tools: Sequence[Tool]) -> Iterator[Finding]:
                     "it cannot be read back: rename it, with letters, digits and _.",
                     fatal=False,
                 )
+        for name, reference in unresolved(tool.parameters):
+            yield Finding(
+                f"{tool.name}({name}=) refers to {reference!r}, which is not in its schema, so that no model is shown "
+                "what to write there: put it into $defs.",
+                fatal=False,
+            )
+    for tool in tools:
+        for note in modern(tool.parameters).notes:
+            yield Finding(f"{tool.name}(): its schema is not checked whole: {note}.", fatal=False)
+        for left in not_enforced(tool.parameters, arguments=True):
+            yield Finding(
+                f"{tool.name}(): {left} of its schema is not enforced where a call is required or strict, only checked "
+                "afterwards.",
+                fatal=False,
+            )
     for unclear in ambiguities(tools):
         yield Finding(
             f"{unclear} takes strings and other values: many chat templates write strings without quotes (untyped), "
             "and what reads as such a value is never a string. Give the argument one type, or make two of it.",
+            fatal=False,
+        )
+
+
+def of_tasks(tasks: Sequence[Any], environment: Environment[Any]) -> Iterator[Finding]:
+    """What is wrong with tasks before they are played, and what a run file gives back as something else."""
+    checks = TaskChecks(environment, is_kept=True)
+    wrong: list[str] = []
+    try:
+        checks.check_all(tasks)
+    except BadTask as error:
+        wrong.append(str(error))
+    kept = TaskCheck()
+    unkept = [task for task in tasks if isinstance(task, Task) and kept.problem(task) is not None]
+    if wrong:
+        likewise = f" Of {len(tasks)} tasks {len(unkept)} hold such a value." if len(unkept) > 1 else ""
+        yield Finding(wrong[0] + likewise)
+    tuples = [(task, next(tuples_in(task.info, "info"), None)) for task in tasks if isinstance(task, Task)]
+    changed = [(task.id, where) for task, where in tuples if where is not None]
+    if changed and not wrong:
+        id, where = changed[0]
+        yield Finding(
+            f"task {id!r}: {where} is a tuple, which a run file gives back as a list (so in {len(changed)} of "
+            f"{len(tasks)} tasks): make it a list, or a typed field of a class of your own.",
             fatal=False,
         )
 
@@ -234,6 +285,9 @@ class Differences:
     counts: Counter[str]
     """Counts in how many episodes each cause made a difference."""
 
+    examples: Mapping[str, str]
+    """For each cause an episode, and what was there the first time and the other time."""
+
     episodes: int
     """The number of episodes that were compared."""
 
@@ -241,11 +295,14 @@ class Differences:
     def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:
         """Compare two plays; where what was said differs, what was earned is not looked at."""
         counts: Counter[str] = Counter()
-        names = first.keys() & again.keys()
+        examples: dict[str, str] = {}
+        names = [name for name in first if name in again]
         for name in names:
             said = _said_differently(first[name], again[name], environment)
-            counts.update([said] if said else _scored_differently(first[name], again[name]))
-        return cls(counts, len(names))
+            for cause, one, other in [said] if said else _scored_differently(first[name], again[name]):
+                counts[cause] += 1
+                examples.setdefault(cause, f"in {name.removesuffix(f' {MAIN}')} first {one}, then {other}")
+        return cls(counts, examples, len(names))
 
     @classmethod
     def within_groups(cls, seen: Episodes, environment: Environment[Any]) -> Differences:
@@ -262,27 +319,56 @@ class Differences:
     def without(self, other: Differences) -> Differences:
         """Those that the other ones do not tell of."""
         counts = Counter({cause: number for cause, number in self.counts.items() if cause not in other.counts})
-        return Differences(counts, self.episodes)
+        return Differences(counts, self.examples, self.episodes)
 
     def findings(self, when: str) -> Iterator[Finding]:
         """One for each cause; `when` ends its sentence: when it was different, and what to do about that."""
         for cause, number in sorted(self.counts.items()):
-            yield Finding(f"{cause} in {number} of {self.episodes} episodes {when}.")
+            yield Finding(f"{cause} in {number} of {self.episodes} episodes {when} ({self.examples[cause]}).")
 
 
-def _scored_differently(first: Seen, again: Seen) -> list[str]:
-    names = first.rewards.keys() | again.rewards.keys()
-    return [f"{name}() gave another value" for name in names if first.rewards.get(name) != again.rewards.get(name)]
+Difference = tuple[str, str, str]
+"""What made a difference, and what was there the first time and the other time."""
 
 
-def _said_differently(first: Seen, again: Seen, environment: Environment[Any]) -> str:
-    """Whose words differ first; "" if none do."""
+def _scored_differently(first: Seen, again: Seen) -> Iterator[Difference]:
+    for name in sorted(first.rewards.keys() | again.rewards.keys()):
+        one, other = (seen.rewards.get(name) for seen in (first, again))
+        if one != other:
+            yield f"{name}() gave another value", str(one), str(other)
+
+
+def _said_differently(first: Seen, again: Seen, environment: Environment[Any]) -> Difference | None:
+    """Whose words differ first; None if none do."""
     for index, (one, other) in enumerate(zip(first.messages, again.messages, strict=False)):
         if one != other:
-            return _author(first, index, environment)
+            return (_author(first, index, environment), *_shown_apart(one, other))
     if len(first.messages) != len(again.messages) or first.outcome is not again.outcome:
-        return f"{_loop(environment)} ended it elsewhere"
-    return ""
+        one_end, other_end = (f"{len(seen.messages)} messages ({seen.outcome.value})" for seen in (first, again))
+        return f"{_loop(environment)} ended it elsewhere", one_end, other_end
+    return None
+
+
+BEFORE: Final = 12
+"""Characters that are shown before the first one that differs."""
+SHOWN: Final = 60
+"""Characters of each of two texts that are shown."""
+
+
+def _shown_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
+    """Two messages that differ, shortened to where they do."""
+    texts = [message.get("content") for message in (one, other)]
+    if texts[0] == texts[1]:  # then it is the calls, or who speaks
+        texts = [repr({name: value for name, value in each.items() if name != "content"}) for each in (one, other)]
+    first, second = map(str, texts)
+    is_short = max(len(first), len(second)) <= SHOWN
+    start = 0 if is_short else max(0, first_mismatch(first, second) - BEFORE)
+
+    def shown(text: str) -> str:
+        end = start + SHOWN
+        return f"{'...' if start else ''}{text[start:end]!r}{'...' if end < len(text) else ''}"
+
+    return shown(first), shown(second)
 
 
 def _author(seen: Seen, index: int, environment: Environment[Any]) -> str:

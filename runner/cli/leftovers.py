@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from runner.cli.findings import Finding
 from runner.environment.environment import Environment
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from runner.testing.leaks import UNCLOSED, Leaked, no_leaks
 from runner.testing.watchdog import LoopWatchdog
 
@@ -124,6 +124,10 @@ class TemporaryFiles:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = variable
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        """Remove the folder."""
         self._folder.cleanup()
 
     def findings(self) -> Iterator[Finding]:

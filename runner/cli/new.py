@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import json
 import keyword
 import os
 import re
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Self
+from urllib.parse import unquote, urlsplit
 
 from rich.text import Text
 
@@ -124,14 +126,48 @@ def write_project(names: Names, folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def installed_from() -> str:
+    """The address that pip can install this very deltarunner from; "" where that is the package index."""
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").is_file() and (checkout / "runner" / "cli").is_dir():
+        return checkout.as_uri()
+    try:
+        told = distribution("deltarunner").read_text("direct_url.json")
+        found = json.loads(told) if told else {}
+    except (PackageNotFoundError, ValueError):
+        return ""
+    url, version = str(found.get("url", "")), found.get("vcs_info")
+    if version:
+        return f"{version['vcs']}+{url}@{version['commit_id']}"
+    path = unquote(urlsplit(url).path)
+    return "" if url.startswith("file:") and not os.path.exists(path) else url
+
+
+def _with_source(pyproject: str, source: str) -> str:
+    """The skeleton's pyproject.toml, whose requirements come from that address."""
+    if not source:
+        return pyproject
+    note = "# Where deltarunner was installed from when this was written."
+    if source.startswith("file:"):
+        note += ' Others, and CI, have no such path: give them a release\n# or a repository, "deltarunner @ git+https://...".'
+    needed = pyproject.replace('dependencies = ["deltarunner"]', f'{note}\ndependencies = ["deltarunner @ {source}"]')
+    needed = needed.replace('["deltarunner[testing]"]', f'["deltarunner[testing] @ {source}"]')
+    return needed.replace(
+        "[tool.hatch.build.targets.wheel]",
+        "[tool.hatch.metadata]\nallow-direct-references = true\n\n[tool.hatch.build.targets.wheel]",
+    )
+
+
 def _write(names: Names, folder: Path) -> None:
-    skeleton = _skeleton()
+    skeleton, source = _skeleton(), installed_from()
     for file in sorted(skeleton.rglob("*")):
         path = file.relative_to(skeleton)
         if file.is_file() and _LEFT_BY_TESTS.isdisjoint(path.parts):
             target = folder / names.render(str(path))
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(names.render(file.read_text(encoding="utf-8")), encoding="utf-8")
+            text = names.render(file.read_text(encoding="utf-8"))
+            text = _with_source(text, source) if path.name == "pyproject.toml" else text
+            target.write_text(text, encoding="utf-8")
 
 
 def _skeleton() -> Path:

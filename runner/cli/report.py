@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor
-from runner.runs.figures import WRITES_OTHERWISE, as_time, writes_otherwise
+from runner.engines.base import FinishReason
+from runner.runs.live_stats import TEMPLATE_ADVICE, as_time, suspect_template
 from runner.runs.reporter import discard
+from runner.tokens.junction import Result
 from runner.transcript import printable, printable_line
 
-__all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
+__all__ = ["counted", "lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 FAULTS = 3
 """The last faults that are shown; the others are counted."""
@@ -56,20 +58,28 @@ def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -
     return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
-def summary_table(summary: Mapping[str, Any], *, earlier: int = 0) -> Table:
-    """`Summary.as_dict()` for people; the file had `earlier` episodes already when the run began."""
+def summary_table(summary: Mapping[str, Any], *, earlier: int = 0, verbose: bool = False) -> Table:
+    """`Summary.as_dict()` for people.
+
+    Args:
+        summary: the summary.
+        earlier: the episodes that the file had already when the run began.
+        verbose: with how prompts were made from turns, and where the time of a turn went.
+    """
     table = Table.grid(padding=(0, 2))
-    for name, value in _rows(summary, earlier):
+    for name, value in _rows(summary, earlier, verbose):
         table.add_row(Text(name, style="dim"), value)
     return table
 
 
-def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, RenderableType]]:
+def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     episodes = summary["episodes"]
     played = f"{episodes}, {episodes - earlier} of them" if earlier else str(episodes)
     rate = summary["tokens_per_second"]
     pace = f", {rate:.0f} tokens/s" if rate else ""
-    yield "episodes", Text(f"{played} in {as_time(summary['seconds'])}{pace}", style="bold")
+    # A launch that was killed has left no time.
+    time = f" in {as_time(summary['seconds'])}" if summary["seconds"] is not None else ""
+    yield "episodes", Text(f"{played}{time}{pace}", style="bold")
     first, *others = _by_agent(summary)
     yield first[0], Text(_mean(first[1]), style="bold")
     if summary.get("requests") and summary["turns"] and not summary["agents"] and first[1]["mean"] is None:
@@ -84,7 +94,7 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
     for name, mean in summary["metrics"].items():
         yield f"  {printable_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
-    yield "turns", Text(" · ".join([str(summary["turns"]), *(f"{n} {c}" for n, c in summary["finishes"].items())]))
+    yield "turns", Text(_turns(summary, verbose))
     if summary.get("calls"):
         yield "tool calls", _calls(summary["calls"], summary["malformed_calls"])
     if summary.get("requests"):
@@ -93,20 +103,20 @@ def _rows(summary: Mapping[str, Any], earlier: int) -> Iterator[tuple[str, Rende
         yield "  tolerated", Text(" · ".join(f"{name} {n}" for name, n in summary["tolerated"].items()))
     usage = summary.get("usage", {})
     if summary["tokens"]["prompt"] or not usage.get("models"):
-        yield "tokens", Text(_tokens(summary["tokens"]))
+        yield "tokens", Text(_tokens(summary["tokens"], verbose))
     if usage.get("models"):
         yield "usage", Text(_usage(usage))
         yield "  answered by", Text(" · ".join(f"{printable_line(name)} {n}" for name, n in usage["models"].items()))
     if summary.get("throttled") or summary.get("resent"):
-        yield "servers", Text(f"asked too much {summary['throttled']} times · {summary['resent']} requests sent again")
-    if summary["junctions"]:
+        yield "servers", Text(f"rate-limited {summary['throttled']} times · {summary['resent']} requests sent again")
+    if verbose and summary["junctions"]:
         yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
-    if summary.get("junction_causes"):
+    if summary.get("junction_causes") and (verbose or _new_segments(summary["junctions"])):
         yield "  because of", Text(" · ".join(f"{name} {n}" for name, n in summary["junction_causes"].items()))
-    if summary["turns"]:
+    if summary["turns"] and verbose:
         yield "time a turn", Text(_times(summary["times"], summary["turns"]))
     if summary["retried"]:
-        yield "played again", Text(f"{summary['retried']} after a failure of the engine")
+        yield "played again", Text(_retried(summary["retried"], summary.get("retry_causes", {})))
     if summary.get("stale"):
         yield "dropped", Text(f"{summary['stale']} whose weights were too old, and played again")
     if summary["faults"]:
@@ -124,14 +134,20 @@ def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
 def _mean(mean: Mapping[str, Any]) -> str:
     if mean["mean"] is None:
         return "none was scored"
-    error = mean["standard_error"]
-    return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  (of {mean['count']})"
+    error, tasks = mean["standard_error"], mean.get("tasks")
+    of = counted(mean["count"], "episode") + (f" of {counted(tasks, 'task')}" if tasks is not None else "")
+    return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  ({of})"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things in words, such as "1 task" or "2 tasks"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _calls(calls: int, malformed: int) -> Text:
     text = Text(f"{calls}, {malformed} of them could not be read" if malformed else str(calls))
-    if writes_otherwise(calls, malformed):
-        text.append(f"\n{WRITES_OTHERWISE}", "yellow")
+    if suspect_template(calls, malformed):
+        text.append(f"\n{TEMPLATE_ADVICE}", "yellow")
     return text
 
 
@@ -140,15 +156,37 @@ def _usage(usage: Mapping[str, Any]) -> str:
     return " · ".join([*parts, *([f"cost {usage['cost']:.4g}"] if usage["cost"] else [])])
 
 
-def _tokens(tokens: Mapping[str, int]) -> str:
+def _turns(summary: Mapping[str, Any], verbose: bool) -> str:
+    """How many turns there were, and how those ended that the model did not end itself."""
+    ends = {name: count for name, count in summary["finishes"].items() if verbose or name != FinishReason.STOP}
+    began = _new_segments(summary["junctions"])
+    parts = [str(summary["turns"]), *(f"{name} {count}" for name, count in ends.items())]
+    return " · ".join([*parts, *([f"{began} of them began a new segment"] if began else [])])
+
+
+def _tokens(tokens: Mapping[str, int], verbose: bool) -> str:
     cached = f" ({100 * tokens['cached'] / tokens['prompt']:.0f}% cached)" if tokens["prompt"] else ""
-    return f"prompt {tokens['prompt']:,}{cached} · sampled {tokens['sampled']:,} · bridged {tokens['bridged']:,}"
+    bridged = f" · bridged {tokens['bridged']:,}" if verbose else ""
+    return f"prompts {tokens['prompt']:,}{cached} · sampled {tokens['sampled']:,}{bridged}"
+
+
+def _new_segments(junctions: Mapping[str, int]) -> int:
+    """The turns whose prompt does not extend what was there."""
+    return sum(count for key, count in junctions.items() if not key.startswith(Result.APPENDED))
 
 
 def _junctions(junctions: Mapping[str, int]) -> Iterator[str]:
     for key, count in junctions.items():
         result, anchor, close, seam = key.split("/")
         yield f"{count} {result} (anchor {anchor}, close {close}, seam {seam})"
+
+
+def _retried(count: int, causes: Mapping[str, int]) -> str:
+    """How many attempts the engine failed, and of what; files of older versions do not say of what."""
+    if not causes:
+        return f"{count} after a failure of the engine"
+    shown = [f"{n} after: {printable_line(cause)}" for cause, n in list(causes.items())[:FAULTS]]
+    return "\n".join([*shown, *(["and for other causes"] if len(causes) > FAULTS else [])])
 
 
 def _times(times: Mapping[str, float], turns: int) -> str:

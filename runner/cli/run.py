@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from contextlib import AsyncExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import orjson
 from rich.console import Console
@@ -30,19 +28,20 @@ from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
+from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import Tasks, own_tasks
-from runner.environment.task_selection import read_now, select
+from runner.environment.task_selection import look_ahead, read_now, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
+from runner.logs import LEVELS, log_to_file
 from runner.options import UNSET, Concurrency, Sampling
-from runner.runs.describe import describe_configuration
+from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
-from runner.runs.process import on_event_loop, supervise
 from runner.runs.reporter import Reporter, discard
 from runner.runs.run import Run
-from runner.store.database import storage_faults, tables_in
+from runner.runs.run_header import describe_configuration, restore_choices
 from runner.store.header import Header, OnChange
 from runner.store.reader import RunFile
-from runner.store.run_folder import next_run_file
+from runner.store.run_folder import header_to_resume, holds_run, next_run_file, stored_header
 from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript
@@ -129,6 +128,8 @@ def play_plan(
     settings: RunSettings, make_plan: Callable[[], Plan], told: Callable[[ShownRun], None] | None = None
 ) -> int:
     """Play what was planned, as `run_command` does; `told` gets what shows it, before anything is played."""
+    if settings.log_level is not None and settings.log_level not in LEVELS:
+        raise BadOption(f"--log-level {settings.log_level}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}.")
     log = _log_of(settings)
     shown: ShownRun | None = None
     try:
@@ -265,22 +266,28 @@ def _sampling(settings: RunSettings) -> Sampling:
 
 
 def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> tuple[Tasks, int | None]:
-    """The tasks, in groups of `size` episodes, and how many episodes that makes where it is known."""
+    """The tasks, in groups of `size` episodes, and how many episodes that makes where it is known.
+
+    They are checked as far as that can be done before the engine is started.
+    """
     if settings.retry_failed and settings.task is not None and settings.file is None:
         raise BadOption("--retry-failed --task: a single task is kept only where --file names a file; give one.")
     source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
     each = 1 if settings.index is not None else size
+    task_class = environment.task_class()
+    checks = TaskChecks(environment, is_kept=settings.task is None or settings.file is not None)
     if settings.task is not None:
-        return read_now(select(source, environment.task_class(), only=settings.task), source, environment), each
+        return read_now(select(source, task_class, only=settings.task), source, environment, checks), each
     if settings.episodes is None:
-        known = len(source) * each if hasattr(source, "__len__") else None
-        return select(source, environment.task_class()), known
+        chosen, known = look_ahead(select(source, task_class), source, environment, checks)
+        return chosen, None if known is None else known * each
     if settings.episodes % each:
         raise BadOption(
             f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
         )
-    chosen = select(source, environment.task_class(), most=settings.episodes // each)
-    return read_now(chosen, source, environment) if settings.tasks is not None else chosen, settings.episodes
+    most = settings.episodes // each
+    chosen, _ = look_ahead(select(source, task_class, most=most), source, environment, checks, most=most)
+    return chosen, settings.episodes
 
 
 class ShownRun(Reporter):
@@ -304,12 +311,13 @@ class ShownRun(Reporter):
     def play(self) -> int:
         """Play the run, print what came of it, also where it raises, and return the exit code."""
         try:
-            self._console.print(Text(f"log   {self._log} (what vLLM and the environment print)"), soft_wrap=True)
+            self.say(f"log   {self._log} (what vLLM and the environment print)")
             with quiet_output(self._log):  # a log may hold several launches
                 print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {self._command()}")
-            self._require_tool_format()
-            self._resolve_model()
-            self.received = on_event_loop(self._play)
+            with log_to_file(self._log, self._settings.log_level, secrets=self._keys()):
+                self._require_tool_format()
+                self._resolve_model()
+                self.received = on_event_loop(self._play)
             if self.received is None:
                 self._raise_if_nothing_succeeded()
         except DeltarunnerError as error:
@@ -321,9 +329,12 @@ class ShownRun(Reporter):
     def _command(self) -> str:
         """What was typed, without keys: a log is shown to others."""
         command = " ".join(sys.argv)
-        for key in filter(None, (self._settings.api_key, self._settings.server_key)):
+        for key in self._keys():
             command = command.replace(key, "***")
         return command
+
+    def _keys(self) -> list[str]:
+        return [key for key in (self._settings.api_key, self._settings.server_key) if key]
 
     def _resolve_model(self) -> None:
         """Now, since it may take long and says so: the demo model is converted once, and files may be fetched."""
@@ -347,17 +358,33 @@ class ShownRun(Reporter):
                 require_format(self._plan.options.tool_format)
 
     async def _play(self) -> signal.Signals | None:
+        # A single task is played to look at it: it is kept only where a file was named.
+        kept = self._settings.task is None or self._settings.file is not None
+        if kept:
+            self._go_on_with_stored()
         async with AsyncExitStack() as stack:
             if self._settings.debug:  # what the engine writes goes to the log all the same, while it starts
                 self.say(f"{self._plan.title}: starting the engine")
                 with quiet_output(self._log):
                     await stack.enter_async_context(self._plan.engine)
+                for note in self._plan.engine.notes:
+                    self.say(note)
             plan, again = self._plan, self._settings.retry_failed
-            # A single task is played to look at it: it is kept only where a file was named.
-            kept = self._settings.task is None or self._settings.file is not None
             options = replace(plan.options, file=self._name_file if kept else None, retry_failed=again)
             self.run = Run(plan.environment, plan.engine, **options.by_name())
             return await supervise(self.run, self)
+
+    def _go_on_with_stored(self) -> None:
+        """Let the engine choose as in the run that will be gone on with, before it starts."""
+        plan, settings = self._plan, self._settings
+        if settings.file is not None:
+            stored = stored_header(settings.file)
+        else:
+            given = describe_configuration(plan.environment, plan.options, now=datetime.now().astimezone())
+            name, again = short_name(settings.played), settings.retry_failed
+            stored = header_to_resume(FOLDER, name, given, model=settings.spoken_by, also_complete=again)
+        if stored is not None:
+            restore_choices(stored, plan.engine, {})
 
     async def watch(self, run: Run) -> None:
         await self._display.watch(run)
@@ -378,7 +405,7 @@ class ShownRun(Reporter):
     def _name_file(self, header: Header) -> Path:
         name, again = short_name(self._settings.played), self._settings.retry_failed
         path = self._settings.file or next_run_file(FOLDER, name, header, also_complete=again)
-        if not _is_begun(path):
+        if not holds_run(path):
             self.say(f"file  {path}")
             return path
         with RunFile(path) as stored:
@@ -411,7 +438,8 @@ class ShownRun(Reporter):
             for line in transcript(trajectory, decode, brief=self._settings.task is None):
                 self._console.print(line, soft_wrap=not self._console.is_terminal)
         self._console.print()
-        self._console.print(summary_table(run.summary.as_dict(), earlier=self.earlier))
+        table = summary_table(run.summary.as_dict(), earlier=self.earlier, verbose=self._settings.verbose)
+        self._console.print(table)
         for line in lag_lines(run.lag):
             self._console.print(line, soft_wrap=True)
         if run.file is not None:
@@ -424,7 +452,7 @@ class ShownRun(Reporter):
             complete, trains = stored.complete, len(stored) > 0
             example = self._kept[0].id if self._kept else next((row.id for row in stored.rows(trained=None)), None)
         lines = []
-        if not complete or failed:
+        if (not complete or failed) and example is not None:  # with no episode there is nothing to go on with
             lines.append(("the same command again", "goes on from here"))
         if self.run is not None and self.run.summary.failed:
             lines.append(("the same command with --retry-failed", "plays the failed ones again"))
@@ -449,20 +477,9 @@ def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
 # --- a run file that was named
 
 
-def _is_begun(path: Path) -> bool:
-    """The file holds a run; one that is not there, or that is empty as `mktemp` makes it, can be begun."""
-    if not path.is_file():
-        return path.exists()
-    with (
-        storage_faults(path),
-        closing(sqlite3.connect(f"file:{quote(os.path.abspath(path))}?mode=ro", uri=True)) as file,
-    ):
-        return tables_in(file)
-
-
 def _check_resumable(path: Path, environment: Environment[Any], options: RunOptions, *, model: str) -> None:
     """Compare a file with the run that is to go on with it, in all but what only a running engine can say."""
-    if not _is_begun(path):
+    if not holds_run(path):
         return
     with RunFile(path) as run_file:
         stored = run_file.header

@@ -41,7 +41,8 @@ def serve_command(
         if told is not None:
             told(lines)
 
-    environment = OpenEpisodes(tell, train=settings.train)
+    given = {name: value for name, value in settings.serving().items() if value is not None}
+    environment = OpenEpisodes(tell, **given)
     plan = partial(Plan.of_environment, settings, environment, make_engine)
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
 
@@ -59,7 +60,9 @@ def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:
         f"  most clients export {exported}",
         f"  codex        codex exec {codex} 'PROMPT'",
         *(f"  {program:12} {_assigned(named)} {program}" for program, named in pointers(home).items()),
-        f"  done         curl -X POST {endpoint.base_url}/end -d '{{\"reward\": 1}}'",
+        f"  done         curl -X POST {endpoint.base_url}/end",
+        f"  reward       curl -X POST {endpoint.end_url} -d '{{\"reward\": 1}}'",
+        "               a key of its own: keep it from the program, which could reward itself with it",
     ]
 
 

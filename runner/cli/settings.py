@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from runner.errors import BadOption
+from runner.logs import LEVELS
 
 __all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "filled_in"]
 
@@ -59,8 +60,13 @@ SERVED = (
     "history",
     "listen",
     "train",
+    "system_as_user",
+    "overflow",
+    "sent_history",
     "concurrency",
     "file",
+    "verbose",
+    "log_level",
     "json",
 )
 """The options of `deltarunner run` that `deltarunner serve` has too; a new one joins them once it works there."""
@@ -90,6 +96,27 @@ class RunSettings:
         typer.Option(
             "--train/--no-train",
             help="Of agent programs: train all threads, or none; default those that are offered tools.",
+        ),
+    ] = None
+    system_as_user: Annotated[
+        bool | None,
+        typer.Option(
+            "--system-as-user",
+            help="Of agent programs: system messages after the beginning are a user's, for templates that take none.",
+        ),
+    ] = None
+    overflow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tell|end",
+            help="Of agent programs: tell a client that its history does not fit, or end the episode; default tell.",
+        ),
+    ] = None
+    sent_history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="append|client",
+            help="Of agent programs: go on from what the model said, or from what the client sends; default append.",
         ),
     ] = None
     episodes: Annotated[
@@ -201,6 +228,15 @@ class RunSettings:
     task: Annotated[str | None, typer.Option(help="Play only the task of this id; shown, not kept.")] = None
     index: Annotated[int | None, typer.Option(min=0, help="Of the task's group, only this episode.")] = None
     show: Annotated[int, typer.Option(min=0, help="Show so many transcripts at the end.")] = 0
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="A longer summary: how prompts were made, where the time went.")
+    ] = False
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(LEVELS), help="Write deltarunner's own records of at least this level to the log."
+        ),
+    ] = None
     debug: Annotated[bool, typer.Option("--debug", help="Clocks off and one episode at a time, for breakpoint().")] = (
         False
     )
@@ -217,6 +253,15 @@ class RunSettings:
         assert self.environment is not None, "who asks has asked for with_program() before"
         return self.environment
 
+    def serving(self) -> dict[str, Any]:
+        """The arguments of `OpenEpisodes` and `Program` that say how an episode is served; None for the default."""
+        return {
+            "train": self.train,
+            "system_as_user": self.system_as_user,
+            "overflow": self.overflow,
+            "sent_history": self.sent_history,
+        }
+
     def with_program(self) -> RunSettings:
         """The same with an environment in any case: `--agent` stands for the bundled one of programs.
 
@@ -225,11 +270,15 @@ class RunSettings:
         """
         # Absolute where others look for it: a worker stands in a folder of its own.
         copy = self.copy.absolute() if self.copy is not None and self.workers is not None else self.copy
-        train = None if self.train is None else str(self.train).lower()
-        of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, "train": train}
-        given = [f"{name}={value}" for name, value in of_program.items() if value is not None]
+        of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, **self.serving()}
+        given = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in of_program.items()
+            if value is not None
+        }
         if self.agent is None and given:
-            raise BadOption(f"--{given[0].partition('=')[0]} goes with --agent: give the program's command.")
+            name = next(iter(given)).replace("_", "-")
+            raise BadOption(f"--{name} goes with --agent: give the program's command.")
         if self.agent is None and self.environment is None:
             raise BadOption("say what is played: an environment (`deltarunner list`), or --agent 'COMMAND {prompt}'.")
         if self.agent is None:
@@ -240,7 +289,8 @@ class RunSettings:
             raise BadOption(
                 '--agent: give the prompts, --tasks FILE.jsonl, of lines such as {"id": ..., "prompt": ...}.'
             )
-        return dataclasses.replace(self, environment=PROGRAM, settings=[*given, *(self.settings or [])])
+        own = [f"{name}={value}" for name, value in given.items()]
+        return dataclasses.replace(self, environment=PROGRAM, settings=[*own, *(self.settings or [])])
 
 
 def filled_in(

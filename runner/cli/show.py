@@ -38,11 +38,12 @@ def show_command(
 
 def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     header = run_file.header
-    # What spoke: the model, or the kind of an engine that has none.
-    model = header.engine.get("model") or header.engine.get("kind", "an engine")
+    # What spoke: the model, or the kind of an engine that has none, as one of replies.
+    model = header.engine.get("model")
+    model = model if isinstance(model, str) and model else f"the engine {header.engine.get('kind', '')!r}"
     state = "complete" if run_file.complete else "not complete: the same command goes on"
     console.print(
-        Text(f"{header.environment} on {printable_line(str(model))}, {header.created:%Y-%m-%d %H:%M}, {state}"),
+        Text(f"{header.environment} on {_shortened(printable_line(model))}, {header.created:%Y-%m-%d %H:%M}, {state}"),
         soft_wrap=True,
     )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
@@ -54,15 +55,14 @@ def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     console.print(_table(islice(rows, limit)))
     if count > limit:
         console.print(f"and {count - limit} more: -n {count}", style="dim")
-    summary = run_file.summary()
-    if summary is not None:
-        console.print()
-        console.print(summary_table(summary))
+    console.print()
+    console.print(summary_table(run_file.summary(), verbose=True))
 
 
 def _settings(run_file: RunFile) -> str:
     header = run_file.header
-    parts = [f"{name}={value}" for name, value in {**header.arguments, **header.sampling}.items()]
+    given = {**header.arguments, **header.sampling}
+    parts = [f"{name}={_shortened(str(value))}" for name, value in given.items()]
     parts += [f"group_size={header.group_size}", f"seed={header.seed}"]
     parts += [f"{name}_parallel_size={size}" for name, size in header.engine.get("parallel", {}).items() if size > 1]
     versions = [
@@ -70,6 +70,16 @@ def _settings(run_file: RunFile) -> str:
     ]
     revision = str(header.git.get("revision", ""))[:10]
     return printable_line(" · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])]))
+
+
+LONGEST = 60
+"""The characters of a setting that are shown; the header of the file has all of it."""
+
+
+def _shortened(text: str) -> str:
+    """The text with its middle left out where it is long: a path ends with what tells it from others."""
+    half = (LONGEST - 3) // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}...{text[-half:]}"
 
 
 def _table(rows: Iterator[EpisodeRow]) -> Table:
@@ -105,7 +115,7 @@ def _transcript(
     others = ", ".join(_other_agents(run_file, trajectory))
     if others:
         console.print(Text(f"Other agents of this episode: {others}. --agent NAME shows one.", "dim"), soft_wrap=True)
-    if decode is None and run_file.header.gives_ids(trajectory.agent):
+    if decode is None and run_file.header.has_ids(trajectory.agent):
         model = run_file.header.engine.get("model", "the engine")
         console.print(
             f"The vocabulary of {model} is not here: messages are shown, and nothing of the template.", style="dim"

@@ -92,7 +92,7 @@ def _verdict(run_file: RunFile, models: Sequence[str]) -> Verdict:
             verdict.trajectories += 1
             verdict.turns += row.turns
             verdict.ids += row.tokens
-            verdict.messages += not header.gives_ids(row.agent)
+            verdict.messages += not header.has_ids(row.agent)
             verdict.differing += found is not None
             verdict.difference = verdict.difference or found
         verdict.difference = verdict.difference or first_misfit(run_file.path, header)
@@ -136,7 +136,7 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference 
     def other(agent: str) -> Trajectory:
         return run_file.trajectory(row, agent=agent)
 
-    if run_file.header.gives_ids(row.agent):
+    if run_file.header.has_ids(row.agent):
         found = first_difference(trajectory, chats.of(row.agent), other)
     else:
         found = first_unspoken(trajectory)
@@ -177,6 +177,7 @@ class Chats:
             history=History(**header.history),
             turns=LearntTurn.from_json(template["turns"]) if "turns" in template else None,
             named=_named(header) if placed is None else None,
+            fit_tools=bool(template.get("fits_tools")),
         )
 
     def _vocabulary(self, engine: Mapping[str, Any]) -> Tokenizer:

@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 from rich.cells import cell_len
 from rich.text import Text
 
-from runner.runs.fleet_figures import FleetFigures, Trouble, behind_in_words, versions_in_words
-from runner.runs.player import Absence, FleetWorker
+from runner.runs.fleet_stats import FleetStats, Trouble, outdated_in_words, versions_in_words
+from runner.runs.player import FleetWorker, IdleReason
 from runner.transcript import shown_line
 
 __all__ = ["joined", "workers_shown"]
@@ -26,13 +26,13 @@ VERSION: Final = 12
 _COLUMNS: Final = ("worker", "node", "playing", "weights", "lag", "silent", "longest wait")
 _FEWER_COLUMNS: Final = ("worker", "playing", "longest wait")
 _WORDS: Final = ("node", "weights", "longest wait")
-"""The columns that begin at their left; the others are figures, and end at their right."""
+"""The columns that begin at their left; the others are numbers, and end at their right."""
 
 Cell: TypeAlias = tuple[str, str]
 """A text and its style."""
 
 
-def workers_shown(fleet: FleetFigures, *, width: int, room: int) -> list[Text]:
+def workers_shown(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
     """The workers in lines: no more of them than there is room for, but one at least.
 
     Args:
@@ -50,14 +50,14 @@ def workers_shown(fleet: FleetFigures, *, width: int, room: int) -> list[Text]:
     return [*counts, *_table(rows, fleet, width), *([_rest(rest, fleet, more=bool(rows))] if rest and room > 0 else [])]
 
 
-def _counts(fleet: FleetFigures, width: int) -> list[Text]:
+def _counts(fleet: FleetStats, width: int) -> list[Text]:
     """How many play, and what the others do, in as many lines as it takes."""
     playing = len(fleet.workers)
     style = "yellow" if fleet.few else "" if playing == fleet.most else "bold"
     lines = [[(f"{playing} of {fleet.most} workers", style)]]
-    parts = [(behind, "yellow") for behind in behind_in_words(fleet)]
+    parts = [(behind, "yellow") for behind in outdated_in_words(fleet)]
     for why, count in fleet.absent.items():
-        parts.append((f"{count} {why.value}", "yellow" if why is Absence.RESTING else ""))
+        parts.append((f"{count} {why.value}", "yellow" if why is IdleReason.RESTING else ""))
     for part in parts:
         if joined([*lines[-1], part]).cell_len <= width:
             lines[-1].append(part)
@@ -66,7 +66,7 @@ def _counts(fleet: FleetFigures, width: int) -> list[Text]:
     return [joined(line, no_wrap=True) for line in lines]
 
 
-def _table(workers: Sequence[FleetWorker], fleet: FleetFigures, width: int) -> list[Text]:
+def _table(workers: Sequence[FleetWorker], fleet: FleetStats, width: int) -> list[Text]:
     if not workers:
         return []
     whole = width >= ALL_COLUMNS
@@ -86,7 +86,7 @@ def _cells(worker: FleetWorker, troubles: Collection[Trouble], width: int) -> li
         (str(worker.number), "yellow" if troubles else ""),
         (_short(worker.node, min(NODE, width // 6)), ""),
         (f"{worker.playing}/{worker.width}", ""),
-        (_short(worker.version, min(VERSION, width // 8)), styled(Trouble.BEHIND)),
+        (_short(worker.version, min(VERSION, width // 8)), styled(Trouble.OUTDATED)),
         (_lag(worker.lag), styled(Trouble.LATE)),
         (f"{worker.silent:.0f} s", styled(Trouble.SILENT)),
         (_wait(worker), styled(Trouble.STUCK, "")),
@@ -96,7 +96,7 @@ def _cells(worker: FleetWorker, troubles: Collection[Trouble], width: int) -> li
 def _fewer_cells(worker: FleetWorker, troubles: Collection[Trouble], _: int) -> list[Cell]:
     # What has no column of its own is told where it is wrong.
     told = [f"silent for {worker.silent:.0f} s"] if Trouble.SILENT in troubles else []
-    told += [f"weights {_short(worker.version, VERSION)}"] if Trouble.BEHIND in troubles else []
+    told += [f"weights {_short(worker.version, VERSION)}"] if Trouble.OUTDATED in troubles else []
     told += [f"lag {_lag(worker.lag)}"] if Trouble.LATE in troubles else []
     wait = _wait(worker)
     style = "yellow" if troubles else ""
@@ -124,7 +124,7 @@ def _lag(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms"
 
 
-def _rest(workers: Sequence[FleetWorker], fleet: FleetFigures, *, more: bool) -> Text:
+def _rest(workers: Sequence[FleetWorker], fleet: FleetStats, *, more: bool) -> Text:
     """Those that have no row, in one line."""
     nodes = {worker.node for worker in workers}
     where = shown_line(next(iter(nodes))) if len(nodes) == 1 else f"{len(nodes)} nodes"

@@ -10,15 +10,17 @@ from typing import TypeVar
 
 import anyio
 
+from runner.concurrency.clocks import a_clock_has_fired
+
 __all__ = ["cancellation_is_asked_for", "forget_native_cancellation", "native_cancellation_as", "to_its_end"]
 
 ResultT = TypeVar("ResultT")
 
 
 def cancellation_is_asked_for() -> bool:
-    """Whether a cancel scope around the current task is cancelled."""
+    """Whether a cancel scope around the current task is cancelled, or a clock over it has fired."""
     # anyio gives a cancelled scope the deadline minus infinity, on every event loop alike.
-    return anyio.current_effective_deadline() == -math.inf
+    return anyio.current_effective_deadline() == -math.inf or a_clock_has_fired()
 
 
 def forget_native_cancellation() -> None:

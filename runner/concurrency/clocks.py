@@ -11,7 +11,19 @@ from typing import Self
 
 import anyio
 
-__all__ = ["Asking", "Clock", "Standstill", "Waiting", "WhileSampling", "loop_time"]
+from runner.concurrency.task_scope import TaskScope
+
+__all__ = [
+    "Asking",
+    "Clock",
+    "Progress",
+    "Standstill",
+    "Waiting",
+    "WhileSampling",
+    "a_clock_has_fired",
+    "loop_time",
+    "on_asyncio",
+]
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -24,6 +36,20 @@ def loop_time() -> float:
         return anyio.current_time()
 
 
+def on_asyncio() -> bool:
+    """Whether the event loop is asyncio's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def a_clock_has_fired() -> bool:
+    """Whether one of the clocks that run over the current task has."""
+    return any(clock.fired for clock in _running.get())
+
+
 class Clock:
     """A time limit over a block, `None` for no limit.
 
@@ -31,16 +57,24 @@ class Clock:
     depend on how wide the run is. While an agent is sampled inside the block it stops too, unless it is told to count
     that: an engine's speed is no fault of the author's code. `start` gives an entered clock a new limit, `lift` takes
     it off: the block may be left open while its limit changes, which a scope around a single hook could not.
+
+    Args:
+        seconds: the limit.
+        counts_sampling: the clock goes on while an agent is sampled inside the block.
+        over_hooks: the block holds code of an author's that may leave scopes open after the block, or leave those
+            that were opened before it. On another event loop than asyncio's that is an error.
     """
 
     __slots__ = ("_asking", "_outer", "_remaining", "_still", "_stops", "counts_sampling", "scope", "seconds")
 
-    def __init__(self, seconds: float | None = None, *, counts_sampling: bool = False) -> None:
+    def __init__(
+        self, seconds: float | None = None, *, counts_sampling: bool = False, over_hooks: bool = False
+    ) -> None:
         self.seconds = seconds
         """The limit that was last set; None for no limit."""
         self.counts_sampling = counts_sampling
         """Whether the clock goes on while an agent is sampled inside the block."""
-        self.scope = anyio.CancelScope()
+        self.scope = TaskScope() if over_hooks and on_asyncio() else anyio.CancelScope()
         """The cancel scope of the block, whose deadline the clock moves."""
         self._remaining = math.inf
         # Several tasks under one clock may wait at once: it goes on when the last of them does.
@@ -246,3 +280,52 @@ class _Watched:
     def __exit__(self, *_: object) -> None:
         del self._standstill._watched[self._waiting]
         self._waiting.over()
+
+
+class Progress:
+    """Restarts the clocks of all tasks that wait for one thing whenever that thing makes progress.
+
+    An engine that reads the prompts of some turns lets others wait for their first id, and is not silent. Clocks are
+    restarted at an eighth of their limit and not at every step: moving a deadline costs a timer.
+    """
+
+    __slots__ = ("_clocks", "_next")
+
+    def __init__(self) -> None:
+        self._clocks: dict[Clock, None] = {}
+        self._next = 0.0  # before this time nothing is to be done
+
+    def note(self, now: float | None = None) -> None:
+        """Progress was made; `now` is the event loop's time where that is known already."""
+        now = loop_time() if now is None else now
+        if now < self._next or not self._clocks:
+            return
+        for clock in self._clocks:
+            clock.start(clock.seconds)
+        self._next = now + min(_patience(clock) for clock in self._clocks) / 8
+
+    def watched(self, clock: Clock) -> AbstractContextManager[None]:
+        """A block in which each progress restarts the clock."""
+        return _Noted(self, clock)
+
+
+def _patience(clock: Clock) -> float:
+    return math.inf if clock.seconds is None else clock.seconds
+
+
+class _Noted:
+    """The block of `Progress.watched`."""
+
+    __slots__ = ("_clock", "_progress")
+
+    def __init__(self, progress: Progress, clock: Clock) -> None:
+        self._progress, self._clock = progress, clock
+
+    def __enter__(self) -> None:
+        progress = self._progress
+        progress._clocks[self._clock] = None
+        # Due no later than an eighth of the shortest limit: this one may be shorter than those before.
+        progress._next = min(progress._next, loop_time() + _patience(self._clock) / 8)
+
+    def __exit__(self, *_: object) -> None:
+        del self._progress._clocks[self._clock]

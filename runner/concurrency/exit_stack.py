@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["Leave", "ThreadedExitStack", "exit_arguments"]
+__all__ = ["Leave", "ThreadedExitStack", "exit_arguments", "is_empty"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -34,6 +34,11 @@ class ThreadedExitStack(AsyncExitStack):
         self.owner = owner
         self._leave = leave
         self._loop_thread = threading.get_ident()  # a stack is made on its event loop
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to leave."""
+        return is_empty(self)
 
     def enter_context(self, cm: AbstractContextManager[T, bool | None]) -> T:
         if self._on_the_loop():
@@ -86,6 +91,11 @@ class ThreadedExitStack(AsyncExitStack):
             return await leave(partial(_left, single, error), name)
 
         self.push_async_exit(leave_apart)
+
+
+def is_empty(stack: AsyncExitStack) -> bool:
+    """Whether a stack has nothing to leave, as far as can be seen."""
+    return not getattr(stack, "_exit_callbacks", True)
 
 
 def _left(single: ExitStack, passing: BaseException | None) -> bool | None:

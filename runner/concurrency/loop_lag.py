@@ -18,7 +18,7 @@ from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.threads import Workers
 from runner.concurrency.user_code import is_foreign
 
-__all__ = ["LATE_SECONDS", "Blocker", "LagMonitor"]
+__all__ = ["LATE_SECONDS", "Blocker", "LagMonitor", "author_frame"]
 
 TICK = 0.02
 """Seconds between two marks that the loop leaves."""
@@ -27,6 +27,8 @@ LATE_SECONDS = 0.05
 LOOP_STUCK_SECONDS = 60.0
 """Seconds of standstill after which the run is told that its loop is stuck. No limit of an episode fires
 meanwhile, since the clocks are the loop's own."""
+STOPPED_SECONDS = 5.0
+"""Seconds between two looks of the watching thread that show that the whole process was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,22 @@ class LagMonitor:
 
     def _look(self) -> None:
         told = False
+        mark, stopped = self._mark, 0.0
+        looked = time.monotonic()
         while not self._stop.wait(self._tick_seconds):
-            late = time.monotonic() - self._mark - self._tick_seconds
+            before, looked = looked, time.monotonic()
+            if self._mark != mark:
+                mark, stopped = self._mark, 0.0
+            elif looked - before > STOPPED_SECONDS:
+                # This thread did not run either: the process was stopped (SIGSTOP, Ctrl-Z, a machine that was
+                # suspended), or one call kept the interpreter's lock. The loop gets its time once it can run.
+                stopped += looked - before
+            late = looked - mark - self._tick_seconds
             if late < self._late:
                 told = False
                 continue
             self._blame()
-            if late > self.stuck_seconds and not told and self.on_stuck is not None:
+            if late - stopped > self.stuck_seconds and not told and self.on_stuck is not None:
                 told = True
                 self.on_stuck(self._who_keeps_the_loop(late))
 
@@ -130,13 +141,13 @@ class LagMonitor:
         frames = sys._current_frames()
         on_loop = frames.get(self._loop_thread)
         stack = _unwound(on_loop)
-        own = _author_frame(on_loop)
+        own = author_frame(on_loop)
         if own is not None or stack is not None:
             self._add(_describe(own or on_loop, stack), leaving=stack is not None)
             return
         # Nobody on the loop: then a thread that computes has kept the interpreter's lock from it.
         for job in list(self._workers.running.values()):
-            frame = _author_frame(frames.get(job.thread or 0))
+            frame = author_frame(frames.get(job.thread or 0))
             if frame is not None and job.computed():
                 self._add(_describe(frame), thread=True)
 
@@ -147,9 +158,7 @@ class LagMonitor:
     def _who_keeps_the_loop(self, seconds: float) -> Blocker:
         frame = sys._current_frames().get(self._loop_thread)
         stack = _unwound(frame)
-        return Blocker(
-            _describe(_author_frame(frame) or frame, stack), seconds, thread=False, leaving=stack is not None
-        )
+        return Blocker(_describe(author_frame(frame) or frame, stack), seconds, thread=False, leaving=stack is not None)
 
 
 _LOOPS = frozenset({"run", "run_forever", "run_until_complete", "unrolled_run"})
@@ -164,7 +173,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _author_frame(innermost: FrameType | None) -> FrameType | None:
+def author_frame(innermost: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither ours nor a library's; whoever started the event loop is not to blame."""
     for frame in _outwards(innermost):
         name = frame.f_code.co_filename

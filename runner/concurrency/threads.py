@@ -25,7 +25,7 @@ from runner.concurrency.clocks import Waiting
 __all__ = ["Job", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
 
 IDLE_SECONDS = 10.0
-"""Seconds after which a thread without work ends."""
+"""Seconds after which a thread without work ends, once its `Workers` are closed."""
 
 BUSY = 0.002
 """Seconds of processor time between two looks, 20 ms apart, that tell computing from waiting: a thread that wakes every
@@ -95,7 +95,7 @@ class Workers:
         self._slots = anyio.CapacityLimiter(threads)
         # anyio's own limiter would count an abandoned thread for ever, and starve those that come after.
         self._unlimited = anyio.CapacityLimiter(math.inf)
-        self._idle: list[WorkerThread] = []
+        self._idle = IdleThreads()
         self.running: dict[int, Job] = {}
         """The jobs that are in a thread now; the lag report reads them."""
         self.abandoned: list[str] = []
@@ -134,6 +134,7 @@ class Workers:
 
     def close(self) -> None:
         """End the threads that have no work; one that is at work ends after it."""
+        self._idle.closed = True
         while self._idle:
             self._idle.pop().end()
 
@@ -165,20 +166,31 @@ class _Work(NamedTuple):
     """Set on the loop once the call has been run."""
 
 
+class IdleThreads(list["WorkerThread"]):
+    """The threads of some `Workers` that have no work.
+
+    They live until those are closed: a process that an author's code starts with `bwrap --die-with-parent`, say, is
+    killed by the kernel when the thread that started it ends.
+    """
+
+    closed = False
+    """Whether no further work comes."""
+
+
 class WorkerThread(threading.Thread):
     """A worker thread of this event loop. anyio's own are no daemons: one that hangs would keep the process for ever.
 
     Args:
-        idle: the list that the thread joins while it has no work, until it ends for want of it; without one it lasts
-            until `end`.
+        idle: those that the thread joins while it has no work, until they are closed; without them it lasts until
+            `end`.
     """
 
-    def __init__(self, idle: list[WorkerThread] | None = None) -> None:
+    def __init__(self, idle: IdleThreads | None = None) -> None:
         super().__init__(name="deltarunner worker", daemon=True)
         self._token = anyio.lowlevel.current_token()
         # Named as in anyio's threads, by which a virtual clock and the search for leaks tell who is at work.
         self.loop = self._token.native_token
-        self.idle_workers: list[WorkerThread] = [] if idle is None else idle
+        self.idle_workers = IdleThreads() if idle is None else idle
         self._patience = IDLE_SECONDS if idle is not None else None
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._soon = soon_on_this_loop()
@@ -186,6 +198,8 @@ class WorkerThread(threading.Thread):
 
     async def call(self, job: Job) -> None:
         """Have the job run, and wait for it."""
+        with suppress(ValueError):  # one that is kept for somebody is idle between two jobs
+            self.idle_workers.remove(self)
         context = copy_context()
         # Code in the thread is not inside the event loop, and must not be taken to be.
         context.run(set_current_async_library, None)
@@ -215,6 +229,8 @@ class WorkerThread(threading.Thread):
             try:
                 return self._work.get(timeout=self._patience)
             except Empty:
+                if not self.idle_workers.closed:
+                    continue
                 # A thread that somebody took from the idle ones in this very moment gets its work at once.
                 with suppress(ValueError):
                     self.idle_workers.remove(self)

@@ -16,14 +16,24 @@ import anyio
 
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock
+from runner.concurrency.own_task import LentClock
 from runner.concurrency.threads import Job, Workers
 from runner.errors import unwrapped
 
-__all__ = ["AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", "is_foreign"]
+__all__ = ["HOW_TO_CLOSE", "AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", "is_foreign"]
 
 
 LONGEST_ERROR = 2000
 """The characters of an error's own text that are kept."""
+
+
+HOW_TO_CLOSE = (
+    "close it in close(), what was opened last first, or enter it with self.episode.exit_stack in setup(); what a tool "
+    "opens that runs beside others of its turn, it has to close itself"
+)
+"""What authors are told whose hooks leave something open, or close it where it cannot be."""
+
+_MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted")
 
 
 class AuthorExit(Exception):
@@ -37,6 +47,10 @@ class TooSlow(Exception):
         super().__init__(f"{name} took longer than {seconds:g} s")
         self.name = name
         self.seconds = seconds
+
+
+def _clock(seconds: float) -> Clock | LentClock:
+    return Clock(seconds, over_hooks=True)
 
 
 class AuthorCode:
@@ -53,8 +67,22 @@ class AuthorCode:
         self.abandoned = ""
         """The synchronous call whose thread was left behind and may still write; "" where there is none."""
 
-    async def call(self, function: Callable[..., Any], *args: Any, name: str, seconds: float | None = None) -> Any:
+    async def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        name: str,
+        seconds: float | None = None,
+        clock: Callable[[float], Clock | LentClock] = _clock,
+    ) -> Any:
         """Call `function`, sync or async, and return its result.
+
+        Args:
+            function: what is called.
+            args: its arguments.
+            name: what it is called in messages.
+            seconds: how long it may take.
+            clock: makes the clock of that limit.
 
         Raises:
             TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
@@ -63,16 +91,16 @@ class AuthorCode:
         job: Job | None = None
         try:
             if is_async(function):
-                return await self._limited(partial(function, *args), name, seconds)
+                return await self._limited(partial(function, *args), name, seconds, clock)
             async with self._one_at_a_time:
                 job = Job(partial(function, *args), name)
                 try:
-                    result = await self._limited(partial(self._workers.call, job), name, seconds)
+                    result = await self._limited(partial(self._workers.call, job), name, seconds, clock)
                 finally:
                     if job.abandoned:
                         self.abandoned = name
             # A partial, a lambda or a callable object may hide an async function.
-            return await self._limited(lambda: result, name, seconds) if isawaitable(result) else result
+            return await self._limited(lambda: result, name, seconds, clock) if isawaitable(result) else result
         except anyio.get_cancelled_exc_class() as error:
             if cancellation_is_asked_for():
                 raise
@@ -85,13 +113,15 @@ class AuthorCode:
                 raise
             raise AuthorExit(f"{name} {_what_left(error)}") from error
 
-    async def _limited(self, function: Callable[[], Any], name: str, seconds: float | None) -> Any:
+    async def _limited(
+        self, function: Callable[[], Any], name: str, seconds: float | None, clock: Callable[[float], Clock | LentClock]
+    ) -> Any:
         if seconds is None:
             return await function()
-        with Clock(seconds) as clock:
+        with clock(seconds) as limit:
             result = await function()
         # Asked of the clock and not told by an exception: the author's code may have swallowed the cancellation.
-        if clock.fired:
+        if limit.fired:
             raise TooSlow(name, seconds)
         return result
 
@@ -128,6 +158,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def _own_text(error: BaseException) -> str:
+    if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # as anyio and trio say it, at length
+        return f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
     if not isinstance(error, BaseExceptionGroup):
         return str(error)
     return f"{error}: {'; '.join(map(describe_error, error.exceptions))}"

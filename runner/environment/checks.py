@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from runner.concurrency.user_code import describe_error
@@ -11,10 +11,14 @@ from runner.environment.environment import Environment, NotInEpisode
 from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
+from runner.options import ToolChoice
 from runner.parsing.carrying import ambiguities, losses
+from runner.parsing.enforcing import not_enforced
 from runner.parsing.traits import CallTrait
 from runner.scoring import ScorerKind
+from runner.tokens.shown_arguments import unseen_of
 from runner.tokens.tool_support import require_tools
+from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool
 
 __all__ = ["as_environment", "check_playable", "check_tools", "common_system_prompt"]
@@ -79,6 +83,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
         constraint = chat.parser.constraint(tools, choice)
         if constraint is not None:
             chat.engine.check_constraint(constraint)
+            warnings += _left_to_the_check(tools, chat, choice)
     return warnings
 
 
@@ -93,9 +98,9 @@ def _calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
             "--tool-format vllm:NAME, a tool parser of vLLM's; or put a response_template that does into the model's "
             "tokenizer_config.json."
         )
+    warnings = list(_unseen(tools, chat))
     if not chat.parser.writes_as_read or form.calls is None:  # how they are read says nothing of how they are written
-        return []
-    warnings = []
+        return warnings
     lost = list(losses(form, tools))
     if lost:
         # What is worst stands first.
@@ -104,6 +109,7 @@ def _calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
         if lost[0].uncallable:
             raise BadTemplate(f"{template} cannot carry calls {told}")
         warnings.append(f"{template} does not carry every call {told}")
+    warnings += _unchecked(tools)
     unclear = list(ambiguities(tools)) if CallTrait.UNTYPED in chat.learnt.traits else []
     if unclear:
         warnings.append(
@@ -118,6 +124,42 @@ def _calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
             f"{strict[0]!r} holds only where tool_choice requires a call.{_others(strict)}"
         )
     return warnings
+
+
+def _unseen(tools: Sequence[Tool], chat: ChatModel) -> Iterator[str]:
+    """What prompts leave out of the tools' arguments, a line for each tool."""
+    for tool in tools:
+        unseen = unseen_of(chat.renderer.render_tool, tool.as_openai())
+        if unseen:
+            yield (
+                f"template {chat.renderer.template.name!r} does not show the model {unseen[0]}, for {tool.name}(): say "
+                f"it in the tool's docstring, or take another template.{_others(unseen)}"
+            )
+
+
+def _unchecked(tools: Sequence[Tool]) -> Iterator[str]:
+    """Keywords of schemas that are not taken as they stand."""
+    found = [(tool, note) for tool in tools for note in modern(tool.parameters).notes]
+    if found:
+        tool, note = found[0]
+        yield (
+            f"the schema of the tool {tool.name!r} is not checked whole: {note}."
+            f"{_others([f'{each.name}: {said}' for each, said in found])}"
+        )
+
+
+def _left_to_the_check(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> Iterator[str]:
+    """What the grammar of a call that is held to its schema does not say."""
+    form = chat.parser.format.calls
+    held = [tool for tool in tools if choice in ("required", tool.name)] or (
+        tools if choice == "auto" and any(tool.strict for tool in tools) else []
+    )
+    found = [f"{tool.name}: {each}" for tool in held for each in not_enforced(form, tool)] if form else []
+    if found:
+        yield (
+            f"not everything that the schemas say is enforced while a call is sampled, the rest is checked afterwards: "
+            f"{found[0]}.{_others(found)}"
+        )
 
 
 def _others(found: Sequence[object]) -> str:

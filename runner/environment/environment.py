@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import cached_property
 from types import UnionType
@@ -110,8 +110,13 @@ class Environment(Generic[TaskT]):
             f"{type(self).__name__} has no tasks: define tasks(), or give them to the run (tasks=, --tasks FILE.jsonl)."
         )
 
-    def lifespan(self) -> AbstractContextManager[Any] | AbstractAsyncContextManager[Any]:
-        """What all episodes share, as a context manager around the whole run; what it yields is `self.shared`."""
+    def lifespan(
+        self,
+    ) -> AbstractContextManager[Any] | AbstractAsyncContextManager[Any] | Iterator[Any] | AsyncIterator[Any]:
+        """What all episodes share, as a context manager around the whole run; what it yields is `self.shared`.
+
+        Written with a `yield`, sync or async, it needs no `@contextmanager` above it.
+        """
         raise NotImplementedError
 
     def setup(self) -> Awaitable[None] | None:
@@ -199,11 +204,11 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
 
 
 def _check_color(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
-    """Only `tasks` may be a generator, and `lifespan` a context manager made of one."""
+    """Only `tasks` and `lifespan` may be generators."""
     where = f"{cls.__name__}.{hook}"
     yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if hook == "lifespan":
-        if yields or inspect.iscoroutinefunction(function):
-            raise BadEnvironment(f"{where} is no context manager: put @contextlib.asynccontextmanager above it.")
+        if inspect.iscoroutinefunction(function):
+            raise BadEnvironment(f"{where} never yields: `yield` what episodes share, and close it after that.")
     elif yields and hook != "tasks":
         raise BadEnvironment(f"{where} yields, so its body would never run: return instead.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
@@ -73,7 +73,11 @@ class _Lifespan:
             raise BadEnvironment(f"lifespan() raised {describe_error(error)}") from error
 
     async def _enter(self) -> Any:
-        make = self._environment.lifespan
+        make: Callable[[], Any] = self._environment.lifespan
+        if inspect.isasyncgenfunction(make):
+            make = asynccontextmanager(make)
+        elif inspect.isgeneratorfunction(make):
+            make = contextmanager(make)
         if inspect.isasyncgenfunction(inspect.unwrap(make)):
             self._manager = make()
         else:
@@ -81,6 +85,11 @@ class _Lifespan:
             self._manager = await self._in_thread(make)
         # What the call gave decides, and not whether the method is async: a plain method may return either kind.
         if not hasattr(self._manager, "__aenter__"):
+            if not hasattr(self._manager, "__enter__"):
+                raise BadEnvironment(
+                    f"lifespan() returned {self._manager!r:.60}, which is no context manager: `yield` what episodes "
+                    "share, and close it after that."
+                )
             return await self._in_thread(lambda: self._manager.__enter__())
         self._end_thread()
         return await self._manager.__aenter__()

@@ -12,6 +12,7 @@ from pathlib import Path
 from runner.endpoint.programs import FinishedProgram, furnish, own_environ, running
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
+from runner.episode.serving import check_serving
 from runner.errors import BadEnvironment
 from runner.options import Limits
 from runner.scoring import reward
@@ -39,6 +40,9 @@ class Program(Environment):
         programs: int = 0,
         code: bool = True,
         train: bool | None = None,
+        system_as_user: bool = False,
+        overflow: str = "tell",
+        sent_history: str = "append",
     ) -> None:
         """Say what is run.
 
@@ -52,7 +56,11 @@ class Program(Environment):
             programs: how many may run at once; 0 for four a core.
             code: a program that ends with another code than 0 fails; else the check decides alone.
             train: whether all of its threads are trained; None trains those that are offered tools.
+            system_as_user: system messages after the beginning are put before the model as a user's.
+            overflow: "tell" the program that its history does not fit, or "end" the episode.
+            sent_history: "append" goes on from what the model said, "client" from what the program sends.
         """
+        check_serving(overflow=overflow, history=sent_history, names=("overflow", "sent_history"))
         self.argv = _split("agent", agent)
         if not any(PROMPT in each for each in self.argv):
             raise BadEnvironment(
@@ -71,6 +79,9 @@ class Program(Environment):
         self.programs = programs or 4 * (os.cpu_count() or 1)
         self.code = code
         self.train = train
+        self.system_as_user = system_as_user
+        self.overflow = overflow
+        self.sent_history = sent_history
         self.folder = Path()
         self.finished: FinishedProgram | None = None
 
@@ -90,7 +101,13 @@ class Program(Environment):
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
         if not prompt:
             raise BadEnvironment(f"task {self.task.id!r}: an agent program is given a prompt that is a string.")
-        limiter, serving = self.episode.limiter("programs", self.programs), self.episode.serve(train=self.train)
+        limiter = self.episode.limiter("programs", self.programs)
+        serving = self.episode.serve(
+            train=self.train,
+            system_as_user=self.system_as_user,
+            overflow=self.overflow,
+            history=self.sent_history,
+        )
         async with limiter, serving as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
             argv = [_filled(each, known) for each in self.argv]

@@ -1,4 +1,4 @@
-"""Where a run's tasks come from: iterables of either colour, JSONL files, sources that hear of results."""
+"""Where a run's tasks come from: iterables, sync or async, JSONL files, and sources that are given the results."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import anyio
-import orjson
 
 from runner.concurrency.cancellation import native_cancellation_as
 from runner.concurrency.threads import Job, Workers
 from runner.concurrency.user_code import describe_error, is_async
 from runner.environment.environment import Environment
+from runner.environment.task_checks import TaskChecks
+from runner.environment.task_lines import read_tasks
 from runner.errors import BadTask, DeltarunnerError
-from runner.tasks import Task, TaskBuilder, check_own_fields
+from runner.tasks import Task
 from runner.trajectory import Trajectory
 
-__all__ = ["TaskFeed", "TaskSource", "Tasks", "own_tasks", "read_tasks"]
+__all__ = ["TaskFeed", "TaskSource", "Tasks", "own_tasks"]
 
 Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
 """What a run takes as tasks; a string or a path is a JSONL file."""
@@ -67,14 +68,21 @@ class TaskFeed:
     """Tasks one at a time, pulled when somebody can play one.
 
     What may block runs in the run's threads: `next` of a synchronous source, and its `finished`. A list cannot block.
+
+    Args:
+        tasks: the source.
+        environment: the environment that they are played with.
+        workers: the run's threads.
+        is_kept: the run keeps a file, which has to give every task back as it was.
     """
 
-    def __init__(self, tasks: Tasks, *, task_class: type[Task], workers: Workers) -> None:
-        source = read_tasks(Path(tasks), task_class) if isinstance(tasks, str | Path) else tasks
+    def __init__(self, tasks: Tasks, environment: Environment[Any], *, workers: Workers, is_kept: bool) -> None:
+        source = read_tasks(Path(tasks), environment.task_class()) if isinstance(tasks, str | Path) else tasks
         self.repeatable = hasattr(source, "finished")
         """Whether the source hears of results, and so may give a task again."""
         self._source: Any = source
         self._workers = workers
+        self._checks = TaskChecks(environment, is_kept=is_kept)
         self._asynchronous: AsyncIterator[Task] | None = None
         self._synchronous: Iterator[Task] | None = None
         self._blocks = not isinstance(source, Sequence)
@@ -95,7 +103,7 @@ class TaskFeed:
             task = await self._workers.call(Job(self._next, "tasks()"))
         else:
             task = self._next()
-        return None if task is _END else _checked(task)
+        return None if task is _END else self._checks.checked(task)
 
     def _next(self) -> Any:
         assert self._synchronous is not None
@@ -134,65 +142,3 @@ class TaskFeed:
             await close()
         if inspect.isgenerator(self._synchronous) and not self._synchronous.gi_running:
             await self._workers.call(Job(self._synchronous.close, "tasks()"))
-
-
-def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
-    """The tasks of a JSONL file, one object a line, read as they are needed.
-
-    Raises:
-        BadTask: a line that is no object, lacks a field or has keys that nothing reads; names file and line.
-    """
-    if not path.is_file():
-        raise BadTask(f"there is no task file {str(path)!r}; give the path of a JSONL file with one task a line.")
-    return _read_lines(path, task_class)
-
-
-def _read_lines(path: Path, task_class: type[Task]) -> Iterator[Task]:
-    build = TaskBuilder(task_class)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _task_of(line, build, f"{path}:{number}")
-
-
-def _task_of(line: bytes, build: TaskBuilder, where: str) -> Task:
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise BadTask(f"{where}: not JSON ({error}).") from error
-    if not isinstance(fields, dict):
-        raise BadTask(f"{where}: a task is a JSON object, got {type(fields).__name__}.")
-    unknown = sorted(set(fields) - build.known)
-    if unknown:
-        name = build.task_class.__name__
-        raise BadTask(
-            f"{where}: nothing reads {', '.join(map(repr, unknown))}: put it under 'info', or give {name} a field of "
-            f"that name (class Case(Task) with Environment[Case]). {name} has {', '.join(sorted(build.known))}."
-        )
-    try:
-        return build(fields)
-    except (TypeError, ValueError) as error:
-        raise BadTask(f"{where}: {error}.") from error
-
-
-def _checked(task: Any) -> Task:
-    if not isinstance(task, Task):
-        raise BadTask(f"a source gave {task!r:.80}, which is no Task: give Task(id=..., prompt=...).")
-    if not isinstance(task.id, str):
-        raise BadTask(
-            f"a task has the id {task.id!r:.60}, of type {type(task.id).__name__}: give each task a string that is "
-            f"unique in the run, such as Task(id={str(task.id)!r:.60})."
-        )
-    if not task.id:
-        raise BadTask(
-            f"a task has no id (prompt {task.prompt!r:.60}): give each task a string that is unique in the run."
-        )
-    try:
-        task.id.encode()
-    except UnicodeEncodeError:
-        raise BadTask(f"the task id {task.id!r} is no text: it holds half a surrogate pair.") from None
-    try:
-        check_own_fields(vars(task))
-    except (TypeError, ValueError) as error:
-        raise BadTask(f"task {task.id!r}: {error}.") from error
-    return task

@@ -10,11 +10,13 @@ from typing import Any
 
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
-from runner.environment.task_feed import Tasks, read_tasks
+from runner.environment.task_checks import TaskChecks
+from runner.environment.task_feed import Tasks
+from runner.environment.task_lines import read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
-__all__ = ["read_now", "select"]
+__all__ = ["look_ahead", "read_now", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -37,23 +39,63 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     return chosen  # type: ignore[no-any-return]  # one of the two
 
 
-def read_now(chosen: Tasks, source: Tasks, environment: Environment[Any]) -> Tasks:
-    """What was chosen of `source`, looked up now where it can be: what is wrong is better said before the start.
+def look_ahead(
+    chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks, *, most: int | None = None
+) -> tuple[Tasks, int | None]:
+    """Check what was chosen of `source` before the start, as far as nothing is lost by it.
 
-    An async source, one that hears of results, and a generator that may read what `lifespan()` yields have to wait.
+    A file and a list are checked whole. Of a generator the first task is checked, and stays the first. An async source,
+    one that is given the results, and a generator that may read what `lifespan()` yields are left as they are.
+
+    Args:
+        chosen: what `select` made of the source.
+        source: tasks, or the path of a JSONL file.
+        environment: the environment whose tasks they are.
+        checks: the checks of each task.
+        most: how many were chosen; None is all.
+
+    Returns:
+        The tasks, and how many there are; None where that is not known.
 
     Raises:
-        BadTask: there is no such task, or the source raised.
+        BadTask: a task cannot be used, there is none, or the source raised.
+    """
+    try:
+        if isinstance(source, str | Path):
+            return chosen, checks.check_file(Path(source), most=most)
+        if isinstance(source, list | tuple) and not hasattr(source, "finished"):
+            count = checks.check_all(source[:most])
+            if not count:
+                raise BadTask("tasks() gives no task: there is nothing to play.")
+            return chosen, count
+        if environment.overrides("lifespan"):
+            return chosen, None
+        return checks.check_first(chosen), None
+    except DeltarunnerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadTask(f"tasks() raised {describe_error(error)}") from error
+
+
+def read_now(chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks) -> Tasks:
+    """Look up the task that was chosen of `source` now, where that is possible.
+
+    An async source, one that is given the results, and a generator that may read what `lifespan()` yields have to wait.
+
+    Raises:
+        BadTask: there is no such task, it cannot be used, or the source raised.
     """
     ready = isinstance(source, str | Path | Sequence) or not environment.overrides("lifespan")
     if not ready or not isinstance(chosen, _TaskSelection) or hasattr(chosen, "finished"):
         return chosen
     try:
-        return list(chosen)
+        tasks = list(chosen)
     except DeltarunnerError:
         raise
     except (Exception, SystemExit) as error:
         raise BadTask(f"tasks() raised {describe_error(error)}") from error
+    checks.check_all(tasks)
+    return tasks
 
 
 class _Choice:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner.chat_requests import Again, Tolerated, Verdict
 from runner.engines.base import FinishReason
 from runner.episode.histories import AskedTurn, Compared, Histories, Walk
-from runner.episode.reading import said_by_user
+from runner.episode.reading import ReadMessage, as_taken, several_systems
 from runner.errors import BadMessage
 from runner.messages import Message, check_answers
 from runner.tokens.bridging.history import same_tools
+from runner.tokens.system_support import SystemSupport
 
 __all__ = ["AS_SENT", "Aligned", "align"]
 
@@ -42,13 +43,15 @@ class Aligned:
     """The differences that the client made, which change nothing."""
     as_sent: bool = False
     """Whether its history is wanted as the client sends it."""
+    told: Sequence[ReadMessage] = ()
+    """The history as it was read, without system messages of this request alone."""
 
     @property
     def whole(self) -> str:
         """Why everything is rendered anew, or ""."""
         if self.as_sent and (self.parent is not None or self.before is not None):
             return AS_SENT
-        if self.verdict in (Verdict.FOREIGN, Verdict.RETOLD, Verdict.TOOLS):
+        if self.verdict in (Verdict.FOREIGN, Verdict.RETOLD, Verdict.EDITED, Verdict.TOOLS):
             return self.verdict.value
         if self.verdict is Verdict.REWOUND and self.parent is None:
             return "environment"
@@ -62,10 +65,16 @@ def align(
     *,
     label: str = "",
     handles: Sequence[str] = (),
+    previous: str = "",
+    own_system: bool = False,
+    systems: Callable[[], SystemSupport],
     system_as_user: bool = False,
     as_sent: bool = False,
 ) -> Aligned:
     """Find where a request goes on.
+
+    System messages are put as the template takes them, which `systems` says: at the beginning as one where it takes no
+    more, and with `system_as_user` those after it as a user's.
 
     The last handle that it sends back names a turn; its content up to there proves it. Where that fails, the deepest
     turn before the first difference is meant; without a handle the deepest one that the content leads to, of several
@@ -74,9 +83,10 @@ def align(
     Raises:
         BadMessage: it holds what is no message, or nothing that could be answered.
     """
-    read = histories.reader.read(messages)
-    if system_as_user:
-        read = [*read[:1], *map(said_by_user, read[1:])]
+    given = histories.read(messages, previous, own_system=own_system)
+    read = given
+    if system_as_user or several_systems(read):
+        read = as_taken(read, systems(), system_as_user=system_as_user)
     if not read:
         raise BadMessage("a request has no message: give the whole history, such as a user message.")
     walk = histories.walk(read)
@@ -91,12 +101,15 @@ def align(
     changed = _changed(walk, found.parent)
     walk.compared = Compared(found.parent, len(walk.messages), changed)
     found.tolerated = changed | walk.tolerated
+    if previous or any(isinstance(each, Mapping) and "refers" in each for each in messages):
+        found.tolerated |= {Tolerated.REFERENCE}
+    found.told = given[own_system:]
     stored = [] if parent is None or parent.node is None else parent.node.messages
     if as_sent:
-        found.messages = [_as_given(walk, index, ()) for index in range(len(walk.messages))]
+        found.messages = _given_anew(walk, 0, (), histories, as_sent=True)
         check_answers(found.messages)
         return found
-    given_anew = [_as_given(walk, index, stored) for index in range(depth, len(walk.messages))]
+    given_anew = _given_anew(walk, depth, stored, histories)
     found.messages = [*stored, *given_anew] if found.whole else given_anew
     check_answers(given_anew, stored)
     return found
@@ -127,11 +140,16 @@ def _reasons(walk: Walk, asked_turn: AskedTurn) -> bool:
     said = {id(each.said): each for each in asked_turn.path()} if walk.thoughts else {}
     for index in walk.thoughts:
         turn = said.get(id(walk.points[index]))
-        if turn is not None and turn.node is not None:
+        if turn is not None and turn.node is not None and not _names(walk.messages[index], turn):
             known = turn.node.reply.get("reasoning_content", "")
             if walk.messages[index].message["reasoning_content"].strip() != known.strip():
                 return False
     return True
+
+
+def _names(message: ReadMessage, turn: AskedTurn) -> bool:
+    """Whether a message has an id of a turn, which proves it whatever reasoning came with it."""
+    return turn.node is not None and turn.node.turn.handle != "" and turn.node.turn.handle in message.handles
 
 
 def _verdict(
@@ -156,6 +174,9 @@ def _verdict(
             f"message {len(walk.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
             f"was cut: put what is to be answered behind it."
         )
+    edited = _named_elsewhere(walk, histories)
+    if edited is not None and (parent is not None or tools or not _offered(edited)):
+        return Aligned(walk, Verdict.EDITED, edited)
     spoken = sum(message.role == "assistant" for message in rest)
     begun = _begun(walk, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
@@ -169,7 +190,21 @@ def _verdict(
         return Aligned(walk, Verdict.NEW)
     if parent.node is None or not same_tools(parent.node.segment.tools, tools):
         return Aligned(walk, Verdict.TOOLS, parent)
-    return Aligned(walk, _followed(parent, histories), parent)
+    return Aligned(walk, _followed(parent, histories, label), parent)
+
+
+def _named_elsewhere(walk: Walk, histories: Histories) -> AskedTurn | None:
+    """The turn that the last ids of a history name, where it does not stand after what that turn was asked."""
+    spoken = (message for message in reversed(walk.messages) if message.role == "assistant")
+    named = next((turn for each in spoken if (turn := histories.named(each.handles)) is not None), None)
+    if named is None or named.node is None or any(named.said is point for point in walk.points):
+        return None
+    return named
+
+
+def _offered(turn: AskedTurn) -> bool:
+    """Whether a turn was offered tools; a request without any beside it is another errand, such as a summary."""
+    return turn.node is not None and bool(turn.node.segment.tools)
 
 
 def _is_asked_again(each: AskedTurn, parent: AskedTurn | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
@@ -184,11 +219,17 @@ def _again(before: AskedTurn) -> Again:
     return Again.REPLAYED if before.finished else Again.TAKEN_BACK
 
 
-def _followed(parent: AskedTurn, histories: Histories) -> Verdict:
-    """What goes on from a turn with the same tools."""
+def _followed(parent: AskedTurn, histories: Histories, label: str) -> Verdict:
+    """What goes on from a turn with the same tools, by the client of this label."""
     if not parent.children:
         return Verdict.APPEND
-    if any(each.in_flight for each in parent.children):
+    if not parent.fits(label):
+        return Verdict.BRANCH
+    # Other clients may have gone on from the turn in threads of their own, which leaves nothing of this one behind.
+    own = [each for each in parent.children if each.thread is parent.thread or each.label == label]
+    if not own:
+        return Verdict.APPEND
+    if any(each.in_flight for each in own):
         return Verdict.BRANCH
     latest = histories.latest[parent.thread]
     return Verdict.REWOUND if any(each is parent for each in latest.path()) else Verdict.BRANCH
@@ -213,14 +254,34 @@ def _speeches(begun: AskedTurn, latest: AskedTurn) -> int:
     return next(count for count, each in enumerate(latest.path(), 1) if each is begun)
 
 
-def _as_given(walk: Walk, index: int, stored: Sequence[Message]) -> Message:
-    """A message as it may be put before the model: a result has the name of its call, and the id that is ours."""
-    message, answered = walk.messages[index].message, walk.answers[index]
-    if answered is None:
-        return message
-    made, number = answered
-    calls = (stored[made] if made < len(stored) else walk.messages[made].message)["tool_calls"]
-    return {**message, "tool_call_id": calls[number]["id"], "name": calls[number]["function"]["name"]}
+def _given_anew(
+    walk: Walk, start: int, stored: Sequence[Message], histories: Histories, *, as_sent: bool = False
+) -> list[Message]:
+    """The messages from `start` on as they may be put before the model.
+
+    Calls have the ids that their turns wrote, in place of those that clients were given; a result has the name of its
+    call. A turn that is proven by its ids is told in its own words, unless the history is wanted `as_sent`.
+    """
+    given = list[Message]()
+    for index in range(start, len(walk.messages)):
+        read, answered = walk.messages[index], walk.answers[index]
+        turn = None if as_sent else histories.turn_of(read)
+        message = walk.sent.get(index, read).message if as_sent else read.message
+        if turn is not None and turn.node is not None:
+            message = turn.node.reply
+        elif "tool_calls" in message:
+            calls = [{**call, "id": histories.own_id(call["id"])} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}  # type: ignore[typeddict-item]  # calls with other ids
+        elif answered is not None:
+            made, number = answered
+            call = (stored[made] if made < len(stored) else walk.messages[made].message)["tool_calls"][number]
+            message = {
+                **message,
+                "tool_call_id": histories.own_id(call["id"]),
+                "name": call["function"]["name"],
+            }
+        given.append(message)
+    return given
 
 
 def _changed(walk: Walk, parent: AskedTurn | None) -> frozenset[Tolerated]:
@@ -239,10 +300,12 @@ def _changed(walk: Walk, parent: AskedTurn | None) -> frozenset[Tolerated]:
         reasoning, given = ours.get("reasoning_content", ""), theirs.get("reasoning_content", "")
         if reasoning and not given:
             changed.add(Tolerated.REASONING_LEFT_OUT)
+        elif reasoning.strip() != given.strip():
+            changed.add(Tolerated.REASONING_REWRITTEN)
         elif reasoning != given:
             changed.add(Tolerated.REASONING_STRIPPED)
         if ours["content"] != theirs["content"]:
             changed.add(Tolerated.WHITE_SPACE)
-        if not turn.call_ids.issuperset(heard.call_ids):
+        if turn.given is not None and not set(turn.given.call_ids).issuperset(heard.call_ids):
             changed.add(Tolerated.CALL_IDS)
     return frozenset(changed)

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from runner.chat_requests import Again, Asked, ChatRequest, Delivery, Tolerated, Verdict
@@ -26,15 +27,20 @@ from runner.episode.forest import Head, Node
 from runner.episode.histories import AskedTurn, Histories
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, MessageModel
+from runner.episode.reading import as_taken, several_systems
 from runner.episode.rewriting import before
 from runner.episode.state import ConversationState, EpisodeState
 from runner.episode.turn import take_turn
 from runner.episode.turn_settings import TurnAudience
 from runner.errors import BadMessage, ContextFull, EpisodeOver
-from runner.messages import canonical_json
+from runner.messages import Message, canonical_json
 from runner.options import Sampling
+from runner.parsing.carrying import carries_name
+from runner.parsing.schema_grammar import not_enforced
 from runner.tokens.bridging.refusal import Unbridgeable
-from runner.tools.foreign import tools_of
+from runner.tokens.system_support import TAKES_ALL, SystemSupport
+from runner.tools.foreign import tool_of, tools_of
+from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 from runner.turn_events import GiveTurn, TurnRelay
@@ -46,6 +52,25 @@ OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationSta
 
 GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice", "logprobs"})
 """The sampling that a trained thread is asked for and given; the rest is the run's own."""
+
+AT_ONCE = 100
+"""So many tools and messages are read at once; more of them would keep the event loop from others."""
+
+LARGE = 65_536
+"""Tools of more characters of JSON are made off the event loop, since each of their schemas is checked."""
+
+PIECE = 0.005
+"""Seconds for which a long history keeps the event loop at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """The tools of a request."""
+
+    callable: Sequence[Tool]
+    """Those that the model is shown."""
+    unwritable: Sequence[str]
+    """The names of the others, which the model's format of calls cannot write."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +117,10 @@ class ChatDesk:
         self._own: set[ConversationState] = set()  # the same, of which there may be a thousand
         self._histories = Histories()
         self._numbered = 0
-        self._tools: dict[str, list[Tool]] = {}
+        self._tools: dict[str, _Offered] = {}
         self._group: TaskGroup | None = None
         self._context: Context
-        self._was_asked = False
+        self._answering: dict[_OpenRequest, None] = {}
 
     @property
     def is_open(self) -> bool:
@@ -103,16 +128,24 @@ class ChatDesk:
         return self._group is not None
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[None]:
-        """Take requests inside of the block, under the clocks that run over it; those left at its end are cut."""
-        async with anyio.create_task_group() as group:
-            self._group, self._context = group, copy_context()
-            try:
-                yield
-            finally:
-                self._group = None
-                if self._was_asked:
-                    group.cancel_scope.cancel()
+    async def open(self, tasks: TaskGroup) -> AsyncIterator[None]:
+        """Take requests inside of the block, under the clocks that run over it; those left at its end are cut.
+
+        Args:
+            tasks: where they are answered. It is no group of the block's own: in that the author's code may leave
+                scopes open.
+        """
+        self._group, self._context = tasks, copy_context()
+        try:
+            yield
+        finally:
+            self._group = None
+            left = list(self._answering)
+            for request in left:
+                request.scope.cancel()
+            with anyio.CancelScope(shield=bool(left)):
+                for request in left:
+                    await request.done.wait()
 
     async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered.
@@ -126,7 +159,7 @@ class ChatDesk:
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
-            BadInput: the messages, the tools or the sampling cannot be used.
+            BadInput: the messages, the tools or the sampling cannot be used, or the template cannot write the messages.
         """
         request = _OpenRequest(asked, relay)
         try:
@@ -164,16 +197,21 @@ class ChatDesk:
         chat = self._play.shared.chat_of(MAIN)
         if not isinstance(chat, ChatModel):
             raise BadMessage("the server of messages that answers here counts tokens itself, with each answer")
+        offered = await self._tools_of(asked.tools)
+        await self._read_ahead(asked.messages)
         read = self._histories.reader.read(asked.messages)
-        messages, schemas = [each.message for each in read], [tool.as_openai() for tool in self._tools_of(asked.tools)]
+        if asked.system_as_user or several_systems(read):
+            read = as_taken(read, chat.systems, system_as_user=asked.system_as_user)
+        messages = chat.with_fitting_ids([each.message for each in read], tuple)
+        schemas = [tool.as_openai() for tool in offered.callable]
         render = partial(chat.bridger.first_prompt, messages, schemas)
         try:
             return len(await self._play.shared.workers.call(Job(render, "chat template")))
         except Unbridgeable as missing:
-            raise BadMessage(f"the chat template cannot write this history: {missing}") from None
+            raise _unwritable(missing, messages, asked) from None
 
     async def _hand_over(self, request: _OpenRequest, group: TaskGroup) -> None:
-        self._was_asked = True
+        self._answering[request] = None
         # Whoever asks may be under no clock of the episode, and a task has those of whoever starts it.
         self._context.copy().run(group.start_soon, self._serve, request)
         if request.relay is not None:
@@ -194,6 +232,7 @@ class ChatDesk:
         except Exception as error:
             request.error = error
         finally:
+            self._answering.pop(request, None)
             request.done.set()
             if request.relay is not None:
                 request.relay.close()
@@ -202,22 +241,32 @@ class ChatDesk:
 
     async def _answer(self, request: _OpenRequest) -> Turn:
         asked = request.asked
-        tools = self._tools_of(asked.tools)
+        offered = await self._tools_of(asked.tools)
+        tools = list(offered.callable)  # a copy: it becomes a head's own list, which authors may change
         found, seconds = await self._aligned(asked, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
             return self._replay(request, found, found.before.node.turn, seconds)
         if found.verdict is Verdict.CONTINUED and found.parent is not None and found.parent.node is not None:
             request.continued = found.parent.node.turn
+        if request.continued is not None and isinstance(self._play.shared.chat_of(MAIN), MessageModel):
+            raise BadMessage(
+                "the last message is a turn that was cut, and the server of messages that answers here goes on with "
+                "none: put a user message after it."
+            )
         thread = self._thread(asked, found, tools)
         sampling, not_granted = _granted(thread, asked.sampling)
         record = request.record = self._record(thread, asked, found, seconds)
-        record.not_granted = {**not_granted, **asked.not_granted}
+        record.not_granted = {**not_granted, **_not_enforced(sampling), **asked.not_granted}
+        if offered.unwritable:
+            record.not_granted["tools"] = [*record.not_granted.get("tools", ()), *offered.unwritable]
         head = _head(found, tools)
         if found.again is Again.TAKEN_BACK and found.before is not None:
             found.before.taken_back = True
         asked_turn = request.asked_turn = AskedTurn(
             thread, found.walk.end, found.parent, head.copied(), found.behind, record=record
         )
+        if asked.form == "responses":  # the one form that goes on by an id alone
+            asked_turn.told = found.told
         self._histories.ask(asked_turn)
         self._play.limits.context_rewritten(thread.name)
         known, told = len(thread.nodes), None if request.relay is None else request.relay.put
@@ -225,9 +274,13 @@ class ChatDesk:
             self._handle(thread),
             tell=told if told is not None and _streams(thread, tools, asked) else None,
             watch=told,
+            refuses=True,
         )
         try:
-            return await take_turn(thread, head, sampling, asked.tool_choice, audience=audience)
+            try:
+                return await take_turn(thread, head, sampling, asked.tool_choice, audience=audience)
+            except Unbridgeable as missing:
+                raise _unwritable(missing, [*head.seen, *head.queued], asked) from None
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
                 self._play.limits.context_rewritten(thread.name)  # the client was told, and that is all
@@ -238,17 +291,53 @@ class ChatDesk:
         finally:
             self._settle(asked_turn, found, head, thread.nodes[known:])
 
-    def _tools_of(self, given: Sequence[Any]) -> list[Tool]:
+    async def _tools_of(self, given: Sequence[Any]) -> _Offered:
         """The tools of a request; they come again with every one, and making them takes a look at each schema."""
         if any(isinstance(each, Tool) for each in given):
-            return tools_of(given)
+            return self._offered(given)
         key = canonical_json(list(given))
         if key not in self._tools:
-            self._tools[key] = tools_of(given)
-        return list(self._tools[key])  # a copy: it becomes a head's own list, which authors may change
+            made: Sequence[Any] = given
+            if len(given) > AT_ONCE or len(key) > LARGE:
+                made = []
+                for index, each in enumerate(given):  # one by one, so that nothing is done for a client that has gone
+                    made += [await self._play.shared.workers.call(Job(partial(tool_of, index, each), "tools"))]
+            self._tools[key] = self._offered(made)
+            self._say_unchecked(self._tools[key].callable)
+        return self._tools[key]
+
+    def _offered(self, given: Sequence[Any]) -> _Offered:
+        chat = self._play.shared.chat_of(MAIN)
+        form = chat.parser.format if isinstance(chat, ChatModel) and chat.parser.writes_as_read else None
+        shown, unwritable = list[Tool](), list[str]()
+        for tool in tools_of(given):
+            if carries_name(form, tool):
+                shown.append(tool)
+            else:
+                unwritable.append(tool.name)
+        return _Offered(shown, unwritable)
+
+    async def _read_ahead(self, messages: Sequence[Any]) -> None:
+        """Read a long history in pieces, between which others run: each message is known when it is asked for."""
+        if not isinstance(messages, list) or len(messages) <= AT_ONCE:
+            return
+        until = time.perf_counter() + PIECE
+        told = [each for each in messages if not (isinstance(each, dict) and "refers" in each)]
+        for _ in self._histories.reader.read_ahead(told):
+            if time.perf_counter() > until:
+                await anyio.lowlevel.checkpoint()
+                until = time.perf_counter() + PIECE
+
+    def _say_unchecked(self, tools: Sequence[Tool]) -> None:
+        """Note once a run which keywords of the tools' schemas are not checked."""
+        for tool in tools:
+            notes = ", ".join(map(str, modern(tool.parameters).notes))
+            if notes and self._play.shared.is_new(f"{tool.name}: {notes}"):
+                self._play.faults.append(f"the schema of the tool {tool.name!r} is not checked whole: {notes}")
 
     async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
         schemas = [tool.as_openai() for tool in tools]
+        await self._read_ahead(asked.messages)
         while True:
             began = time.perf_counter()
             # An author's own conversations may have spoken since, and a request may go on from what they said.
@@ -261,6 +350,9 @@ class ChatDesk:
                 schemas,
                 label=asked.label,
                 handles=asked.handles,
+                previous=asked.previous,
+                own_system=asked.own_system,
+                systems=self._systems,
                 system_as_user=asked.system_as_user,
                 as_sent=asked.as_sent,
             )
@@ -269,6 +361,10 @@ class ChatDesk:
                 return found, seconds
             # It is being cut at this moment.
             await found.before.over.wait()
+
+    def _systems(self) -> SystemSupport:
+        chat = self._play.shared.chat_of(MAIN)
+        return chat.systems if isinstance(chat, ChatModel) else TAKES_ALL
 
     def _replay(self, request: _OpenRequest, found: Aligned, turn: Turn, seconds: float) -> Turn:
         assert found.before is not None
@@ -337,6 +433,20 @@ class ChatDesk:
         return named
 
 
+def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: Asked) -> BadMessage:
+    """An error that says why a template cannot write a history, and what helps."""
+    text = f"the chat template cannot write this history: {missing}"
+    begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    late = any(message["role"] == "system" for message in messages[begin:])
+    if asked.system_as_user or not (late or begin):
+        return BadMessage(text)
+    where = "system messages after the beginning" if late else "system messages"
+    return BadMessage(
+        f"{text}. Where that is about {where}: put them before the model as a user's, by --system-as-user of "
+        f"`deltarunner serve` and `run --agent`, or serve(system_as_user=True)."
+    )
+
+
 def _streams(thread: ConversationState, tools: Sequence[Tool], asked: Asked) -> bool:
     """Whether what a turn says can be told while it is sampled."""
     if isinstance(thread.model, MessageModel):
@@ -373,3 +483,10 @@ def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Samplin
     if "logprobs" in granted:
         granted["logprobs"] = max(granted["logprobs"], own.logprobs)
     return Sampling(**granted), {name: value for name, value in given.items() if name not in granted}
+
+
+def _not_enforced(sampling: Sampling | None) -> dict[str, Any]:
+    """What a request's schema says that nothing holds the answer to."""
+    schema = None if sampling is None else sampling.given().get("schema")
+    told = not_enforced(schema) if schema is not None else []
+    return {"schema": told} if told else {}

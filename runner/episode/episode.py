@@ -12,6 +12,7 @@ from runner.checked import whole
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.endpoint.endpoint import Endpoint, serving
 from runner.episode.conversation import Conversation, open_conversation
+from runner.episode.hooks import check_reply
 from runner.episode.key import MAIN, task_rng
 from runner.episode.serving import Overflow, SentHistory, ServedEpisode, Train, model_name
 from runner.episode.state import ConversationState, EpisodeState
@@ -90,7 +91,12 @@ class Episode:
 
         Args:
             reason: kept as the trajectory's `reason`.
+
+        Raises:
+            TypeError: the reason is not text.
         """
+        if not isinstance(reason, str):
+            raise TypeError(f"Episode.end(reason={reason!r:.60}): the reason is text, got {type(reason).__name__}")
         self._play.limits.ended_by_author = True
         self.reason = reason or self.reason
 
@@ -116,8 +122,11 @@ class Episode:
 
         Raises:
             BadOption: an agent on an engine of its own cannot be trained.
+            TypeError: the name is not text.
             RuntimeError: `main` is not open yet; it is after `prompt()`.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"Episode.conversation({name!r:.60}): the name of an agent is text: give str(name)")
         if name in self._play.states:
             return _seen_by_author(self._play.states[name])
         if name == MAIN:
@@ -251,6 +260,7 @@ class Episode:
         reply = await play.author_code.call(play.environment.step, turn, name="step()", seconds=seconds)
         if reply is None:
             return None
+        check_reply("step", reply)
         messages = as_messages(reply)
         if not messages:
             raise ValueError(

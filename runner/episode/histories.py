@@ -7,15 +7,17 @@ up by one step a message, however many turns there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import anyio
 
-from runner.chat_requests import ChatRequest, Delivery, Tolerated
+from runner.chat_requests import ChatRequest, Delivery, Tolerated, UnknownReference
 from runner.engines.base import FinishReason
 from runner.episode.forest import Head, Node
-from runner.episode.reading import RECENT, MessageReader, ReadMessage, joined
+from runner.episode.reading import RECENT, MessageReader, ReadMessage, joined, thought_of, with_thought_apart
+from runner.episode.same_turn import begins, changed_around
 from runner.episode.state import ConversationState
 from runner.messages import AnsweredCalls, CallIndex
 
@@ -67,8 +69,10 @@ class AskedTurn:
     """Set once nothing more is sampled for it."""
     gone: bool = False
     """Whether whoever asked went away."""
-    call_ids: frozenset[str] = frozenset()
-    """The ids of its calls as they were given."""
+    told: Sequence[ReadMessage] | None = None
+    """What it was asked, as a later request goes on from it by its id; None where no request can."""
+    given: ReadMessage | None = None
+    """Its message as the client was given it, once it was sampled."""
 
     @property
     def label(self) -> str:
@@ -136,6 +140,8 @@ class Walk:
     """The differences that the client made on the way, which change nothing."""
     thoughts: list[int] = field(default_factory=list)
     """The indices of the messages that have reasoning."""
+    sent: dict[int, ReadMessage] = field(default_factory=dict)
+    """Of messages that stand for a turn by their ids: as the client sent them, by index."""
     size: int = 0
     """The bytes of the messages as JSON."""
     volatile: int = 0
@@ -145,8 +151,15 @@ class Walk:
 
     def copied(self) -> Walk:
         """The same, to be gone on with."""
-        lists = list(self.messages), list(self.points), list(self.answers)
-        return Walk(*lists, set(self.tolerated), list(self.thoughts), self.size, self.volatile, self.compared)
+        return replace(
+            self,
+            messages=list(self.messages),
+            points=list(self.points),
+            answers=list(self.answers),
+            tolerated=set(self.tolerated),
+            thoughts=list(self.thoughts),
+            sent=dict(self.sent),
+        )
 
     def add(self, message: ReadMessage, point: HistoryPoint, answered: CallIndex | None) -> None:
         """Go on by a message."""
@@ -201,9 +214,9 @@ class Histories:
     def say(self, asked_turn: AskedTurn, node: Node, handles: Sequence[str]) -> None:
         """Add what was sampled for a turn."""
         asked_turn.node = node
-        asked_turn.call_ids = frozenset(call["id"] for call in node.turn.as_message().get("tool_calls", ()))
+        asked_turn.given = self.reader.read_one(node.turn.as_message())
         self._known[id(node)] = asked_turn
-        (reply,) = self.reader.read([node.reply])
+        reply = self.reader.read_one(node.reply)
         # Where it goes on with a turn that was cut, its message is the whole one, which began there.
         begun = self._known.get(id(node.spoken), asked_turn)
         asked_turn.said = _stepped(begun.asked, reply.key, None)
@@ -215,6 +228,18 @@ class Histories:
         """The latest turn that one of these names; None where none is known."""
         known = [self._handles[handle] for handle in handles if handle in self._handles]
         return max(known, key=lambda asked_turn: asked_turn.number, default=None)
+
+    def own_id(self, call_id: str) -> str:
+        """The id of a call as its turn has it, where it is one that a client was given; else the same."""
+        handle, _, number = call_id.rpartition("_")
+        turn = self._handles.get(handle)
+        calls = [] if turn is None or turn.node is None else turn.node.turn.tool_calls
+        return calls[int(number)].id if number.isdecimal() and int(number) < len(calls) else call_id
+
+    def turn_of(self, message: ReadMessage) -> AskedTurn | None:
+        """The turn that an assistant message tells, by its ids and as it was said; None for any other."""
+        turn = self.named(message.handles) if message.role == "assistant" else None
+        return turn if turn is not None and turn.given is not None and turn.given.key == message.key else None
 
     def take_in(self, thread: ConversationState) -> None:
         """Add the turns of a conversation that nobody asked for by a request: an author's own."""
@@ -230,6 +255,37 @@ class Histories:
 
     # --- looking up
 
+    def read(self, messages: Sequence[Any], previous: str, *, own_system: bool) -> list[ReadMessage]:
+        """Read the history of a request.
+
+        Args:
+            messages: its messages.
+            previous: the id of an earlier answer that stands before them, with what it was asked; "" for none.
+            own_system: whether the first message is a system message, which then stands before all of that.
+
+        Raises:
+            BadMessage: one is no message, or holds what is not text.
+            UnknownReference: an id is not that of a turn of the episode.
+        """
+        read = self.reader.read([self._referred(each) for each in messages] if _refers(messages) else messages)
+        if not previous:
+            return read
+        turn = self._handles.get(f"call_{previous.removeprefix('resp_')}")
+        if turn is None or turn.given is None or turn.told is None:
+            raise UnknownReference(previous, is_item=False)
+        return [*read[:own_system], *turn.told, turn.given, *read[own_system:]]
+
+    def _referred(self, message: Any) -> Any:
+        """The message of the turn that one refers to by an id alone; any other message as it is."""
+        given = message.get("refers") if isinstance(message, Mapping) else None
+        if given is None:
+            return message
+        turn = self._handles.get(message.get("handle", ""))
+        turn = self.named([call["id"].rpartition("_")[0] for call in message.get("tool_calls", ())]) or turn
+        if turn is None or turn.node is None:
+            raise UnknownReference(given, is_item=True)
+        return turn.node.turn.as_message()
+
     def walk(self, messages: Sequence[ReadMessage]) -> Walk:
         """Follow a history; where it is a new one, the tree grows.
 
@@ -239,12 +295,17 @@ class Histories:
         walk, calls = (Walk(), AnsweredCalls()) if before is None else (before.walk.copied(), before.calls.copied())
         point, index = (walk.end if walk.points else self._root), 0
         history, rest = list(messages), messages[0 if before is None else len(before.history) :]
-        messages = _in_order_of_calls(self._gathered(rest, walk), walk)
+        messages = self._in_order_of_calls(self._gathered(rest, walk), walk)
         while index < len(messages):
+            sent = messages[index]
             taken, message = self._next(point, messages, index, walk)
             index += taken
             if message is None:
                 continue
+            sent = sent if taken == 1 else message
+            told = self._turn_told_by(message) or message
+            if told is not sent:
+                walk.sent[len(walk.messages)], message = sent, told
             answered = calls.by(len(walk.messages), message.message)
             point = _stepped(point, message.key, answered)
             walk.add(message, point, answered)
@@ -252,12 +313,14 @@ class Histories:
         return walk
 
     def _next(
-        self, point: HistoryPoint, messages: Sequence[ReadMessage], index: int, walk: Walk
+        self, point: HistoryPoint, messages: list[ReadMessage], index: int, walk: Walk
     ) -> tuple[int, ReadMessage | None]:
         """The next message of a history, joined of how many; None where those are no part of it."""
         message = messages[index]
         if message.role != "assistant":
             return 1, message
+        if _has_thought_of_turn(message, point):
+            message = messages[index] = with_thought_apart(message)
         end = index + 1
         if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in point.after:
             return 1, message
@@ -276,10 +339,29 @@ class Histories:
             # What a cut turn thought may stand before the turn that was sampled in its stead.
             if known is not None and known.said and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
+        # One turn as several messages of which one has its ids.
+        for last in range(end, index + 1, -1) if any(map(self._names_turn, messages[index:end])) else ():
+            whole = joined(messages[index:last])
+            if self._turn_told_by(whole) is not None:
+                return last - index, whole
         if end > index + 1 and any(_is_part(message, asked_turn) for asked_turn in point.asked if asked_turn.gone):
             walk.tolerated.add(Tolerated.CUT_ITEMS)
             return 1, None
         return 1, message
+
+    def _names_turn(self, message: ReadMessage) -> bool:
+        return self.named(message.handles) is not None
+
+    def _turn_told_by(self, message: ReadMessage) -> ReadMessage | None:
+        """The message of the turn that this one tells in another form, with ids that prove it; None for any other."""
+        turn = self.named(message.handles) if message.role == "assistant" else None
+        if turn is None:
+            return None
+        ours = turn.given
+        if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
+            return None  # it is told as it was
+        changed = changed_around(ours, message)
+        return None if changed is None else replace(ours, size=message.size, tolerated=message.tolerated | changed)
 
     def _gathered(self, messages: Sequence[ReadMessage], walk: Walk) -> list[ReadMessage]:
         """The same with calls of one turn together that came as several messages, with results between them."""
@@ -302,32 +384,44 @@ class Histories:
     def _are_one_turn(self, one: ReadMessage, other: ReadMessage) -> bool:
         return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
 
+    def _in_order_of_calls(self, messages: list[ReadMessage], walk: Walk) -> list[ReadMessage]:
+        """The same with the results of calls that were made at once in the order of the calls.
 
-def _in_order_of_calls(messages: list[ReadMessage], walk: Walk) -> list[ReadMessage]:
-    """The same with the results of calls that were made at once in the order of the calls.
+        Clients send them as they come, and most templates tell by their order alone which call each of them answers.
+        """
+        begin: int | None = None  # where results begin
+        spoke: list[ReadMessage] = []  # what was said last, since a turn may come as several messages
+        for index, message in enumerate([*messages, None]):
+            if message is not None and message.role == "tool":
+                begin = index if begin is None else begin
+                continue
+            if begin is not None and index - begin > 1:
+                results = messages[begin:index]
+                ordered = _in_order(results, self._positions(spoke), lambda each: each.message.get("tool_call_id", ""))
+                if ordered != results:
+                    messages[begin:index] = ordered
+                    walk.tolerated.add(Tolerated.REORDERED)
+            begin = None
+            if message is not None and message.role == "assistant":
+                goes_on = index > 0 and messages[index - 1].role == "assistant"
+                spoke = [*spoke[1 - JOINED :], message] if goes_on else [message]
+        return messages
 
-    Clients send them as they come, and most templates tell by their order alone which call each of them answers.
-    """
-    begin: int | None = None  # where results begin
-    positions: dict[str, int] = {}
-    for index, message in enumerate([*messages, None]):
-        if message is not None and message.role == "tool":
-            begin = index if begin is None else begin
-            continue
-        if begin is not None and index - begin > 1:
-            results = messages[begin:index]
-            ordered = sorted(
-                results, key=lambda each: positions.get(each.message.get("tool_call_id", ""), len(positions))
-            )
-            if ordered != results:
-                messages[begin:index] = ordered
-                walk.tolerated.add(Tolerated.REORDERED)
-        begin = None
-        if message is not None and message.role == "assistant":
-            goes_on = index > 0 and messages[index - 1].role == "assistant"  # a turn may come as several messages
-            ids = (*positions, *message.call_ids) if goes_on else message.call_ids
-            positions = {call_id: position for position, call_id in enumerate(ids)}
-    return messages
+    def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
+        """The position of each call, by id, in messages that may tell one turn."""
+        ids: list[str] = []
+        for message in spoke:
+            ids += message.call_ids
+            if len(spoke) > 1 or self._names_turn(message):
+                # A client may have put the calls of a turn in another order.
+                ids = _in_order(ids, self._calls_of(message))
+        return {call_id: position for position, call_id in enumerate(ids)}
+
+    def _calls_of(self, message: ReadMessage) -> dict[str, int]:
+        """The calls of the turn that a message names, by id."""
+        turn = self.named(message.handles)
+        given = () if turn is None or turn.given is None else turn.given.call_ids
+        return {call_id: position for position, call_id in enumerate(given)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +452,14 @@ class _Walked:
         return messages[:length] == self.history
 
 
+def _refers(messages: Sequence[Any]) -> bool:
+    return any(isinstance(each, Mapping) and "refers" in each for each in messages)
+
+
+def _in_order(values: list[Any], positions: Mapping[str, int], id_of: Callable[[Any], str] = str) -> list[Any]:
+    return sorted(values, key=lambda each: positions.get(id_of(each), len(positions)))
+
+
 def _stepped(point: HistoryPoint, key: Hashable, answered: CallIndex | None) -> HistoryPoint:
     step = key, answered
     found = point.after.get(step)
@@ -367,17 +469,14 @@ def _stepped(point: HistoryPoint, key: Hashable, answered: CallIndex | None) -> 
 
 
 def _is_part(message: ReadMessage, asked_turn: AskedTurn) -> bool:
-    """Whether a message says the beginning of what a turn said, as a client has it of one that was cut."""
-    if asked_turn.node is None:
-        return False
-    said, heard = asked_turn.node.reply, message.message
-    calls, made = heard.get("tool_calls", ()), said.get("tool_calls", ())
-    if not _begins(heard["content"], said["content"]):
-        return False
-    if not _begins(heard.get("reasoning_content", ""), said.get("reasoning_content", "")):
-        return False
-    names = [call["function"]["name"] for call in calls]
-    return names == [call["function"]["name"] for call in made][: len(names)]
+    return asked_turn.node is not None and begins(message.message, asked_turn.node.reply)
+
+
+def _has_thought_of_turn(message: ReadMessage, point: HistoryPoint) -> bool:
+    """Whether a content begins with the reasoning of a turn that was said here."""
+    heard = thought_of(message.message)
+    said = (turn.node for each in point.after.values() for turn in each.said) if heard else ()
+    return any(node is not None and node.reply.get("reasoning_content", "").strip() == heard for node in said)
 
 
 def _thinks_alike(message: ReadMessage, known: HistoryPoint) -> bool:
@@ -385,7 +484,3 @@ def _thinks_alike(message: ReadMessage, known: HistoryPoint) -> bool:
     heard = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.said if each.node is not None)
     return not heard or any(heard == thought.strip() for thought in thoughts)
-
-
-def _begins(part: str, whole: str) -> bool:
-    return whole.strip().startswith(part.strip())

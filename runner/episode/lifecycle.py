@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import anyio
 
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock
-from runner.concurrency.user_code import describe_error
+from runner.concurrency.own_task import OwnTask
+from runner.concurrency.user_code import HOW_TO_CLOSE, describe_error, is_async
 from runner.episode.chat import ChatDesk
 from runner.episode.conversation import Conversation, open_conversation, open_thread
 from runner.episode.episode import Episode
-from runner.episode.hooks import check_system_prompts
+from runner.episode.hooks import check_reply, check_system_prompts, unclosed
 from runner.episode.key import MAIN, EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import failure, judge, silent
@@ -24,6 +25,7 @@ from runner.episode.state import EpisodeState
 from runner.episode.threads import name_threads
 from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
+from runner.store.storable import make_storable
 from runner.tasks import own_copy
 from runner.tokens.log import TokenLog
 from runner.trajectory import Outcome, Trajectory
@@ -56,10 +58,13 @@ class Play(EpisodeState):
         self.desk: ChatDesk = ChatDesk(self, open_thread)
         self.episode = Episode(self)
         """The same as the author sees it."""
-        self._outer = Clock()
-        self._scoring = Clock()
+        # All hooks run in it, so that one of them may close what another one opened.
+        self._task = OwnTask()
+        self._opening = self._task.clock()
+        self._scoring = Clock(over_hooks=True)
         self._ending: Ending | None = None
         self._was_cut = False
+        self._closed_late: list[str] = []
         self._rewards: dict[str, dict[str, Score]] = {}
         self._metrics: dict[str, float] = {}
         self._make_environment()
@@ -97,74 +102,112 @@ class Play(EpisodeState):
     def cancel(self, ending: Ending | None = None) -> None:
         """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
         # What closes is not cut: it has a limit of its own, and must not leave open what the author opened.
-        scopes = {Phase.SETUP: self._outer, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
+        scopes = {Phase.SETUP: self._opening, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and not self._was_cut:
             self._was_cut, self._ending = True, ending or Ending(Outcome.CANCELLED)
             scopes[self.phase].scope.cancel()
 
-    async def run(self) -> list[Trajectory]:
+    async def run(self, *, in_this_task: bool = False) -> list[Trajectory]:
         """Play the episode and return the trajectories of its agents, `main` first.
 
         Cancelled from outside, it still closes the environment, in a bounded shield, and keeps what it has in
         `trajectories()`.
+
+        Args:
+            in_this_task: the hooks run in the task that calls this and not in one of their own, for whoever steps
+                through them.
         """
         try:
-            await self._live_and_unwind()
+            await self._task.run(
+                self._live_and_unwind,
+                close_rest=self._close_rest,
+                name=f"episode {self.key.id}",
+                in_this_task=in_this_task,
+            )
         except anyio.get_cancelled_exc_class():
             if cancellation_is_asked_for():
                 raise
             # The author's code cancelled its own task by hand; that is no reason for the run to end.
             forget_native_cancellation()
-            self._ending = Ending(Outcome.ENV_ERROR, error="the environment cancelled the task of its episode")
+            died = next((fault for fault in self.faults if fault.startswith("close(): ")), "")
+            text = (
+                f"what a hook opened ended the episode; {died}"
+                if died
+                else "the environment cancelled the task of its episode"
+            )
+            self._ending = Ending(Outcome.ENV_ERROR, error=text)
         finally:
             self.phase = Phase.OVER
+            self._blame_left_open()
             # A task that the author started may still be sampling.
             for conversation in self.episode.conversations.values():
                 await conversation.close()
         return self.trajectories()
 
     async def _live_and_unwind(self) -> None:
-        with self._outer as outer:
-            passing: BaseException | None = None
-            try:
-                await self._live()
-            except BaseException as error:
-                # Also a cancellation: what `setup()` entered is left with what passes through it.
-                passing = error
-            self._enter(Phase.CLOSING)
-            # From here on only `close_seconds` ends it, so the same clock goes on with another limit, under a shield.
-            cut_before = outer.fired
-            outer.scope.shield = True
-            outer.start(self.limits.configured.close_seconds)
+        passing: BaseException | None = None
+        try:
+            passing = await self._live()
+        except Exception as error:
+            passing, self._ending = error, failure(error)
+        except BaseException as error:
+            # Also a cancellation: what `setup()` entered is left with what passes through it.
+            passing = error
+        self._begin_closing()
+        outer = self._task.clock(self.limits.configured.close_seconds)
+        cut_before = outer.fired
+        with outer:
             await self._unwind(passing)
+            await self._close_rest()
         if outer.fired and not cut_before:
             self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
 
-    async def _live(self) -> None:
-        if self._ending is not None or not await self._set_up():
-            return
+    async def _live(self) -> BaseException | None:
+        """Live until the environment is closed; gives the cancellation with which its setup was cut."""
+        if self._ending is not None:
+            return None
+        was_set_up, cut, main = False, None, None
         try:
-            ending = await self._play()
-            name_threads(self, self.desk.threads)
-            if ending.outcome.scored and any(state.turns for state in self.states.values()):
-                await self._score(ending)
+            with self._opening as clock:
+                clock.start(self.limits.configured.setup_seconds)
+                try:
+                    was_set_up = await self._set_up()
+                    main = await self._opened_main() if was_set_up else None
+                except anyio.get_cancelled_exc_class() as error:
+                    cut = error
+                    raise
+            if clock.fired:  # perhaps whoever was cancelled went on as if nothing were
+                self._blame_setup(clock.seconds)
+            elif main is not None:
+                await self._play_and_score(main)
         finally:
-            self._enter(Phase.CLOSING)
-            if self.environment.overrides("close"):
+            self._begin_closing()
+            if was_set_up and self.environment.overrides("close"):
                 await self._close()
+        return cut
+
+    async def _play_and_score(self, main: Conversation) -> None:
+        ending = await self._play(main)
+        name_threads(self, self.desk.threads)
+        if ending.outcome.scored and any(state.turns for state in self.states.values()):
+            await self._score(ending)
+
+    def _begin_closing(self) -> None:
+        """From here on only `close_seconds` ends it: what cancels the run has to wait."""
+        if self.phase is not Phase.CLOSING:
+            self._enter(Phase.CLOSING)
+            self._task.shield()
+            # What cancelled it until now is no reason for the scopes that are left now to be cancelled too.
+            forget_native_cancellation()
 
     # --- before the first turn
 
     async def _set_up(self) -> bool:
-        self._outer.start(self.limits.configured.setup_seconds)
         try:
             self.exit_stack_open = True
             if self.environment.overrides("setup"):
                 await self.author_code.call(self.environment.setup, name="setup()")
             self.take_limits()
-        except anyio.get_cancelled_exc_class():
-            self._blame_setup()
-            raise
         except Exception as error:
             self._ending = failure(error)
             return False
@@ -172,10 +215,16 @@ class Play(EpisodeState):
             self.exit_stack_open = False
         return True
 
-    def _blame_setup(self) -> None:
-        if self._outer.fired and self._ending is None:
-            seconds = self.limits.configured.setup_seconds
+    def _blame_setup(self, seconds: float | None) -> None:
+        if self._ending is None:
             self._ending = Ending(Outcome.ENV_ERROR, "setup_seconds", error=f"setup took longer than {seconds:g} s")
+
+    async def _opened_main(self) -> Conversation | None:
+        try:
+            return await self._open_main()
+        except Exception as error:
+            self._ending = failure(error)
+            return None
 
     async def _open_main(self) -> Conversation:
         environment, task = self.environment, self.environment.task
@@ -183,6 +232,7 @@ class Play(EpisodeState):
         prompt = task.prompt
         if environment.overrides("prompt"):
             prompt = await self.author_code.call(environment.prompt, name="prompt()")
+            check_reply("prompt", prompt)
         messages = as_messages(prompt)
         check_system_prompts(environment, environment.system_prompt, self.key.task, messages)
         return open_conversation(
@@ -197,25 +247,13 @@ class Play(EpisodeState):
 
     # --- the play
 
-    async def _play(self) -> Ending:
+    async def _play(self, main: Conversation) -> Ending:
         error: BaseException | None = None
-        try:
-            main = await self._open_main()
-        except Exception as raised:
-            self._ending = failure(raised)
-            return self._ending
-        except anyio.get_cancelled_exc_class():
-            self._blame_setup()
-            raise
-        if self._outer.fired:  # and whoever was cancelled went on as if nothing were
-            self._blame_setup()
-            return self._ending or Ending(Outcome.CANCELLED)
-        self._outer.lift()
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
             # The usual loop hands nothing to tasks that are not the episode's own.
-            async with self.desk.open() if self.environment.overrides("rollout") else nullcontext():
+            async with self.desk.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext():
                 try:
                     await self.author_code.call(self.environment.rollout, main, name="rollout()")
                     self.check_limits()
@@ -274,10 +312,15 @@ class Play(EpisodeState):
             self._rewards.setdefault(agent, {})[name] = score
 
     async def _close(self) -> None:
+        close, own = self.environment.close, self._task
+        # A scope that `setup()` entered in the exit stack may be cancelled, and is left only after this; one that
+        # `close()` is to leave cannot be left under a shield.
+        shield = own.outer.fired or (cancellation_is_asked_for() and not self.exit_stack.is_empty)
+        options: dict[str, Any] = {} if shield or not is_async(close) else {"clock": own.clock}
         seconds = self.limits.configured.close_seconds
         try:
-            with anyio.CancelScope(shield=True):
-                await self.author_code.call(self.environment.close, name="close()", seconds=seconds)
+            with anyio.CancelScope(shield=True) if shield else nullcontext():
+                await self.author_code.call(close, name="close()", seconds=seconds, **options)
         except (Exception, BaseExceptionGroup) as error:
             self.faults.append(f"close(): {describe_error(error)}")
 
@@ -285,21 +328,60 @@ class Play(EpisodeState):
         """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
         try:
             swallowed = await self.exit_stack.unwind(passing)
-            if passing is not None and not swallowed:
+            if passing is not None and not swallowed and not self._opening.fired:
                 raise passing
-            if passing is not None:
+            if passing is not None and not self._opening.fired:
                 self._ending = Ending(Outcome.ENV_ERROR, error="what setup() entered ended the episode")
+        except anyio.get_cancelled_exc_class():
+            if not self._opening.fired or cancellation_is_asked_for():
+                raise
+            forget_native_cancellation()  # it is that of the setup, which went through
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")
             else:
                 self._ending = failure(error)
 
+    async def _close_rest(self) -> None:
+        """Close what hooks opened and left open, as far as it hangs on the environment."""
+        for name, close in unclosed(self.environment):
+            self._closed_late.append(f"self.{name}")
+            # Another part of it may be where nobody finds it, and then this one cannot be closed either.
+            with suppress(Exception, BaseExceptionGroup), self._task.clock(self.limits.configured.close_seconds):
+                await close()
+
+    def _blame_left_open(self) -> None:
+        """Say what hooks left open. What could not be closed fails the episode, whose processes may still run."""
+        task, closed = self._task, ", ".join(self._closed_late)
+        if not task.left_open and not closed:
+            return
+        if not task.cannot_be_left:
+            self.faults.append(f"{closed or 'something'} was opened in a hook and never closed; {HOW_TO_CLOSE}")
+            return
+        told = [fault for fault in self.faults if HOW_TO_CLOSE in fault]
+        text = f"a task group or a cancel scope was opened in a hook and never closed; {HOW_TO_CLOSE}"
+        text = "; ".join(told) or text
+        if self._was_cut or self._ending is None or self._ending.outcome.failed:
+            self.faults.append(text)
+        else:
+            self._ending = Ending(Outcome.ENV_ERROR, error=text)
+
     # --- what is left of it
 
     def trajectories(self) -> list[Trajectory]:
-        """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke."""
+        """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke.
+
+        An episode into which its author put something that a run file cannot keep has failed.
+        """
         ending = self._ending or Ending(Outcome.CANCELLED)
+        trajectories = self._trajectories(ending)
+        problems = [problem for each in trajectories if (problem := make_storable(each)) is not None]
+        if not problems or not ending.outcome.scored:
+            return trajectories
+        self._ending = Ending(Outcome.ENV_ERROR, error=problems[0])
+        return self._trajectories(self._ending)
+
+    def _trajectories(self, ending: Ending) -> list[Trajectory]:
         name_threads(self, self.desk.threads)
         seconds = anyio.current_time() - self.began
         spoke = {name: state for name, state in self.states.items() if state.turns}
@@ -314,7 +396,7 @@ class Play(EpisodeState):
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
         trajectory = silent(self.shared, self.key, ending, agent)
         trajectory.limit_agent = self.renamed.get(ending.agent, ending.agent)
-        trajectory.reason = self.episode.reason
+        trajectory.reason = str(self.episode.reason)  # whatever an author has put there
         trajectory.seconds = seconds
         return trajectory
 

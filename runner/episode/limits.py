@@ -59,7 +59,7 @@ class EpisodeLimits:
         """Turns of counted conversations so far."""
         self.tokens = 0
         """Tokens sampled so far in counted conversations."""
-        self.clock = Clock(counts_sampling=True)
+        self.clock = Clock(counts_sampling=True, over_hooks=True)
         """The clock over the play; whoever ends the play cancels the scope of this clock."""
         self.last_turn: Turn | None = None
         """The last turn of a counted conversation."""
@@ -95,6 +95,10 @@ class EpisodeLimits:
             await anyio.lowlevel.checkpoint()
             # Outside of the play, as in `close()`, there was nothing left to cancel.
             raise EpisodeOver(str(self.silenced_by))
+        if self.clock.fired:
+            # The rollout swallowed the cancellation: it is cancelled again here, before a turn begins.
+            await anyio.lowlevel.checkpoint()
+            raise EpisodeOver("the episode's time is up")
         if self.ended_by_author:
             self.end_episode(Ending(Outcome.COMPLETED, error="the environment ended the episode"))
         if not counted:

@@ -6,15 +6,18 @@ One that takes messages has none of these.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import anyio
 
 from runner.engines.base import Engine, FinishReason
 from runner.engines.message_engine import MessageEngine
+from runner.messages import Message
 from runner.options import History
+from runner.parsing.call_ids import with_fitting_ids
 from runner.parsing.foreign import NamedReader
 from runner.parsing.learning.turn import LearntTurn
 from runner.parsing.learnt import learnt_turn
@@ -22,8 +25,10 @@ from runner.parsing.parser import TurnParser
 from runner.parsing.turn_format import TurnFormat
 from runner.tokens.bridging.bridge import Bridge, Bridger, PromptText
 from runner.tokens.bridging.tail import Tail
+from runner.tokens.system_support import SystemSupport, system_support
 from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.tool_support import IdUse, id_use
 from runner.trajectory import Turn
 
 __all__ = ["ChatModel", "Encoding", "MessageModel", "Model"]
@@ -49,6 +54,7 @@ class ChatModel:
         history: how the past of a conversation is kept.
         turns: how turns are written, where that is known from a run's header; else it is learnt.
         named: makes what reads calls of a vocabulary, where the user named a tool format.
+        fit_tools: the schemas of tools are fitted to what the template shows, where that is known; else it is learnt.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class ChatModel:
         history: History | None = None,
         turns: LearntTurn | None = None,
         named: Callable[[Tokenizer], NamedReader] | None = None,
+        fit_tools: bool | None = None,
     ) -> None:
         self.engine = engine
         """Where its tokens are sampled."""
@@ -67,7 +74,7 @@ class ChatModel:
         """How the past of a conversation is kept."""
         self.tokenizer = engine.tokenizer
         """The engine's tokenizer, fitted to the template by the bridger."""
-        self.renderer: Renderer = engine.template.renderer(options=options, now=now)
+        self.renderer: Renderer = engine.template.renderer(options, now, fit_tools=fit_tools)
         """The engine's template, with the run's options and frozen clock."""
         self.stop_ids = tuple(engine.stop_ids)
         """The ids that end its turns."""
@@ -83,8 +90,29 @@ class ChatModel:
             self.learnt.format,
             _control_tokens(self.learnt.format, self.tokenizer),
             None if named is None else named(self.tokenizer),
+            _texts_of(self.stop_ids, self.tokenizer),
         )
         """Reads its turns."""
+
+    @cached_property
+    def systems(self) -> SystemSupport:
+        """What the template does with system messages."""
+        return system_support(self.renderer)
+
+    @cached_property
+    def _id_use(self) -> IdUse:
+        return id_use(self.renderer)
+
+    def with_fitting_ids(self, messages: Sequence[Message], own: Callable[[], Collection[str]]) -> Sequence[Message]:
+        """A history that is rendered from the start, with ids of calls as the template wants them.
+
+        Args:
+            messages: the history.
+            own: tells the ids that turns of this episode wrote, which stay.
+        """
+        if not any(message.get("tool_calls") for message in messages) or self._id_use is IdUse.UNREAD:
+            return messages
+        return with_fitting_ids(self.learnt.format, messages, own(), by_turn=self._id_use is IdUse.COUNTED)
 
     def trial_bridger(self) -> Bridger:
         """A bridger that has learnt nothing from the run's conversations, to try appends on."""
@@ -124,6 +152,11 @@ class MessageModel:
 
 Model: TypeAlias = ChatModel | MessageModel
 """What speaks for an agent."""
+
+
+def _texts_of(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The texts of those ids that are control tokens."""
+    return tuple(tokenizer.decode([token_id]) for token_id in ids if token_id in tokenizer.control_ids)
 
 
 def _control_tokens(form: TurnFormat, tokenizer: Tokenizer) -> dict[str, int]:

@@ -81,16 +81,18 @@ class PreparedPrompt:
     """The turn that is played again and not trained on."""
 
 
-async def next_prompt(state: ConversationState, head: Head, *, extend: bool) -> PreparedPrompt:
+async def next_prompt(state: ConversationState, head: Head, *, extend: bool, refuses: bool = False) -> PreparedPrompt:
     """The prompt of the next turn, of the queued messages and what was seen before.
 
     Args:
         state: the conversation.
         head: where it speaks next.
         extend: the segment of the turn that it goes on from may be extended; else a new one has a copy of its ids.
+        refuses: where there is no exact one, raise why; else the episode ends.
 
     Raises:
         EpisodeOver: it cannot fit the context, or there is none that is exact.
+        Unbridgeable: the same of one that is only refused.
         RuntimeError: nothing was added that could be answered.
     """
     _refuse_oversized(state, head)
@@ -99,6 +101,8 @@ async def next_prompt(state: ConversationState, head: Head, *, extend: bool) -> 
     try:
         prompt = await _prompt_of(state, head, queued)
     except Unbridgeable as missing:
+        if refuses:
+            raise
         _end_without_prompt(state, head, missing)
     prompt.queued = len(queued)
     if head.node is not None and prompt.segment is head.node.segment and not extend:
@@ -126,6 +130,7 @@ async def _prompt_of(state: ConversationState, head: Head, queued: list[Message]
 
 async def _first(state: ConversationState, head: Head, messages: Sequence[Message]) -> PreparedPrompt:
     """The first prompt of a segment, rendered from the start."""
+    messages = state.chat.with_fitting_ids(messages, state.play.call_ids)
     reencoded = head.node is None and not head.whole and not state.segments
     again = reencoded and any(map(state.play.was_said, messages))
     cause = REENCODED if again else head.whole or "start"

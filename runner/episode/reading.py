@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -12,10 +14,22 @@ import orjson
 
 from runner.chat_requests import Tolerated
 from runner.errors import BadMessage
-from runner.messages import Message, as_messages, canonical_json
+from runner.messages import Message, Role, as_messages, canonical_json, note_of
 from runner.tokens.bridging.history import canonical, normalize
+from runner.tokens.system_support import SystemSupport
 
-__all__ = ["RECENT", "MessageReader", "ReadMessage", "joined", "said_by_user"]
+__all__ = [
+    "RECENT",
+    "UNPARSED",
+    "MessageReader",
+    "ReadMessage",
+    "as_taken",
+    "is_object",
+    "joined",
+    "several_systems",
+    "thought_of",
+    "with_thought_apart",
+]
 
 RECENT: Final = 8
 """So many histories of an episode are kept as they were read and followed: one for each client that is at work."""
@@ -23,10 +37,22 @@ RECENT: Final = 8
 VOLATILE: Final = ("x-anthropic-billing-header:",)
 """What lines of a system message begin with that differ from request to request, and are no instruction."""
 
+_THOUGHT: Final = re.compile(r"\s*<(think|thinking|thought|reasoning)>(?P<thought>.*?)</\1>\s*", re.DOTALL)
+"""How clients write reasoning into a content."""
+
 _KEYS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "cache_control"}
+    | {"handle", "not_text"}  # what readers of other forms add
 )
 _CALL_KEYS: Final = frozenset({"id", "type", "function"})
+_THOUGHTS: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
+"""The types of parts that hold reasoning in place of text."""
+
+_MINTED: Final = re.compile(r"call_[0-9a-f]{12}_\d+(?![0-9A-Za-z])")
+"""The id of a call as we give it out; clients put further text around it, such as the id of an item."""
+
+UNPARSED: Final = "unparsed"
+"""The name of the argument that holds the arguments of a past call that are not a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +77,18 @@ class ReadMessage:
     call_ids: tuple[str, ...] = field(init=False)
     """The ids of its calls."""
     handles: tuple[str, ...] = field(init=False)
-    """What may name a turn in it: the ids of calls without their number."""
+    """What may name a turn in it: the ids of calls without their number, and the `handle` that it came with."""
+    handle: str = ""
+    """What names its turn beside the ids of calls, such as the id of an item."""
 
     def __post_init__(self) -> None:
         message, set_it = self.message, object.__setattr__
         answered = message.get("tool_call_id")
         ids = tuple(call["id"] for call in message.get("tool_calls", ()))
+        named = tuple(each.rpartition("_")[0] for each in (ids if answered is None else (answered,)))
         set_it(self, "role", message["role"])
         set_it(self, "call_ids", ids)
-        set_it(self, "handles", tuple(each.rpartition("_")[0] for each in (ids if answered is None else (answered,))))
+        set_it(self, "handles", (*named, self.handle) if self.handle else named)
 
 
 class MessageReader:
@@ -84,8 +113,28 @@ class MessageReader:
             for index, (known, message) in enumerate(zip(before, messages, strict=False))
         ]
         read += [self._read(index, messages[index]) for index in range(len(before), len(messages))]
+        if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
+            # What is asked now is refused by its place; in the past a note stands for it.
+            _strictly(len(read) - 1, messages[-1])
         self._recent.append(read)
         return read
+
+    def read_ahead(self, messages: Sequence[Any]) -> Iterator[None]:
+        """Read the messages one by one that were not read before, so that somebody else may run in between.
+
+        Raises:
+            BadMessage: one is no message, or holds what is no text; named by its index.
+        """
+        before = next((each for each in reversed(self._recent) if _goes_on(each, messages)), [])
+        read = list(before)
+        for index in range(len(before), len(messages)):
+            read.append(self._read(index, messages[index]))
+            yield
+        self._recent.append(read)
+
+    def read_one(self, message: Mapping[str, Any]) -> ReadMessage:
+        """Read a message of ours, apart from any history."""
+        return self._read(0, message)
 
     def _read(self, index: int, message: Mapping[str, Any]) -> ReadMessage:
         try:
@@ -123,13 +172,11 @@ def _copied(value: Any) -> Any:
 def _read(index: int, given: Any, size: int) -> ReadMessage:
     if not isinstance(given, Mapping):
         raise BadMessage(f"message {index}: a message is a dict with role and content, got {type(given).__name__}")
-    role = "system" if given.get("role") == "developer" else given.get("role")
-    try:
-        (checked,) = as_messages([{"content": None, **given, "role": role}])  # type: ignore[typeddict-item]  # checked there
-        message = normalize(checked)
-    except TypeError as error:
-        raise BadMessage(str(error).replace("message 0", f"message {index}", 1)) from None
-    found = set(_differences(given))
+    found = set[Tolerated]()
+    message = _strictly(index, _softened(given, found))
+    _unwrap_ids(message)
+    found.update(_differences(given))
+    role, handle = message["role"], given.get("handle")
     if role in ("assistant", "tool"):
         message.pop("name", None)  # of a tool it is that of the call which it answers
     volatile = 0
@@ -143,7 +190,78 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
     own: Mapping[str, Any] | None = None
     with suppress(_NotOfStrings):
         own = _copied(given)  # whoever gave it may change it
-    return ReadMessage(message, key_of(message), size, frozenset(found), volatile, own)
+    handle = handle if isinstance(handle, str) and role == "assistant" else ""
+    return ReadMessage(message, key_of(message), size, frozenset(found), volatile, own, handle)
+
+
+def _strictly(index: int, given: Mapping[str, Any]) -> Message:
+    """A message as it may be put before a model.
+
+    Raises:
+        BadMessage: it has a wrong shape, or holds what is not text.
+    """
+    role = "system" if given.get("role") == "developer" else given.get("role")
+    try:
+        (checked,) = as_messages([{"content": None, **given, "role": role}])  # type: ignore[typeddict-item]  # checked there
+        return normalize(checked)
+    except TypeError as error:
+        raise BadMessage(str(error).replace("message 0", f"message {index}", 1)) from None
+
+
+def _softened(given: Mapping[str, Any], found: set[Tolerated]) -> Mapping[str, Any]:
+    """A message with a note in place of each part that is not text, and with arguments that are objects.
+
+    Clients send all of their past with every request: one odd part of it would refuse every request from then on.
+    """
+    content, calls = given.get("content"), given.get("tool_calls")
+    soft = dict(given)
+    if isinstance(content, list | tuple):
+        soft["content"] = [_softened_part(part, found) for part in content]
+    if isinstance(calls, list | tuple):
+        soft["tool_calls"] = [_softened_call(call, found) for call in calls]
+    return soft
+
+
+def _softened_part(part: Any, found: set[Tolerated]) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or (kind == "text" and isinstance(part.get("text"), str)):
+        return part
+    found.add(Tolerated.NOT_TEXT)
+    return "" if kind in _THOUGHTS else note_of(part)
+
+
+def _softened_call(call: Any, found: set[Tolerated]) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        return call
+    text = arguments if isinstance(arguments, str) else canonical_json(arguments or {})
+    if not text.strip():
+        return {**call, "function": {**function, "arguments": {}}}
+    if is_object(text):
+        return call
+    found.add(Tolerated.ARGUMENTS_CUT)
+    return {**call, "function": {**function, "arguments": {UNPARSED: text}}}
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)  # orjson takes no half of a surrogate pair
+    except (ValueError, RecursionError):
+        return False
+
+
+def _unwrap_ids(message: Message) -> None:
+    """Take away what a client put around the ids of calls that we gave out."""
+    answered = message.get("tool_call_id", "")
+    if (minted := _MINTED.search(answered)) is not None:
+        message["tool_call_id"] = minted[0]
+    for call in message.get("tool_calls", ()):
+        if (minted := _MINTED.search(call["id"])) is not None:
+            call["id"] = minted[0]
 
 
 def key_of(message: Message) -> Hashable:
@@ -163,6 +281,69 @@ def said_by_user(read: ReadMessage) -> ReadMessage:
     )
 
 
+def thought_of(message: Message) -> str:
+    """The reasoning that stands in marks in front of a content, as some clients write it; "" where none does."""
+    found = _THOUGHT.match(message["content"])
+    return "" if found is None else found["thought"].strip()
+
+
+def with_thought_apart(read: ReadMessage) -> ReadMessage:
+    """A message with the reasoning that stands in front of its content as its reasoning."""
+    found = _THOUGHT.match(read.message["content"])
+    if found is None:
+        return read
+    content = read.message["content"][found.end() :]
+    message: Message = {**read.message, "content": content, "reasoning_content": found["thought"].strip()}
+    tolerated = read.tolerated | {Tolerated.REASONING_IN_CONTENT}
+    return replace(read, message=message, given=None, key=key_of(message), tolerated=tolerated)
+
+
+def several_systems(messages: Sequence[ReadMessage]) -> bool:
+    """Whether a history begins with more than one system message."""
+    return [each.role for each in messages[:2]] == ["system", "system"]
+
+
+def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as_user: bool) -> list[ReadMessage]:
+    """A history with system messages as a template takes them.
+
+    Those at the beginning are joined where it takes only one. With `system_as_user`, those after them are a user's,
+    and so are all where it takes none; where it takes no two user messages in a row, they are part of the next to them.
+    """
+    begin = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
+    first, rest = list(messages[:begin]), list(messages[begin:])
+    if len(first) > 1 and not takes.several:
+        first = [_as_one(first, Tolerated.SYSTEM_JOINED, "system")]
+    if not system_as_user:
+        return [*first, *rest]
+    if not takes.one:
+        first = [said_by_user(each) for each in first]
+    made = [*first, *map(said_by_user, rest)]
+    return made if takes.user_rows else _without_rows(made)
+
+
+def _without_rows(messages: Sequence[ReadMessage]) -> list[ReadMessage]:
+    """The same with what the system said as a part of the user message next to it."""
+    made: list[ReadMessage] = []
+    for message in messages:
+        before = made[-1] if made else None
+        spoke = [each for each in (before, message) if each is not None and each.role == "user"]
+        if before is not None and len(spoke) == 2 and any(Tolerated.SYSTEM_AS_USER in each.tolerated for each in spoke):
+            made[-1] = _as_one([before, message], Tolerated.SYSTEM_AS_USER, "user")
+        else:
+            made.append(message)
+    return made
+
+
+def _as_one(messages: Sequence[ReadMessage], named: Tolerated, role: Role) -> ReadMessage:
+    message: Message = {
+        "role": role,
+        "content": "\n\n".join(each.message["content"] for each in messages if each.message["content"].strip()),
+    }
+    found = frozenset[Tolerated]().union(*(each.tolerated for each in messages))
+    size, volatile = sum(each.size for each in messages), sum(each.volatile for each in messages)
+    return ReadMessage(message, key_of(message), size, found | {named}, volatile)
+
+
 def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
     """Several assistant messages as the one turn that they are of."""
     if len(messages) == 1:
@@ -176,7 +357,10 @@ def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
     if calls:
         message["tool_calls"] = calls
     found = frozenset().union(*(each.tolerated for each in messages))
-    return ReadMessage(message, key_of(message), sum(each.size for each in messages), found | {Tolerated.JOINED})
+    size, handles = sum(each.size for each in messages), [each.handle for each in messages if each.handle]
+    return ReadMessage(
+        message, key_of(message), size, found | {Tolerated.JOINED}, handle=handles[-1] if handles else ""
+    )
 
 
 def _differences(given: Mapping[str, Any]) -> list[Tolerated]:
@@ -187,6 +371,8 @@ def _differences(given: Mapping[str, Any]) -> list[Tolerated]:
         found.append(Tolerated.CONTENT_NULL)
     if isinstance(content, list | tuple):
         found.append(Tolerated.CONTENT_PARTS)
+    if given.get("not_text"):
+        found.append(Tolerated.NOT_TEXT)
     if "cache_control" in given or any(isinstance(part, Mapping) and "cache_control" in part for part in parts):
         found.append(Tolerated.CACHE_MARKS)
     extra = [key for key, value in given.items() if key not in _KEYS and value not in (None, [], {})]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self
 
-from runner.concurrency.clocks import Clock, Waiting, WhileSampling, loop_time
+from runner.concurrency.clocks import Clock, Progress, Waiting, WhileSampling, loop_time
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.episode.turn_listener import TurnListener
 from runner.errors import EngineError, EngineStalled
@@ -207,8 +208,8 @@ async def _sample_once(
                 waiting.over()
                 into.timings.queued += waiting.seconds
                 into.begin(*new)
-                with silence, engine.standstill.watched():
-                    await _read(into, deltas, stops, silence)
+                with silence, engine.standstill.watched(), _shared(engine, silence):
+                    await _read(into, deltas, stops, silence, engine.progress)
                 ended = True
     except EngineError as error:
         into.error = error
@@ -225,7 +226,14 @@ async def _sample_once(
     return aborted
 
 
-async def _read(into: Sample, deltas: DeltaStream, stops: StopStrings | None, silence: Clock) -> None:
+def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
+    """A block in which the engine is not silent either while it samples for others."""
+    return nullcontext() if engine.progress is None else engine.progress.watched(silence)
+
+
+async def _read(
+    into: Sample, deltas: DeltaStream, stops: StopStrings | None, silence: Clock, progress: Progress | None
+) -> None:
     patience = math.inf if silence.seconds is None else silence.seconds
     admitted = heard = first = loop_time()
     async for delta in deltas:
@@ -233,8 +241,10 @@ async def _read(into: Sample, deltas: DeltaStream, stops: StopStrings | None, si
         if into.end == into.start:
             first = now
             into.timings.first_token = now - admitted
+        if progress is not None:
+            progress.note(now)
         # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
-        if now - heard > patience / 8:
+        elif now - heard > patience / 8:
             heard = now
             silence.start(silence.seconds)
         kept = stops.feed(delta.token_ids) if stops is not None else None

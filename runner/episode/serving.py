@@ -17,10 +17,11 @@ from runner.episode.model import ChatModel, Model
 from runner.episode.outcome import failure
 from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption, ContextFull, EpisodeOver
+from runner.tokens.decode import text_of_token
 from runner.trajectory import Turn
 from runner.turn_events import GiveTurn, TurnRelay
 
-__all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "model_name"]
+__all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "check_serving", "model_name"]
 
 Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
 """Which threads are trained: all, none, those of which a function says so, or by default those that offer tools."""
@@ -49,10 +50,7 @@ class ServedEpisode:
     ) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
             raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
-        if overflow not in ("tell", "end"):
-            raise BadOption(f"serve(overflow={overflow!r:.60}): give 'tell' or 'end'.")
-        if history not in ("append", AS_SENT):
-            raise BadOption(f"serve(history={history!r:.60}): give 'append' or 'client'.")
+        check_serving(overflow=overflow, history=history, names=("serve(overflow=)", "serve(history=)"))
         self._play = play
         self._desk = play.desk
         self._train = train
@@ -78,8 +76,10 @@ class ServedEpisode:
         return await self._desk.count(asked)
 
     def text_of(self, ids: Sequence[int], /) -> str:
-        """The text of ids."""
-        return self._chat.tokenizer.decode(ids) if isinstance(self._chat, ChatModel) else ""
+        """The texts of ids one after the other; bytes that are no text by themselves stand as `text_of_token` says."""
+        if not isinstance(self._chat, ChatModel):
+            return ""
+        return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)
 
     def threads(self) -> list[ChatThread]:
         """The threads so far."""
@@ -105,6 +105,14 @@ class ServedEpisode:
         self._told = now if self._told is None else self._told
         if now < self._told + LAST_SECONDS:
             raise EpisodeOver(str(ending))
+
+
+def check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str, str]) -> None:
+    """Refuse values of the options of serving by their `names`."""
+    choices = ((names[0], overflow, ("tell", "end")), (names[1], history, ("append", AS_SENT)))
+    for name, value, known in choices:
+        if value not in known:
+            raise BadOption(f"{name}: give {known[0]!r} or {known[1]!r}, not {value!r:.60}.")
 
 
 def model_name(chat: Model) -> str:

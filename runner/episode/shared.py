@@ -59,6 +59,7 @@ class RunShared:
     make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
     """Makes a limiter of this name, which lets so many in; another one where several processes play the run."""
     _asked: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
     _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
     # By `counted`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
     # merging the layers for each of them costs a good part of a turn.
@@ -76,6 +77,13 @@ class RunShared:
     def evaluates(self, agent: str) -> bool:
         """Whether the run evaluates this agent: it speaks through a server of messages and has no engine of its own."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)
+
+    def is_new(self, what: str) -> bool:
+        """Whether nobody asked this before: for what is said once a run."""
+        if what in self._told:
+            return False
+        self._told.add(what)
+        return True
 
     def unused(self) -> list[str]:
         """Agents with engines of their own that no episode opened: a misspelt name, mostly."""

@@ -136,6 +136,11 @@ class EpisodeState:
                 return None
         return swallowed
 
+    def call_ids(self) -> set[str]:
+        """The ids of all calls that were made in this episode, as their turns have them."""
+        turns = (turn for state in self.states.values() for turn in state.turns)
+        return {call.id for turn in turns for call in turn.tool_calls}
+
     def was_said(self, message: Message) -> bool:
         """Tell whether an agent of this episode said what this assistant message does."""
         if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):

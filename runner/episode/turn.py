@@ -25,8 +25,9 @@ from runner.episode.turn_settings import (
     TurnAudience,
     TurnSpot,
     end_by,
-    given_constraint,
+    enforced_constraint,
     sampling_of,
+    say_not_enforced,
     tool_choice_of,
     unconstrained,
 )
@@ -66,7 +67,7 @@ async def take_turn(
             return await asking.take(sampling, tool_choice, audience)
     with _Extending(state, head) as extend, numbered as number, state.session() as session:
         spot = TurnSpot(state, head, number, session)
-        prompt = await next_prompt(state, head, extend=extend)
+        prompt = await next_prompt(state, head, extend=extend, refuses=audience.refuses)
         _refuse_too_long(state, prompt)
         request = _request(spot, prompt, sampling, tool_choice, audience)
         sampled, node = _empty_sample(spot, prompt, request, audience), None
@@ -134,6 +135,7 @@ def _request(
 ) -> _TurnRequest:
     state, chat, tools = spot.state, spot.state.chat, spot.head.tools
     settings = sampling_of(state, sampling)
+    say_not_enforced(state, settings)
     settings.check_vocabulary(vocabulary_size(chat.engine))
     chat.engine.check_sampling(settings)
     choice = tool_choice_of(state, tools, tool_choice)
@@ -160,10 +162,11 @@ def _constraint(
     chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
 ) -> Constraint | None:
     enforced = chat.parser.constraint(tools, tool_choice) if tools else None
-    given = given_constraint(settings)
+    given = enforced_constraint(settings)
     if enforced and given:
+        field = given.kind.value if settings.schema is None else "schema"
         raise BadOption(
-            f"tool_choice={tool_choice!r} and Sampling({given.kind.value}=...) both constrain the same turn: "
+            f"tool_choice={tool_choice!r} and Sampling({field}=...) both constrain the same turn: "
             f"give generate(tool_choice='none') where the text itself is constrained."
         )
     constraint = enforced or given

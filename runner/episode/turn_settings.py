@@ -14,6 +14,7 @@ from runner.episode.limits import Ending
 from runner.episode.state import ConversationState
 from runner.errors import EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
+from runner.parsing.schema_grammar import answer_constraint, not_enforced
 from runner.seeds import derive_seed
 from runner.tools.tool import Tool
 from runner.trajectory import Outcome
@@ -24,8 +25,10 @@ __all__ = [
     "TurnAudience",
     "TurnSpot",
     "end_by",
+    "enforced_constraint",
     "given_constraint",
     "sampling_of",
+    "say_not_enforced",
     "tool_choice_of",
     "unconstrained",
 ]
@@ -65,6 +68,8 @@ class TurnAudience:
     """Is told what the turn says."""
     watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None
     """Is told when the engine took the turn's request, and its ids as they are sampled."""
+    refuses: bool = False
+    """Whether a prompt that cannot be made is raised as `Unbridgeable` and ends nothing; else it ends the episode."""
 
     @property
     def listens(self) -> bool:
@@ -106,8 +111,17 @@ def tool_choice_of(state: ConversationState, tools: Sequence[Tool], given: ToolC
     return choice if state.name == MAIN or choice in known else "auto"
 
 
+def enforced_constraint(settings: Sampling) -> Constraint | None:
+    """What holds a turn to what its sampling says that the text must match; None for anything.
+
+    Raises:
+        BadOption: nothing fits the schema.
+    """
+    return given_constraint(settings) if settings.schema is None else answer_constraint(settings.schema)
+
+
 def given_constraint(settings: Sampling) -> Constraint | None:
-    """What the sampling says that a turn's text must match; None for anything."""
+    """What the sampling says that a turn's text must match, as a server is asked for it; None for anything."""
     if settings.schema is not None:
         return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
     if settings.regex is not None:
@@ -115,6 +129,16 @@ def given_constraint(settings: Sampling) -> Constraint | None:
     if settings.choice is not None:
         return Constraint(ConstraintKind.CHOICE, json.dumps(list(settings.choice)))
     return None
+
+
+def say_not_enforced(state: ConversationState, settings: Sampling) -> None:
+    """Note once a run what a schema says that nothing holds its turns to."""
+    schema = settings.schema
+    if schema is None:
+        return
+    told = not_enforced(schema)
+    if told and state.play.shared.is_new(f"schema {told}"):
+        state.play.faults.append(f"Sampling(schema=...): not enforced: {', '.join(told)}")
 
 
 def unconstrained(settings: Sampling) -> Sampling:

@@ -1,1 +1,1 @@
-"""Runs: what one is given, what of it is running, how its results are read, and the process around it."""
+"""Runs: options, start, episodes in flight, results, live display, and the event loop."""

@@ -1,4 +1,4 @@
-"""Attempts: an episode is played until it is one to keep, again after an engine's failure and when it is too old."""
+"""Attempts at an episode: repeated after an engine failure, and when its weights are too old."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import anyio
 from runner.engines.base import BaseEngine
 from runner.episode.key import EpisodeKey
 from runner.errors import EngineDead
+from runner.logs import logger_for
 from runner.runs.player import Attempt, Player
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
@@ -18,65 +19,71 @@ from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Attempts"]
 
+log = logger_for("runs")
+
 COMMIT_SECONDS = 10.0
-"""The seconds of a shield: an episode that was cancelled may hold up the end of the run for as long, to be kept."""
+"""The longest that a cancelled episode may delay the end of the run while it is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Plays the episodes of a run."""
+    """Plays the episodes of a run, with their repeated attempts."""
 
     state: RunState
-    """The state of the run, which is told what is in flight and what was played again."""
+    """The state of the run, with the attempts in flight and the counts of repeated ones."""
 
     engines: Sequence[BaseEngine]
-    """All engines of the run; each is asked for its health where one of them failed an episode."""
+    """All engines of the run; their health is checked after an engine failed an episode."""
 
     player: Player
-    """The player of each attempt, on this event loop or on workers."""
+    """The player of the attempts, on this event loop or on workers."""
 
     writer: RunWriter
-    """The run file, which keeps the attempts that are no results too."""
+    """The run file, which also keeps superseded attempts."""
 
     staleness: Staleness
-    """The rule by which an episode's weights are too old."""
+    """The check whether an episode's weights are too old."""
 
     retries: int
-    """The number of times that an episode is played again after failures of the engine."""
+    """The number of times that an episode is repeated after engine failures."""
 
     async def play(self, key: EpisodeKey) -> list[Trajectory]:
-        """The trajectories of the last attempt, not yet committed; earlier ones are."""
+        """Play an episode and return the trajectories of its last attempt; only earlier attempts are committed."""
         failed = 0
         while True:
             attempt = self.player.begin(key, last_try=failed >= self.retries)
-            trajectories = await self._played(attempt)
+            trajectories = await self._run(attempt)
             if self.staleness.drop_stale(trajectories):
                 self.state.summary.stale += 1
-                if self.state.draining:  # which a run that failed is too
+                log.info("episode %s, attempt %d: %s", key.id, key.attempt, trajectories[0].error)
+                if self.state.draining:  # also true of a run that failed
                     return trajectories
-            elif not attempt.permanent and await self._failed_by_the_engine(trajectories[0], failed):
+            elif not attempt.permanent and await self._may_retry(trajectories[0], failed):
                 failed += 1
                 self.state.summary.retried += 1
+                cause = _cause(trajectories[0])
+                self.state.summary.add_retry_cause(cause)
+                log.warning("episode %s, attempt %d is repeated, the engine failed: %s", key.id, key.attempt, cause)
             else:
                 return trajectories
             await self.writer.commit_episode(trajectories, retry=True)
             key = replace(key, attempt=key.attempt + 1)
 
-    async def _played(self, attempt: Attempt) -> list[Trajectory]:
+    async def _run(self, attempt: Attempt) -> list[Trajectory]:
         self.state.begin(attempt)
         try:
             return await attempt.run()
         except anyio.get_cancelled_exc_class():
-            # What was sampled so far is kept as partial, although nothing may be awaited here unshielded.
+            # Commit what was sampled so far as a partial episode. An await needs a shield here.
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + COMMIT_SECONDS):
                 await self.writer.commit_episode(attempt.trajectories())
             raise
         finally:
             self.state.plays.discard(attempt)
-            self.state.summary.faults.extend(f"{attempt.key.id}: {fault}" for fault in attempt.faults)
+            self.state.add_faults(f"{attempt.key.id}: {fault}" for fault in attempt.faults)
 
-    async def _failed_by_the_engine(self, trajectory: Trajectory, before: int) -> bool:
-        """Whether the engine failed it, not for the first `retries` times yet, and can answer again."""
+    async def _may_retry(self, trajectory: Trajectory, failed_before: int) -> bool:
+        """Return True if the engine failed the episode, works now, and retries are left."""
         if trajectory.outcome is not Outcome.ENGINE_ERROR or self.state.failure is not None:
             return False
         try:
@@ -85,4 +92,10 @@ class Attempts:
         except EngineDead as error:
             self.state.engine_died(error)
             return False
-        return before < self.retries and not self.state.draining
+        return failed_before < self.retries and not self.state.draining
+
+
+def _cause(trajectory: Trajectory) -> str:
+    """The cause of a failed attempt without the name of its turn, so that equal causes are counted together."""
+    error = trajectory.error or "no cause known"
+    return error.partition(": ")[2] if error.startswith(f"{trajectory.id}/") else error

@@ -1,4 +1,4 @@
-"""Rewards that need a whole group: an episode waits for the others of its task, and they are scored together."""
+"""Group rewards: an episode waits for the others of its task, and they are scored together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from runner.concurrency.user_code import AuthorCode, describe_error
 from runner.episode.key import MAIN
 from runner.episode.shared import RunShared
+from runner.logs import logger_for
 from runner.runs.groups import OpenGroup, by_agent
 from runner.runs.summary import Summary
 from runner.scoring import Score, ScorerKind, as_score, weighted_sum
@@ -20,9 +21,11 @@ from runner.trajectory import Group, Trajectory
 
 __all__ = ["GroupScoring"]
 
+log = logger_for("runs")
+
 
 class GroupScoring:
-    """Decides when the rewards of an episode are final, and gives those that compare the episodes of a task."""
+    """Computes group rewards, and decides when the rewards of an episode are final."""
 
     def __init__(self, shared: RunShared, writer: RunWriter, summary: Summary, *, group_size: int) -> None:
         self._shared = shared
@@ -34,7 +37,7 @@ class GroupScoring:
 
     @property
     def has_rewards(self) -> bool:
-        """Whether the environment has group rewards at all."""
+        """True if the environment has group rewards."""
         return bool(self._rewards)
 
     def open(self, task: Task, visit: int, missing: int) -> None:
@@ -45,7 +48,7 @@ class GroupScoring:
         """Note a committed episode, and score its group if it was the last one.
 
         Returns:
-            The episodes whose rewards are final now, to be announced; and how many of the group were to be played.
+            The episodes whose rewards became final, and the number of the group's episodes that this run plays.
         """
         key = trajectories[0].task.id, trajectories[0].visit
         group = self._open[key]
@@ -55,7 +58,7 @@ class GroupScoring:
         if not self.has_rewards:
             self._summary.add_rewards(trajectories)
             return [trajectories], group.missing
-        # Kept only where they are compared in the end: memory follows the groups in flight.
+        # Kept only if they are compared: memory follows the groups in flight.
         group.trajectories.extend(trajectories)
         if group.played < group.missing:
             return [], group.missing
@@ -63,13 +66,13 @@ class GroupScoring:
         return list(_by_episode(group.trajectories)), group.missing
 
     def unfinished(self) -> Iterator[tuple[int, list[Trajectory]]]:
-        """The episodes that waited for others of their group in vain, each with the number that was to be played."""
+        """The episodes of incomplete groups, each with the number of the group's episodes that this run plays."""
         for group in self._open.values():
             for _, episode in groupby(group.trajectories, key=attrgetter("index")):
                 yield group.missing, list(episode)
 
     async def groups_of(self, trajectories: list[Trajectory]) -> list[Group]:
-        """The groups of a task, one for each agent, with what an earlier run of the file left of them."""
+        """The groups of a task, one for each agent, with the episodes that earlier runs of the file stored."""
         members = trajectories
         if self._writer.resumed:
             first = trajectories[0]
@@ -87,36 +90,39 @@ class GroupScoring:
 
     async def _score_played(self, new: list[Trajectory]) -> None:
         groups = await self.groups_of(new)
-        # What the next run of the file plays again belongs to the comparison: until then there is no reward to tell.
+        # The next run of the file repeats cut episodes, and compares the whole group then.
         waits = any(member.outcome.cut_short for group in groups for member in group.trajectories)
         if self._writer.path is None or not waits:
             await self._score(groups, new)
 
     async def _score(self, groups: list[Group], new: Collection[Trajectory] = ()) -> None:
-        """Give and commit the group rewards; what has its final reward only now is counted only now."""
+        """Compute and commit the group rewards, and count the episodes whose rewards became final."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
-        # Asked before the rewards are given: an earlier run may have counted some of the members already.
+        # Before the rewards are set: an earlier run may have counted some members already.
         counted = [each for each in _by_episode(members) if each[0] in new or not self.is_final(each)]
-        await _give_rewards(self._shared, groups, self._summary.faults.append)
+        await _give_rewards(self._shared, groups, self._add_fault)
         await self._writer.commit_group_rewards(members)
         for trajectories in counted:
             self._summary.add_rewards(trajectories)
 
+    def _add_fault(self, fault: str) -> None:
+        log.warning("%s", fault)
+        self._summary.faults.append(fault)
+
     def is_final(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether the rewards of this episode do not wait for its group any more."""
+        """True if the rewards of this episode no longer wait for its group."""
         first = trajectories[0]
         if (first.task.id, first.visit) in self._writer.reopened and self.has_rewards:
-            # Another member is played again, so what the group's rewards were does not hold any more.
+            # Another member is repeated, so the stored group rewards are no longer valid.
             return not any(t.outcome.scored and t.turns for t in trajectories)
         waiting = (t for t in trajectories if t.outcome.scored and t.turns and (t.trained or t.agent == MAIN))
         return not self.has_rewards or all(any(name in each.rewards for name in self._rewards) for each in waiting)
 
 
 async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
-    """Give every scored trajectory its group rewards and its new sum, in place.
+    """Set the group rewards and the new weighted sum of every scored trajectory, in place.
 
-    The author's method gets these only: a failed one has nothing to compare. A group reward that raises leaves the
-    reward None; that is a fault of the environment, told to `fault`.
+    The author's method gets only scored trajectories. If it raises, the reward is None and `fault` is called.
     """
     scorers = [scorer for scorer in shared.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
     author = AuthorCode(shared.workers)
@@ -151,7 +157,7 @@ def _one_each(values: Any, group: Group, name: str) -> list[Score]:
 
 
 def _by_episode(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    """The trajectories of one task by the episodes that they are of, by index."""
+    """The trajectories of one task, grouped by episode and ordered by index."""
     by_index = attrgetter("index")
     for _, agents in groupby(sorted(trajectories, key=by_index), key=by_index):
         yield list(agents)

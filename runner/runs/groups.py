@@ -1,4 +1,4 @@
-"""Groups: the episodes of one task that a trainer compares, put together as they finish."""
+"""Groups: the episodes of one task that a trainer compares, collected as they finish."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["OpenGroup", "by_agent"]
 
 @dataclass(slots=True)
 class OpenGroup:
-    """The episodes of a task that came so far."""
+    """The finished episodes of a task."""
 
     missing: int
     """The number of the group's episodes that this run plays."""
 
     played: int = 0
-    """The number of those episodes that have been played."""
+    """The number of these episodes that are finished."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """What their agents saw and did, as far as it is kept."""
+    """Their trajectories, if they are kept."""
 
 
 def by_agent(trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> list[Group]:
-    """The groups that these trajectories of one task make, one for each trained agent."""
+    """The groups of these trajectories of one task, one for each trained agent."""
     agents: dict[str, list[Trajectory]] = {}
     episodes: set[int] = set()
     cut_short = False
     for trajectory in trajectories:
-        # Every agent's episodes count: of one that never spoke in an episode there is no trajectory.
+        # The episodes of all agents count: an agent without a turn has no trajectory.
         episodes.add(trajectory.index)
         cut_short = cut_short or trajectory.outcome.cut_short
         if trajectory.trained or trajectory.agent == MAIN:

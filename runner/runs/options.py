@@ -1,4 +1,4 @@
-"""The options of a run: what may be given by name, what each of them means, and what it has to be."""
+"""The options of a run: names, meanings, defaults and checks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from runner.environment.task_feed import Tasks
 from runner.errors import BadOption
 from runner.options import Concurrency, History, Limits, Sampling, check_tool_format
 from runner.store.header import Header
+from runner.store.json_values import decode_json, encode_json
+from runner.store.secrets import hide_secrets
 
 __all__ = ["RunKeywords", "RunOptions", "check_engine"]
 
-OF_THE_TEMPLATE: Final = ("messages", "tools", "add_generation_prompt")
-"""What the runner itself gives to a chat template."""
+RESERVED_NAMES: Final = ("messages", "tools", "add_generation_prompt")
+"""The names that the runner passes to a chat template itself."""
 
 
 class RunKeywords(TypedDict, total=False):
-    """The options of a run by name, as editors and type checkers see them; `RunOptions` says what each means.
+    """The options of a run by name, for editors and type checkers; `RunOptions` documents them.
 
-    Keywords are typed by a TypedDict, and no type checker derives one from a dataclass: so both stand here, and a test
-    compares their fields. `tasks` is not among them: the testing kit has a `tasks` of its own, so every door names it
-    itself.
+    Type checkers cannot derive a TypedDict from a dataclass, so both are written out, and a test compares their
+    fields. `tasks` is left out: the testing kit has its own `tasks`, so each function names it as a parameter.
     """
 
     group_size: int
@@ -51,76 +52,77 @@ class RunKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The options of a run, checked and settled: where None was given for a default, the default stands here.
+    """The options of a run, checked, with None replaced by the default.
 
-    They are given by name to `Run`, to `run()`, and to the players of `runner.testing`.
+    They are passed by name to `Run`, to `run()`, and to the players of `runner.testing`.
 
     Raises:
-        BadOption: an option is not what it has to be; the message names it and the fix.
+        BadOption: an option has a wrong value; the message names the option and the fix.
     """
 
     tasks: Tasks | None = None
-    """The tasks to play instead of the environment's own: an iterable, an async iterable, a source that hears of
+    """The tasks to play instead of the environment's own: an iterable, an async iterable, a source that receives
     results, or the path of a JSONL file."""
 
     group_size: int = 1
-    """How many episodes of each task are played."""
+    """The number of episodes of each task."""
 
     indices: Sequence[int] | None = None
-    """The episodes of each group that are played, by index, to look at single ones; None plays whole groups."""
+    """The indices of the episodes of each group that are played; None plays whole groups."""
 
     engines: Mapping[str, BaseEngine] = field(default_factory=dict)
-    """Engines of their own for some agents, by the agent's name; what those agents say is not trained on."""
+    """Separate engines of some agents, by the agent's name; their turns are not trained on."""
 
     sampling: Sampling = Sampling()
-    """How trained agents sample. Each field that is set goes over the environment's."""
+    """How trained agents sample. A field that is set overrides the environment's."""
 
     limits: Limits = Limits()
-    """What an episode may use. Each field that is set goes over the environment's."""
+    """The limits of an episode. A field that is set overrides the environment's."""
 
     concurrency: Concurrency = Concurrency()
-    """How wide the run is; that never changes a result."""
+    """The number of episodes, threads and tools at once; it never changes a result."""
 
     seed: int = 0
-    """All random numbers of the run follow from it."""
+    """The seed from which all random numbers of the run follow."""
 
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Names that the chat template reads, such as `enable_thinking`, with their values."""
+    """Values of names that the chat template reads, such as `enable_thinking`."""
 
     tool_format: str | None = None
-    """What reads the calls of agents that have no engine of their own: "vllm:NAME" is a tool parser of vLLM's. It goes
-    over what is learnt of the chat template, which None reads by."""
+    """The parser of the tool calls of agents without a separate engine: "vllm:NAME" is a tool parser of vLLM. It
+    overrides the format learnt from the chat template; None uses the learnt format."""
 
     file: Path | Callable[[Header], Path] | None = None
     """The run file's path, or a function that names it by the run's header. A file that holds a run of the same
     configuration is resumed; None keeps no file."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of rewards by name; they go over those in the environment's class."""
+    """Weights of rewards by name; they override those of the environment's class."""
 
     retries: int = 2
-    """How often an episode is played again after a failure of the engine. A request that the engine refuses is no
-    such failure."""
+    """How often an episode is repeated after a failure of the engine. A request that the engine refuses is not such a
+    failure."""
 
     breaker: float = 0.5
     """The run stops when more than this share of the recent episodes failed; 1 never stops it."""
 
     max_version_lag: int | None = None
-    """How many weight updates an episode's oldest sampled id may be behind the engine, when an update lands or the
+    """The most weight updates by which an episode's oldest sampled id may lag the engine, when an update lands or the
     episode ends. An older episode is dropped and counted, and its task is played again; None keeps any."""
 
     retry_failed: bool = False
-    """Whether episodes are played again that earlier runs of the file left failed (`env_error`, `token_error`)."""
+    """True to repeat the episodes that failed in earlier runs of the file (`env_error`, `token_error`)."""
 
     listen: str = "127.0.0.1:0"
-    """Where episodes are served to agent programs, as HOST:PORT; port 0 is any that is free. Nothing listens before an
-    episode is served. Whoever can reach another address than the default one, and has a key, can use the model."""
+    """The address on which episodes are served to agent programs, as HOST:PORT; port 0 is any free port. The server
+    starts with the first served episode. With another address than the default, anyone who can reach it and has a key
+    can use the model."""
 
     history: History = History()
-    """How the past of a conversation is kept: append, fork or refuse, or a `History` with further options."""
+    """The history policy: append, fork or refuse, or a `History` with further options."""
 
     def __post_init__(self) -> None:
-        # By hand and not by pydantic: each message names the option as it was written, and the fix.
+        # Not pydantic: each message names the option as it was written, and the fix.
         _check_engines(self.engines)
         checked.whole(f"group_size={self.group_size!r:.60}", self.group_size, least=1)
         checked.whole(f"retries={self.retries!r:.60}", self.retries, least=0)
@@ -143,11 +145,22 @@ class RunOptions:
         self._settle()
 
     def by_name(self) -> dict[str, Any]:
-        """The options as they are given to a run."""
+        """The options as keyword arguments of a run."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
+    def summary(self) -> str:
+        """The options that are not the defaults, on one line, without secrets."""
+        defaults = RunOptions()
+        shown = []
+        for each in fields(self):
+            # Texts are compared: tasks may be an array, which has no single truth value.
+            value, default = _shown(getattr(self, each.name)), _shown(getattr(defaults, each.name))
+            if value != default:
+                shown.append(f"{each.name}={value}")
+        return ", ".join(shown) or "default options"
+
     def _settle(self) -> None:
-        """Replace what stands for something else: None for a default, a policy's name for a `History`."""
+        """Replace None by defaults, and names by their objects."""
         settled = {
             "engines": dict(self.engines or {}),
             "sampling": self.sampling or Sampling(),
@@ -162,7 +175,7 @@ class RunOptions:
             object.__setattr__(self, name, value)  # the only way into a frozen dataclass
 
     def limits_of(self, environment: Environment[Any]) -> Limits:
-        """The limits of an episode, every field set: these, over the environment's, over the defaults."""
+        """The limits of an episode with every field set: from these, the environment's, then the defaults."""
         return self.limits.over(environment.limits).over(Limits.defaults())
 
     def _check_indices(self) -> None:
@@ -190,15 +203,26 @@ class RunOptions:
         if not isinstance(self.retry_failed, bool):
             raise BadOption(f"retry_failed={self.retry_failed!r:.60}: give True or False.")
         if self.retry_failed and file is None:
-            raise BadOption("retry_failed=True: without a run file nothing says what failed; give file=.")
+            raise BadOption("retry_failed=True: the failed episodes are in a run file; give file=.")
+
+
+def _shown(value: Any) -> str:
+    """A value on one line: the type alone of tasks, engines and functions, which may be large or hold secrets."""
+    if isinstance(value, Sampling | Limits):
+        return f"{value.given()!r:.300}"
+    if isinstance(value, Mapping):
+        named = {name: _shown(each) if isinstance(each, BaseEngine) else each for name, each in value.items()}
+        return f"{hide_secrets(decode_json(encode_json(named)))!r:.300}"
+    plain = isinstance(value, str | int | float | Path | Concurrency | History)
+    return f"{value!r:.300}" if plain else f"<{type(value).__name__}>"
 
 
 def check_engine(where: str, engine: Any) -> None:
-    """Refuse what is no engine object."""
+    """Refuse a value that is not an engine object."""
     if isinstance(engine, type) and issubclass(engine, BaseEngine):
         raise BadOption(f"{where}={engine.__name__} is the class: give an engine object, {engine.__name__}(...).")
     if not isinstance(engine, BaseEngine):
-        raise BadOption(f"{where}={engine!r:.60} is no engine: give an engine object, such as VllmEngine('MODEL').")
+        raise BadOption(f"{where}={engine!r:.60} is not an engine: give an engine object, such as VllmEngine('MODEL').")
 
 
 def _check_engines(engines: Any) -> None:
@@ -216,8 +240,8 @@ def _check_template_options(options: Any) -> None:
     if not isinstance(options, Mapping | None):
         raise BadOption(f"template_options={options!r:.60}: give a dict, such as {{'enable_thinking': False}}.")
     for name in options or {}:
-        if not isinstance(name, str) or name in OF_THE_TEMPLATE:
+        if not isinstance(name, str) or name in RESERVED_NAMES:
             raise BadOption(
                 f"template_options={{{name!r}: ...}}: give names that only the template reads, such as "
-                f"enable_thinking; {', '.join(OF_THE_TEMPLATE)} are given to it by the run."
+                f"enable_thinking; {', '.join(RESERVED_NAMES)} are set by the run."
             )

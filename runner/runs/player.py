@@ -1,4 +1,4 @@
-"""Who plays the episodes of a run: this process, or an engine that has them played where its workers are."""
+"""Players of episodes: this process, or an engine whose workers play them."""
 
 from __future__ import annotations
 
@@ -15,151 +15,151 @@ from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import Play
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
-from runner.runs.stage import Stage
+from runner.runs.run_setup import RunSetup
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Absence", "Attempt", "FleetWorker", "LocalPlayer", "Player", "PlayingEngine", "Sent"]
+__all__ = ["Attempt", "FleetWorker", "IdleReason", "LocalPlayer", "Player", "PlayingEngine", "WorkerSetup"]
 
 
 class Attempt(Protocol):
-    """One attempt at an episode, as the run that asked for it sees it; `Play` is one."""
+    """One attempt at an episode; `Play` implements it."""
 
     key: EpisodeKey
-    """The key of the episode: which play of which task it is."""
+    """The task, index, visit and attempt number."""
     faults: list[str]
-    """Faults that did not change the outcome, for people."""
+    """Messages about faults that did not change the outcome."""
     activity: str
-    """The thing that it waits for, for people."""
+    """A description of what it waits for."""
     since: float
-    """The time at which it began to wait for that, by the event loop's clock."""
+    """The event loop's time at which that wait began."""
 
     @property
     def turns_taken(self) -> int:
-        """How many turns of `main` there are so far."""
+        """The number of turns of `main` so far."""
 
     @property
     def permanent(self) -> bool:
-        """Whether it would end the same if it were played again."""
+        """True if a repetition would end the same."""
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut it where it stands; it is closed and kept, as partial unless another ending is given."""
+        """End it now; it is closed and kept, as partial unless another ending is given."""
 
     async def run(self) -> list[Trajectory]:
-        """Play it, and give the trajectories of its agents, `main` first; cancelled from outside, it closes first."""
+        """Play it and return the trajectories of its agents, `main` first. A cancelled attempt is closed first."""
 
     def trajectories(self) -> list[Trajectory]:
-        """What there is of it, once `run` was cancelled."""
+        """The trajectories so far, after `run` was cancelled."""
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """The token logs so far of the agents that are trained, as far as this process has them."""
+        """The token logs of trained agents so far, as far as this process has them."""
 
 
 class Player(Protocol):
     """Plays episodes."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
-        """An attempt at an episode, which begins when it is run.
+        """An attempt at an episode; it begins when `run` is called.
 
         Args:
-            key: which play of which task.
-            last_try: whether it is not played again if its engine fails once more.
+            key: the task, index, visit and attempt number.
+            last_try: True if it is not repeated after another engine failure.
         """
 
-    def tell_width(self, listener: Callable[[int], None]) -> None:
-        """Call the listener with the number of episodes that should be in flight, now and whenever that changes."""
+    def watch_width(self, listener: Callable[[int], None]) -> None:
+        """Call the listener with the wanted number of episodes in flight, now and at each change."""
 
     def drain(self) -> None:
-        """Take note that no further episode begins."""
+        """Prepare for the end: no further episode begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlayer:
-    """Plays episodes on the event loop of the run itself."""
+    """Plays episodes on the event loop of the run."""
 
     shared: RunShared
-    """The things that all episodes of the run share."""
+    """The objects that all episodes of the run share."""
     width: int
-    """The number of episodes that should be in flight."""
+    """The wanted number of episodes in flight."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
         """An attempt, on this event loop."""
         return Play(self.shared, key)
 
-    def tell_width(self, listener: Callable[[int], None]) -> None:
-        """Call the listener, once: the width is what the engine's places say."""
+    def watch_width(self, listener: Callable[[int], None]) -> None:
+        """Call the listener once: the width is constant."""
         listener(self.width)
 
     def drain(self) -> None:
-        """Let those who wait for keys of served episodes know that there are no further ones."""
+        """Release the callers that wait for keys of served episodes: no further keys come."""
         self.shared.endpoints.draining.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetWorker:
-    """A worker of a fleet, as it was when it was last heard."""
+    """A worker of a fleet, as of its last heartbeat."""
 
     number: int
-    """The worker's number, which no other worker of the fleet had or will have."""
+    """The worker's number, never reused within the fleet."""
     node: str
-    """The machine it is on."""
+    """The name of its machine."""
     pid: int
     """The id of its process on that machine."""
     playing: int
-    """The number of episodes that it plays now."""
+    """The number of its episodes in flight."""
     width: int
-    """The number of episodes that it plays at most."""
+    """The most episodes that it plays at once."""
     version: str
     """The version of its weights."""
     lag: float
     """The lag of its event loop in seconds, 99th percentile."""
     silent: float
-    """Seconds since it was last heard."""
+    """Seconds since its last heartbeat."""
     oldest: str
-    """The thing that its longest-waiting episode waits for; "" where it plays none."""
+    """A description of what its longest-waiting episode waits for; "" without episodes."""
     waited: float
     """The seconds for which that episode has waited."""
 
 
-class Absence(enum.StrEnum):
-    """Why fewer workers of a fleet play than there are to be; what is worth knowing most comes first."""
+class IdleReason(enum.StrEnum):
+    """Reasons why a worker of a fleet does not play, the most important first."""
 
     RESTING = "resting after deaths"
-    """Its place is empty: workers died there too often, and the next one may take an hour to be started."""
+    """Its place stays empty for up to an hour: workers died there too often."""
     LOST = "just lost"
-    """It is gone, and the next one is started in a moment."""
+    """It died, and its replacement starts in a moment."""
     WAITING = "waiting for weights"
-    """It has all but the weights of the others, which are nowhere to be read: it plays with the next ones."""
+    """It lacks the current weights, which cannot be read anywhere: it plays after the next update."""
     STARTING = "starting"
-    """It has a machine, and its engine starts or is brought to where the others are."""
+    """Its engine starts, or catches up with the others."""
     UNPLACED = "without a machine"
-    """No machine has room for it so far."""
+    """No machine has room for it yet."""
 
 
-class Sent(Protocol):
-    """What a run's episodes are played with, as workers get it; each of them sets it up for itself."""
+class WorkerSetup(Protocol):
+    """A run as workers receive it; each worker sets it up."""
 
     @property
     def elsewhere(self) -> Collection[BaseEngine]:
-        """The engines that nobody enters here: each worker has one of its own."""
+        """The engines that exist only on workers, one on each."""
 
     def engines(self) -> AbstractAsyncContextManager[Mapping[BaseEngine, BaseEngine]]:
-        """While the block lasts workers have those; gives what stands here for each.
+        """Enter these engines on the workers; the block receives a placeholder for each.
 
         Raises:
             BadInput, EngineError: one of them does not start; the message names the worker and why.
         """
 
     def player(
-        self, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
+        self, shared: RunShared, clock: datetime, width: int | None, report: Callable[[str], None]
     ) -> AbstractAsyncContextManager[Player]:
-        """What plays the episodes, while the block lasts.
+        """The player of the episodes while the block lasts.
 
         Args:
-            shared: what episodes share in this process.
+            shared: the objects that episodes share in this process.
             clock: the time that chat templates see.
-            width: how many episodes are in flight at most; None for as many as the workers take.
-            told: called with what happens to workers meanwhile, for people.
+            width: the most episodes in flight; None for as many as the workers take.
+            report: called with messages about events of workers.
 
         Raises:
             BadInput: a worker cannot play them; the message names the worker and why.
@@ -167,37 +167,37 @@ class Sent(Protocol):
 
 
 class PlayingEngine(Engine):
-    """An engine that plays whole episodes, on workers that have both the model and the environment."""
+    """An engine that plays whole episodes on workers with both model and environment."""
 
     engine: Engine
-    """The engine of every worker, of which each has its own copy."""
+    """The engine of the workers; each has a copy."""
     least: int
-    """The number of workers with which it begins to play."""
+    """The number of workers that the run needs to begin."""
     most: int
-    """The most workers that are started."""
+    """The largest number of workers."""
 
     @property
     @abstractmethod
     def is_deserted(self) -> bool:
-        """Whether no worker plays, so that nothing can happen; `health` says whether one may come."""
+        """True if no worker plays; `health` raises if none can come."""
 
     @property
     @abstractmethod
     def events(self) -> Sequence[str]:
-        """What happened to workers so far, for people: those that were lost, and why."""
+        """Messages about events of workers so far, such as losses with their causes."""
 
     @abstractmethod
     def workers(self) -> list[FleetWorker]:
-        """The workers that play, in the order of their numbers, as they were when they were last heard."""
+        """The playing workers as of their last heartbeats, ordered by number."""
 
     @abstractmethod
-    def absent(self) -> Mapping[Absence, int]:
-        """Why the other workers do not play, and of how many that is so."""
+    def absent(self) -> Mapping[IdleReason, int]:
+        """The number of other workers by the reason why they do not play."""
 
     @abstractmethod
-    def sent(self, stage: Stage) -> Sent:
-        """What a run's episodes are played with, in the form in which workers get it; asked before anything starts.
+    def sent(self, setup: RunSetup) -> WorkerSetup:
+        """The run in the form that workers receive; called before anything starts.
 
         Raises:
-            BadOption: something of it cannot be sent.
+            BadOption: a part of it cannot be sent.
         """

@@ -1,4 +1,4 @@
-"""Before anything is sampled: what chat templates will do to the conversations, and whether the adapter is there."""
+"""Checks before anything is sampled: chat templates, sampling options and adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["check_appends", "check_templates", "require_sampling"]
 
 
 def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
-    """Refuse a run whose every turn would ask for what the engine has not or cannot: an adapter, an id, a field."""
+    """Refuse sampling options that the engine does not support: an adapter, an id, a field."""
     engine.check_sampling(sampling.over(Sampling.defaults()))
     if not isinstance(engine, Engine):
         return
@@ -37,7 +37,7 @@ def require_sampling(engine: BaseEngine, sampling: Sampling) -> None:
 
 
 async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[str, Any], now: datetime) -> None:
-    """Refuse a template that serves no conversation, before any of it runs in this process.
+    """Refuse an unusable template before any of it runs in this process.
 
     Raises:
         BadTemplate: it does not compile, never ends, raises on a plain question, ...
@@ -50,16 +50,16 @@ async def check_templates(templates: Iterable[ChatTemplate], options: Mapping[st
 
 
 async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, tools: bool, system: bool) -> list[str]:
-    """Say, for people, what this template cannot append exactly, and which of its tokens the vocabulary lacks.
+    """Messages about appends that are not exact with this template, and tokens that the vocabulary lacks.
 
-    The appends of a template that comes with us are not looked at: they are exact.
+    The appends of bundled templates are exact, and not checked.
 
     Raises:
-        BadTemplate: the run's policy is to refuse that.
+        BadTemplate: an append is not exact, and the history policy is refuse.
     """
     from runner.template_probe import is_bundled, probe
 
-    # A run that forks follows the template anyway, so no append of it has to be exact.
+    # A run that forks follows the template anyway, so its appends need not be exact.
     template = chat.renderer.template
     letters = list(_letters(chat))
     if chat.history.policy is HistoryPolicy.FORK or is_bundled(template):
@@ -69,7 +69,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
     missing = list(_missing(chat, profile, tools=tools, system=system))
     if missing and chat.history.policy is HistoryPolicy.REFUSE:
         raise BadTemplate(
-            f"{missing[0]}. Under history='refuse' that is no choice: give history='append', or a template "
+            f"{missing[0]}. history='refuse' does not allow that: give history='append', or a template "
             "that check-template finds exact."
         )
     return [*letters, *missing]
@@ -78,7 +78,7 @@ async def check_appends(chat: ChatModel, now: datetime, workers: Workers, *, too
 def _letters(chat: ChatModel) -> Iterator[str]:
     from runner.tokens.control_text import lacking
 
-    # Bytes are no model's vocabulary: what a script says is no worse for being spelled.
+    # A byte vocabulary belongs to scripts and not to a model, so spelled tokens do no harm.
     names = () if isinstance(chat.tokenizer, ByteTokenizer) else lacking(chat.renderer.rendered(), chat.tokenizer)
     if names:
         name = chat.renderer.template.name
@@ -102,5 +102,5 @@ def _missing(chat: ChatModel, profile: Any, *, tools: bool, system: bool) -> Ite
 
 
 def _same_all_day(now: datetime) -> datetime:
-    """What was found for a template is found again by the runs of the same day."""
+    """Midnight of the day: results for a template are cached for all runs of a day."""
     return datetime.combine(now.date(), time())

@@ -1,4 +1,4 @@
-"""Reporters: told how a run goes while it plays, and what of that a person sees."""
+"""Reporters: progress and messages of a run for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Final
@@ -14,105 +14,124 @@ from typing import IO, Final
 import anyio
 import anyio.to_thread
 
-from runner.runs.figures import Figures, Gauge, in_words
-from runner.runs.fleet_figures import absent_in_words, worker_in_words
+from runner.runs.fleet_stats import idle_in_words, worker_in_words
+from runner.runs.live_stats import LiveStats, StatsReader, as_time, in_words
 from runner.runs.player import PlayingEngine
 from runner.runs.run import Run
 from runner.trajectory import Trajectory
 from runner.transcript import printable, shown_line
 
-__all__ = ["PlainReporter", "Reporter", "WatchingReporter", "discard"]
+__all__ = ["LiveReporter", "PlainReporter", "Reporter", "discard"]
 
-REFRESH_SECONDS: Final = 0.25
-"""How often the figures are read."""
+REFRESH_INTERVAL_SECONDS: Final = 0.25
+"""The interval between readings of the statistics."""
 
-PLAIN_SECONDS: Final = 5.0
-"""How often plain lines are said at first."""
+PLAIN_INTERVAL_SECONDS: Final = 5.0
+"""The first interval between plain lines."""
+
+START_INTERVAL_SECONDS: Final = 10.0
+"""The interval between plain lines while an engine starts."""
 
 
 class Reporter:
-    """Is told how a run goes. This one passes on what a person must know and nothing else."""
+    """Receives the progress of a run. This one prints only what a person must know."""
 
     async def watch(self, run: Run) -> None:
-        """Look at the run while it plays, until cancelled; this one does not."""
+        """Show the run until cancelled; this one shows nothing."""
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Hear of a trajectory that was committed."""
+        """Receive a committed trajectory."""
 
     def say(self, line: str) -> None:
-        """Say something that a person must know."""
+        """Print a line on stderr."""
         try:
             print(printable(line), file=sys.stderr, flush=True)
         except BrokenPipeError:
             discard(sys.stderr)
 
     def restore(self) -> None:
-        """Leave the terminal as it was found: the process is about to end at once."""
+        """Restore the terminal before the process ends at once."""
 
 
 def discard(stream: IO[str]) -> None:
-    """Send to nowhere what is written to `stream` from here on, what it holds back included."""
-    with suppress(OSError, ValueError):  # a stream without a descriptor has no reader who could leave
+    """Redirect `stream` to the null device, including its buffered output."""
+    with suppress(OSError, ValueError):  # a stream without a descriptor cannot break
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
-class WatchingReporter(Reporter):
-    """Shows the figures of a run while it plays."""
+class LiveReporter(Reporter):
+    """Shows live statistics of a run."""
 
     def __init__(self, title: str) -> None:
         self.title = title
+        self._began = time.monotonic()
         self.total: int | None = None
-        """How many episodes there are to be, or None where nobody knows."""
+        """The number of episodes of the run; None if unknown."""
         self.before = 0
-        """How many of them earlier runs of the file played."""
+        """The number of these that earlier runs of the file played."""
         self.last_fault = ""
-        """What went wrong in the last episode that failed."""
+        """The cause of the last failed episode."""
 
     async def watch(self, run: Run) -> None:
         """Show the run until cancelled."""
-        gauge = Gauge()
-        began = time.monotonic()
-        # Drawn in a thread: a terminal that is paused (Ctrl-S), or a pipe that nobody reads, must not stop the run.
+        reader = StatsReader()
+        self._began = began = time.monotonic()
+        noted = {each for each in run.engines if each.running}  # the caller entered these and showed their notes
+        # Drawn in a thread: a paused terminal (Ctrl-S) or a full pipe must not stop the run.
         thread = anyio.CapacityLimiter(1)
         with self._shown():
             while True:
+                notes = [note for each in run.engines if each.running and each not in noted for note in each.notes]
+                noted.update(each for each in run.engines if each.running)
+                if notes:
+                    await anyio.to_thread.run_sync(self._note, notes, limiter=thread)
                 if not run.summary.elapsed:
-                    draw = partial(self._starting, time.monotonic() - began, _workers_so_far(run))
+                    draw = partial(self._starting, time.monotonic() - began, _start_in_words(run))
                 else:
-                    figures = gauge.read(run, total=self.total, before=self.before, last_fault=self.last_fault)
-                    draw = partial(self._draw, figures, over=run.over)
+                    stats = reader.read(run, total=self.total, before=self.before, last_fault=self.last_fault)
+                    draw = partial(self._draw, stats, over=run.over)
                 await anyio.to_thread.run_sync(draw, limiter=thread)
-                await anyio.sleep(REFRESH_SECONDS)
+                await anyio.sleep(REFRESH_INTERVAL_SECONDS)
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Remember what went wrong last."""
-        never_spoke = bool(trajectory.error) and not trajectory.turns  # its prompt was over the context
-        if trajectory.outcome.failed or never_spoke:
+        """Keep the cause of the last failure."""
+        no_turn = bool(trajectory.error) and not trajectory.turns  # its prompt exceeded the context
+        if trajectory.outcome.failed or no_turn:
             self.last_fault = f"{trajectory.id} {trajectory.outcome.value}: {trajectory.error}"
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
         yield
 
-    def _draw(self, figures: Figures, *, over: bool) -> None:
-        for event in figures.news:
+    def _draw(self, stats: LiveStats, *, over: bool) -> None:
+        for event in stats.news:
             self._happened(event)
-        (self._stopping if over else self._playing)(figures)
+        (self._stopping if over else self._playing)(stats)
+
+    def _note(self, notes: Sequence[str]) -> None:
+        for note in notes:
+            self.say(shown_line(note))
 
     def _happened(self, event: str) -> None:
-        """Hear what happened to a worker."""
+        """Show an event of a worker."""
         self.last_fault = event
 
     @abstractmethod
-    def _starting(self, seconds: float, workers: str) -> None: ...
+    def _starting(self, seconds: float, doing: str) -> None: ...
 
     @abstractmethod
-    def _playing(self, figures: Figures) -> None: ...
+    def _playing(self, stats: LiveStats) -> None: ...
 
     @abstractmethod
-    def _stopping(self, figures: Figures) -> None: ...
+    def _stopping(self, stats: LiveStats) -> None: ...
+
+
+def _start_in_words(run: Run) -> str:
+    """The workers and the phase of the start, each after a comma; empty if unknown."""
+    phase = next((each.start_phase for each in run.engines if each.start_phase), "")
+    return _workers_so_far(run) + (f", {phase}" if phase else "")
 
 
 def _workers_so_far(run: Run) -> str:
@@ -120,42 +139,51 @@ def _workers_so_far(run: Run) -> str:
     if not isinstance(engine, PlayingEngine):
         return ""
     least = engine.least if engine.least == engine.most else f"at least {engine.least}"
-    absent = "; ".join(absent_in_words(engine.absent()))
+    absent = "; ".join(idle_in_words(engine.absent()))
     return f", {len(engine.workers())} of {least} workers" + (f" ({absent})" if absent else "")
 
 
-class PlainReporter(WatchingReporter):
-    """A line for every tenth of the run, or every five seconds where that comes first; less often as time goes by."""
+class PlainReporter(LiveReporter):
+    """Prints a line for every tenth of the run, or every five seconds if that is sooner; later less often."""
 
     def __init__(self, title: str) -> None:
         super().__init__(title)
-        self._said = False
         self._tenths = 0
-        self._next = PLAIN_SECONDS
+        self._next_start = 0.0
+        self._next = PLAIN_INTERVAL_SECONDS
+
+    def _say_timed(self, line: str) -> None:
+        """Print a line with the time since the run began."""
+        self.say(f"{as_time(time.monotonic() - self._began):>5}  {line}")
+
+    def _note(self, notes: Sequence[str]) -> None:
+        for note in notes:
+            self._say_timed(shown_line(note))
 
     def _happened(self, event: str) -> None:
         super()._happened(event)
-        self.say(shown_line(event))
+        self._say_timed(shown_line(event))
 
-    def _starting(self, seconds: float, workers: str) -> None:
-        if not self._said:
-            self._said = True
-            self.say(f"{self.title}: starting the engine")
+    def _starting(self, seconds: float, doing: str) -> None:
+        if seconds >= self._next_start:
+            title = "" if self._next_start else f"{self.title}: "
+            self._next_start = (seconds // START_INTERVAL_SECONDS + 1) * START_INTERVAL_SECONDS
+            self._say_timed(f"{title}starting the engine{doing}")
 
-    def _playing(self, figures: Figures) -> None:
-        tenths = 10 * figures.done // figures.total if figures.total else 0
-        if figures.elapsed < self._next and tenths <= self._tenths:
+    def _playing(self, stats: LiveStats) -> None:
+        tenths = 10 * stats.done // stats.total if stats.total else 0
+        if stats.elapsed < self._next and tenths <= self._tenths:
             return
         self._tenths = tenths
-        # A twentieth of the time so far: a log of a run of hours is no longer than one can read.
-        self._next = figures.elapsed + max(PLAIN_SECONDS, figures.elapsed / 20)
-        self.say(", ".join(in_words(figures)))
-        if figures.blocker is not None:
-            self.say(f"{figures.blocker.where} {figures.blocker.advice}")
-        for worker in figures.fleet.troubled() if figures.fleet is not None else ():
+        # A twentieth of the time so far keeps the output of a long run readable.
+        self._next = stats.elapsed + max(PLAIN_INTERVAL_SECONDS, stats.elapsed / 20)
+        self._say_timed(", ".join(in_words(stats)))
+        if stats.blocker is not None:
+            self.say(f"{stats.blocker.where} {stats.blocker.advice}")
+        for worker in stats.fleet.troubled() if stats.fleet is not None else ():
             self.say(f"  {worker_in_words(worker)}")
 
-    def _stopping(self, figures: Figures) -> None:
-        if self._tenths >= 0:  # once, with the last figures
+    def _stopping(self, stats: LiveStats) -> None:
+        if self._tenths >= 0:  # once, with the last statistics
             self._tenths = -1
-            self.say(", ".join(in_words(figures)))
+            self._say_timed(", ".join(in_words(stats)))

@@ -1,4 +1,4 @@
-"""The results of a run, from the episodes that announce them to whoever reads the run."""
+"""Results of a run on their way from the episodes to the reader."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Result:
     """A trajectory on its way to the reader."""
 
     trajectory: Trajectory
-    """The trajectory is committed, and scored as far as it ever is."""
+    """The trajectory, committed and with its final rewards."""
 
     last: bool
-    """Whether no further agent of the same episode follows."""
+    """True if no other agent of the same episode follows."""
 
     missing: int
     """The number of episodes of its group that this run plays."""
 
 
 class Results:
-    """Trajectories on their way to the reader, who takes them one by one, or by task.
+    """A queue of trajectories, read one by one or by task.
 
-    So many as `width` wait for the reader before an episode does.
+    An episode waits if `width` results are unread.
     """
 
     def __init__(
@@ -54,27 +54,27 @@ class Results:
     # --- from the episodes
 
     async def announce(self, trajectories: list[Trajectory], missing: int) -> None:
-        """Tell the tasks' source and the reader of an episode: of its trained agents, or where none is, of `main`."""
-        told = [t for t in trajectories if t.trained or t.agent == MAIN]
-        # Where nobody reads any more, the run file has it.
+        """Send an episode to the task source and the reader: its trained agents, or `main` if none is trained."""
+        shown = [t for t in trajectories if t.trained or t.agent == MAIN]
+        # Without a reader, the run file has it.
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-            for trajectory in told:
-                # The source first: the reader may be slow, and what is played next follows from what was heard.
+            for trajectory in shown:
+                # The source first: it chooses the next task by its results, and the reader may be slow.
                 await self._feed.finished(trajectory)
-                await self._announce_to.send(Result(trajectory, trajectory is told[-1], missing))
+                await self._announce_to.send(Result(trajectory, trajectory is shown[-1], missing))
 
     def end(self) -> None:
-        """Let the reader see the end, once it has taken what was announced."""
+        """End the queue; the reader still receives what was announced."""
         self._announce_to.close()
 
     # --- to the reader
 
     def close(self) -> None:
-        """Read no further: an episode that announces itself must not wait for a reader."""
+        """Stop reading, so that no episode waits for the reader."""
         self._announced.close()
 
     async def next(self) -> Result:
-        """The next result; behind the last one it raises StopAsyncIteration, or why the run ended too early."""
+        """The next result. After the last one it raises StopAsyncIteration, or the error that ended the run early."""
         try:
             return await self._announced.receive()
         except anyio.ClosedResourceError:
@@ -85,7 +85,7 @@ class Results:
             raise StopAsyncIteration from None
 
     async def groups(self) -> AsyncIterator[Group]:
-        """The results by task, unfinished groups last."""
+        """The results by task; unfinished groups come last."""
         waiting: dict[tuple[str, int], OpenGroup] = {}
         try:
             while True:

@@ -1,4 +1,4 @@
-"""Runs: many episodes of one configuration at once, their results as they finish."""
+"""Runs: many concurrent episodes of one configuration, with results as they finish."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from runner.environment.checks import as_environment, check_playable
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import unwrapped
+from runner.logs import logger_for
+from runner.runs.active_run import ActiveRun
 from runner.runs.options import RunKeywords, RunOptions, check_engine
 from runner.runs.player import Attempt
 from runner.runs.results import Results
-from runner.runs.stage import Stage
+from runner.runs.run_setup import RunSetup
 from runner.runs.start import Start
-from runner.runs.started import StartedRun
 from runner.runs.state import RunState
 from runner.runs.summary import Summary
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["Run"]
+
+log = logger_for("runs")
 
 
 class Run:
@@ -38,22 +41,22 @@ class Run:
             async for trajectory in run:
                 ...
 
-    Leaving the block early cancels what is in flight; it is kept as partial and played again by the next run.
+    Leaving the block early cancels the episodes in flight; they are kept as partial, and the next run repeats them.
 
     Args:
         environment: the environment, or its class if it can be constructed without arguments.
-        engine: the engine that the agents sample from. A run enters an engine that nobody has entered, and leaves it
-            at its end; one that its caller entered stays open. Several runs may share an engine.
+        engine: the engine that the agents sample from. A run enters an engine that is not running, and leaves it at
+            the end; an engine that the caller entered stays open. Several runs may share an engine.
         tasks: instead of the environment's own: an iterable, an async iterable, a source, or the path of a JSONL file.
         options: the other fields of `RunOptions`, by name.
 
     Raises (when it is entered):
-        BadInput: something given cannot be used; the message names it and the fix.
+        BadInput: an argument cannot be used; the message names it and the fix.
         RunFileError: the file holds another configuration, or cannot be written.
         EngineError: the engine does not start.
 
     Raises (from the iteration, after the last result):
-        EngineDead, RunStopped, StorageFailed, BadTask: why the run ended before its work did.
+        EngineDead, RunStopped, StorageFailed, BadTask: the cause of an early end.
     """
 
     def __init__(
@@ -65,29 +68,28 @@ class Run:
         **options: Unpack[RunKeywords],
     ) -> None:
         self.environment = as_environment(environment)
-        """The environment object. It gives the tasks, the shared resources and the group rewards, and plays nothing
-        itself."""
+        """The environment object, for tasks, shared resources and group rewards; every episode has a new one."""
         check_playable(self.environment)
         check_engine("engine", engine)
         self.engine = engine
-        """The engine of every agent that has none of its own."""
-        self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it settles None and names
-        """The options, checked, with their defaults."""
+        """The engine of every agent without a separate one."""
+        self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it replaces None and names
+        """The checked options with their defaults."""
         self.workers = Workers(self.options.concurrency.threads)
         """The threads in which the author's synchronous code runs."""
-        self._stage = Stage.of(self.environment, engine, self.options, self.workers)
-        self.limits = self._stage.limits
-        """What every episode may use: the run's limits over the environment's over the defaults."""
-        self.scorers = self._stage.scorers
+        self._setup = RunSetup.of(self.environment, engine, self.options, self.workers)
+        self.limits = self._setup.limits
+        """The limits of an episode: the run's, then the environment's, then the defaults."""
+        self.scorers = self._setup.scorers
         """The rewards and metrics of the environment, with the run's weights."""
         self.summary = Summary(group_size=self.options.group_size)
-        """What came of the run so far; it may be read at any time."""
+        """The summary so far; it may be read at any time."""
         self.lag = LagMonitor(self.workers)
-        """How late the event loop is, and whose code makes it so."""
+        """The lag of the event loop, and the code that causes it."""
         self._state = RunState(self.summary)
         if isinstance(self.options.file, Path):
             self._state.file = self.options.file
-        self._started: StartedRun | None = None
+        self._active: ActiveRun | None = None
         self._entered = False
         self._exit = AsyncExitStack()
 
@@ -95,13 +97,13 @@ class Run:
     def engines(self) -> list[BaseEngine]:
         """All engines of the run, each once; the one of the trained agents comes first.
 
-        Once it has begun, what stands for those that its workers have entered is among them in their place.
+        After the start, placeholders replace the engines that exist only on workers.
         """
-        return list(self._stage.engines if self._started is None else self._started.engines)
+        return list(self._setup.engines if self._active is None else self._active.engines)
 
     @property
     def file(self) -> Path | None:
-        """The path of the run file; None where there is none, or none is named yet."""
+        """The path of the run file; None without a file, or before it is named."""
         return self._state.file
 
     @property
@@ -111,21 +113,25 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether every episode has ended; the last results may still wait to be read."""
+        """True once every episode has ended; the last results may still be unread."""
         return self._state.over
 
     # --- starting and ending
 
     async def __aenter__(self) -> Self:
         if self._entered:
-            raise RuntimeError("a run is entered once: make another Run(...) to play again")
+            raise RuntimeError("a run can be entered only once: make another Run(...) to play again")
         self._entered = True
-        start = Start(stage=self._stage, lag=self.lag, state=self._state)
+        start = Start(setup=self._setup, lag=self.lag, state=self._state)
         async with AsyncExitStack() as exit_stack:
-            self._started = started = await start.enter(exit_stack)
+            try:
+                self._active = active = await start.enter(exit_stack)
+            except Exception as error:
+                log.error("the run does not start: %s: %s", type(error).__name__, error)
+                raise
             self.summary.start()
             group = await exit_stack.enter_async_context(anyio.create_task_group())
-            group.start_soon(started.play_all, name="deltarunner feed")
+            group.start_soon(active.play_all, name="deltarunner feed")
             self._exit = exit_stack.pop_all()
         return self
 
@@ -138,7 +144,7 @@ class Run:
         try:
             return await self._exit.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:
-            # The task group wraps what passes through it; whoever uses the run has not asked for one.
+            # The task group wraps errors, and the caller of a run did not ask for a group.
             single = unwrapped(group)
             if single is group:
                 raise
@@ -149,11 +155,11 @@ class Run:
     def drain(self) -> None:
         """Begin no further episode; those in flight are played to their end."""
         self._state.drain()
-        if self._started is not None:
-            self._started.player.drain()
+        if self._active is not None:
+            self._active.player.drain()
 
     def cancel(self) -> None:
-        """Cut every episode in flight; each is closed and kept as partial."""
+        """Cancel every episode in flight; each is closed and kept as partial."""
         self._state.cancel()
 
     # --- results
@@ -165,27 +171,27 @@ class Run:
         return (await self._results.next()).trajectory
 
     def groups(self) -> AsyncIterator[Group]:
-        """The same results by task: a group for each trained agent, once its last episode is in.
+        """The same results by task: a group for each trained agent, once its last episode has finished.
 
-        Groups that the end of the run left unfinished come last, with `complete` false.
+        Unfinished groups come last, with `complete` false.
         """
         return self._results.groups()
 
     def stored(self) -> Iterator[Trajectory]:
-        """What the run file held before this run, in the order of its commits, read as you go."""
+        """The trajectories in the run file before this run, in commit order, read lazily."""
         return self._begun.writer.stored()
 
     def flush(self) -> None:
-        """Commit what is on its way to the file, from any thread, where the event loop can do nothing any more."""
-        if self._started is not None:
-            self._started.writer.flush()
+        """Commit what was sent to the file; from any thread, for a blocked event loop."""
+        if self._active is not None:
+            self._active.writer.flush()
 
     @property
     def _results(self) -> Results:
         return self._begun.results
 
     @property
-    def _begun(self) -> StartedRun:
-        if self._started is None:
+    def _begun(self) -> ActiveRun:
+        if self._active is None:
             raise RuntimeError("the run has not begun: write `async with Run(...) as run:` and iterate inside")
-        return self._started
+        return self._active

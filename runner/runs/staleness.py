@@ -1,4 +1,4 @@
-"""Staleness: an episode whose oldest sampled id is too many weight updates behind is dropped and played again."""
+"""Staleness: an episode whose oldest sampled id lags too many weight updates is dropped and repeated."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ __all__ = ["Staleness"]
 
 
 class Staleness:
-    """How many updates old the weights behind an episode may be; any number where `max_lag` is None."""
+    """Limits the weight updates by which an episode may lag; None sets no limit."""
 
     def __init__(self, engine: BaseEngine, max_lag: int | None) -> None:
         if max_lag is not None and not engine.is_controlled:
             kind = type(engine).__name__
-            raise BadOption(f"max_version_lag={max_lag}: {kind} has no weights of ours; leave it out.")
+            raise BadOption(f"max_version_lag={max_lag}: {kind} has no weight updates; leave it out.")
         self._engine = engine
         self._max_lag = max_lag
 
     @contextmanager
-    def cutting(self, plays: Collection[Attempt]) -> Iterator[None]:
-        """After each update of the weights, cut those of `plays` that are too old."""
+    def cancelling(self, plays: Collection[Attempt]) -> Iterator[None]:
+        """Cancel those of `plays` that are too old, after each weight update while the block lasts."""
         with self._engine.telling(partial(self._cut_stale, plays)):
             yield
 
     def _cut_stale(self, plays: Iterable[Attempt]) -> None:
-        """Cut the episodes that are too old already: the rest of them would be played in vain."""
+        """Cancel the episodes that are too old: their results would be dropped."""
         for play in plays:
             why = self._why_too_old(play.trained_logs())
             if why:
                 play.cancel(Ending(Outcome.CANCELLED, error=why))
 
     def drop_stale(self, trajectories: list[Trajectory]) -> bool:
-        """Whether an episode that ended is too old; its trajectories then say so, and have no reward."""
+        """Return True if a finished episode is too old; its trajectories then become cancelled, without rewards."""
         why = self._why_too_old(segment.log for each in trajectories if each.trained for segment in each.segments)
         for trajectory in trajectories if why else ():
-            # All that was given for another outcome goes: an episode that is played again has no reward yet.
+            # Remove the results of the first outcome: a repeated episode has no reward yet.
             trajectory.outcome, trajectory.error = Outcome.CANCELLED, why
             trajectory.limit = trajectory.limit_agent = ""
             trajectory.reward, trajectory.rewards, trajectory.metrics = None, {}, {}
         return bool(why)
 
     def _why_too_old(self, logs: Iterable[TokenLog]) -> str:
-        """What makes the episode with these logs too old, for people; "" where nothing does."""
+        """The message why the episode with these logs is too old; "" if it is not."""
         if self._max_lag is None:
             return ""
         engine = self._engine
@@ -61,6 +61,6 @@ class Staleness:
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:
-    """The versions of each log's trained ids; of two adapters, or one and none, a later id may be the older one."""
+    """The weight versions of trained ids. All are needed: with several adapters, a later id may be older."""
     for log in logs:
         yield from dict.fromkeys(span.version for span in log.versions if log.sources[span.start] == Source.SAMPLED)

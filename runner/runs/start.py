@@ -1,71 +1,88 @@
-"""Starts a run: its engines, its file, what its episodes share, and its tasks, each when what it needs is there."""
+"""Starts a run: engines, run file, shared objects and tasks, in the order of their needs."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job
-from runner.engines.base import width_of
+from runner.engines.base import BaseEngine, width_of
 from runner.engines.sharing import running
-from runner.environment.task_feed import TaskFeed, own_tasks
+from runner.environment.task_checks import TaskChecks
+from runner.environment.task_feed import TaskFeed, Tasks, own_tasks
 from runner.episode.shared import RunShared
-from runner.runs.describe import describe_run
-from runner.runs.player import LocalPlayer, Player, PlayingEngine, Sent
+from runner.logs import logger_for
+from runner.runs.active_run import ActiveRun
+from runner.runs.player import LocalPlayer, Player, PlayingEngine, WorkerSetup
 from runner.runs.preflight import require_sampling
-from runner.runs.stage import Stage
+from runner.runs.run_header import describe_run, restore_choices
+from runner.runs.run_setup import RunSetup
 from runner.runs.staleness import Staleness
-from runner.runs.started import StartedRun
 from runner.runs.state import RunState
+from runner.store.header import Header
+from runner.store.json_values import class_name
+from runner.store.run_folder import stored_header
 from runner.store.writer import RunWriter
 
 __all__ = ["Start"]
 
+log = logger_for("runs")
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Start:
-    """What a run is started with."""
+    """The start of a run."""
 
-    stage: Stage
-    """What its episodes are played with."""
+    setup: RunSetup
+    """Environment, engines and options."""
     lag: LagMonitor
-    """The monitor of the event loop, entered once the engines run."""
+    """The monitor of the event loop, entered after the engines."""
     state: RunState
-    """The state of the run, which learns of faults and of the file's path."""
+    """The state of the run, for faults and the path of the file."""
 
-    async def enter(self, exit_stack: AsyncExitStack) -> StartedRun:
-        """Enter what has to be left again, and give what plays the run; nothing plays yet."""
-        stage = self.stage
-        options, engine = stage.options, stage.engines[0]
-        exit_stack.callback(stage.workers.close)
-        await stage.check_options()
-        sent = engine.sent(stage) if isinstance(engine, PlayingEngine) else None
-        # Engines before all else: what the header says, and which adapters there are, only a running one knows.
-        for each in stage.engines:
+    async def enter(self, exit_stack: AsyncExitStack) -> ActiveRun:
+        """Enter engines, file and shared objects, and return the run, ready to play."""
+        setup = self.setup
+        options, engine = setup.options, setup.engines[0]
+        exit_stack.callback(setup.workers.close)
+        log.info("run of %s with %s", class_name(type(setup.environment)), options.summary())
+        await setup.check_options()
+        await self._restore_choices()
+        tasks = await self._tasks_ahead()
+        sent = engine.sent(setup) if isinstance(engine, PlayingEngine) else None
+        # Engines first: the header and the adapters come from running engines.
+        for each in setup.engines:
             if sent is None or each not in sent.elsewhere:
-                await exit_stack.enter_async_context(running(each))
+                await self._enter_engine(exit_stack, each)
         if sent is not None:
-            stage = stage.with_others(await exit_stack.enter_async_context(sent.engines()))
+            setup = setup.with_others(await exit_stack.enter_async_context(sent.engines()))
         staleness = Staleness(engine, options.max_version_lag)
-        require_sampling(engine, options.sampling.over(stage.environment.sampling))
+        require_sampling(engine, options.sampling.over(setup.environment.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
-        await stage.check_templates(now)  # before the header says how they write turns, which takes renders
-        writer = await exit_stack.enter_async_context(await self._writer(stage, now))
-        # A resumed run goes on with the clock that its templates saw first.
+        await setup.check_templates(now)  # before the header describes how they write turns, which renders them
+        writer = await exit_stack.enter_async_context(await self._writer(setup, now))
+        self._log_file(writer)
+        # Templates of a resumed run see the clock of its first launch.
         clock = writer.header.clock
-        shared, faults = await stage.open(exit_stack, clock)
-        self.state.summary.faults.extend(faults)
-        feed = await self._feed()  # after lifespan(), whose resources tasks() may read
+        shared, faults = await setup.open(exit_stack, clock)
+        self.state.add_faults(faults)
+        feed = await self._feed(tasks)  # after lifespan(), whose resources tasks() may read
         exit_stack.push_async_callback(feed.aclose)
+        self.state.summary.repeats_tasks = feed.repeatable
         player = await self._player(exit_stack, sent, shared, clock)
-        exit_stack.enter_context(staleness.cutting(self.state.plays))
-        return StartedRun(
-            options=stage.options,
-            engines=stage.engines,
+        exit_stack.enter_context(staleness.cancelling(self.state.plays))
+        return ActiveRun(
+            options=setup.options,
+            engines=setup.engines,
             shared=shared,
             player=player,
             writer=writer,
@@ -74,29 +91,95 @@ class Start:
             staleness=staleness,
         )
 
-    async def _player(
-        self, exit_stack: AsyncExitStack, sent: Sent | None, shared: RunShared, clock: datetime
-    ) -> Player:
-        width = self.stage.options.concurrency.episodes
-        if sent is not None:
-            told = self.state.summary.faults.append
-            return await exit_stack.enter_async_context(sent.player(shared, clock, width, told))
-        return LocalPlayer(shared, width or width_of(self.stage.engines[0]))
+    async def _enter_engine(self, exit_stack: AsyncExitStack, engine: BaseEngine) -> None:
+        name = type(engine).__name__
+        if engine.running:
+            log.info("engine %s is already running", name)
+        began = time.monotonic()
+        try:
+            await exit_stack.enter_async_context(running(engine))
+        except Exception as error:
+            log.error("engine %s failed to start after %.1f s: %s", name, time.monotonic() - began, error)
+            raise
+        log.info("engine %s entered after %.1f s", name, time.monotonic() - began)
+        for note in engine.notes:
+            log.info("engine %s: %s", name, note)
 
-    async def _writer(self, stage: Stage, now: datetime) -> RunWriter:
+    def _log_file(self, writer: RunWriter) -> None:
+        if writer.path is None:
+            log.info("no run file")
+        else:
+            log.info("run file %s: %s", writer.path, "resumed" if writer.resumed else "new")
+        if log.isEnabledFor(logging.INFO):
+            log.info("header: %s", _without_templates(writer.header).to_json())
+        for change in writer.warnings:
+            log.warning("run file %s: changed since it was begun: %s", writer.path, change)
+
+    async def _restore_choices(self) -> None:
+        """Restore the choices that the engines made in the run that is resumed."""
+        options = self.setup.options
+        if options.file is None or callable(options.file):  # the caller names the file later, and restored the choices
+            return
+        look = partial(stored_header, Path(options.file))
+        stored = await self.setup.workers.call(Job(look, "run header"))
+        if stored is not None:
+            restore_choices(stored, self.setup.engines[0], options.engines)
+
+    async def _player(
+        self, exit_stack: AsyncExitStack, sent: WorkerSetup | None, shared: RunShared, clock: datetime
+    ) -> Player:
+        width = self.setup.options.concurrency.episodes
+        if sent is not None:
+            return await exit_stack.enter_async_context(sent.player(shared, clock, width, self.state.add_fault))
+        return LocalPlayer(shared, width or width_of(self.setup.engines[0]))
+
+    async def _writer(self, setup: RunSetup, now: datetime) -> RunWriter:
         state = self.state
-        options = stage.options
-        describe = partial(describe_run, stage.environment, stage.engines[0], options, now=now)
-        # In a thread where a file is kept: only then git is asked, which takes some milliseconds.
-        header = describe() if options.file is None else await stage.workers.call(Job(describe, "run header"))
+        options = setup.options
+        describe = partial(describe_run, setup.environment, setup.engines[0], options, now=now)
+        # With a file in a thread: the header then calls git, which takes milliseconds.
+        header = describe() if options.file is None else await setup.workers.call(Job(describe, "run header"))
         if callable(options.file):
             state.file = options.file(header)
-        task_class = stage.environment.task_class()
+        task_class = setup.environment.task_class()
         return RunWriter(state.file, header, task_class=task_class, retry_failed=options.retry_failed)
 
-    async def _feed(self) -> TaskFeed:
-        stage = self.stage
-        tasks = stage.options.tasks
-        if tasks is None:  # in a thread, since it may load them all
-            tasks = await stage.workers.call(Job(partial(own_tasks, stage.environment), "tasks()"))
-        return TaskFeed(tasks, task_class=stage.environment.task_class(), workers=stage.workers)
+    async def _tasks_ahead(self) -> Tasks | None:
+        """The tasks, checked before an engine starts and a file is made if they are a file or a list.
+
+        None if `tasks()` may need the resources of `lifespan()`.
+        """
+        setup = self.setup
+        tasks = setup.options.tasks
+        if tasks is None:
+            if setup.environment.overrides("lifespan"):
+                return None
+            tasks = await self._own_tasks()
+        checks = TaskChecks(setup.environment, is_kept=setup.options.file is not None)
+        await setup.workers.call(Job(partial(checks.check_known, tasks), "tasks()"))
+        return tasks
+
+    async def _own_tasks(self) -> Tasks:
+        # In a thread, since it may load them all.
+        own = partial(own_tasks, self.setup.environment)
+        tasks: Tasks = await self.setup.workers.call(Job(own, "tasks()"))
+        return tasks
+
+    async def _feed(self, tasks: Tasks | None) -> TaskFeed:
+        setup = self.setup
+        return TaskFeed(
+            await self._own_tasks() if tasks is None else tasks,
+            setup.environment,
+            workers=setup.workers,
+            is_kept=setup.options.file is not None,
+        )
+
+
+def _without_templates(header: Header) -> Header:
+    """The header without the text of chat templates, which would fill a log."""
+
+    def short(template: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in template.items() if name in ("name", "fingerprint")}
+
+    engines = {name: {**engine, "template": short(engine["template"])} for name, engine in header.engines.items()}
+    return replace(header, template=short(header.template), engines=engines)

@@ -1,7 +1,8 @@
-"""What changes while a run plays: the episodes in flight, what came of them, and why the run ends."""
+"""The shared state of a run: episodes in flight, summary, and the cause of its end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import anyio
 
 from runner.episode.limits import Ending
 from runner.errors import DeltarunnerError, EngineDead
+from runner.logs import logger_for
 from runner.runs.player import Attempt
 from runner.runs.summary import Summary
 from runner.trajectory import Outcome
 
 __all__ = ["RunState"]
+
+log = logger_for("runs")
 
 
 @dataclass(slots=True, eq=False)
@@ -21,57 +25,73 @@ class RunState:
     """The state that the parts of a run share, and the ways to end the run."""
 
     summary: Summary
-    """What came of the episodes so far."""
+    """The summary of the finished episodes."""
 
     file: Path | None = None
-    """The path of the run file; None where there is none, or none is named yet."""
+    """The path of the run file; None without a file, or before it is named."""
 
     plays: set[Attempt] = field(default_factory=set)
     """The episodes in flight."""
 
     failure: DeltarunnerError | None = None
-    """Why the run ends before its work is done; the first reason stays."""
+    """The first error that ended the run early."""
 
     draining: bool = False
-    """Whether no further episode begins."""
+    """True once no further episode begins."""
 
-    cut_with: Ending | None = None
-    """How episodes ended that were in flight when they were all cut; None before."""
+    cancelled_with: Ending | None = None
+    """The ending of the episodes that were cancelled together; None before."""
 
     over: bool = False
-    """Whether every episode has ended and the last result is on its way to the reader."""
+    """True once every episode has ended and the last result was sent to the reader."""
 
     feeding: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    """The scope in which episodes are begun. It ends without those that were begun: they have a scope of their own."""
+    """The scope in which episodes are begun. Cancelling it does not cancel episodes in flight."""
+
+    def add_fault(self, fault: str) -> None:
+        """Record a problem that changed no outcome."""
+        log.warning("%s", fault)
+        self.summary.faults.append(fault)
+
+    def add_faults(self, faults: Iterable[str]) -> None:
+        """Record several problems that changed no outcome."""
+        for fault in faults:
+            self.add_fault(fault)
 
     def drain(self) -> None:
         """Begin no further episode; those in flight are played to their end."""
+        if not self.draining:
+            log.info("no further episode begins; %d are in flight", len(self.plays))
         self.draining = True
         self.feeding.cancel()
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut every episode in flight, with this ending or as partial."""
+        """Cancel every episode in flight, with this ending or as partial."""
         self.drain()
-        self.cut_with = self.cut_with or ending or Ending(Outcome.CANCELLED)
+        if self.cancelled_with is None and self.plays:
+            log.warning("%d episodes in flight are cancelled", len(self.plays))
+        self.cancelled_with = self.cancelled_with or ending or Ending(Outcome.CANCELLED)
         for play in self.plays:
             play.cancel(ending)
 
     def begin(self, play: Attempt) -> None:
-        """An attempt begins; it is cut at once where the run was while its task had not taken its first step."""
+        """Register an attempt; it is cancelled at once if the run was cancelled before its first step."""
         self.plays.add(play)
-        if self.cut_with is not None:
-            play.cancel(self.cut_with)
+        if self.cancelled_with is not None:
+            play.cancel(self.cancelled_with)
 
     def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:
-        """End the run for this reason; episodes in flight go on to their end, or with `cancel` are cut."""
-        self.failure = self.failure or failure
+        """End the run with this error; episodes in flight finish, or are cancelled with `cancel`."""
+        if self.failure is None:
+            log.error("the run ends early: %s: %s", type(failure).__name__, failure)
+            self.failure = failure
         if cancel:
             self.cancel()
         else:
             self.drain()
 
     def engine_died(self, error: EngineDead) -> None:
-        """End the run; what is in flight failed because of its engine, and not of itself."""
+        """End the run after an engine died; episodes in flight end as engine errors."""
         self.fail(error)
-        # Not as partial: they are failures of the engine, and say so in the file.
+        # Not as partial: the file records the failure of the engine.
         self.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))

@@ -1,100 +1,63 @@
-"""The summary of a run: constant memory, however many episodes."""
+"""The summary of a run, in constant memory for any number of episodes."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
+from runner.estimates import SOLVED, Mean, pass_at_k
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
-__all__ = ["Mean", "Summary", "TokenCounts", "UsageCounts"]
+__all__ = ["Summary", "TokenCounts", "UsageCounts"]
 
-SOLVED = 1.0
-"""The reward from which on an episode counts as solved."""
-
-
-@dataclass(slots=True)
-class Mean:
-    """A mean and its standard error, by Welford's recurrence."""
-
-    count: int = 0
-    """How many values there were."""
-
-    mean: float = math.nan
-    """The mean of the values; NaN if there are none, since no value is not the same as 0."""
-
-    _squares: float = 0.0
-
-    def add(self, value: float | None) -> None:
-        """Count a value, if there is one."""
-        if value is None:
-            return
-        self.count += 1
-        before = self.mean if self.count > 1 else value  # the mean of nothing is NaN, and would stay NaN
-        delta = value - before
-        self.mean = before + delta / self.count
-        self._squares += delta * (value - self.mean)
-
-    @property
-    def standard_error(self) -> float:
-        """The standard error of the mean; NaN below two values."""
-        return math.sqrt(self._squares / (self.count - 1) / self.count) if self.count > 1 else math.nan
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON, which has no NaN: None stands for it."""
-        error = self.standard_error
-        return {
-            "mean": self.mean if self.count else None,
-            "standard_error": None if math.isnan(error) else error,
-            "count": self.count,
-        }
+MAX_RETRY_CAUSES = 20
+"""The most causes of retries that are counted separately."""
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Ids of all turns."""
+    """Token counts over all turns."""
 
     prompt: int = 0
-    """Ids that the model was given, every turn's whole prompt."""
+    """Prompt ids, counting the whole prompt of every turn."""
 
     cached: int = 0
-    """Ids of those that the engine's prefix cache held, where the engine says so."""
+    """Prompt ids found in the engine's prefix cache, if the engine reports them."""
 
     sampled: int = 0
-    """Ids that the model sampled."""
+    """Sampled ids."""
 
     bridged: int = 0
-    """Ids that were put between two turns of the model."""
+    """Ids inserted between two turns of the model."""
 
 
 @dataclass(slots=True)
 class UsageCounts:
-    """What servers of messages say that the turns took, where they do."""
+    """Token usage as message servers report it."""
 
     prompt: int = 0
     """Tokens of the prompts."""
 
     completion: int = 0
-    """Tokens that were sampled."""
+    """Sampled tokens."""
 
     cached: int = 0
-    """Tokens of the prompts that were cached."""
+    """Cached prompt tokens."""
 
     reasoning: int = 0
-    """Tokens of the reasoning among those that were sampled."""
+    """Sampled tokens of the reasoning."""
 
     cost: float = 0.0
-    """The price that they charge for all turns together."""
+    """The total price of all turns."""
 
     models: Counter[str] = field(default_factory=Counter)
-    """How many turns each version of a model answered."""
+    """The number of turns by model version."""
 
     def add(self, usage: Usage) -> None:
         """Count a turn."""
@@ -112,95 +75,107 @@ class UsageCounts:
 
 @dataclass(slots=True)
 class Summary:
-    """What came of a run."""
+    """The results of a run in numbers."""
 
     group_size: int = 1
-    """How many episodes of each task there are."""
+    """The number of episodes of each task."""
 
     episodes: int = 0
-    """Episodes that ended, in whatever way."""
+    """The number of ended episodes, with any outcome."""
 
     outcomes: Counter[Outcome] = field(default_factory=Counter)
-    """How many episodes ended in each way."""
+    """The number of episodes by outcome."""
 
     reward: Mean = field(default_factory=Mean)
-    """The reward over the episodes that have one: of `main`, or where that is not trained, of the first agent that
-    is."""
+    """The reward of `main`, or of the first trained agent if `main` is not trained, over episodes with a reward."""
 
     agents: dict[str, Mean] = field(default_factory=dict)
     """The reward of each trained agent by its name, over its trajectories that have one."""
 
     rewards: dict[str, Mean] = field(default_factory=dict)
-    """Each reward of the agent behind `reward` by its name, before weighting."""
+    """The rewards of the same agent by name, before weighting."""
 
     metrics: dict[str, Mean] = field(default_factory=dict)
-    """Each metric by its name, over the episodes where it could be told."""
+    """The metrics by name, over the episodes that have a value."""
 
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """The ids of all agents."""
 
     usage: UsageCounts = field(default_factory=UsageCounts)
-    """The usage of all agents' turns, as servers of messages say it."""
+    """The usage of all agents' turns, as message servers report it."""
 
     throttled: int = 0
-    """How often servers said that they were asked too much, by runs of this file that are over."""
+    """The number of requests that servers rejected because of rate limits, once the run is over."""
 
     resent: int = 0
-    """The number of requests that were sent to servers again, by runs of this file that are over."""
+    """The number of requests that were sent to servers again, once the run is over."""
 
     junctions: Counter[tuple[Result, Anchor, Close, Seam]] = field(default_factory=Counter)
-    """How often each (result, anchor, close, seam) of a junction came."""
+    """The number of junctions by (result, anchor, close, seam)."""
 
     junction_causes: Counter[str] = field(default_factory=Counter)
-    """Why some messages were not simply appended, and how often."""
+    """The causes of messages that were not simply appended, counted."""
 
     finishes: Counter[FinishReason] = field(default_factory=Counter)
-    """How many turns finished for each reason."""
+    """The number of turns by finish reason."""
 
     calls: int = 0
     """The tool calls of all agents."""
 
     malformed_calls: int = 0
-    """Calls that were begun and could not be read: of many, the model writes otherwise than its template."""
+    """Tool calls that could not be parsed; many of them indicate a wrong chat template."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """The number of `Episode.chat` requests, by what each was found to be."""
+    """The number of `Episode.chat` requests by verdict."""
 
     tolerated: Counter[str] = field(default_factory=Counter)
-    """The number of these, by each difference that was tolerated."""
+    """The number of these requests by tolerated difference."""
 
     times: Timings = field(default_factory=Timings)
-    """Where the time of all turns together went."""
+    """The total times of all turns, by phase."""
 
     turns: int = 0
-    """The turns of all agents."""
+    """The number of turns of all agents."""
+
+    episode_turns: Counter[int] = field(default_factory=Counter)
+    """The number of episodes by the turns of their first agent."""
+
+    recalled_turns: int = 0
+    """The turns of the episodes that earlier runs of the file finished."""
 
     retried: int = 0
-    """Attempts that were played again after an engine's failure."""
+    """Attempts that were repeated after an engine failure."""
+
+    retry_causes: Counter[str] = field(default_factory=Counter)
+    """The causes of these failures, counted."""
 
     stale: int = 0
-    """Attempts that were dropped since the weights behind them were too old."""
+    """Attempts that were dropped because their weights were too old."""
 
     resampled: int = 0
-    """Ids that were sampled and then dropped, since the engine cut their turn for its trainer."""
+    """Sampled ids dropped because the engine cut their turn for its trainer."""
 
     recalled_tokens: int = 0
     """Sampled ids among `tokens` that earlier runs of the same file sampled."""
 
     faults: deque[str] = field(default_factory=lambda: deque(maxlen=100))
-    """What went wrong without changing an outcome: the latest of it."""
+    """The latest faults that changed no outcome."""
 
     solved: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """The number of groups by (how many episodes each had, how many of them were solved), for pass@k."""
+    """The number of groups by (episodes, solved episodes), for pass@k."""
 
     seconds: float = 0.0
-    """How long the run played, once it is over; `elapsed` also tells before."""
+    """The duration of the run, once it is over; `elapsed` has it before too."""
+
+    repeats_tasks: bool = False
+    """True if the task source may repeat a task."""
 
     _began: float = 0.0
     _open: dict[tuple[str, int], list[bool]] = field(default_factory=dict)
+    _played: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def start(self) -> None:
-        """The run begins to play."""
+        """Mark the beginning of the run."""
         self._began = time.monotonic()
 
     @property
@@ -209,35 +184,37 @@ class Summary:
         return self.seconds or (time.monotonic() - self._began if self._began else 0.0)
 
     def stop(self) -> None:
-        """The run is over."""
+        """Mark the end of the run."""
         self.seconds = time.monotonic() - self._began
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Ids, or tokens that servers counted, a second, without those of earlier runs of its file.
+        """Sampled ids, or tokens counted by servers, per second, without earlier runs of the file.
 
-        None before it plays.
+        None before the run plays.
         """
         sampled = self.tokens.sampled + self.usage.completion
         return (sampled - self.recalled_tokens) / self.elapsed if self.elapsed else None
 
     @property
     def failed(self) -> int:
-        """Episodes whose outcome is a failure, of whatever kind."""
+        """The number of failed episodes."""
         return sum(count for outcome, count in self.outcomes.items() if outcome.failed)
 
     @property
     def cut_short(self) -> int:
-        """Episodes that the next run of the same configuration plays again."""
+        """The number of episodes that the next run of the file repeats."""
         return sum(count for outcome, count in self.outcomes.items() if outcome.cut_short)
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count an episode: the trajectories of its agents."""
+        """Count an episode, given the trajectories of its agents."""
         first = trajectories[0]
         self.episodes += 1
         self.outcomes[first.outcome] += 1
+        self.episode_turns[len(first.turns)] += 1
         for name, value in first.metrics.items():
-            self.metrics.setdefault(name, Mean()).add(value)
+            self.metrics.setdefault(name, Mean()).add(value, first.task.id)
+        self._close_metrics(first)
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 self._add_turn(turn)
@@ -245,9 +222,15 @@ class Summary:
                 self.requests[request.verdict.value] += 1
                 self.tolerated.update(each.value for each in request.tolerated)
 
+    def add_retry_cause(self, cause: str) -> None:
+        """Count the cause of a repeated attempt."""
+        known = cause in self.retry_causes or len(self.retry_causes) < MAX_RETRY_CAUSES
+        self.retry_causes[cause if known else "another cause"] += 1
+
     def recall(self, trajectories: Sequence[Trajectory], *, final: bool) -> None:
         """Count an episode that an earlier run of the same file finished; its rewards only where they are final."""
         self.add(trajectories)
+        self.recalled_turns += len(trajectories[0].turns)
         if final:
             self.add_rewards(trajectories)
         self.recalled_tokens += sum(turn.tokens for trajectory in trajectories for turn in trajectory.turns)
@@ -256,31 +239,42 @@ class Summary:
         """Count the rewards of an episode, once they are final."""
         for trajectory in trajectories:
             if trajectory.trained and trajectory.turns:
-                self.agents.setdefault(trajectory.agent, Mean()).add(trajectory.reward)
+                self.agents.setdefault(trajectory.agent, Mean()).add(trajectory.reward, trajectory.task.id)
         self._add_reward(next((t for t in trajectories if t.trained), trajectories[0]))
 
     def _add_reward(self, trajectory: Trajectory) -> None:
-        self.reward.add(trajectory.reward)
+        task = trajectory.task.id
+        self.reward.add(trajectory.reward, task)
         for name, value in trajectory.rewards.items():
             if value is not None:
-                self.rewards.setdefault(name, Mean()).add(value)
-        # What is solved is told of whole groups only: of half of one, pass@k would be biased.
-        group = self._open.setdefault((trajectory.task.id, trajectory.visit), [])
+                self.rewards.setdefault(name, Mean()).add(value, task)
+        # Whole groups only: an incomplete group would bias pass@k.
+        group = self._open.setdefault((task, trajectory.visit), [])
         group.append(trajectory.reward is not None and trajectory.reward >= SOLVED)
         if len(group) == self.group_size:
             self.solved[len(group), sum(group)] += 1
-            del self._open[trajectory.task.id, trajectory.visit]
+            del self._open[task, trajectory.visit]
+            self._close(task, (self.reward, *self.agents.values(), *self.rewards.values()))
+
+    def _close_metrics(self, trajectory: Trajectory) -> None:
+        visit = trajectory.task.id, trajectory.visit
+        self._played[visit] += 1
+        if self._played[visit] == self.group_size:
+            del self._played[visit]
+            self._close(trajectory.task.id, self.metrics.values())
+
+    def _close(self, task: str, means: Iterable[Mean]) -> None:
+        # Memory follows the groups in flight, unless tasks may repeat.
+        if not self.repeats_tasks:
+            for mean in means:
+                mean.close(task)
 
     def pass_at(self, k: int) -> float | None:
-        """The chance that one of k episodes of a task is solved, unbiased (Chen et al. 2021), or None without groups.
+        """The unbiased estimate of pass@k (Chen et al. 2021), or None without groups.
 
         An episode is solved with a reward of at least 1; a failed one is not.
         """
-        groups = sum(count for (n, _), count in self.solved.items() if n >= k)
-        if not groups:
-            return None
-        missed = sum(count * math.comb(n - c, k) / math.comb(n, k) for (n, c), count in self.solved.items() if n >= k)
-        return 1 - missed / groups
+        return pass_at_k(self.solved, k)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -311,6 +305,7 @@ class Summary:
             "times": asdict(self.times),
             "tokens_per_second": self.tokens_per_second,
             "retried": self.retried,
+            "retry_causes": dict(self.retry_causes.most_common()),
             "stale": self.stale,
             "resampled": self.resampled,
             "faults": list(self.faults),

@@ -1,4 +1,4 @@
-"""Feeds a run with tasks: takes them from their source and begins their episodes, as slots become free."""
+"""The task feeder: takes tasks from their source and begins their episodes as slots become free."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ __all__ = ["Slots", "TaskFeeder"]
 
 
 class Slots:
-    """As many as there should be episodes in flight; each has one from before its task is asked for until it ends.
+    """Slots of the episodes in flight; each is taken before its task is requested, until the episode ends.
 
-    Whoever plays the episodes says how many there are, also while the run plays: workers come and go.
+    The player sets the number of slots, and changes it as workers come and go.
     """
 
     def __init__(self, player: Player) -> None:
         self.width = 0
-        """How many slots there are now."""
+        """The number of slots now."""
         self._taken = 0
         self._one_is_free = anyio.Event()
-        player.tell_width(self._set_width)
+        player.watch_width(self._set_width)
 
     async def take(self) -> None:
-        """Wait until a slot is free, and take it. One task alone asks for slots."""
-        await anyio.lowlevel.checkpoint()  # also where a slot is free: a run that drains begins no further episode
+        """Wait for a free slot and take it; called by one task only."""
+        await anyio.lowlevel.checkpoint()  # also with a free slot, so that draining stops the feeder
         while self._taken >= self.width:
             self._one_is_free = anyio.Event()
             await self._one_is_free.wait()
         self._taken += 1
 
-    def give_back(self) -> None:
-        """Let a further episode begin."""
+    def release(self) -> None:
+        """Free a slot."""
         self._taken -= 1
         self._one_is_free.set()
 
@@ -61,41 +61,41 @@ class Slots:
 
 @dataclass(eq=False, kw_only=True)
 class TaskFeeder:
-    """Begins the episodes of a run, so many at once as there are slots."""
+    """Begins the episodes of a run, as many at once as there are slots."""
 
     feed: TaskFeed
     """The source of the tasks."""
     shared: RunShared
-    """What all episodes share."""
+    """The objects that all episodes share."""
     writer: RunWriter
-    """The run file, which knows what earlier runs finished."""
+    """The run file, with the episodes that earlier runs finished."""
     scoring: GroupScoring
-    """The scoring of groups; it is told how many episodes each will have."""
+    """The scoring of groups, which needs the size of each group."""
     state: RunState
-    """The state of the run, where a failure ends it."""
+    """The state of the run, for errors that end it."""
     indices: Sequence[int]
     """The episodes of each group that are played."""
     slots: Slots
     """The slots of the episodes in flight."""
 
     def __post_init__(self) -> None:
-        self._given = 0  # tasks
+        self._tasks_taken = 0
 
     async def begin_episodes(self, episodes: TaskGroup, play: Callable[[EpisodeKey], Awaitable[None]]) -> None:
         """Begin every episode of every task.
 
-        A task that cannot be had ends the run; what was begun is played to its end.
+        A failing task source ends the run; episodes in flight finish.
         """
 
         async def play_in_slot(key: EpisodeKey) -> None:
             try:
                 await play(key)
             finally:
-                self.slots.give_back()
+                self.slots.release()
 
         try:
             while True:
-                # The slot before the task: a source decides on the next task only when it can be played.
+                # The slot first: a source chooses the next task when it can be played at once.
                 await self.slots.take()
                 task = await self.feed.next()
                 if task is None:
@@ -110,14 +110,14 @@ class TaskFeeder:
             self.state.fail(BadTask(f"tasks() raised {describe_error(error)}"))
 
     async def _episodes_of(self, task: Task, episodes: TaskGroup) -> list[EpisodeKey]:
-        """The episodes of a task that no earlier run finished; where there is none, its slot is given back."""
+        """The episodes of a task that no earlier run finished; without any, its slot is released."""
         self._check_system_prompt(task)
         claimed = await self._claim(task)
         missing = [index for index in self.indices if index not in claimed.finished]
         if missing:
             self.scoring.open(task, claimed.visit, len(missing))
         else:
-            self.slots.give_back()
+            self.slots.release()
             if self.scoring.has_rewards and not claimed.group_scored:
                 episodes.start_soon(self._score_stored, task, claimed.visit)
         return [
@@ -126,11 +126,11 @@ class TaskFeeder:
         ]
 
     async def _claim(self, task: Task) -> Claimed:
-        self._given += 1
-        position, repeatable = self._given, self.feed.repeatable
+        self._tasks_taken += 1
+        position, repeatable = self._tasks_taken, self.feed.repeatable
         if not self.writer.resumed:
             return self.writer.claim(task, position, repeatable=repeatable)
-        # Only what an earlier run left has to be read from the file, which may make the loop wait.
+        # In a thread only if the run is resumed: then the file is read, which may block.
         job = Job(lambda: self.writer.claim(task, position, repeatable=repeatable), "run file")
         claimed: Claimed = await self.shared.workers.call(job)
         return claimed
@@ -142,7 +142,7 @@ class TaskFeeder:
             self.state.fail(error, cancel=True)
 
     def _check_system_prompt(self, task: Task) -> None:
-        """Refuse a second system prompt before anything is sampled, where that can be known without an episode."""
+        """Refuse a second system prompt before anything is sampled, if no hook builds the prompt."""
         environment = self.shared.environment
         system_prompt = common_system_prompt(environment)
         if system_prompt is not None and not environment.overrides("prompt"):

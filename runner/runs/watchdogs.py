@@ -1,4 +1,4 @@
-"""What ends a run before its work is done: too many failures, a dead engine, or nothing happening any more."""
+"""Watchdogs that end a run early: too many failures, a dead engine, or no progress."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["Breaker", "until_dead", "until_stuck"]
 
-BREAKER_WINDOW: Final = 32
-"""The number of last episodes that the breaker looks at: older ones cannot hide that an environment has broken."""
+BREAKER_WINDOW_SIZE: Final = 32
+"""The number of recent episodes that the breaker counts: older ones cannot hide a broken environment."""
 
-BREAKER_LEAST: Final = 16
-"""The number of episodes that the breaker waits for: a run whose first one fails may be fine."""
+MIN_BREAKER_EPISODES: Final = 16
+"""The fewest episodes after which the breaker acts: the first ones may fail by chance."""
 
 RUN_STUCK_SECONDS: Final = 600.0
-"""The seconds without any sign of life after which a run is stuck. No default limit of an episode is longer, so that
-limits end what they can before the whole run ends."""
+"""The time without progress after which a run is stuck. Default limits of episodes are shorter, so that they act
+first."""
 
-LISTED: Final = 10
-"""The most episodes of a stuck run that the error names, those that waited longest."""
+MAX_LISTED_EPISODES: Final = 10
+"""The most waiting episodes that the error names, the longest waits first."""
 
-HEALTH_SECONDS: Final = 1.0
-"""The seconds from one question whether the engines are alive to the next."""
+HEALTH_INTERVAL_SECONDS: Final = 1.0
+"""The interval between health checks of the engines."""
 
 
 class Breaker:
@@ -37,18 +37,18 @@ class Breaker:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._recent: deque[bool] = deque(maxlen=BREAKER_WINDOW)
+        self._recent: deque[bool] = deque(maxlen=BREAKER_WINDOW_SIZE)
         self._causes: Counter[str] = Counter()
 
     def note(self, trajectory: Trajectory) -> TooManyFailures | None:
-        """Count an episode; gives the error to end the run with, once there were too many failures."""
-        if trajectory.outcome is Outcome.CANCELLED:  # by whoever ended it, so it tells nothing of the environment
+        """Count an episode; return the error that ends the run once too many failed."""
+        if trajectory.outcome is Outcome.CANCELLED:  # cancelled from outside, so the environment is not the cause
             return None
         self._recent.append(trajectory.outcome.failed)
         if trajectory.outcome.failed:
             self._causes[trajectory.error or trajectory.outcome.value] += 1
         failed = sum(self._recent)
-        if len(self._recent) < BREAKER_LEAST or failed <= self._share * len(self._recent):
+        if len(self._recent) < MIN_BREAKER_EPISODES or failed <= self._share * len(self._recent):
             return None
         cause, count = self._causes.most_common(1)[0]
         return TooManyFailures(
@@ -58,40 +58,40 @@ class Breaker:
 
 
 async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
-    """Return when one of these can answer no more, with the cause; also while nobody asks them for anything."""
+    """Wait until an engine dies, also while it is idle, and return the error."""
     while True:
         try:
             for engine in engines:
                 await engine.health()
         except EngineDead as death:
             return death
-        await anyio.sleep(HEALTH_SECONDS)
+        await anyio.sleep(HEALTH_INTERVAL_SECONDS)
 
 
 async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:
-    """Return when nothing happened for `RUN_STUCK_SECONDS`, with an error that says who waits for what.
+    """Wait until nothing happens for `RUN_STUCK_SECONDS`; return an error that lists the waiting episodes.
 
     Args:
-        plays: the episodes in flight; as long as there are none nothing is stuck.
-        progress: gives something that differs whenever anything has happened.
+        plays: the episodes in flight; without any, the run is not stuck.
+        progress: returns a value that changes with any progress.
     """
     seen: Hashable = None
     since = anyio.current_time()
     while True:
         await anyio.sleep(1)
-        # Sampled ids alone would not do: an episode may go from one thing to the next without its engine.
+        # Sampled ids are not enough: an episode may make progress without its engine.
         signs = progress(), max((play.since for play in plays), default=0.0)
         if signs != seen or not plays:
             seen, since = signs, anyio.current_time()
         elif anyio.current_time() - since > RUN_STUCK_SECONDS:
-            return RunStuck(_who_waits(plays))
+            return RunStuck(_list_waiting(plays))
 
 
-def _who_waits(plays: Collection[Attempt]) -> str:
+def _list_waiting(plays: Collection[Attempt]) -> str:
     now = anyio.current_time()
-    longest = sorted(plays, key=lambda play: play.since)[:LISTED]
+    longest = sorted(plays, key=lambda play: play.since)[:MAX_LISTED_EPISODES]
     lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
-    lines += [f"  {play.key.id} waits for {play.activity} since {now - play.since:.0f} s" for play in longest]
+    lines += [f"  {play.key.id} has been waiting for {play.activity} for {now - play.since:.0f} s" for play in longest]
     if len(plays) > len(longest):
         lines.append(f"  and {len(plays) - len(longest)} more")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What one transaction writes: trajectories made into rows, and the rows into few statements."""
+"""Transaction batches: trajectories as rows, and rows as few SQL statements."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.trajectory import Trajectory, Turn
 
 __all__ = ["Batch", "Packer"]
 
-REMEMBERED: Final = 4096
-"""Shared rows that a packer remembers at most, so that its memory does not follow the run."""
+SHARED_ROW_CACHE_SIZE: Final = 4096
+"""Entries in the cache of shared rows that the file already holds."""
 
 Values: TypeAlias = Sequence[Any]
-"""A row to be inserted: a value for each column of its table."""
+"""A row to insert: a value for each column of its table."""
 
 
 class Batch:
@@ -33,26 +33,26 @@ class Batch:
 
     def __init__(self) -> None:
         self.rows: dict[Table, list[Values]] = {}
-        """The rows to be inserted, by table."""
+        """The rows to insert, by table."""
         self.updates: list[tuple[str, tuple[Any, ...]]] = []
-        """Statements with their values, run when all rows are inserted."""
+        """Statements with their values, run after all inserts."""
 
     def insert(self, table: Table, row: Values) -> None:
         """Add a row: the values of the table's columns, in their order."""
         self.rows.setdefault(table, []).append(row)
 
     def update(self, statement: str, *values: Any) -> None:
-        """Add a statement that is run after all rows are inserted."""
+        """Add a statement that runs after all inserts."""
         self.updates.append((statement, values))
 
     def absorb(self, other: Batch) -> None:
-        """Add all that another batch has."""
+        """Add everything of another batch."""
         for table, rows in other.rows.items():
             self.rows.setdefault(table, []).extend(rows)
         self.updates += other.updates
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Run the statements, inside of the transaction that is open."""
+        """Run the statements in the open transaction."""
         for table, rows in self.rows.items():
             for chunk in _chunks(rows):
                 connection.execute(insertion(table, len(chunk)), [value for row in chunk for value in row])
@@ -60,40 +60,40 @@ class Batch:
             connection.execute(statement, given)
 
 
-_CHUNKS: Final = (64, 16, 4, 1)
-"""How many rows one statement inserts, the most first."""
+_CHUNK_SIZES: Final = (64, 16, 4, 1)
+"""Rows per insert statement, the largest first."""
 
 
 def _chunks(rows: Sequence[Values]) -> Iterator[Sequence[Values]]:
-    """Rows that go together in one statement, in few sizes so that few statements are compiled.
+    """The rows in chunks for one statement each, in few sizes so that few statements are compiled.
 
-    Every statement lets go of the interpreter's lock and asks for it again, which a busy event loop answers late.
+    Each statement releases the interpreter lock and waits to get it back from a busy event loop.
     """
     start = 0
     while start < len(rows):
-        size = next(size for size in _CHUNKS if size <= len(rows) - start)
+        size = next(size for size in _CHUNK_SIZES if size <= len(rows) - start)
         yield rows[start : start + size]
         start += size
 
 
 class Packer:
-    """Makes rows of trajectories.
+    """Converts trajectories to rows.
 
-    It remembers which shared rows the file holds already, so that most turns add nothing but themselves. What it has
-    forgotten goes to the file again, where it is ignored.
+    It caches which shared rows the file already holds, so that most turns add only their own row. A row that fell out
+    of the cache is inserted again, and ignored.
     """
 
     def __init__(self, *, next_key: int, launch: int, resumed: bool) -> None:
         self.resumed = resumed
-        """Whether the file held this run already when it was opened."""
+        """True if the file already held this run when it was opened."""
         self._next_key = next_key
         self._launch = launch
         self._written: OrderedDict[Hashable, None] = OrderedDict()
-        # Nearly all turns of a run share one object, and taking it apart costs as much as the rest of a turn's row.
+        # Nearly all turns share one object, and encoding it costs as much as the rest of a row.
         self._sampled: tuple[Sampling | None, str] = None, ""
 
     def forget(self) -> None:
-        """Forget what the file holds: after a transaction that failed it may hold nothing of what was packed."""
+        """Clear the cache: after a failed transaction the file may lack the packed rows."""
         self._written.clear()
 
     def add(self, batch: Batch, trajectory: Trajectory, *, superseded: bool) -> None:
@@ -134,23 +134,23 @@ class Packer:
         return self._refer(batch, SAMPLINGS, "sampling", self._sampled[1])
 
     def _refer(self, batch: Batch, table: Table, kind: str, *values: str) -> int:
-        """The key of a row that many others refer to; the row itself goes along the first time."""
+        """The key of a shared row; the row is added the first time."""
         key = _key_of(kind, values[-1])
         if self._first_time(key):
             batch.insert(table, [key, *values])
         return key
 
-    def _first_time(self, what: Hashable) -> bool:
-        if what in self._written:
-            self._written.move_to_end(what)
+    def _first_time(self, item: Hashable) -> bool:
+        if item in self._written:
+            self._written.move_to_end(item)
             return False
-        self._written[what] = None
-        if len(self._written) > REMEMBERED:
+        self._written[item] = None
+        if len(self._written) > SHARED_ROW_CACHE_SIZE:
             self._written.popitem(last=False)
         return True
 
 
 def _key_of(kind: str, value: str) -> int:
-    """The same for the same text, so that nothing has to be looked up; 63 bits, since SQLite's integers have a sign."""
+    """A hash of the text as the key, so that no lookup is needed; 63 bits, since SQLite's integers are signed."""
     text = f"{kind}:{value}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

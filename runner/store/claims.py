@@ -1,4 +1,4 @@
-"""Claims of tasks: which visit of a task this is, and what earlier runs of the same file have left of it to do."""
+"""Task claims: the visit number of a task, and its episodes that earlier runs of the file finished."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Claimed:
     """A task that may be played now."""
 
     visit: int = 0
-    """The number of times that this run was given the task before."""
+    """The number of earlier claims of the task in this run."""
     finished: frozenset[int] = frozenset()
-    """The indices of its group whose episode has a final outcome in the file."""
+    """The group indices whose episodes have a final outcome in the file."""
     attempts: Mapping[int, int] = field(default_factory=dict)
-    """How many attempts the file holds, by index; the next attempt has this number."""
+    """The number of attempts in the file by index, which is the number of the next attempt."""
     group_scored: bool = False
-    """Whether the rewards of the group are in the file."""
+    """True if the rewards of the group are in the file."""
 
 
 class Claims:
-    """The ids of the tasks that this run was given; may be used from any thread.
+    """The ids of the tasks of this run; usable from any thread.
 
     Args:
-        stored: a connection to what earlier runs left in the file; None where that is nothing.
+        stored: a connection to the file with episodes of earlier runs; None without any.
     """
 
     def __init__(self, stored: sqlite3.Connection | None) -> None:
         self._stored = stored
         self._lock = threading.Lock()
-        # A nameless database is temporary: SQLite keeps it in memory while it is small, and on disk where a source
-        # gives millions of tasks. It dies with the process, so it needs no journal and no sync.
+        # A nameless database is temporary: SQLite keeps it in memory while it is small, and on disk for millions of
+        # tasks. It is deleted with the process, so it needs no journal and no sync.
         self._given = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         # A negative size of the cache is in KiB: 4 MiB of it stay in memory.
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -4096"):
@@ -64,8 +64,8 @@ class Claims:
                 return self._stored_state(self._stored, task, visit) if self._stored is not None else Claimed(visit)
         except sqlite3.Error as error:
             raise StorageFailed(
-                f"the index of task ids cannot be kept ({error}). It is a temporary file: make room in {gettempdir()}, "
-                f"or name a folder that has room in SQLITE_TMPDIR."
+                f"the index of task ids cannot be stored ({error}). It is a temporary file: free space in "
+                f"{gettempdir()}, or set SQLITE_TMPDIR to a folder with space."
             ) from error
 
     def _next_visit(self, task: Task, position: int, repeatable: bool) -> int:
@@ -77,7 +77,7 @@ class Claims:
         first, visits = row
         if not repeatable:
             raise BadTask(
-                f"task {position} has the id {task.id!r}, which task {first} has as well: "
+                f"task {position} has the id {task.id!r}, which task {first} has too: "
                 f"give each task an id of its own. (A source that repeats tasks on purpose has finished(trajectory).)"
             )
         self._given.execute("UPDATE given SET visits = visits + 1 WHERE id = ?", (id,))
@@ -99,7 +99,7 @@ class Claims:
         return Claimed(visit, frozenset(finished), attempts, bool(row["group_scored"]))
 
     def close(self) -> None:
-        """Let go of the ids."""
+        """Delete the ids."""
         with self._lock:
             self._given.close()
 
@@ -109,17 +109,17 @@ def _require_same(stored: str, task: Task) -> None:
     if now == stored:
         return
     old_fields, new_fields = decode_json(stored), decode_json(now)
-    if old_fields == new_fields:  # NaN apart, another order of the same
+    if old_fields == new_fields:  # the same fields in another order
         return
     names = [name for name in {**old_fields, **new_fields} if old_fields.get(name) != new_fields.get(name)]
     lines = [f"  {name}: {old_fields.get(name)!r:.100} -> {new_fields.get(name)!r:.100}" for name in names]
     raise ConfigurationChanged(
-        f"task {task.id!r} is not the one that the run file holds:\n" + "\n".join(lines) + "\n"
+        f"task {task.id!r} differs from the one in the run file:\n" + "\n".join(lines) + "\n"
         "Give the same tasks to resume the run (further ones may follow), or another path (--file) to begin a new one."
     )
 
 
-# --- episodes that are to be played again although they had ended
+# --- failed episodes that are repeated
 
 UNSUCCEEDED: Final = """
     SELECT DISTINCT task_id, visit FROM episodes AS last WHERE superseded AND NOT EXISTS (
@@ -127,7 +127,7 @@ UNSUCCEEDED: Final = """
         AND later.group_index = last.group_index AND NOT later.superseded
     )
 """
-"""The tasks of which an episode has attempts that are no results, and no other."""
+"""The tasks with an episode whose attempts are all superseded."""
 
 _FAILED: Final = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.failed)
 
@@ -146,7 +146,7 @@ _STATEMENTS: Final = (
 
 
 def reopen_failed(connection: sqlite3.Connection) -> None:
-    """What failed is no result any more: it is claimed again, now or when the run is next gone on with."""
+    """Mark failed episodes as superseded, so that this run or a later one claims them again."""
     with transaction(connection):
         for statement in _STATEMENTS:
             connection.execute(statement)

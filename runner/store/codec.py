@@ -1,4 +1,4 @@
-"""Trajectories as the values of rows, and rows as the trajectories that they were made of, without loss."""
+"""Lossless conversion of trajectories to row values and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 # --- writing
 
-# What the columns of each hold of an object, in their order.
+# Functions that return the column values of an object, in column order.
 trajectory_values = row_maker(TRAJECTORY)
 segment_values = row_maker(SEGMENT)
 request_values = row_maker(REQUEST)
@@ -53,14 +53,14 @@ def origin_values(segment: Segment) -> tuple[str | bytes | None, int | None]:
 
 
 def turn_values(turn: Turn) -> list[Any]:
-    """What the columns of `TURN`, `TIMINGS`, `JUNCTION` and `USAGE` hold of it, in their order."""
+    """The values of the columns `TURN`, `TIMINGS`, `JUNCTION` and `USAGE`, in order."""
     junction = _NO_JUNCTION if turn.junction is None else _junction_values(turn.junction)
     usage = _NO_USAGE if turn.usage is None else _usage_values(turn.usage)
     return [*_turn_values(turn), *_timings_values(turn.timings), *junction, *usage]
 
 
 def episode_row(trajectory: Trajectory) -> dict[str, Any]:
-    """What the columns of `TRAJECTORY` hold of it, by name."""
+    """The values of the columns `TRAJECTORY` by name."""
     return dict(zip((column.name for column in TRAJECTORY), trajectory_values(trajectory), strict=True))
 
 
@@ -83,7 +83,7 @@ def load_trajectory(connection: sqlite3.Connection, episode: Row, decode_task: T
     """The trajectory of a row of `episodes`.
 
     Raises:
-        RunFileError: the rows hold none; the message names the episode and what is damaged.
+        RunFileError: the rows are damaged; the message names the episode and the cause.
     """
     task = connection.execute(
         "SELECT task FROM tasks WHERE id = ? AND visit = ?", (episode["task_id"], episode["visit"])
@@ -95,8 +95,8 @@ def load_trajectory(connection: sqlite3.Connection, episode: Row, decode_task: T
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise RunFileError(
             f"run file {_path(connection)}: episode {decode_text(episode['id'])!r} of agent "
-            f"{decode_text(episode['agent'])!r} is damaged, its rows hold no trajectory "
-            f"({type(error).__name__}: {error}). Play it again, in another file."
+            f"{decode_text(episode['agent'])!r} is damaged, its rows are not a trajectory "
+            f"({type(error).__name__}: {error}). Play it again with another file."
         ) from error
 
 
@@ -126,7 +126,7 @@ def _trajectory(connection: sqlite3.Connection, episode: Row, task: Task) -> Tra
 
 def _segment(row: Row) -> Segment:
     sources, ids = sources_of(decode_json(row["sources"])), unpack("i", row["ids"])
-    # Arrays of different lengths would be paired wrongly by whoever reads them side by side.
+    # Arrays of different lengths would be paired wrongly.
     if len(ids) != len(sources):
         raise ValueError(f"segment {row['number']} has {len(ids)} ids and the sources of {len(sources)}")
     logprobs = unpacked_logprobs(row["logprobs"], sources, row["number"])

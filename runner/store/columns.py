@@ -1,4 +1,4 @@
-"""What a column and a table of the run file are: a name, its SQL, its meaning, and how values go in and come back."""
+"""Columns and tables of a run file: name, SQL, meaning, and conversion of values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Row: TypeAlias = sqlite3.Row | Mapping[str, Any]
 
 
 def encode_text(text: str) -> str | bytes:
-    """`text` for a column; bytes where it holds half a surrogate pair, which SQLite's text cannot."""
+    """The text for a column; bytes if it holds half a surrogate pair, which SQLite's text cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -45,20 +45,20 @@ def encode_text(text: str) -> str | bytes:
 
 
 def decode_text(value: str | bytes) -> str:
-    """What `encode_text` was given."""
+    """The text that `encode_text` encoded."""
     return value if isinstance(value, str) else value.decode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How values of one kind are stored."""
+    """The conversion of values of one kind."""
 
     write: Callable[[Any], Any] | None = None
-    """Makes the stored value; None where the value is stored as it is."""
+    """Converts a value for storage; None stores it unchanged."""
     read: Callable[[Any], Any] | None = None
-    """Makes the value again of what is stored."""
+    """Converts a stored value back; None returns it unchanged."""
     part: str = ""
-    """The attribute of the value that is stored in its stead, after a full stop; "" for the value itself."""
+    """The attribute that is stored instead of the value, with a leading dot; "" for the value itself."""
 
 
 AS_IS: Final = Form()
@@ -68,33 +68,33 @@ FLAG: Final = Form(int, bool)
 
 
 def member_of(enumeration: type[Enum]) -> Form:
-    """The form of an enum's members, which are stored by their values."""
+    """The form of enum members, which are stored as their values."""
     return Form(read=enumeration, part=".value")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the run file, whose value the writer gives; see `field` and `derived` for the others."""
+    """A column of the run file. Without a path the writer sets the value; see also `field` and `derived`."""
 
     name: str
     """The name of the column in the file."""
     sql: str
     """The type of the column and its constraint."""
     meaning: str
-    """What the column holds: a comment in the file's schema, and a line of docs/run-file.md."""
+    """The meaning of the column: a comment in the file's schema, and a line of docs/run-file.md."""
     form: Form = AS_IS
-    """How the value is stored."""
+    """The conversion of the value."""
     attribute: str = ""
-    """The name under which the value is read back; "" where that is the name of the column."""
+    """The attribute that the value is read into; "" if it has the column's name."""
     path: str = ""
-    """The attribute of an object that the value is made of, such as `task.id`; "" where the writer gives the value."""
+    """The attribute path of the source value, such as `task.id`; "" if the writer sets the value."""
     is_field: bool = False
-    """Whether the value is given to the constructor when the object is made again."""
+    """True if the value is a constructor argument when the object is read."""
     arrow: str = ""
-    """The type of the column in a Parquet export; "" where it is in none."""
+    """The Arrow type in a Parquet export; "" if it is not exported."""
 
     def read(self, row: Row) -> Any:
-        """The value that a stored row has here."""
+        """The value of this column in a stored row."""
         stored, read = row[self.name], self.form.read
         return stored if read is None else read(stored)
 
@@ -105,13 +105,13 @@ def field(name: str, sql: str, meaning: str, form: Form = AS_IS, *, attribute: s
 
 
 def derived(name: str, sql: str, meaning: str, path: str, form: Form = AS_IS, *, arrow: str = "") -> Column:
-    """A column that is made of what an object has at `path`, and is not read back as a field."""
+    """A column computed from the attribute at `path`, and not read back as a field."""
     return Column(name, sql, meaning, form, "", path, False, arrow)
 
 
 def row_maker(columns: Sequence[Column]) -> Callable[[Any], list[Any]]:
-    """A function that makes of an object what these columns store of it, in their order."""
-    # One attrgetter takes all of them in C: this runs for every turn of a run.
+    """A function that returns the stored values of these columns for an object."""
+    # One attrgetter reads all attributes in C: this runs for every turn.
     take = attrgetter(*(column.path for column in columns))
     writes = [(number, column.form.write) for number, column in enumerate(columns) if column.form.write]
 
@@ -125,7 +125,7 @@ def row_maker(columns: Sequence[Column]) -> Callable[[Any], list[Any]]:
 
 
 def read_fields(columns: Iterable[Column], row: Row) -> dict[str, Any]:
-    """What `row` holds for the constructor of the object that it was made of."""
+    """The constructor arguments of the object in `row`."""
     return {column.attribute or column.name: column.read(row) for column in columns if column.is_field}
 
 
@@ -136,16 +136,16 @@ class Table:
     name: str
     """The name of the table."""
     meaning: str
-    """What one row is; a comment in the file's schema."""
+    """The meaning of one row: a comment in the file's schema."""
     columns: tuple[Column, ...]
     """The columns, in the order in which rows are inserted."""
     key: str = ""
-    """The constraint on several columns that makes its key; "" where one column is the key."""
+    """The constraint of a key of several columns; "" if one column is the key."""
     shared: bool = False
-    """Whether many rows of other tables refer to one row of this one, so that it may be there already."""
+    """True if rows of other tables share rows of this one, so that a row may exist already."""
 
     def create(self) -> str:
-        """The statement that makes the table, with the meaning of each column as a comment."""
+        """The statement that creates the table, with the meaning of each column as a comment."""
         names, types = ([getattr(each, part) for each in self.columns] for part in ("name", "sql"))
         wide, wider = max(map(len, names)) + 2, max(map(len, types)) + 1
         last = self.columns[-1] if not self.key else None

@@ -1,4 +1,4 @@
-"""The writer's thread: packs what waits, commits it in one transaction, and wakes all who wait with one call."""
+"""The writer's thread: commits all waiting episodes in one transaction, and wakes their tasks with one call."""
 
 from __future__ import annotations
 
@@ -13,59 +13,63 @@ from typing import Any, Final
 import anyio
 
 from runner.concurrency.threads import soon_on_this_loop
+from runner.engines.proofs import ProofFigures
 from runner.errors import StorageFailed
 from runner.store.batch import Batch, Packer
 from runner.store.claims import UNSUCCEEDED
-from runner.store.columns import encode_text
+from runner.store.columns import encode_text, insertion
 from runner.store.database import storage_failed, transaction
 from runner.store.json_values import encode_json
+from runner.store.schema import WEIGHTS
 from runner.trajectory import Trajectory
 
-__all__ = ["Commit", "CommitThread", "episode_commit", "finish_commit", "reward_commit"]
+__all__ = ["Commit", "CommitThread", "episode_commit", "finish_commit", "reward_commit", "weights_commit"]
 
-GROUP_TOKENS: Final = 4_000_000
-"""Token ids that one transaction takes at most, so that memory does not follow a burst."""
+MAX_TRANSACTION_TOKENS: Final = 4_000_000
+"""The most token ids in one transaction, which bounds the memory of a burst."""
 
 GATHER_SECONDS: Final = 0.005
-"""From the beginning of one transaction to that of the next at least, so that episodes which end one by one on a busy
-loop still share transactions; one that ends alone is committed at once."""
+"""The shortest time from one transaction to the next, so that episodes on a busy loop share transactions; a single
+episode is committed at once."""
 
 
 class Commit:
-    """Something to be committed, and how that ended.
+    """A unit to commit, and its result.
 
     Args:
         pack: adds its statements to a batch; called in the writer's thread.
-        tokens: the number of token ids that it holds, by which transactions are kept small.
+        tokens: the number of its token ids, which count towards `MAX_TRANSACTION_TOKENS`.
     """
 
     def __init__(self, pack: Callable[[Batch, Packer], None], *, tokens: int = 0) -> None:
         self.pack = pack
         self.tokens = tokens
         self.done = anyio.Event()
-        """Set on the event loop when it is committed, or has failed."""
+        """Set on the event loop once it is committed or has failed."""
         self.error: StorageFailed | None = None
-        """Why it is not in the file; None where it is."""
+        """The error if it is not in the file."""
 
 
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
-    """The trajectories of one episode, an attempt that is superseded or one that supersedes those before."""
+    """The commit of one episode; with `retry` it is superseded, else it supersedes earlier attempts."""
 
     def pack(batch: Batch, packer: Packer) -> None:
         for trajectory in trajectories:
             packer.add(batch, trajectory, superseded=retry)
-        first = trajectories[0]  # all agents of an episode share what is asked of it here
+        first = trajectories[0]  # the fields used below are equal for all agents of an episode
         task = encode_text(first.task.id), first.visit
         if first.attempt:
             batch.update(_SUPERSEDE, *task, first.index, first.attempt)
-        # In a run that began with this file no group is scored before its last episode. A resumed run adds episodes to
-        # groups that were, and to runs that were complete.
+        # Only a resumed run adds episodes to scored groups and to complete runs.
         if packer.resumed:
             batch.update("UPDATE tasks SET group_scored = 0 WHERE id = ? AND visit = ? AND group_scored", *task)
-            batch.update("UPDATE run SET complete = 0, summary = NULL WHERE complete")
+            batch.update(_OUTDATED)
 
     return Commit(pack, tokens=sum(len(segment.log) for each in trajectories for segment in each.segments))
 
+
+# The summary of an earlier launch lacks new episodes, so the transaction with the first of them removes it.
+_OUTDATED: Final = "UPDATE run SET complete = 0, summary = NULL WHERE complete OR summary IS NOT NULL"
 
 _SUPERSEDE: Final = """
     UPDATE episodes SET superseded = 1
@@ -74,7 +78,7 @@ _SUPERSEDE: Final = """
 
 
 def reward_commit(trajectories: Sequence[Trajectory]) -> Commit:
-    """The rewards of one task's trajectories, after those of its group are known."""
+    """The commit of the rewards of one task's trajectories, after the group is scored."""
 
     def pack(batch: Batch, packer: Packer) -> None:
         for each in trajectories:
@@ -82,6 +86,8 @@ def reward_commit(trajectories: Sequence[Trajectory]) -> Commit:
             batch.update(_REWARD, *rewards, *task, each.index, encode_text(each.agent), each.attempt)
         for id, visit in {(encode_text(each.task.id), each.visit) for each in trajectories}:
             batch.update("UPDATE tasks SET group_scored = 1 WHERE id = ? AND visit = ?", id, visit)
+        if packer.resumed:
+            batch.update("UPDATE run SET summary = NULL WHERE summary IS NOT NULL")
 
     return Commit(pack)
 
@@ -92,19 +98,26 @@ _REWARD: Final = """
 """
 
 
+def weights_commit(launch: int, engine: int, version: str, figures: ProofFigures | None, now: float) -> Commit:
+    """The commit of an engine's new weights, with the results of their proof."""
+    proof = (None,) * 4 if figures is None else (figures.ids, figures.median, figures.largest, figures.arrived)
+    row = (launch, engine, encode_text(version), now, *proof)
+    return Commit(lambda batch, packer: batch.update(insertion(WEIGHTS, 1), *row))
+
+
 def finish_commit(summary: Mapping[str, Any], *, complete: bool) -> Commit:
-    """The end of a run, and whether anything is left of it to play."""
+    """The commit of the end of a run."""
     return Commit(lambda batch, packer: batch.update(_FINISH, encode_json(summary), int(complete)))
 
 
-# What is to be played again, and was not since its task was not given, is left to do.
+# A run is not complete while superseded episodes lack a result because their task was not given.
 _FINISH: Final = f"UPDATE run SET summary = ?, complete = ? AND NOT EXISTS ({UNSUCCEEDED})"
 
 
 class CommitThread:
-    """Takes commits from the event loop, groups those that wait, and says when they are on disk.
+    """Takes commits from the event loop, and writes waiting ones in one transaction.
 
-    One transaction for all that waits costs little more than for one, and the loop is woken once for all of them.
+    A transaction of many commits costs little more than one of one, and the loop is woken once for all.
     """
 
     def __init__(
@@ -113,26 +126,26 @@ class CommitThread:
         self.transactions = 0
         """The number of transactions that were committed."""
         self.wake_ups = 0
-        """How often the event loop was called."""
+        """The number of calls to the event loop."""
         self._connection = connection
         self._path = path
         self._packer = Packer(next_key=next_key, launch=launch, resumed=resumed)
         self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
-        # A daemon: where the loop died without closing the writer, it must not keep the process.
+        # A daemon: if the loop died without closing the writer, it must not keep the process.
         self._thread = threading.Thread(target=self._work, name="deltarunner run file", daemon=True)
         self._on_loop: Callable[[Callable[[], object]], object]
 
     def start(self) -> None:
-        """Begin; called on the event loop that is to be told."""
+        """Start the thread; called on the event loop that waits for commits."""
         self._on_loop = soon_on_this_loop()
         self._thread.start()
 
     def send(self, commit: Commit) -> None:
-        """Hand over a commit; called on the event loop, and waits for nothing."""
+        """Queue a commit without waiting; called on the event loop."""
         self._queue.put(commit)
 
     def close(self) -> None:
-        """Commit what waits, and end."""
+        """Commit everything queued, and end the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -151,9 +164,9 @@ class CommitThread:
     def _next_group(self) -> tuple[list[Commit], bool]:
         group: list[Commit] = []
         tokens = 0
-        while tokens < GROUP_TOKENS:
+        while tokens < MAX_TRANSACTION_TOKENS:
             try:
-                commit = self._queue.get(block=not group)  # the first is waited for, the others are there or not
+                commit = self._queue.get(block=not group)  # wait for the first only
             except queue.Empty:
                 break
             if commit is None:
@@ -172,20 +185,20 @@ class CommitThread:
                 batch.write(self._connection)
             self.transactions += 1
         except sqlite3.OperationalError as error:
-            self._failed(packed, error)  # a full disk or a lock, which is nobody's own: alone each would fail too
+            self._failed(packed, error)  # a full disk or a lock: each commit would fail alone too
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             self._failed(packed, error)
-            # Something in one of them cannot be stored; the others have nothing to do with it.
+            # One of them cannot be stored; commit the others alone.
             if len(packed) > 1:
                 for commit in packed:
                     commit.error = None
                     self._commit([commit])
 
     def _pack(self, commit: Commit, into: Batch) -> bool:
-        batch = Batch()  # of its own, so that a commit which fails half way leaves no rows among the others'
+        batch = Batch()  # separate, so that a commit that fails half way adds no rows
         try:
             commit.pack(batch, self._packer)
-        except Exception as error:  # what is packed holds an author's values, with methods of their own
+        except Exception as error:  # values of an author may raise anything
             self._packer.forget()
             commit.error = StorageFailed(
                 f"run file {self._path}: an episode cannot be stored ({type(error).__name__}: {error})."
@@ -209,5 +222,5 @@ class CommitThread:
 
         try:
             self._on_loop(settle)
-        except RuntimeError:  # the loop is gone; what it sent is committed all the same
+        except RuntimeError:  # the loop is gone; the commits are done
             return

@@ -1,4 +1,4 @@
-"""Connections to a run file, and what is said when one cannot be had."""
+"""Connections to a run file, its lock, and the errors of the database."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import quote
 
 from runner.errors import NewerRunFile, RunFileError, StorageFailed
-from runner.store.schema import APPLICATION_ID, FORMAT
+from runner.store.schema import APPLICATION_ID, FORMAT_VERSION
 
 __all__ = [
     "FileLock",
@@ -26,101 +26,101 @@ __all__ = [
     "write_ahead",
 ]
 
-_GO_ON = "what was announced is in the file"
+_SAFE = "announced episodes are in the file"
 
-# By the beginning of SQLite's name for the error, the more precise ones first.
+# By the prefix of SQLite's error name, the more specific ones first.
 _CAUSES: Final = (
     (
         "SQLITE_FULL",
-        f"the disk is full; {_GO_ON}. Free some space and give the same command again: it goes on from there",
+        f"the disk is full; {_SAFE}. Free some space and run the same command again to resume",
     ),
     (
         "SQLITE_IOERR",
-        f"the disk refused ({{error}}); {_GO_ON}. Check its space, quota and health, and give the same command again",
+        f"the disk refused ({{error}}); {_SAFE}. Check its space, quota and health, and run the same command again",
     ),
     ("SQLITE_READONLY", "it is read-only. Make the file and its folder writable, or give another path (--file)"),
     (
         "SQLITE_CANTOPEN",
-        "it cannot be opened. Check that its folder is there and writable, or give another path (--file)",
+        "it cannot be opened. Check that its folder exists and is writable, or give another path (--file)",
     ),
     ("SQLITE_CORRUPT", "it is damaged ({error}). Keep a copy, and save what is readable with `sqlite3 FILE .recover`"),
     (
         "SQLITE_BUSY",
-        "another program holds it locked. End that program (an open SQL shell?) and give the same command again",
+        "another program holds it locked. End that program (an open SQL shell?) and run the same command again",
     ),
 )
 
 
 def storage_failed(path: Path, error: Exception) -> StorageFailed:
-    """What to tell people about an error of the database at `path`."""
+    """The error to raise for a database error of the file `path`."""
     name = getattr(error, "sqlite_errorname", "")
     for prefix, cause in _CAUSES:
         if name.startswith(prefix):
             return StorageFailed(f"run file {path}: {cause.format(error=f'{error}, {name}')}.")
-    return StorageFailed(f"run file {path}: {type(error).__name__}: {error} ({name or 'no code'}); {_GO_ON}.")
+    return StorageFailed(f"run file {path}: {type(error).__name__}: {error} ({name or 'no code'}); {_SAFE}.")
 
 
 @contextmanager
 def storage_faults(path: Path) -> Iterator[None]:
-    """Errors of the database inside the block are raised as `StorageFailed`; `RunFileError` where it is no database."""
+    """Raise database errors of the block as `StorageFailed`, or `RunFileError` if the file is not a database."""
     try:
         yield
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
             raise RunFileError(
-                f"run file {path}: it is no run file (not a SQLite database). Give another path (--file)."
+                f"run file {path}: it is not a run file (not a SQLite database). Give another path (--file)."
             ) from error
         raise storage_failed(path, error) from error
 
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of the block or nothing of it."""
-    # The write lock is taken here, where SQLite waits for it; a transaction that begins by reading could be refused
-    # it at once, in the middle.
+    """Commit all of the block, or none of it."""
+    # IMMEDIATE takes the write lock now, and waits for it. A transaction that first reads could be refused the lock
+    # in the middle.
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk has rolled it back already
+        if connection.in_transaction:  # a full disk has already rolled it back
             connection.execute("ROLLBACK")
         raise
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder that `path` is to stand in."""
+    """Create the folder of `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageFailed(
-            f"run file {path}: its folder cannot be made ({error.strerror}: {error.filename}). "
+            f"run file {path}: its folder cannot be created ({error.strerror}: {error.filename}). "
             f"Give a path in a folder that you can write to (--file)."
         ) from error
     if path.is_dir():
-        raise StorageFailed(f"run file {path}: this is a folder. Give the path of a file (--file).")
+        raise StorageFailed(f"run file {path}: it is a folder. Give the path of a file (--file).")
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """A connection that may write and has not done so; it waits ten seconds for others' locks."""
-    # Opened in a worker thread and used in the writer's own; transactions are begun by hand (`transaction`).
+    """A writable connection, which waits up to ten seconds for locks."""
+    # Opened in a worker thread and used in the writer's; `transaction` begins transactions.
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
 
 
 def write_ahead(connection: sqlite3.Connection, *, durable: bool) -> None:
-    """Have commits go to a log (WAL), so that readers and the writer are never in each other's way."""
+    """Turn on the write-ahead log (WAL), so that readers and the writer never block each other."""
     connection.execute("PRAGMA journal_mode = WAL")
-    # NORMAL hands a commit to the operating system, which outlives this process; FULL waits until the disk has it.
+    # NORMAL survives the death of the process; FULL also waits until the disk has the commit.
     connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-    # The log goes into the file after so many pages, four times SQLite's own number: each time it waits for the disk.
+    # Four times SQLite's default: each checkpoint waits for the disk.
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write, also to a file that grows or stands on a read-only disk.
+    """A read-only connection, also to a file that grows or is on a read-only disk.
 
     Raises:
-        RunFileError: there is no such file, or no run in it.
+        RunFileError: the file does not exist, or holds no run.
     """
     if not path.is_file():
         raise RunFileError(f"there is no run file {path}. Run files are in runs/ unless --file named another path.")
@@ -128,8 +128,8 @@ def open_reader(path: Path) -> sqlite3.Connection:
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # On a read-only disk nothing can be shared with a writer, and nothing needs to be; but what is in the log
-            # alone would be missed.
+            # On a read-only disk there is no writer to share with. But an immutable read would miss what is only in the
+            # log.
             log = path.with_name(f"{path.name}-wal")
             if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):
                 raise
@@ -144,7 +144,7 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
     try:
         check_format(connection, path)
         if not tables_in(connection):
-            raise RunFileError(f"run file {path}: it is empty; its run ended before it began.")
+            raise RunFileError(f"run file {path}: it is empty: its run ended during the start.")
     except BaseException:
         connection.close()
         raise
@@ -152,43 +152,43 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def tables_in(connection: sqlite3.Connection) -> bool:
-    """Whether the database holds any table."""
+    """Return True if the database has any table."""
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse what is no run file of this format; a database that is still empty passes.
+    """Refuse a database that is not a run file of this format; an empty one passes.
 
     Raises:
-        RunFileError: a database, but no run file, or one of an older format.
-        NewerRunFile: its format is newer than this version's.
+        RunFileError: the database is not a run file, or has an older format.
+        NewerRunFile: the format is newer than this version's.
     """
     if not tables_in(connection):
         return
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
         raise RunFileError(
-            f"run file {path}: this is a SQLite database, but no run file of deltarunner. Give another path (--file)."
+            f"run file {path}: it is a SQLite database, but not a run file of deltarunner. Give another path (--file)."
         )
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > FORMAT:
+    if version > FORMAT_VERSION:
         raise NewerRunFile(
-            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT}. "
+            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT_VERSION}. "
             f"Upgrade it (pip install -U deltarunner), or give another path (--file)."
         )
-    if version < FORMAT:
+    if version < FORMAT_VERSION:
         raise RunFileError(
-            f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT} alone. "
-            f"Nothing converts it: play the run anew, to another path (--file)."
+            f"run file {path}: its format is {version}, and this deltarunner reads only format {FORMAT_VERSION}. "
+            f"It cannot be converted: play the run again, with another path (--file)."
         )
 
 
 class FileLock:
-    """Keeps every other process, and every other run of this one, from writing the same run file.
+    """A lock that keeps other processes and other runs from writing the same run file.
 
-    It is SQLite's own lock on an empty database beside the file: the kernel lets go of it when the process dies, in
-    whatever way, and processes forked from it do not inherit it. The file's own lock is taken and left with every
-    transaction, so it would let two runs write by turns.
+    It is SQLite's lock on an empty database next to the file: the kernel releases it when the process dies, and
+    forked processes do not inherit it. The lock of the file itself is held only during transactions, so two runs
+    could write alternately.
     """
 
     def __init__(self, path: Path) -> None:
@@ -196,11 +196,11 @@ class FileLock:
         self._connection: sqlite3.Connection | None = None
 
     def acquire(self) -> None:
-        """Take it, or raise `StorageFailed` where somebody else has it."""
+        """Take the lock, or raise `StorageFailed` if it is held."""
         side = self._path.with_name(f".{self._path.name}.lock")
         try:
             self._connection = sqlite3.connect(side, isolation_level=None, check_same_thread=False, timeout=0)
-            self._connection.execute("PRAGMA journal_mode = MEMORY")  # no journal of the lock stands beside it
+            self._connection.execute("PRAGMA journal_mode = MEMORY")  # no journal file of the lock
             self._connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
             self.release()
@@ -211,8 +211,8 @@ class FileLock:
                 ) from None
             raise storage_failed(self._path, error) from error
 
-    def held(self) -> bool:
-        """Whether somebody has it now."""
+    def is_held(self) -> bool:
+        """Return True if the lock is held."""
         try:
             self.acquire()
         except StorageFailed:
@@ -221,7 +221,7 @@ class FileLock:
         return False
 
     def release(self) -> None:
-        """Let go of it, if it is held by this object."""
+        """Release the lock if this object holds it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -1,4 +1,4 @@
-"""Run files as JSONL and Parquet, in memory that does not follow the run."""
+"""Export of run files to JSONL and Parquet, in constant memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 from runner.errors import BadOption, StorageFailed
+from runner.messages import as_messages
 from runner.store.columns import Column, encode_text
 from runner.store.json_values import decode_json, encode_json, encode_standard_json
+from runner.store.parquet_columns import (
+    as_array,
+    message_type,
+    message_values,
+    sampling_type,
+    sampling_values,
+    scores_type,
+    task_type,
+    task_values,
+    tools_value,
+)
 from runner.store.reader import RunFile
 from runner.store.schema import TRAJECTORY
 from runner.store.stored_tasks import encode_task
+from runner.store.trajectory_filter import ALL, TrajectoryFilter
 from runner.tokens.log import TokenLog
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Segment, Trajectory, Turn
@@ -25,20 +38,24 @@ if TYPE_CHECKING:
 
 __all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
 
-Exporter: TypeAlias = Callable[[RunFile, Path], int]
-"""Writes a run file to a path, and says how many trajectories it wrote."""
 
-ROW_GROUP_TOKENS: Final = 1_000_000
-"""Token ids after which a row group of a Parquet file is written: what is held in memory at a time."""
-ROW_GROUP_ROWS: Final = 2_000
-"""Rows after which it is written, where they have few ids."""
+class Exporter(Protocol):
+    """Writes the chosen trajectories of a run file to a path, and returns their number."""
+
+    def __call__(self, run_file: RunFile, path: Path, /, *, chosen: TrajectoryFilter = ALL) -> int: ...
+
+
+MAX_ROW_GROUP_TOKENS: Final = 1_000_000
+"""The number of token ids that completes a Parquet row group, which bounds memory."""
+MAX_ROW_GROUP_ROWS: Final = 2_000
+"""The number of rows that completes a row group with few ids."""
 
 
 @contextlib.contextmanager
 def _whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name once it is complete; until then an older one stays."""
+    """A new file that replaces `path` once it is complete."""
     if path.exists() and not path.is_file():
-        raise StorageFailed(f"{path} is no file, so nothing can be exported to it. Give the path of a file.")
+        raise StorageFailed(f"{path} is not a file. Give the path of a file.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -46,45 +63,47 @@ def _whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
         partial.replace(path)
     except OSError as error:
         raise StorageFailed(
-            f"{path} cannot be written ({error.strerror or error}); nothing was changed there. "
-            f"Give a path in a folder that is writable and has room."
+            f"{path} cannot be written ({error.strerror or error}); nothing was changed. "
+            f"Give a path in a writable folder with space."
         ) from error
     finally:
-        with contextlib.suppress(OSError):  # the error that passes says why, and would be lost behind this one
+        with contextlib.suppress(OSError):  # an error here would hide the first one
             partial.unlink(missing_ok=True)
 
 
 # --- JSONL
 
 
-def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes]) -> int:
-    """Write the trajectories that one trains on, one JSON object a line.
+def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: TrajectoryFilter = ALL) -> int:
+    """Write the trained trajectories, one JSON object per line.
 
     A trajectory that failed, or was not scored, has `reward: null`. `logprobs` are null for ids that were not
-    sampled; `mask` is 1 for ids that were. `sampling` of a turn is null where no run sampled it, `top_ids` and
-    `top_logprobs` where it asked for none, and a log-probability in them where the id could not be sampled.
+    sampled; `mask` is 1 for ids that were. In a turn, `sampling` is null if no run sampled it, `top_ids` and
+    `top_logprobs` are null if it did not request them, and a log-probability in them is null if the id could not be
+    sampled.
 
     Args:
         run_file: the run file to export.
         target: a path, where the file appears once it is complete, or a binary stream.
+        chosen: the filter of the trajectories.
 
     Returns:
-        How many were written.
+        The number of written trajectories.
 
     Raises:
         StorageFailed: the target cannot be written.
     """
     if isinstance(target, str | Path):
         with _whole_or_nothing(Path(target)) as file:
-            return export_jsonl(run_file, file)
+            return export_jsonl(run_file, file, chosen=chosen)
     count = 0
-    for trajectory in run_file.trajectories():
+    for trajectory in run_file.trajectories(chosen):
         target.write(encode_standard_json(_as_object(trajectory)) + b"\n")
         count += 1
     return count
 
 
-# The fields of a trajectory that are columns of `episodes`. What is exported is trained, always.
+# The fields of a trajectory that are columns of `episodes`; `trained` is always true here.
 _FIELDS: Final = tuple(
     column.attribute or column.name
     for column in TRAJECTORY
@@ -139,39 +158,44 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 def _value_of(column: Column) -> Callable[[Trajectory], Any]:
     write, take = column.form.write, attrgetter(column.path)
-    # Text goes as it is: what makes it fit SQLite may be bytes, and Arrow encodes text itself.
-    return take if write is None or write is encode_text else lambda trajectory: write(take(trajectory))
+    # Text stays text: SQLite may need bytes, but Arrow encodes text itself. Scores become structs.
+    return take if write in (None, encode_text, encode_json) else lambda trajectory: write(take(trajectory))
 
 
 _IN_PARQUET: Final = tuple(column for column in TRAJECTORY if column.arrow)
 _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
     **{column.attribute or column.name: (column.arrow, _value_of(column)) for column in _IN_PARQUET},
-    "task": ("string", lambda t: encode_task(t.task)),
-    "messages": ("string", lambda t: encode_json([segment.messages for segment in t.segments])),
-    "sampling": ("string", lambda t: encode_json([_sampling(turn) for turn in t.turns])),
+    "task": ("", lambda t: task_values(t.task, as_messages(t.task.prompt))),
+    "messages": ("", lambda t: message_values(t.messages)),
+    "earlier_messages": ("", lambda t: [message_values(segment.messages) for segment in t.segments[:-1]]),
+    "tools": ("string", lambda t: tools_value(t.segments[-1].tools if t.segments else ())),
+    "sampling": ("", lambda t: [sampling_values(turn) for turn in t.turns]),
 }
-"""The columns that hold one value of a trajectory: the Arrow type, and what gives the value."""
+"""The columns with one value per trajectory: the Arrow type if it is plain, and the function that returns the value."""
 
 _PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions", "top_ids", "top_logprobs")
 
 PARQUET_COLUMNS: Final = (*_VALUES, *_PER_TOKEN)
-"""The columns of a Parquet export; docs/run-file.md says what is in them."""
+"""The columns of a Parquet export; see docs/run-file.md."""
 
 
-def export_parquet(run_file: RunFile, path: str | Path, *, columns: Sequence[str] = PARQUET_COLUMNS) -> int:
-    """Write the trajectories that one trains on as Parquet, one row each.
+def export_parquet(
+    run_file: RunFile, path: str | Path, *, columns: Sequence[str] = PARQUET_COLUMNS, chosen: TrajectoryFilter = ALL
+) -> int:
+    """Write the trained trajectories as Parquet, one row each.
 
     `token_ids`, `logprobs`, `mask` and `weight_versions` are lists of lists: one list per segment, and an episode has
     one segment unless its history was rewritten. In `top_ids` and `top_logprobs` each id has a list, which is null
-    where its turn asked for none. `reward` is null where a trajectory failed or was not scored.
+    if its turn did not request them. `reward` is null if a trajectory failed or was not scored.
 
     Args:
         run_file: the run file to export.
         path: the path where the file appears once it is complete.
-        columns: those of `PARQUET_COLUMNS` that are wanted.
+        columns: a selection of `PARQUET_COLUMNS`.
+        chosen: the filter of the trajectories.
 
     Returns:
-        How many rows were written.
+        The number of written rows.
 
     Raises:
         BadOption: there is no such column.
@@ -185,7 +209,7 @@ def export_parquet(run_file: RunFile, path: str | Path, *, columns: Sequence[str
     schema = _parquet_schema(columns, run_file)
     count = 0
     with _whole_or_nothing(Path(path)) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-        for rows in _row_groups(run_file.trajectories()):
+        for rows in _row_groups(run_file.trajectories(chosen)):
             writer.write_table(_table(rows, schema), row_group_size=len(rows))
             count += len(rows)
     return count
@@ -197,7 +221,12 @@ def _parquet_schema(columns: Sequence[str], run_file: RunFile) -> pa.Schema:
     def nested(value: pa.DataType) -> pa.DataType:
         return pa.list_(pa.list_(value))
 
-    types = {name: pa.type_for_alias(alias) for name, (alias, _) in _VALUES.items()} | {
+    types = {name: pa.type_for_alias(alias) for name, (alias, _) in _VALUES.items() if alias} | {
+        **{name: scores_type(run_file.score_names(name)) for name in ("rewards", "metrics")},
+        "task": task_type(),
+        "messages": pa.list_(message_type()),
+        "earlier_messages": nested(message_type()),
+        "sampling": pa.list_(sampling_type()),
         "token_ids": nested(pa.int32()),
         "logprobs": nested(pa.float32()),
         "mask": nested(pa.int8()),
@@ -215,7 +244,7 @@ def _row_groups(trajectories: Iterator[Trajectory]) -> Iterator[list[Trajectory]
     for trajectory in trajectories:
         rows.append(trajectory)
         tokens += sum(len(segment.log) for segment in trajectory.segments)
-        if tokens >= ROW_GROUP_TOKENS or len(rows) >= ROW_GROUP_ROWS:
+        if tokens >= MAX_ROW_GROUP_TOKENS or len(rows) >= MAX_ROW_GROUP_ROWS:
             yield rows
             rows, tokens = [], 0
     if rows:
@@ -226,7 +255,7 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
     import numpy as np
     import pyarrow as pa
 
-    # The ids of all rows end to end, as Arrow's nested lists want them: no object per id is made.
+    # Arrow's nested lists take the ids of all rows end to end, without an object per id.
     logs = [segment.log for trajectory in rows for segment in trajectory.segments]
     segment_ends = np.cumsum([0, *map(len, logs)], dtype=np.int32)
     row_ends = np.cumsum([0, *(len(trajectory.segments) for trajectory in rows)], dtype=np.int32)
@@ -237,10 +266,10 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
             versions[begin + span.start : begin + span.end] = names.setdefault(span.version, len(names))
     numbers: Any = pa.array(versions, mask=versions < 0)
 
-    nested: Any = pa.ListArray.from_arrays  # whose types do not know that it takes numpy's arrays
+    nested: Any = pa.ListArray.from_arrays  # its types lack numpy arrays, which it accepts
 
     def joined(kind: str, parts: Iterable[array[Any]], **options: Any) -> Any:
-        # An empty piece goes first, since rows may have no segments, and np.concatenate takes no empty list.
+        # An empty part first: rows may have no segments, and np.concatenate refuses an empty list.
         return pa.array(np.concatenate([np.empty(0, kind), *parts]), **options)
 
     per_token: dict[str, Callable[[], Any]] = {
@@ -254,19 +283,19 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
 
     def column(name: str) -> Any:
         if name not in per_token:
-            return pa.array(map(_VALUES[name][1], rows), schema.field(name).type)
+            return as_array(list(map(_VALUES[name][1], rows)), schema.field(name).type)
         return nested(row_ends, nested(segment_ends, per_token[name]()))
 
     return pa.Table.from_arrays([column(name) for name in schema.names], schema=schema)
 
 
 def _tops(logs: Iterable[TokenLog]) -> Iterator[TopLogprobs]:
-    """The likeliest ids of all turns that asked for them, in order."""
+    """The top log-probabilities of all turns that have them, in order."""
     return (log.top_logprobs[start] for log in logs for start in sorted(log.top_logprobs))
 
 
 def _lists(logs: Sequence[TokenLog], values: Any) -> Any:
-    """`values`, which are those of `_tops`, as a list for each id of the logs, null where there are none."""
+    """The values of `_tops` as a list for each id of the logs, null for ids without any."""
     import numpy as np
     import pyarrow as pa
 

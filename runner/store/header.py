@@ -1,9 +1,10 @@
-"""The header of a run file: everything that matters about how a run was configured, and what of it may change."""
+"""The header of a run file: the configuration of a run, and the changes with which it can be resumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,7 +14,7 @@ from typing import Any, Final, Self
 
 from runner.errors import ConfigurationChanged
 from runner.store.json_values import decode_json, encode_json
-from runner.store.schema import FORMAT
+from runner.store.schema import FORMAT_VERSION
 from runner.tokens.token_diff import first_mismatch
 from runner.wording import WORDING_VERSION
 
@@ -21,21 +22,22 @@ __all__ = ["Change", "Header", "OnChange"]
 
 
 class OnChange(enum.StrEnum):
-    """What a difference between a file's header and a new one means."""
+    """The consequence of a difference between a file's header and a new one."""
 
     REFUSE = "refuse"
-    """The run is not gone on with: the episodes would not be those of one run."""
+    """The run cannot be resumed: its episodes would not belong to one run."""
     WARN = "warn"
-    """The run goes on, and says so."""
+    """The run is resumed with a warning."""
     FREE = "free"
-    """The run goes on, and says nothing."""
+    """The run is resumed."""
 
 
 # The first pattern that fits a field's path decides.
 _RULES: Final = (
     ("created", OnChange.FREE),
-    ("clock", OnChange.FREE),  # a resumed run goes on with the file's
+    ("clock", OnChange.FREE),  # a resumed run uses the file's
     ("format", OnChange.FREE),
+    ("group_rewards", OnChange.FREE),  # follows from the environment; files of earlier versions do not have it
     ("concurrency.*", OnChange.FREE),
     ("retries", OnChange.FREE),
     ("breaker", OnChange.FREE),
@@ -44,21 +46,20 @@ _RULES: Final = (
     ("git.*", OnChange.WARN),
     ("platform", OnChange.WARN),
     ("*template.name", OnChange.FREE),
-    ("*template.fingerprint", OnChange.FREE),  # follows from what is compared anyway
-    ("*template.turns.format.response*", OnChange.REFUSE),  # of the checkpoint, and so it does not follow
+    ("*template.fingerprint", OnChange.FREE),  # follows from compared fields
+    ("*template.turns.format.response*", OnChange.REFUSE),  # from the checkpoint, so it does not follow
     ("*template.turns.*", OnChange.FREE),  # likewise
     ("engine*.versions.*", OnChange.WARN),
     ("engine*.versions_stamped_by", OnChange.WARN),
     ("engine*.kind", OnChange.REFUSE),
     ("engine*.model", OnChange.REFUSE),
-    ("engine*.replies*", OnChange.REFUSE),  # a scripted engine's are its model
+    ("engine*.replies*", OnChange.REFUSE),  # the model of a scripted engine
     ("engine*.forced", OnChange.REFUSE),
     ("engine*.tokenizer", OnChange.REFUSE),
     ("engine*.stop_ids", OnChange.REFUSE),
     ("engine*.seed", OnChange.REFUSE),
     ("engine*.context", OnChange.REFUSE),
     ("engine*.logprobs", OnChange.REFUSE),
-    ("engine*.arguments.dtype", OnChange.REFUSE),
     ("engine*.arguments.quantization", OnChange.REFUSE),
     ("engine*.arguments.*revision", OnChange.REFUSE),
     ("engine*.arguments.hf_overrides*", OnChange.REFUSE),
@@ -67,22 +68,27 @@ _RULES: Final = (
     ("engine*.extra_body*", OnChange.REFUSE),
     ("engine*.leave_out", OnChange.REFUSE),
     ("engine*.reasoning_field", OnChange.REFUSE),
-    ("engine.*", OnChange.FREE),  # sizes
+    ("engine.*", OnChange.FREE),  # sizes; `_meaning` has a rule for dtypes
     ("engines.*", OnChange.FREE),
     ("*", OnChange.REFUSE),
 )
 
 
+_DTYPE: Final = re.compile(
+    r"(engine|engines\..+?)(\.arguments)?\.dtype"
+)  # the dtype in use; with `arguments` the given one
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A field that is not what it was."""
+    """A changed field."""
 
     path: str
     """The field, such as "sampling.temperature"."""
     old: Any
-    """The value in the file; `MISSING` where it is not there."""
+    """The value in the file; `MISSING` if absent."""
     new: Any
-    """The value now; `MISSING` likewise."""
+    """The value now; `MISSING` if absent."""
     meaning: OnChange
     """The consequence of the change."""
 
@@ -99,14 +105,14 @@ MISSING: Final = _Missing.MISSING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """How a run was configured. All values are JSON; secrets among them are hashes."""
+    """The configuration of a run. All values are JSON; secrets are hashed."""
 
     environment: str
     """The environment, as module:Class."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The arguments of its constructor, defaults included."""
     unrecorded: tuple[str, ...] = ()
-    """The names of those arguments that have no form in JSON."""
+    """The names of arguments that JSON cannot hold."""
     system_prompt: str | None = None
     """The environment's system prompt."""
     tool_choice: str = "auto"
@@ -114,62 +120,64 @@ class Header:
     tools: Mapping[str, Any] = field(default_factory=dict)
     """The environment's tools in OpenAI's shape, by name."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """What `Engine.describe()` says, the fingerprint of its `tokenizer` and its `stop_ids`; of a vocabulary of bytes
-    also the `control_tokens` and the `eos_token` that it is made of. An engine that takes messages has only the first,
-    and says so by `takes`."""
+    """The description of the engine (`Engine.describe()`), the fingerprint of its `tokenizer`, and its `stop_ids`; for
+    a byte vocabulary also its `control_tokens` and `eos_token`. An engine that takes messages has only the
+    description, with `takes`."""
     engines: Mapping[str, Any] = field(default_factory=dict)
-    """The descriptions of the engines that agents have of their own, by agent."""
+    """The descriptions of the separate engines of agents, by agent."""
     template: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's chat template: name, text, variables, fingerprint, and how it writes turns, as it was learnt, or
-    how the checkpoint says that they are read. An engine that takes messages has none."""
+    """The engine's chat template: name, text, variables, fingerprint, and the turn format, learnt or from the
+    checkpoint. Empty for an engine that takes messages."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Names that the template reads, such as `enable_thinking`."""
+    """Values of names that the template reads, such as `enable_thinking`."""
     tool_format: str | None = None
-    """The format that calls are read in, where the user named one; None where the template's own is."""
+    """The tool call format that the user named; None for the template's."""
     clock: datetime
-    """The time that templates see."""
+    """The time passed to templates."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The run's sampling, which goes over that of the environment, by field."""
+    """The run's sampling by field, which overrides the environment's."""
     environment_sampling: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own sampling, by field."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """The limits, with every field."""
     concurrency: Mapping[str, Any] = field(default_factory=dict)
-    """How wide the run is."""
+    """The concurrency of the run."""
     group_size: int = 1
     """The number of episodes of each task."""
     seed: int = 0
-    """The number from which all random numbers follow."""
+    """The seed of all random numbers."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each reward, by name."""
+    group_rewards: tuple[str, ...] = ()
+    """The names of the group rewards."""
     history: Mapping[str, Any] = field(default_factory=dict)
-    """How the past of a conversation is kept, as a `History` has it."""
+    """The history options, as in `History`."""
     wording: int = WORDING_VERSION
     """The version of the fixed words that go back to a model."""
     retries: int = 0
-    """How often an episode is played again after an engine's failure."""
+    """The number of repetitions after engine failures."""
     breaker: float = 1.0
     """The share of failures that ends the run."""
     max_version_lag: int | None = None
-    """The number of weight updates that an episode may be behind; None for any."""
+    """The most weight updates by which an episode may lag; None for any."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of Python and of the packages that matter; those not installed are absent."""
     platform: str = ""
     """The operating system and the machine."""
     git: Mapping[str, Any] = field(default_factory=dict)
-    """The `revision` of the environment's folder, and whether it is `dirty`; empty where there is none."""
+    """The git `revision` of the environment's folder and its `dirty` flag; empty outside a repository."""
     created: datetime
-    """When the run was begun."""
-    format: int = FORMAT
+    """The time at which the run began."""
+    format: int = FORMAT_VERSION
     """The format of the file."""
 
-    def gives_ids(self, agent: str) -> bool:
-        """Whether what an agent said is there as token ids: no server of messages spoke for it."""
+    def has_ids(self, agent: str) -> bool:
+        """Return True if the turns of an agent have token ids: its engine is not a message server."""
         engine: Mapping[str, Any] = self.engines.get(agent, self.engine)
         return engine.get("takes") != "messages"
 
     def to_json(self) -> str:
-        """The header as the text that the file keeps."""
+        """The header as JSON text for the file."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values["clock"] = self.clock.isoformat()
         values["created"] = self.created.isoformat()
@@ -183,27 +191,28 @@ class Header:
         values = {name: value for name, value in values.items() if name in known}
         values["clock"] = datetime.fromisoformat(values["clock"])
         values["created"] = datetime.fromisoformat(values["created"])
-        values["unrecorded"] = tuple(values["unrecorded"])
+        for name in ("unrecorded", "group_rewards"):
+            values[name] = tuple(values.get(name, ()))
         return cls(**values)
 
     def changes(self, new: Header) -> list[Change]:
-        """How `new` differs from this one, in the order of the fields; what is free to change is among it."""
+        """The differences from this header to `new`, in field order, including free ones."""
         old_fields, new_fields = dict(_flat(decode_json(self.to_json()))), dict(_flat(decode_json(new.to_json())))
         return [
-            Change(path, old, changed, next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern)))
+            Change(path, old, changed, _meaning(path, old_fields))
             for path in dict.fromkeys([*old_fields, *new_fields])
             if (old := old_fields.get(path, MISSING)) != (changed := new_fields.get(path, MISSING))
         ]
 
     def refused(self, new: Header) -> list[Change]:
-        """The changes with which the run cannot be resumed."""
+        """The changes that prevent a resume."""
         return [change for change in self.changes(new) if change.meaning is OnChange.REFUSE]
 
     def check_same(self, new: Header, path: Path) -> None:
-        """Refuse to go on with the run file `path`, whose header this is, as the run that `new` describes.
+        """Refuse to resume the run file `path` with this header as the run of `new`.
 
         Raises:
-            ConfigurationChanged: they are two configurations; the message lists what differs.
+            ConfigurationChanged: the configurations differ; the message lists how.
         """
         refused = self.refused(new)
         if refused:
@@ -215,6 +224,15 @@ class Header:
 
 
 # --- what changed
+
+
+def _meaning(path: str, old: Mapping[str, Any]) -> OnChange:
+    dtype = _DTYPE.fullmatch(path)
+    if dtype is None:
+        return next(meaning for pattern, meaning in _RULES if fnmatchcase(path, pattern))
+    # A file from before the dtype was recorded has only the given one, if any.
+    written = f"{dtype[1]}.dtype" in old
+    return OnChange.REFUSE if written is (dtype[2] is None) else OnChange.FREE
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

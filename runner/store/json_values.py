@@ -1,4 +1,4 @@
-"""Any value as JSON for a run file, and what it was when it comes back."""
+"""JSON for run files: encoding of any value, and decoding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["class_name", "decode_json", "encode_json", "encode_standard_json"]
 
 
 def encode_json(value: Any) -> str:
-    """`value` as JSON. What JSON has no form for becomes its text; NaN and infinities stand as Python writes them."""
+    """The value as JSON. A value that JSON cannot hold becomes text; NaN and infinities are written as Python does."""
     try:
         data = orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError):
-        # Half a surrogate pair, an integer of more than 64 bits: Python's own encoder has a form for them.
+        # Python's encoder takes half a surrogate pair, and integers of more than 64 bits.
         return json.dumps(_with_text_keys(value))
     if b"null" in data and _has_strange_float(value):
         return json.dumps(_with_text_keys(value), ensure_ascii=False)
@@ -28,7 +28,7 @@ def encode_json(value: Any) -> str:
 
 
 def encode_standard_json(value: Any) -> bytes:
-    """`value` as JSON that any reader takes: NaN and infinities are null."""
+    """The value as standard JSON: NaN and infinities are null."""
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError):
@@ -37,7 +37,7 @@ def encode_standard_json(value: Any) -> bytes:
 
 
 def decode_json(text: str) -> Any:
-    """What `encode_json` was given. Not orjson: it rounds integers of more than 64 bits."""
+    """The value that `encode_json` encoded. Not with orjson, which rounds integers of more than 64 bits."""
     return json.loads(text)
 
 
@@ -48,6 +48,11 @@ def _plain(value: Any) -> Any:
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return dict(value)
+    # orjson refuses subclasses of these two, such as a numpy number or a named tuple.
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, tuple):
+        return list(value)
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, set | frozenset):
@@ -60,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """The same in lists and dicts whose keys are text; Python's encoder takes few other keys."""
+    """The value with text keys in all mappings; Python's encoder takes few other keys."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -73,11 +78,13 @@ def _with_text_keys(value: Any) -> Any:
 def _key(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(_plain(value))
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value if isinstance(value, tuple) else _plain(value))
 
 
 def _has_strange_float(value: Any) -> bool:
-    if value is None or isinstance(value, str | int):  # nearly all there is, and the rest of this is slow
+    if value is None or isinstance(value, str | int):  # nearly all values, and the rest is slow
         return False
     if isinstance(value, float):
         return not math.isfinite(value)

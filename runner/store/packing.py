@@ -1,4 +1,4 @@
-"""Token logs as the bytes and spans that a run file keeps of them, and back."""
+"""Token logs as bytes and spans of a run file, and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pack(values: array[Any]) -> bytes:
 
 
 def unpack(typecode: str, data: bytes) -> array[Any]:
-    """What `pack` was given, with the type code of `array`."""
+    """The array that `pack` packed, given its type code."""
     values: array[Any] = array(typecode)
     values.frombytes(data)
     if sys.byteorder == "big":
@@ -31,7 +31,7 @@ def unpack(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
-# A regular expression finds the runs in C; a loop over every id would cost more than all the rest of a commit.
+# A regular expression finds the runs in C; a loop over the ids would cost more than the rest of a commit.
 _SAME = re.compile(rb"(?s)(.)\1*")
 
 
@@ -42,7 +42,7 @@ def source_spans(sources: array[int]) -> Iterator[tuple[int, int]]:
 
 
 def sources_of(spans: list[tuple[int, int]]) -> array[int]:
-    """The source of every id, shape [length], int8, of what `source_spans` gave."""
+    """The source of every id, shape [length], int8, from the spans of `source_spans`."""
     sources = array("b")
     for source, length in spans:
         sources.extend(array("b", [source]) * length)
@@ -61,7 +61,7 @@ _NAN = array("f", [math.nan])
 
 
 def packed_logprobs(log: TokenLog) -> bytes | None:
-    """The log-probabilities of the sampled ids alone; None where the engine gave none."""
+    """The log-probabilities of the sampled ids; None if the engine returned none."""
     sampled = array("f")
     for part in _sampled_slices(log.sources):
         sampled.extend(log.logprobs[part])
@@ -77,7 +77,7 @@ def unpacked_logprobs(data: bytes | None, sources: array[int], segment: int) -> 
     sampled, parts = unpack("f", data), list(_sampled_slices(sources))
     ids = sum(part.stop - part.start for part in parts)
     if len(sampled) != ids:
-        raise ValueError(f"segment {segment} has {len(sampled)} log-probabilities of {ids} sampled ids")
+        raise ValueError(f"segment {segment} has {len(sampled)} log-probabilities for {ids} sampled ids")
     taken = 0
     for part in parts:
         length = part.stop - part.start

@@ -1,38 +1,63 @@
-"""Reads a run file: summaries of episodes without their tokens, and whole trajectories one at a time."""
+"""Reads a run file: episode rows without tokens, and whole trajectories one at a time."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
-from runner.errors import RunFileError
+from runner.errors import BadOption, RunFileError
 from runner.store.codec import load_trajectory
 from runner.store.columns import decode_text, encode_text
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
 from runner.store.json_values import decode_json
 from runner.store.schema import EPISODES
+from runner.store.stored_summary import summarize
 from runner.store.stored_tasks import TaskDecoder
+from runner.store.trajectory_filter import ALL, TrajectoryFilter
 from runner.tasks import Task
 from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["EpisodeRow", "GroupRow", "RunFile"]
+__all__ = ["EpisodeRow", "GroupRow", "RunFile", "WeightsRow"]
 
-PAGE = 256
-"""Rows that are read at a time; memory follows this and not the run."""
+PAGE_SIZE = 256
+"""The number of rows per query, which bounds memory."""
 
 _COLUMNS: Final = ", ".join(column.name for column in EPISODES.columns)
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeRow:
-    """What is known of a trajectory without loading it: a row of the table `episodes`.
+class WeightsRow:
+    """New weights that an engine got while the run played: a row of the table `weights`."""
 
-    The fields are its columns, in their order: `EPISODES` in `runner/store/schema.py`, and docs/run-file.md, say what
-    each holds. `index` is the column `group_index`, and `limit` is `limit_name`.
+    launch: int
+    """The number of the launch."""
+    engine: int
+    """The index of the engine among the run's; 0 is the run's own."""
+    version: str
+    """The version of the weights."""
+    time: float
+    """The time of the update, in seconds since 1970."""
+    proof_ids: int | None
+    """The number of ids of the proof; None without a proof, like the following fields."""
+    proof_median: float | None
+    """The median difference between the engine's and the trainer's scores, in nats."""
+    proof_largest: float | None
+    """The largest difference, in nats."""
+    proof_arrived: float | None
+    """The share of the trainer's change that the engine shows; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """A trajectory without its tokens: a row of the table `episodes`.
+
+    The fields are its columns, in order; `EPISODES` in `runner/store/schema.py` and docs/run-file.md describe them.
+    `index` is the column `group_index`, and `limit` is `limit_name`.
     """
 
     key: int
@@ -77,32 +102,32 @@ class GroupRow:
     agent: str
     """The agent whose trajectories these are."""
     rows: tuple[EpisodeRow, ...]
-    """A row for each episode by its index; failed ones are among them, with reward None."""
+    """A row per episode, ordered by index; failed ones have the reward None."""
     complete: bool
-    """Whether as many episodes as the run's group size were played, and none of them is to be played again."""
+    """True if all episodes of the group were played and none was cut short."""
     scored: bool
-    """Whether the rewards of the group are in the file."""
+    """True if the rewards of the group are in the file."""
 
 
 class RunFile:
-    """A run file, for reading; use it as `with`. It may be read while a run writes it.
+    """A run file for reading, used with `with`. It may be read while a run writes it.
 
         with RunFile("runs/calculator-001.db") as run_file:
             for row in run_file:                             # summaries, a page at a time
                 print(row.task_id, row.outcome, row.reward)
             trajectory = run_file.trajectory(row)            # its tokens, turns and messages
 
-    Iterating, `len()` and `trajectories()` give what one trains on: the last attempts of trained agents, in the order
-    of their commits. `rows()` gives the others too.
+    Iteration, `len()` and `trajectories()` cover the trained trajectories: the last attempts of trained agents, in
+    commit order. `rows()` returns the others too.
 
     Args:
         path: the file.
-        task_class: the class that tasks are read back as; with the default, an author's own fields are in `Task.info`.
+        task_class: the class of the tasks; with the default, the fields of an author's class are in `Task.info`.
 
     Raises:
-        RunFileError: there is no such file, or it is no run file, or one of an older format.
+        RunFileError: the file does not exist, is not a run file, or has an older format.
         StorageFailed: it cannot be read.
-        NewerRunFile: it was written by a newer version.
+        NewerRunFile: a newer version wrote it.
     """
 
     def __init__(self, path: str | Path, *, task_class: type[Task] = Task) -> None:
@@ -112,7 +137,7 @@ class RunFile:
         self._connection = open_reader(self.path)
         try:
             self.header = self._header(self._one("SELECT header FROM run")["header"])
-            """How the run was configured when it was begun."""
+            """The configuration of the run at its beginning."""
         except RunFileError:
             self.close()
             raise
@@ -134,14 +159,14 @@ class RunFile:
 
     @property
     def complete(self) -> bool:
-        """Whether every task of the run was played."""
+        """True if every task of the run was played."""
         return bool(self._one("SELECT complete FROM run")[0])
 
     def first_launch(self) -> Header | None:
-        """The header as the process that began the run wrote it beside the run's own; None where it wrote none."""
+        """The header of the first launch; None if the process that began the run recorded none."""
         row = self._one("SELECT header FROM launches ORDER BY number LIMIT 1")
         launched = None if row is None else self._header(row["header"])
-        # A process that died before it noted its launch has left the first row to another one.
+        # If the first process died before it recorded its launch, the first row is of another launch.
         return launched if launched is not None and launched.created == self.header.created else None
 
     def _header(self, text: str) -> Header:
@@ -150,13 +175,26 @@ class RunFile:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunFileError(f"run file {self.path}: its header is damaged ({error}).") from error
 
-    def summary(self) -> dict[str, Any] | None:
-        """The summary that the run ended with; None while it plays, or where it was killed."""
-        (summary,) = self._one("SELECT summary FROM run")
-        return None if summary is None else decode_json(summary)
+    def summary(self) -> dict[str, Any]:
+        """The summary computed from the rows of the file, with the keys of `Summary.as_dict()`.
+
+        It counts the last attempts, including those cut short. Values that no row holds (`seconds`,
+        `tokens_per_second`, `faults`, ...) are those of the last launch; None, 0 or empty while it plays or if it was
+        killed.
+        """
+        header = self.header
+        try:
+            with storage_faults(self.path):
+                return summarize(self._connection, group_size=header.group_size, group_rewards=header.group_rewards)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise RunFileError(
+                f"run file {self.path}: its rows are damaged and have no summary ({cause}). "
+                f"`deltarunner verify` names the damaged episode."
+            ) from error
 
     def outcomes(self) -> dict[Outcome, int]:
-        """How many episodes ended how, each counted once, however many agents it has."""
+        """The number of episodes by outcome, each counted once for any number of agents."""
         episodes = "SELECT DISTINCT task_id, visit, group_index, outcome FROM episodes WHERE NOT superseded"
         counts = self._all(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome")
         return {Outcome(outcome): count for outcome, count in counts}
@@ -164,11 +202,11 @@ class RunFile:
     # --- summaries
 
     def __len__(self) -> int:
-        """How many trajectories one trains on."""
+        """The number of trained trajectories."""
         return int(self._one("SELECT count(*) FROM trajectories")[0])
 
     def __iter__(self) -> Iterator[EpisodeRow]:
-        """Summaries of what one trains on, in the order of their commits."""
+        """The rows of trained trajectories, in commit order."""
         return self.rows()
 
     def rows(
@@ -180,14 +218,14 @@ class RunFile:
         trained: bool | None = True,
         superseded: bool | None = False,
     ) -> Iterator[EpisodeRow]:
-        """Summaries of trajectories in the order of their commits; None leaves a choice open.
+        """The rows of trajectories in commit order; None accepts any value.
 
         Args:
-            task_id: the id of the task that they were played for.
-            agent: the agent whose trajectories they are.
-            outcome: how the episode ended.
-            trained: whether the agent is trained.
-            superseded: whether the attempt was played again, or is to be.
+            task_id: the id of the task.
+            agent: the agent.
+            outcome: the outcome of the episode.
+            trained: True for trained agents.
+            superseded: True for attempts that were repeated or will be.
         """
         chosen: dict[str, Any] = {
             "task_id": None if task_id is None else encode_text(task_id),
@@ -198,12 +236,19 @@ class RunFile:
         }
         chosen = {column: value for column, value in chosen.items() if value is not None}
         condition = "".join(f" AND {column} = :{column}" for column in chosen)
-        statement = f"SELECT {_COLUMNS} FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE}"
+        statement = f"SELECT {_COLUMNS} FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE_SIZE}"
         return map(_episode_row, self._pages(statement, chosen))
 
+    def weights(self) -> list[WeightsRow]:
+        """The weight updates of the run's engines, in order."""
+        if self._one("SELECT 1 FROM sqlite_master WHERE name = 'weights'") is None:
+            return []  # the file is older than this table
+        rows = self._all("SELECT * FROM weights ORDER BY rowid")
+        return [WeightsRow(**{**dict(row), "version": decode_text(row["version"])}) for row in rows]
+
     def groups(self) -> Iterator[GroupRow]:
-        """The trained trajectories by task, visit and agent, in the order in which the tasks were first committed."""
-        statement = f"SELECT rowid AS key, * FROM tasks WHERE rowid > :after ORDER BY rowid LIMIT {PAGE}"
+        """The trained trajectories by task, visit and agent, in the order of the tasks' first commits."""
+        statement = f"SELECT rowid AS key, * FROM tasks WHERE rowid > :after ORDER BY rowid LIMIT {PAGE_SIZE}"
         for task in self._pages(statement, {}):
             yield from self._groups_of(task)
 
@@ -222,14 +267,14 @@ class RunFile:
     # --- trajectories
 
     def trajectory(self, episode: EpisodeRow | str, *, agent: str | None = None) -> Trajectory:
-        """One trajectory, whole.
+        """One whole trajectory.
 
         Args:
-            episode: a row, or the id of an episode, which stands for its last attempt.
-            agent: the agent whose trajectory it is; by default the row's, or the episode's first trained one.
+            episode: a row, or the id of an episode for its last attempt.
+            agent: the agent; by default the row's, or the episode's first trained one.
 
         Raises:
-            RunFileError: there is no such episode or agent in the file.
+            RunFileError: the file has no such episode or agent.
         """
         if isinstance(episode, EpisodeRow) and agent in (None, episode.agent):
             agent, rows = episode.agent, self._all(f"SELECT {_COLUMNS} FROM episodes WHERE key = ?", episode.key)
@@ -251,10 +296,31 @@ class RunFile:
         example = f"; there is, for example, {decode_text(first)!r}" if first else " (nor any other)"
         return f"{self.path}: there is no episode {id!r}{example}."
 
-    def trajectories(self) -> Iterator[Trajectory]:
-        """What one trains on, whole, one at a time."""
-        statement = f"SELECT {_COLUMNS} FROM trajectories WHERE key > :after ORDER BY key LIMIT 1"
-        return map(self._load, self._pages(statement, {}))
+    def trajectories(self, chosen: TrajectoryFilter = ALL) -> Iterator[Trajectory]:
+        """The trained trajectories that the filter selects, whole, one at a time.
+
+        Raises:
+            BadOption: a chosen agent or task is not in the file.
+        """
+        self._check_known(chosen)
+        condition, values = chosen.condition()
+        statement = f"SELECT {_COLUMNS} FROM trajectories WHERE key > :after{condition} ORDER BY key LIMIT 1"
+        return islice(map(self._load, self._pages(statement, values)), chosen.most)
+
+    def _check_known(self, chosen: TrajectoryFilter) -> None:
+        for column, what, names in (("agent", "agent", chosen.agents), ("task_id", "task", chosen.tasks)):
+            for name in names:
+                if self._one(f"SELECT 1 FROM trajectories WHERE {column} = ? LIMIT 1", encode_text(name)) is None:
+                    known = self._all(f"SELECT DISTINCT {column} FROM trajectories LIMIT 6")
+                    shown = ", ".join(repr(decode_text(each[0])) for each in known) or "none"
+                    raise BadOption(f"{self.path}: no trained trajectory has the {what} {name!r}; {what}s are {shown}.")
+
+    def score_names(self, column: str) -> list[str]:
+        """The sorted names of all `rewards` or `metrics` of trained trajectories."""
+        assert column in ("rewards", "metrics")
+        # Not SQLite's JSON functions, which refuse NaN.
+        statement = f"SELECT key, {column} FROM trajectories WHERE key > :after ORDER BY key LIMIT {PAGE_SIZE}"
+        return sorted({name for row in self._pages(statement, {}) for name in decode_json(row[column])})
 
     def task(self, row: EpisodeRow) -> Task:
         """The task of an episode."""
@@ -276,7 +342,7 @@ class RunFile:
             return self._connection.execute(statement, values).fetchall()
 
     def _pages(self, statement: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
-        """Row by row. Between pages no transaction is open, so that a reader who dawdles keeps nobody's log growing."""
+        """The rows of a query, read in pages. Between them no transaction is open, which would keep the log growing."""
         after = 0
         while True:
             with storage_faults(self.path):
@@ -298,5 +364,5 @@ _READ: Final = tuple(column.form.read for column in EPISODES.columns)
 
 
 def _episode_row(row: sqlite3.Row) -> EpisodeRow:
-    # By position: looking every column up by its name costs more than reading it.
+    # By position: a lookup by name costs more than the read.
     return EpisodeRow(*[read(stored) if read else stored for stored, read in zip(row, _READ, strict=True)])

@@ -1,24 +1,29 @@
-"""The run files of a folder, `runs/calculator-001.db` and so on, and which of them a command goes on with."""
+"""The run files of a folder, such as `runs/calculator-001.db`, and the choice of the one to resume."""
 
 from __future__ import annotations
 
+import os
 import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
-from runner.errors import RunFileError
-from runner.store.database import FileLock
+from runner.errors import RunFileError, StorageFailed
+from runner.store.database import FileLock, storage_faults, tables_in
 from runner.store.header import Header
 from runner.store.reader import RunFile
 
-__all__ = ["next_run_file", "run_files"]
+__all__ = ["header_to_resume", "holds_run", "next_run_file", "run_files", "stored_header"]
 
 
 def next_run_file(folder: Path, environment_name: str, header: Header, *, also_complete: bool = False) -> Path:
-    """The newest file of the same configuration whose run is not complete, or else a new file with the next number.
+    """The newest incomplete file of the same configuration, or else a new file with the next number.
 
-    A file that another process is writing, or that cannot be read, is passed over. With `also_complete` the newest file
-    of the configuration is taken, whether its run is complete or not.
+    Files that another process writes, or that cannot be read, are skipped. With `also_complete` complete files are
+    chosen too.
     """
     numbered = list(run_files(folder, environment_name))
     for _, path in reversed(numbered):
@@ -26,6 +31,50 @@ def next_run_file(folder: Path, environment_name: str, header: Header, *, also_c
             return path
     last = numbered[-1][0] if numbered else 0
     return folder / f"{_stem(environment_name)}-{last + 1:03d}.db"
+
+
+def header_to_resume(
+    folder: Path, environment_name: str, header: Header, *, model: str, also_complete: bool = False
+) -> Header | None:
+    """The header of the file that `next_run_file` will choose, as far as is known before the engine runs.
+
+    Args:
+        folder: the folder of the run files.
+        environment_name: the environment's short name.
+        header: the run's header; engines and template are taken from each file.
+        model: the name of the engine's model.
+        also_complete: choose complete files too.
+    """
+    for _, path in reversed(list(run_files(folder, environment_name))):
+        stored = stored_header(path)
+        if stored is None or stored.engine.get("model") != model:
+            continue
+        like_it = replace(header, engine=stored.engine, engines=stored.engines, template=stored.template)
+        if _can_be_resumed(path, like_it, also_complete):
+            return stored
+    return None
+
+
+def holds_run(path: Path) -> bool:
+    """Return True if the file holds a run; False if it does not exist or is empty, as from `mktemp`."""
+    if not path.is_file():
+        return path.exists()
+    with (
+        storage_faults(path),
+        closing(sqlite3.connect(f"file:{quote(os.path.abspath(path))}?mode=ro", uri=True)) as file,
+    ):
+        return tables_in(file)
+
+
+def stored_header(path: Path) -> Header | None:
+    """The header of a run file; None if it holds no run or cannot be read; the writer raises for the latter."""
+    try:
+        if not holds_run(path):
+            return None
+        with RunFile(path) as run_file:
+            return run_file.header
+    except (RunFileError, StorageFailed):
+        return None
 
 
 def run_files(folder: Path, environment_name: str) -> Iterator[tuple[int, Path]]:
@@ -36,7 +85,7 @@ def run_files(folder: Path, environment_name: str) -> Iterator[tuple[int, Path]]
 
 
 def _stem(environment_name: str) -> str:
-    """`my_games.py:Chess` becomes `Chess`: a file name that says what was played."""
+    """The short name of an environment for file names: `Chess` for `my_games.py:Chess`."""
     return re.sub(r"[^\w.-]+", "-", environment_name.rpartition(":")[2]).strip("-.") or "run"
 
 
@@ -44,6 +93,6 @@ def _can_be_resumed(path: Path, header: Header, also_complete: bool) -> bool:
     try:
         with RunFile(path) as run_file:
             left = also_complete or not run_file.complete
-            return left and not run_file.header.refused(header) and not FileLock(path).held()
+            return left and not run_file.header.refused(header) and not FileLock(path).is_held()
     except RunFileError:
         return False

@@ -1,4 +1,4 @@
-"""The tables of a run file, column by column; its SQL, its rows, what is read back and the docs follow from them."""
+"""The tables of a run file. Its SQL, its rows, the reader and the docs follow from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "APPLICATION_ID",
     "CONSTRAINTS",
     "EPISODES",
-    "FORMAT",
+    "FORMAT_VERSION",
     "JUNCTION",
     "REQUEST",
     "REQUESTS",
@@ -49,11 +49,11 @@ __all__ = [
     "schema_statements",
 ]
 
-FORMAT: Final = 5
-"""The version of the tables, kept in `PRAGMA user_version`. A file of any other version is refused by its number."""
+FORMAT_VERSION: Final = 5
+"""The version of the tables, in `PRAGMA user_version`. Files of other versions are refused."""
 
 APPLICATION_ID: Final = 0x64656C74
-"""In `PRAGMA application_id` ("delt"): tells a run file from any other SQLite database."""
+"""The `PRAGMA application_id` ("delt") that identifies run files among SQLite databases."""
 
 
 def _stop(value: Any) -> Any:
@@ -77,51 +77,51 @@ def _cached(turns: Sequence[Turn]) -> int | None:
     return sum(cached) if cached else None
 
 
-# --- one trajectory: what one agent saw and did in one episode
+# --- one trajectory: one agent in one episode
 
-# What a Parquet export has of it has an Arrow type. Its columns come in this order.
+# Columns with an Arrow type are in Parquet exports, in this order.
 TRAJECTORY: Final = (
     field("id", "TEXT NOT NULL", "the episode's id, shared by its agents and attempts", TEXT, arrow="string"),
     derived("task_id", "TEXT NOT NULL", "the task", "task.id", TEXT, arrow="string"),
-    field("visit", "INTEGER NOT NULL", "which visit of the task, from 0", arrow="int32"),
-    field("group_index", "INTEGER NOT NULL", "which of the task's group, from 0", attribute="index", arrow="int32"),
-    field("agent", "TEXT NOT NULL", "who saw and did it", TEXT, arrow="string"),
-    field("attempt", "INTEGER NOT NULL", "which attempt at the episode, from 0", arrow="int32"),
+    field("visit", "INTEGER NOT NULL", "the number of the task's visit, from 0", arrow="int32"),
+    field("group_index", "INTEGER NOT NULL", "the index in the task's group, from 0", attribute="index", arrow="int32"),
+    field("agent", "TEXT NOT NULL", "the agent", TEXT, arrow="string"),
+    field("attempt", "INTEGER NOT NULL", "the number of the attempt at the episode, from 0", arrow="int32"),
     field("trained", "INTEGER NOT NULL", "1: its sampled ids are meant to be trained on", FLAG),
     field("outcome", "TEXT NOT NULL", "how the episode ended", member_of(Outcome), arrow="string"),
     field("limit_name", "TEXT NOT NULL", "the limit that fired, or empty", attribute="limit", arrow="string"),
     field("limit_agent", "TEXT NOT NULL", "the agent whose limit it was, or empty", TEXT),
-    field("reason", "TEXT NOT NULL", "what `Episode.end(reason)` was given, or empty", TEXT, arrow="string"),
-    field("error", "TEXT NOT NULL", "what went wrong, or empty", TEXT, arrow="string"),
-    field("reward", "REAL", "NULL where it was not scored; never 0 for a failure", arrow="float64"),
+    field("reason", "TEXT NOT NULL", "the argument of `Episode.end(reason)`, or empty", TEXT, arrow="string"),
+    field("error", "TEXT NOT NULL", "the error, or empty", TEXT, arrow="string"),
+    field("reward", "REAL", "NULL if it was not scored; never 0 for a failure", arrow="float64"),
     field("rewards", "TEXT NOT NULL", "JSON: each reward by name, before weighting", JSON, arrow="string"),
     field("metrics", "TEXT NOT NULL", "JSON: each metric by name", JSON, arrow="string"),
     field("seed", "INTEGER NOT NULL", "the seed of the episode's sampling", arrow="int64"),
-    derived("turns", "INTEGER NOT NULL", "how many turns it has", "turns", Form(len), arrow="int32"),
-    derived("segments", "INTEGER NOT NULL", "how many segments it has", "segments", Form(len)),
-    derived("tokens", "INTEGER NOT NULL", "ids in all segments", "segments", Form(_ids)),
-    derived("sampled", "INTEGER NOT NULL", "how many of `tokens` the model sampled", "sampled", arrow="int64"),
-    derived("prompted", "INTEGER NOT NULL", "ids in the prompts of all turns", "turns", Form(_prompted)),
+    derived("turns", "INTEGER NOT NULL", "the number of its turns", "turns", Form(len), arrow="int32"),
+    derived("segments", "INTEGER NOT NULL", "the number of its segments", "segments", Form(len)),
+    derived("tokens", "INTEGER NOT NULL", "the number of ids in all segments", "segments", Form(_ids)),
+    derived("sampled", "INTEGER NOT NULL", "the number of `tokens` that the model sampled", "sampled", arrow="int64"),
+    derived("prompted", "INTEGER NOT NULL", "the number of ids in the prompts of all turns", "turns", Form(_prompted)),
     derived(
         "cached",
         "INTEGER",
-        "how many of `prompted` the engine's prefix cache held; NULL where it never said",
+        "the number of `prompted` in the engine's prefix cache; NULL if the engine never reported it",
         "turns",
         Form(_cached),
     ),
-    field("seconds", "REAL NOT NULL", "how long the episode was alive", arrow="float64"),
-    field("waited", "REAL NOT NULL", "how many of those seconds it waited for a place in the engine"),
-    field("thread", "TEXT NOT NULL", "the name that its seeds follow from, or empty where that is its agent's", TEXT),
+    field("seconds", "REAL NOT NULL", "the duration of the episode", arrow="float64"),
+    field("waited", "REAL NOT NULL", "the seconds of these that it waited for a place in the engine"),
+    field("thread", "TEXT NOT NULL", "the name from which its seeds follow, or empty if that is its agent's", TEXT),
 )
 
 EPISODES: Final = Table(
     "episodes",
-    "a trajectory: what one agent saw and did in one episode",
+    "a trajectory: one agent in one episode",
     (
         Column("key", "INTEGER PRIMARY KEY", "counts up in the order of commits"),
         *TRAJECTORY,
-        Column("superseded", "INTEGER NOT NULL", "1: an attempt that was, or is to be, played again", FLAG),
-        Column("committed", "REAL NOT NULL", "when it was committed"),
+        Column("superseded", "INTEGER NOT NULL", "1: an attempt that was repeated, or will be", FLAG),
+        Column("committed", "REAL NOT NULL", "the time of the commit"),
         Column("launch", "INTEGER NOT NULL", "`launches.number` of the process that wrote it"),
     ),
 )
@@ -129,15 +129,15 @@ EPISODES: Final = Table(
 # --- its segments
 
 SEGMENT: Final = (
-    field("cause", "TEXT NOT NULL", "why it was begun"),
-    field("unseen", "INTEGER NOT NULL", "how many of the last messages the model never saw"),
-    field("messages", "TEXT NOT NULL", "JSON: the view of it", JSON),
-    field("shared", "INTEGER NOT NULL", "how many of its first `ids` are a copy of those that its origin has"),
+    field("cause", "TEXT NOT NULL", "the cause of its beginning"),
+    field("unseen", "INTEGER NOT NULL", "the number of last messages that the model never saw"),
+    field("messages", "TEXT NOT NULL", "JSON: the messages that its ids represent", JSON),
+    field("shared", "INTEGER NOT NULL", "the number of first `ids` copied from its origin"),
     derived("ids", "BLOB NOT NULL", "int32, little-endian, 4 bytes an id", "log.ids", Form(pack)),
     derived(
         "logprobs",
         "BLOB",
-        "float32, little-endian, one per *sampled* id (2 or 3) in order; NULL where the engine gave none",
+        "float32, little-endian, one per *sampled* id (2 or 3) in order; NULL if the engine returned none",
         "log",
         Form(packed_logprobs),
     ),
@@ -145,7 +145,7 @@ SEGMENT: Final = (
         "sources",
         "TEXT NOT NULL",
         "JSON runs `[[source, length], ...]`: 0 first prompt, 1 bridge, 2 sampled, 3 sampled in a turn that was taken "
-        "back. The loss mask is 1 where it is 2",
+        "back. The loss mask is 1 for source 2",
         "log.sources",
         Form(lambda sources: encode_json(list(source_spans(sources)))),
     ),
@@ -165,12 +165,12 @@ SEGMENTS: Final = Table(
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("number", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
         *SEGMENT,
-        Column("origin_agent", "TEXT", "the agent of the turn that it follows; NULL where it follows none"),
+        Column("origin_agent", "TEXT", "the agent of the turn that it follows; NULL if it follows none"),
         Column("origin_turn", "INTEGER", "`turns.number` of that turn"),
         Column(
             "tools",
             "INTEGER",
-            "`tools.key`: what its prompts were rendered with; NULL where nothing could be called",
+            "`tools.key`: the tools in its prompts; NULL without tools",
         ),
     ),
     key="PRIMARY KEY (episode, number)",
@@ -182,76 +182,78 @@ TURN: Final = (
     field("number", "INTEGER NOT NULL", "counts the turns of this agent from 0"),
     field("segment", "INTEGER NOT NULL", "`segments.number`"),
     field("start", "INTEGER NOT NULL", "the first sampled id, as an index into the segment's `ids`"),
-    field("end", "INTEGER NOT NULL", "one past the last"),
+    field("end", "INTEGER NOT NULL", "the index after the last"),
     field(
         "finish",
         "TEXT NOT NULL",
         "`stop`, `length`, `context`, `abort`, `repetition`, `error` or `content_filter`",
         member_of(FinishReason),
     ),
-    field(
-        "stop", "", "what caused it: an integer is the stop id, text the stop string or cause", Form(_stop, _read_stop)
-    ),
-    field("text", "TEXT NOT NULL", "what was said beside reasoning and tool calls", TEXT),
-    field("reasoning", "TEXT NOT NULL", "what was thought, or empty", TEXT),
+    field("stop", "", "its cause: an integer is the stop id, text the stop string or cause", Form(_stop, _read_stop)),
+    field("text", "TEXT NOT NULL", "the text without reasoning and tool calls", TEXT),
+    field("reasoning", "TEXT NOT NULL", "the reasoning, or empty", TEXT),
     field(
         "tool_calls",
         "TEXT NOT NULL",
         'JSON: `[{"id", "name", "arguments", "error"}, ...]`',
         Form(encode_json, lambda stored: [ToolCall(**call) for call in decode_json(stored)]),
     ),
-    field("seed", "INTEGER", "the seed of its random numbers; NULL where it had none"),
-    field("cached", "INTEGER", "ids of its prompt that the engine's prefix cache held", attribute="cached_tokens"),
-    field("dropped", "INTEGER NOT NULL", "ids that were sampled past a stop string and are not in the segment"),
+    field("seed", "INTEGER", "the seed of its random numbers; NULL if it had none"),
+    field("cached", "INTEGER", "the number of prompt ids in the engine's prefix cache", attribute="cached_tokens"),
+    field("dropped", "INTEGER NOT NULL", "the number of ids sampled after a stop string, which are not in the segment"),
     field(
         "resampled",
         "INTEGER NOT NULL",
-        "ids of tries that the engine cut for its trainer: the turn is the last try",
+        "the number of ids in tries that the engine cut for its trainer; the turn is the last try",
     ),
-    field("thinking", "INTEGER NOT NULL", "1: it was cut inside its reasoning", FLAG),
-    field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the tool that it had to call"),
-    field("reward", "REAL NOT NULL", "the credit that the author gave to this turn"),
-    field("handle", "TEXT NOT NULL", "what names it to a client that asked for it with `Episode.chat`, or empty"),
-    field("left_out", "INTEGER NOT NULL", "1: its conversation went on elsewhere, and it is not trained on", FLAG),
+    field("thinking", "INTEGER NOT NULL", "1: it was cut in its reasoning", FLAG),
+    field("tool_choice", "TEXT NOT NULL", "`auto`, `required`, `none`, or the required tool"),
+    field("reward", "REAL NOT NULL", "the reward that the author set for this turn"),
+    field("handle", "TEXT NOT NULL", "its name for a client of `Episode.chat`, or empty"),
+    field("left_out", "INTEGER NOT NULL", "1: its conversation continued elsewhere, and it is not trained on", FLAG),
 )
 
 TIMINGS: Final = (
     field("queued", "REAL NOT NULL", "seconds until it had a place in the engine"),
-    field("first_token", "REAL NOT NULL", "seconds from there to the first id"),
+    field("first_token", "REAL NOT NULL", "seconds from then to the first id"),
     field("decode", "REAL NOT NULL", "seconds from the first id to the last"),
     field("environment", "REAL NOT NULL", "seconds of the tools or the step that answered it"),
 )
 
 
 JUNCTION: Final = (
-    field("junction_result", "TEXT", "what became of the history", member_of(Result), attribute="result"),
-    field("junction_anchor", "TEXT", "what the bridge was attached after", member_of(Anchor), attribute="anchor"),
+    field("junction_result", "TEXT", "the change of the history", member_of(Result), attribute="result"),
+    field(
+        "junction_anchor",
+        "TEXT",
+        "the point after which the bridge was attached",
+        member_of(Anchor),
+        attribute="anchor",
+    ),
     field(
         "junction_close",
         "TEXT",
-        "where the closing tokens of the turn before came from",
+        "the origin of the closing tokens of the turn before",
         member_of(Close),
         attribute="close",
     ),
-    field("junction_seam", "TEXT", "how the seam was proven", member_of(Seam), attribute="seam"),
-    field("junction_inserted", "INTEGER", "ids that were put in between", attribute="inserted"),
-    field("junction_dropped", "INTEGER", "sampled ids that are not in this prompt", attribute="dropped"),
-    field("junction_cause", "TEXT", "why the prompt was not simply appended to, or empty", attribute="cause"),
+    field("junction_seam", "TEXT", "the proof of the seam", member_of(Seam), attribute="seam"),
+    field("junction_inserted", "INTEGER", "the number of inserted ids", attribute="inserted"),
+    field("junction_dropped", "INTEGER", "the number of sampled ids that are not in this prompt", attribute="dropped"),
+    field("junction_cause", "TEXT", "the cause if the prompt was not simply appended to, or empty", attribute="cause"),
 )
-"""How a turn's prompt was made from the turn before; all are NULL for a prompt that was made from nothing."""
+"""The junction of a turn's prompt with the turn before; all are NULL for a first prompt."""
 
 USAGE: Final = (
-    field(
-        "usage_model", "TEXT", "the version of the model that answered, as its server calls it", TEXT, attribute="model"
-    ),
-    field("usage_fingerprint", "TEXT", "the server's word for its configuration", TEXT, attribute="fingerprint"),
+    field("usage_model", "TEXT", "the server's name of the model version", TEXT, attribute="model"),
+    field("usage_fingerprint", "TEXT", "the server's fingerprint of its configuration", TEXT, attribute="fingerprint"),
     field("usage_prompt", "INTEGER", "tokens of the prompt, by the server's count", attribute="prompt_tokens"),
-    field("usage_completion", "INTEGER", "tokens that were sampled", attribute="completion_tokens"),
-    field("usage_cached", "INTEGER", "tokens of the prompt that were cached", attribute="cached_tokens"),
+    field("usage_completion", "INTEGER", "the number of sampled tokens", attribute="completion_tokens"),
+    field("usage_cached", "INTEGER", "the number of cached prompt tokens", attribute="cached_tokens"),
     field("usage_reasoning", "INTEGER", "tokens of the reasoning, shown or not", attribute="reasoning_tokens"),
-    field("usage_cost", "REAL", "what the server charges for it", attribute="cost"),
+    field("usage_cost", "REAL", "the price that the server charges", attribute="cost"),
 )
-"""What a server of messages says that a turn took, NULL where it does not; all are NULL where ids were sampled."""
+"""The usage of a turn as a message server reports it; all are NULL for turns with token ids."""
 
 TURNS: Final = Table(
     "turns",
@@ -259,8 +261,8 @@ TURNS: Final = Table(
     (
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("position", "INTEGER NOT NULL", "counts from 0 in its trajectory"),
-        Column("constrained", "INTEGER", "`constraints.key`: what could be sampled; NULL where anything could"),
-        Column("sampled", "INTEGER", "`samplings.key`: temperature and so on; NULL where no run sampled it"),
+        Column("constrained", "INTEGER", "`constraints.key`: the grammar of the turn; NULL without a constraint"),
+        Column("sampled", "INTEGER", "`samplings.key`: temperature and so on; NULL if no run sampled it"),
         *TURN,
         *TIMINGS,
         *JUNCTION,
@@ -271,13 +273,15 @@ TURNS: Final = Table(
 
 TOP_LOGPROBS: Final = Table(
     "top_logprobs",
-    "the likeliest ids in the place of each id that a turn sampled, where `Sampling(logprobs=)` asked for them",
+    "the likeliest ids at the position of each sampled id of a turn, if `Sampling(logprobs=)` requested them",
     (
         Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
         Column("position", "INTEGER NOT NULL", "`turns.position`"),
-        Column("count", "INTEGER NOT NULL", "how many of each position"),
+        Column("count", "INTEGER NOT NULL", "the number of ids at each position"),
         Column("ids", "BLOB NOT NULL", "int32, little-endian, `count` of each sampled id, the likeliest first"),
-        Column("logprobs", "BLOB NOT NULL", "float32, little-endian, one of each of `ids`; -inf: not to be sampled"),
+        Column(
+            "logprobs", "BLOB NOT NULL", "float32, little-endian, one for each of `ids`; -inf: could not be sampled"
+        ),
     ),
     key="PRIMARY KEY (episode, position)",
 )
@@ -286,47 +290,47 @@ TOP_LOGPROBS: Final = Table(
 
 REQUEST: Final = (
     field("number", "INTEGER NOT NULL", "counts the requests of its episode from 0"),
-    field("label", "TEXT NOT NULL", "the client's own name for who asked, or empty", TEXT),
-    field("form", "TEXT NOT NULL", "the form in which it came"),
-    field("client", "TEXT NOT NULL", "what the client's program calls itself, or empty", TEXT),
-    field("purpose", "TEXT NOT NULL", "what the client says that it asks for, in its own word, or empty", TEXT),
-    field("verdict", "TEXT NOT NULL", "what its history was to the turns that there were", member_of(Verdict)),
-    field("again", "TEXT NOT NULL", "what was done where its prompt had been asked before, or empty", member_of(Again)),
-    field("turn", "INTEGER", "`turns.number` of the turn that answered it; NULL where nothing did"),
-    field("parent_agent", "TEXT NOT NULL", "the agent of the turn that it goes on from, or empty", TEXT),
+    field("label", "TEXT NOT NULL", "the client's own name of the requester, or empty", TEXT),
+    field("form", "TEXT NOT NULL", "the API form of the request"),
+    field("client", "TEXT NOT NULL", "the name of the client program, or empty", TEXT),
+    field("purpose", "TEXT NOT NULL", "the purpose that the client states, or empty", TEXT),
+    field("verdict", "TEXT NOT NULL", "the relation of its history to the existing turns", member_of(Verdict)),
+    field("again", "TEXT NOT NULL", "the treatment of a repeated prompt, or empty", member_of(Again)),
+    field("turn", "INTEGER", "`turns.number` of the turn that answered it; NULL without an answer"),
+    field("parent_agent", "TEXT NOT NULL", "the agent of the turn that it continues, or empty", TEXT),
     field("parent_turn", "INTEGER", "`turns.number` of that turn"),
     field(
         "tolerated",
         "TEXT NOT NULL",
-        "JSON: the names of the differences that changed nothing",
+        "JSON: the names of tolerated differences",
         Form(
             lambda names: encode_json([name.value for name in names]),
             lambda stored: tuple(map(Tolerated, decode_json(stored))),
         ),
     ),
-    field("volatile", "INTEGER NOT NULL", "how many lines were taken out of system messages"),
+    field("volatile", "INTEGER NOT NULL", "the number of lines removed from system messages"),
     field(
         "not_granted",
         "TEXT NOT NULL",
-        "JSON: the sampling that it asked for and did not get",
+        "JSON: options that were requested and not applied, such as sampling, tools, and unknown fields",
         Form(lambda given: encode_json(dict(given)), decode_json),
     ),
-    field("messages", "INTEGER NOT NULL", "how many messages it had"),
-    field("size", "INTEGER NOT NULL", "how many bytes these have as JSON"),
-    field("align_seconds", "REAL NOT NULL", "how long it took to find where it stands"),
-    field("seconds", "REAL NOT NULL", "how long it took from its arrival until its answer was given"),
-    field("delivery", "TEXT NOT NULL", "how far its answer came", member_of(Delivery)),
-    field("error", "TEXT NOT NULL", "why there is no answer, or empty", TEXT),
+    field("messages", "INTEGER NOT NULL", "the number of its messages"),
+    field("size", "INTEGER NOT NULL", "the size of its messages as JSON, in bytes"),
+    field("align_seconds", "REAL NOT NULL", "the seconds until its history was matched"),
+    field("seconds", "REAL NOT NULL", "the seconds from its arrival to its answer"),
+    field("delivery", "TEXT NOT NULL", "the delivery state of its answer", member_of(Delivery)),
+    field("error", "TEXT NOT NULL", "the error if there is no answer, or empty", TEXT),
 )
 
 REQUESTS: Final = Table(
     "requests",
-    "a request of `Episode.chat`: what its history was found to be",
+    "a request of `Episode.chat`, with the match of its history",
     (Column("episode", "INTEGER NOT NULL", "`episodes.key`"), *REQUEST),
     key="PRIMARY KEY (episode, number)",
 )
 
-# --- what rows refer to, and what stands for the whole run
+# --- shared rows, and tables of the whole run
 
 
 def _key(meaning: str = "a hash of the rest") -> Column:
@@ -338,7 +342,7 @@ TASKS: Final = Table(
     "one visit of a task",
     (
         Column("id", "TEXT NOT NULL", "the task's id"),
-        Column("visit", "INTEGER NOT NULL", "which visit of it, from 0"),
+        Column("visit", "INTEGER NOT NULL", "the number of the visit, from 0"),
         Column("class", "TEXT NOT NULL", "`module:Class` of the task"),
         Column("task", "TEXT NOT NULL", "JSON: its fields"),
         Column("group_scored", "INTEGER NOT NULL", "1: the rewards of its group are stored"),
@@ -348,7 +352,7 @@ TASKS: Final = Table(
 )
 CONSTRAINTS: Final = Table(
     "constraints",
-    "a grammar, kept once for the thousands of turns that it constrained",
+    "a grammar, stored once for all turns that it constrained",
     (
         _key(),
         Column("kind", "TEXT NOT NULL", "`json`, `regex`, `grammar`, `choice` or `structural_tag`"),
@@ -358,13 +362,13 @@ CONSTRAINTS: Final = Table(
 )
 SAMPLINGS: Final = Table(
     "samplings",
-    "how turns were sampled, kept once for all that were sampled alike",
-    (_key(), Column("sampling", "TEXT NOT NULL", "JSON: the fields of `Sampling` beside constraints")),
+    "sampling options, stored once for all turns that share them",
+    (_key(), Column("sampling", "TEXT NOT NULL", "JSON: the fields of `Sampling` without constraints")),
     shared=True,
 )
 TOOLS: Final = Table(
     "tools",
-    "the tools that could be called, kept once for all segments that had the same",
+    "tools, stored once for all segments that share them",
     (_key(), Column("tools", "TEXT NOT NULL", "JSON: their schemas in OpenAI's form and order")),
     shared=True,
 )
@@ -373,10 +377,10 @@ RUN: Final = Table(
     "the run; there is one",
     (
         Column("one", "INTEGER PRIMARY KEY CHECK (one = 1)", "1"),
-        Column("header", "TEXT NOT NULL", "JSON: the configuration, as the run was begun"),
-        Column("created", "REAL NOT NULL", "when it was begun"),
+        Column("header", "TEXT NOT NULL", "JSON: the configuration at the beginning of the run"),
+        Column("created", "REAL NOT NULL", "the time of its beginning"),
         Column("complete", "INTEGER NOT NULL DEFAULT 0", "1: every task of the run was played"),
-        Column("summary", "TEXT", "JSON; NULL until the run ended"),
+        Column("summary", "TEXT", "JSON: what the last launch reported at its end; NULL if rows were added since"),
     ),
 )
 LAUNCHES: Final = Table(
@@ -384,19 +388,46 @@ LAUNCHES: Final = Table(
     "one time that a process opened the file to write",
     (
         Column("number", "INTEGER PRIMARY KEY", "counts from 1"),
-        Column("started", "REAL NOT NULL", "when it was"),
+        Column("started", "REAL NOT NULL", "the time of the launch"),
         Column("process", "INTEGER NOT NULL", "the id of the process"),
         Column("host", "TEXT NOT NULL", "the machine"),
-        Column("header", "TEXT NOT NULL", "JSON: the configuration as it was then (versions, sizes)"),
+        Column("header", "TEXT NOT NULL", "JSON: the configuration at the launch (versions, sizes)"),
+    ),
+)
+WEIGHTS: Final = Table(
+    "weights",
+    "a weight update of an engine while the run played",
+    (
+        Column("launch", "INTEGER NOT NULL", "the launch of the update"),
+        Column("engine", "INTEGER NOT NULL", "the index of the engine in the run, 0 for the run's own"),
+        Column("version", "TEXT NOT NULL", "the version of the weights"),
+        Column("time", "REAL NOT NULL", "the time of the update"),
+        Column("proof_ids", "INTEGER", "the number of ids of the proof; NULL without a proof"),
+        Column("proof_median", "REAL", "the median difference between the engine's and the trainer's scores, in nats"),
+        Column("proof_largest", "REAL", "the largest difference, in nats"),
+        Column("proof_arrived", "REAL", "the share of the trainer's change that the engine shows; NULL if unknown"),
     ),
 )
 
-TABLES: Final = (RUN, LAUNCHES, TASKS, EPISODES, SEGMENTS, TURNS, TOP_LOGPROBS, REQUESTS, CONSTRAINTS, SAMPLINGS, TOOLS)
+TABLES: Final = (
+    RUN,
+    LAUNCHES,
+    TASKS,
+    EPISODES,
+    SEGMENTS,
+    TURNS,
+    TOP_LOGPROBS,
+    REQUESTS,
+    CONSTRAINTS,
+    SAMPLINGS,
+    TOOLS,
+    WEIGHTS,
+)
 """Every table of a run file."""
 
 
 def schema_statements() -> list[str]:
-    """What makes an empty database a run file."""
+    """The statements that make an empty database a run file."""
     return [
         *(table.create() for table in TABLES),
         "CREATE UNIQUE INDEX episodes_by_task ON episodes (task_id, visit, group_index, agent, attempt)",
@@ -405,5 +436,5 @@ def schema_statements() -> list[str]:
         "CREATE VIEW trajectories AS -- what one trains on: the last attempts of trained agents\n"
         "    SELECT * FROM episodes WHERE trained AND NOT superseded",
         f"PRAGMA application_id = {APPLICATION_ID}",
-        f"PRAGMA user_version = {FORMAT}",
+        f"PRAGMA user_version = {FORMAT_VERSION}",
     ]

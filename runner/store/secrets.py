@@ -1,4 +1,4 @@
-"""Keeps secrets out of run files: values whose names say that they are one are stored as a hash."""
+"""Keeps secrets out of run files: values under secret names are stored as hashes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECRETS: Final = frozenset(
     {"apikey", "credential", "credentials", "key", "keys", "passphrase", "password", "passwords", "passwd", "secret"}
     | {"secrets", "token"}
 )
-# A token of the vocabulary is no secret: eos_token, image_token, stop_token.
+# Tokens of a vocabulary are not secrets: eos_token, image_token, stop_token.
 _VOCABULARY: Final = frozenset(
     {
         "audio",
@@ -37,7 +37,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value of this name is a secret: `api_key`, `hfToken`, `PASSWORD`; not `max_tokens`, `eos_token`."""
+    """Return True for the name of a secret: `api_key`, `hfToken`, `PASSWORD`; not `max_tokens`, `eos_token`."""
     words = [word.lower() for word in _WORD.findall(name)]
     for before, word in zip(["", *words], words, strict=False):
         if word in _SECRETS and not (word == "token" and before in _VOCABULARY):
@@ -46,11 +46,11 @@ def is_secret_name(name: str) -> bool:
 
 
 def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values, with the text under every secret name replaced by a hash, at any depth.
+    """The values with the text under every secret name replaced by a hash, at any depth.
 
-    Only text is hidden: numbers and switches (`token_ids`, `use_key=True`) are no secrets.
+    Only text is hidden: numbers and flags (`token_ids`, `use_key=True`) are not secrets.
     """
-    # A hash and no fixed word, so that a run that is gone on with another secret is seen to be another.
+    # A hash and not a fixed word, so that another secret counts as another configuration.
     return {name: _hidden(value) if is_secret_name(name) else _searched(value) for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tasks as a run file keeps them: their fields as JSON, and a task of the author's class when they come back."""
+"""Tasks in a run file: encoded as JSON, decoded as a task of the author's class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def encode_task(task: Task) -> str:
 
 
 class TaskDecoder:
-    """Makes tasks again of their JSON, as a `task_class`; fields that the class does not have are put under `info`."""
+    """Decodes tasks as `task_class`; fields that the class lacks are put into `info`."""
 
     def __init__(self, task_class: type[Task] = Task) -> None:
         self._build = TaskBuilder(task_class)
@@ -38,6 +38,6 @@ class TaskDecoder:
             return self._build(fields)
         except (TypeError, ValueError) as error:
             raise RunFileError(
-                f"task {fields.get('id')!r} of the run file is no {class_name(self._build.task_class)} ({error}). "
-                f"Give the class that it was written with (task_class=), or none."
+                f"task {fields.get('id')!r} of the run file is not a {class_name(self._build.task_class)} ({error}). "
+                f"Give the class that it was written with (task_class=), or leave task_class out."
             ) from error

@@ -1,4 +1,4 @@
-"""The likeliest ids of a trajectory's turns, which are read from its run file when somebody looks at them."""
+"""The top log-probabilities of a stored trajectory, read from its run file on first use."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _READ = """
 
 
 def top_values(top: TopLogprobs) -> list[Any]:
-    """What the columns of `TOP_LOGPROBS` hold of it, behind those of its key."""
+    """The values of the columns of `TOP_LOGPROBS` after the key."""
     return [top.count, pack(top.ids), pack(top.logprobs)]
 
 
 class StoredTopLogprobs(MutableMapping[int, TopLogprobs]):
-    """Those of one segment, by the index of the turn's first sampled id.
+    """The top log-probabilities of one segment, by the index of a turn's first sampled id.
 
-    They are many times as large as all the rest of a trajectory, and few who read it look at them.
+    They are read lazily, since they are much larger than the rest of a trajectory and rarely used.
     """
 
     def __init__(self, path: Path, episode: int, segment: int) -> None:
@@ -41,7 +41,7 @@ class StoredTopLogprobs(MutableMapping[int, TopLogprobs]):
 
     @cached_property
     def _read(self) -> dict[int, TopLogprobs]:
-        # By a connection of its own: that of the reader may be closed by now, or another thread's.
+        # With a new connection: the reader's may be closed, or belong to another thread.
         with storage_faults(self._path), closing(open_reader(self._path)) as connection:
             rows = connection.execute(_READ, (self._episode, self._segment)).fetchall()
         return {row["start"]: self._top(row) for row in rows}
@@ -51,8 +51,8 @@ class StoredTopLogprobs(MutableMapping[int, TopLogprobs]):
         lengths = len(row["ids"]), len(row["logprobs"])
         if not isinstance(count, int) or lengths != (4 * positions * count,) * 2:
             raise RunFileError(
-                f"run file {self._path}: the likeliest ids of a turn are damaged: {lengths[0]} and {lengths[1]} bytes "
-                f"for {positions} positions of {count}. Play the episode again, in another file."
+                f"run file {self._path}: the top log-probabilities of a turn are damaged: {lengths[0]} and "
+                f"{lengths[1]} bytes for {positions} positions of {count}. Play the episode again with another file."
             )
         return TopLogprobs(count, unpack("i", row["ids"]), unpack("f", row["logprobs"]))
 

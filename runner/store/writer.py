@@ -1,4 +1,4 @@
-"""Writes a run file: one thread, one transaction for all that waits, and a word to each when it is on disk."""
+"""Writes a run file: one thread commits all waiting episodes in one transaction."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from typing import Any, Self
 import anyio
 import anyio.to_thread
 
+from runner.engines.proofs import ProofFigures
 from runner.errors import StorageFailed
 from runner.store.claims import UNSUCCEEDED, Claimed, Claims, reopen_failed
 from runner.store.codec import load_trajectory
 from runner.store.columns import decode_text, encode_text
-from runner.store.commits import Commit, CommitThread, episode_commit, finish_commit, reward_commit
+from runner.store.commits import (
+    Commit,
+    CommitThread,
+    episode_commit,
+    finish_commit,
+    reward_commit,
+    weights_commit,
+)
 from runner.store.database import (
     FileLock,
     check_format,
@@ -31,7 +39,7 @@ from runner.store.database import (
     write_ahead,
 )
 from runner.store.header import Header, OnChange
-from runner.store.schema import schema_statements
+from runner.store.schema import WEIGHTS, schema_statements
 from runner.store.stored_tasks import TaskDecoder
 from runner.tasks import Task
 from runner.trajectory import Trajectory
@@ -39,33 +47,32 @@ from runner.trajectory import Trajectory
 __all__ = ["Claimed", "RunWriter"]
 
 CLOSE_SECONDS = 30.0
-"""How long a run that ends waits for its last transaction: a disk that hangs must not keep the process."""
+"""The longest wait for the last transaction: a hanging disk must not keep the process."""
 ANSWER_SECONDS = 60.0
-"""The seconds that a commit is waited for: more than SQLite waits for a lock, whose own error says more
+"""The longest wait for a commit: longer than SQLite's wait for a lock, whose error is more precise
 (`connect_writer`)."""
-WAITING_COMMITS = 1024
-"""Commits that are under way at most; further episodes wait, so that a slow disk does not fill the memory."""
+MAX_WAITING_COMMITS = 1024
+"""The most pending commits; further episodes wait, so that a slow disk does not fill the memory."""
 
 
 class RunWriter:
-    """The run file while a run plays; use it as `async with`.
+    """The run file of a playing run, used with `async with`.
 
-    A commit call returns when the transaction that holds it is committed. Commits that come while one is being made
-    go together into the next. Trajectories are packed in the writer's thread, so they must not change before the
-    call returns.
+    A commit call returns once its transaction is committed. Commits that arrive during a transaction share the next
+    one. Trajectories are packed in the writer's thread, so they must not change before the call returns.
 
     Args:
-        path: the file; made with its folder if it is not there. None keeps no trajectories, only the tasks' ids.
+        path: the file; created with its folder if needed. None stores no trajectories, only task ids.
         header: the configuration of this run.
-        task_class: the class that stored tasks are read back as.
-        retry_failed: what failed in the file is no result any more, and is claimed again.
-        durable: every commit also survives a power cut (`synchronous=FULL`); without it they survive the death of
-            the process in any way, `kill -9` included.
+        task_class: the class of stored tasks.
+        retry_failed: failed episodes in the file are superseded, and claimed again.
+        durable: commits also survive a power cut (`synchronous=FULL`); without it they survive any death of the
+            process, including `kill -9`.
 
     Raises (when it is entered):
-        ConfigurationChanged: the file holds a run of another configuration; the message lists what differs.
-        NewerRunFile: the file is of a newer version.
-        StorageFailed: it cannot be opened, is no run file, or somebody else writes it.
+        ConfigurationChanged: the file holds a run of another configuration; the message lists the differences.
+        NewerRunFile: a newer version wrote the file.
+        StorageFailed: it cannot be opened, is not a run file, or another process writes it.
     """
 
     def __init__(
@@ -78,33 +85,34 @@ class RunWriter:
         durable: bool = False,
     ) -> None:
         self.path = path
-        """The file; None where no trajectories are kept."""
+        """The file; None if no trajectories are stored."""
         self.header = header
-        """The configuration of the file: the one that it was begun with."""
+        """The configuration with which the file was begun."""
         self.resumed = False
-        """Whether the file held this run already."""
+        """True if the file already held this run."""
         self.warnings: tuple[str, ...] = ()
-        """What is not as it was when the file was begun, and does not stand in the way."""
+        """The differences from the file's configuration that do not prevent a resume."""
         self.reopened: frozenset[tuple[str, int]] = frozenset()
-        """The (task, visit) of the groups of which an episode is played again that was a result before."""
+        """The (task, visit) of the groups with an episode that is repeated although it had a result."""
         self._given = header
         self._retry_failed = retry_failed
         self._decode_task = TaskDecoder(task_class)
         self._durable = durable
-        self._opened = ExitStack()  # closes, the last first: the task ids, the thread, the reader, the file, the lock
+        self._opened = ExitStack()  # closes in this order: task ids, thread, reader, file, lock
         self._reader: sqlite3.Connection | None = None
         self._claims: Claims
         self._thread: CommitThread | None = None
         self._stored_until = 0
-        # `fast_acquire`: while there is room, a commit waits for no pass of the event loop.
-        self._waiting = anyio.Semaphore(WAITING_COMMITS, fast_acquire=True)
+        self._launch = 0
+        # `fast_acquire`: with room, a commit does not wait for a pass of the event loop.
+        self._waiting = anyio.Semaphore(MAX_WAITING_COMMITS, fast_acquire=True)
 
     async def __aenter__(self) -> Self:
-        if self.path is None:  # nothing is waited for
+        if self.path is None:  # does not block
             self._open()
             return self
         try:
-            # A limiter of its own, here and below: the threads of the default one may all be at work for others.
+            # A separate limiter, here and below: the default one may have no free thread.
             await anyio.to_thread.run_sync(self._open, limiter=anyio.CapacityLimiter(1))
         except BaseException:
             self._opened.close()
@@ -141,15 +149,17 @@ class RunWriter:
             check_format(connection, path)
             self.resumed = tables_in(connection)
             if self.resumed:
-                self._compare(path, connection)  # before the first write: what is refused is left as it is
+                self._compare(path, connection)  # before the first write: a refused file stays unchanged
             write_ahead(connection, durable=self._durable)
             if not self.resumed:
                 self._create(connection)
+            else:  # the file may be older than this table
+                connection.execute(WEIGHTS.create().replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS", 1))
             if self.resumed and self._retry_failed:
                 reopen_failed(connection)
-            if self.resumed:  # also without retry_failed: an earlier run may have reopened some and was cut
+            if self.resumed:  # also without retry_failed: an interrupted run may have reopened some
                 self.reopened = frozenset((decode_text(id), visit) for id, visit in connection.execute(UNSUCCEEDED))
-            launch = self._note_launch(connection)
+            self._launch = launch = self._note_launch(connection)
             (last,) = connection.execute("SELECT coalesce(max(key), 0) FROM episodes").fetchone()
             self._stored_until = last
         self._reader = open_reader(path)
@@ -182,32 +192,43 @@ class RunWriter:
     # --- commits
 
     async def commit_episode(self, trajectories: Sequence[Trajectory], *, retry: bool = False) -> None:
-        """Store the trajectories of one episode's agents; returns when they are committed.
+        """Store the trajectories of one episode's agents; return once they are committed.
 
         Args:
             trajectories: all of one episode; none of them may change before the call returns.
-            retry: this attempt is to be played again, so it is no result of the run.
+            retry: True if this attempt is repeated, so it is not a result of the run.
 
         Raises:
-            StorageFailed: they are not in the file; nothing that was committed before is lost.
+            StorageFailed: they are not in the file; earlier commits are safe.
         """
         if trajectories:
             await self._commit(episode_commit(trajectories, retry=retry))
 
     async def commit_group_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store `reward` and `rewards` of a task's committed trajectories anew, and that its group is scored."""
+        """Update `reward` and `rewards` of a task's committed trajectories, and mark its group as scored."""
         if trajectories:
             await self._commit(reward_commit(trajectories))
 
+    async def commit_weights(self, engine: int, version: str, figures: ProofFigures | None, now: float) -> None:
+        """Store a weight update of an engine.
+
+        Args:
+            engine: the index of the engine in the run.
+            version: the version of the weights.
+            figures: the results of the proof; None without one.
+            now: the time of the update, in seconds since 1970.
+        """
+        await self._commit(weights_commit(self._launch, engine, version, figures, now))
+
     async def finish(self, summary: Mapping[str, Any], *, complete: bool = True) -> None:
-        """Store the summary; a run that is `complete` is not resumed by the next `deltarunner run`."""
+        """Store the summary; the next `deltarunner run` does not resume a `complete` run."""
         await self._commit(finish_commit(summary, complete=complete))
 
     async def _commit(self, commit: Commit) -> None:
         if self._thread is None:
             return
         async with self._waiting:
-            # Once sent it is committed or it failed: a cancelled episode is not to be recorded a second time.
+            # Once sent it is committed or fails: a cancelled episode must not be recorded twice.
             with anyio.move_on_after(ANSWER_SECONDS, shield=True):
                 self._thread.send(commit)
                 await commit.done.wait()
@@ -217,34 +238,34 @@ class RunWriter:
             raise StorageFailed(str(commit.error)) from commit.error
 
     def flush(self) -> None:
-        """Commit what was sent, and nothing after it; from any thread, where the event loop can do nothing any more."""
+        """Commit everything sent so far, and accept nothing more; from any thread, for a blocked event loop."""
         if self._thread is not None:
             self._thread.close()
 
-    # --- what is there
+    # --- stored episodes
 
     def claim(self, task: Task, position: int, *, repeatable: bool = False) -> Claimed:
-        """Note that `task`, the run's `position`-th, is to be played. Takes some 10 us, from any thread.
+        """Claim `task`, the run's `position`-th, for playing. Takes about 10 us, from any thread.
 
         Args:
             task: the task.
-            position: where it stands among the run's tasks, for messages.
-            repeatable: the source may give a task again; then that is another visit.
+            position: its number among the run's tasks, for messages.
+            repeatable: True if the source may repeat a task, as another visit.
 
         Raises:
-            BadTask: this run was given the id before, and its tasks are not repeatable.
-            ConfigurationChanged: the file holds another task of this id.
+            BadTask: another task of this run has the id, and tasks are not repeatable.
+            ConfigurationChanged: the file holds another task with this id.
         """
         return self._claims.claim(task, position, repeatable=repeatable)
 
     def stored(self) -> Iterator[Trajectory]:
-        """What earlier runs left in the file, in the order of commits, read as you go.
+        """The trajectories of earlier runs in the file, in commit order, read lazily.
 
-        All agents of an episode follow one another. Superseded attempts are left out.
+        The agents of an episode follow each other. Superseded attempts are left out.
         """
         reader = self._reader
         after = 0
-        # One row a statement: a statement that is left open between rows would hold the log back from the file.
+        # One row per statement: an open statement would prevent checkpoints of the log.
         while reader is not None and after < self._stored_until:
             row = reader.execute(_NEXT_STORED, (after, self._stored_until)).fetchone()
             if row is None:
@@ -253,7 +274,7 @@ class RunWriter:
             yield load_trajectory(reader, row, self._decode_task)
 
     async def stored_group(self, task_id: str, visit: int = 0) -> list[Trajectory]:
-        """All that the file holds of one visit of a task, by index and agent, superseded attempts left out."""
+        """The trajectories of one visit of a task, by index and agent, without superseded attempts."""
         if self._reader is None:
             return []
         return await anyio.to_thread.run_sync(self._load_group, task_id, visit)
@@ -272,12 +293,12 @@ _GROUP = """
 
 
 def _close_file(connection: sqlite3.Connection) -> None:
-    """Close the file without its log beside it, so that it can be copied, and read from a read-only disk.
+    """Close the file and merge its log, so that it can be copied and read from a read-only disk.
 
-    Not while somebody reads it, or where the disk is full: then the log stays, and holds what the file does not.
+    If the file is being read, or the disk is full, the log stays next to it.
     """
     with suppress(sqlite3.Error):
-        # At once or not at all: the run is over, and is not to wait for who reads the file.
+        # Without waiting: the run is over, and must not wait for readers of the file.
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()

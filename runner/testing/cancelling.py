@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import anyio
 
 from runner.concurrency.threads import Workers
+from runner.concurrency.user_code import HOW_TO_CLOSE
 from runner.engines.scripted.engine import ScriptedEngine
 from runner.engines.scripted.script import Latency
 from runner.environment.checks import as_environment, check_playable
@@ -308,6 +309,7 @@ async def _everywhere(
             seed=0,
             workers=Workers(Concurrency().threads),
         )
+        opened.callback(shared.workers.close)
         lifespan = lifespan_of(made, shared.workers, close_seconds=shared.limits.close_seconds)
         shared.resources = await opened.enter_async_context(lifespan)
         last: list[Play] = []
@@ -315,7 +317,7 @@ async def _everywhere(
         async def episode() -> None:
             play = Play(shared, EpisodeKey(task=one, index=0))
             last[:] = [play]
-            await play.run()
+            await play.run(in_this_task=True)
 
         def nothing_is_left() -> None:
             stats = engine.stats()
@@ -324,6 +326,9 @@ async def _everywhere(
                     f"{stats.open} requests and {stats.live_sessions} sessions are left in the engine: leave every "
                     f"`async with` and cancel no task that generates."
                 )
+            for fault in last[0].faults:
+                if HOW_TO_CLOSE in fault:  # it was closed, but by nobody who had opened it
+                    raise AssertionError(fault)
             if check is not None:
                 check(last[0].environment)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -25,8 +26,8 @@ from runner.environment.task_selection import select
 from runner.episode.key import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
 from runner.options import Concurrency
+from runner.runs.event_loop import on_event_loop
 from runner.runs.options import RunKeywords
-from runner.runs.process import on_event_loop
 from runner.runs.run import Run
 from runner.store.reader import RunFile
 from runner.tasks import Task
@@ -92,7 +93,8 @@ def play(
         The trajectory of the agent.
 
     Raises:
-        AssertionError: replies were missing or left over, or the trajectory is not exact.
+        AssertionError: replies were missing or left over, the trajectory is not exact, or a metric, a group reward or
+            `close()` raised, which fails no episode.
         BadInput: something given cannot be used; the message names it and the fix.
     """
     return at_once("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
@@ -121,7 +123,8 @@ def play_many(
         whose source is async or hears of results, as they finished.
 
     Raises:
-        AssertionError: replies were missing or left over, or a trajectory is not exact.
+        AssertionError: replies were missing or left over, a trajectory is not exact, or a metric, a group reward or
+            `close()` raised, which fails no episode.
         BadInput: something given cannot be used; the message names it and the fix.
     """
     return at_once("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
@@ -245,7 +248,27 @@ async def _on_this_loop(
         engine.check()
     for trajectory in trajectories:
         assert_exact(trajectory, engine if isinstance(engine, Engine) else None)
+    _check_nothing_raised(run.summary.faults)
     return trajectories
+
+
+_RAISED: Final = re.compile(r"(.*?: )?(group_reward |metric |reward |close\(\): |exit_stack: )")
+"""The beginning of a fault that is an error of the author's code; a run goes on after it, and no outcome says so."""
+
+
+def _check_nothing_raised(faults: Iterable[str]) -> None:
+    raised = list(dict.fromkeys(fault for fault in faults if _RAISED.match(fault)))
+    if raised:
+        more = f"\nand {len(raised) - MOST_FAULTS} more" if len(raised) > MOST_FAULTS else ""
+        raise AssertionError(
+            "the environment's code raised, which fails no episode but leaves out what it was to give:\n"
+            + "\n".join(raised[:MOST_FAULTS])
+            + more
+        )
+
+
+MOST_FAULTS: Final = 5
+"""So many errors of the author's code are named in one message."""
 
 
 def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:

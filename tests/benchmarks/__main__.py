@@ -18,6 +18,7 @@ NAMES = (
     "kit",
     "scripted",
     "turns",
+    "turn_cost",
     "live",
     "streams",
     "endpoint",
@@ -27,6 +28,7 @@ NAMES = (
     "hosted",
     "fleet_weights",
     "ranks",
+    "proofs",
     "verifiers",
 )
 

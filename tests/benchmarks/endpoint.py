@@ -25,7 +25,7 @@ from runner import Concurrency, Conversation, Environment, Limits, Run, Task, To
 from runner.engines.scripted.script import Latency, ModelCall, Reply
 from runner.episode.turn_settings import TurnAudience
 from runner.messages import Message
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from runner.tools.foreign import tools_of
 from tests.benchmarks.figures import Figure, main

@@ -13,7 +13,7 @@ import renderers.qwen3
 from transformers import PreTrainedTokenizerFast
 
 from runner import Concurrency, Environment, Message, Run, Task, reward, tool
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.shape import AnsweredTurn

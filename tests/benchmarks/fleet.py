@@ -19,7 +19,7 @@ from runner.cluster.words import Played
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.engines.scripted.script import Latency
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from tests.benchmarks.environments import REPLIES, AsyncSums
 from tests.benchmarks.figures import Figure, main

@@ -12,7 +12,7 @@ import anyio
 
 from runner import RayEngines, Run, VllmEngine
 from runner.models import demo_model
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from tests.benchmarks.figures import Figure, main
 from tests.cluster.ray_games import TalksLong
 from tests.engines.small_model import small_model

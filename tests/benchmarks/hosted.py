@@ -12,7 +12,7 @@ import psutil
 from runner import RayEngine, Sampling, ScriptedEngine
 from runner.engines.base import Engine, GenerationRequest
 from runner.engines.scripted.script import Latency
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from tests.benchmarks.figures import Figure, main
 
 ROUNDS = 5

@@ -13,7 +13,7 @@ import psutil
 
 from runner import Concurrency, Run
 from runner.engines.scripted.stream import ScriptedStream
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import Latency, ScriptedEngine
 from tests.benchmarks.environments import AsyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core

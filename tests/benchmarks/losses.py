@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from runner import RayEngines, ScriptedEngine
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from tests.benchmarks.figures import Figure, main
 from tests.cluster.ray_cluster import standing
 

@@ -13,7 +13,7 @@ import anyio
 from runner import Concurrency, Conversation, Environment, Run, Sampling, Task, reward
 from runner.cli.quiet_output import quiet_output
 from runner.engines.vllm.engine import VllmEngine
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from tests.benchmarks.figures import Figure, main
 
 EPISODES = 16

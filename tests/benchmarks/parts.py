@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from runner import Concurrency, Message, Run, Trajectory
 from runner.episode.model import ChatModel
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from runner.store.batch import Batch, Packer
 from runner.store.database import connect_writer, transaction, write_ahead
 from runner.store.schema import schema_statements

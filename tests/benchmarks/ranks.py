@@ -15,7 +15,7 @@ import anyio
 
 from runner import Concurrency, Conversation, Environment, Run, Sampling, Task, VllmEngine, reward
 from runner.models import demo_model
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 from tests.benchmarks.figures import Figure, main
 from tests.engines.small_model import small_model
 

@@ -9,7 +9,7 @@ import anyio
 
 from runner.engines.base import GenerationRequest
 from runner.options import Sampling
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import Latency, ScriptedEngine
 from tests.benchmarks.figures import Figure, main, on_one_core
 

@@ -29,7 +29,7 @@ from runner.engines.vllm.weight_loading import VllmWeights
 from runner.episode.sample import Sample, sample
 from runner.models import ResolvedModel
 from runner.options import Sampling
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.log import Source, TokenLog
 from tests.benchmarks.figures import Figure, main, on_one_core

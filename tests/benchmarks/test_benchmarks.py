@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "kit": {"ROUNDS": 1},
     "scripted": {"ROUNDS": 1, "TURNS": 1},
     "turns": {"ROUNDS": 1, "EPISODES": 4},
+    "turn_cost": {"ROUNDS": 1, "EPISODES": 4, "WIDTHS": (2,), "STEP_SECONDS": 0.001},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
     "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
@@ -39,11 +40,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
     "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
+    "proofs": {"ROUNDS": 1, "SEQUENCES": 2, "LENGTH": 16, "SAMPLED": 4},
     "verifiers": {"ROUNDS": 1, "EPISODES": 2},
 }
 
 
-VLLM = ("streams", "parity", "ranks", "verifiers")
+VLLM = ("streams", "turn_cost", "parity", "ranks", "proofs", "verifiers")
 """Those that load vLLM."""
 RAY = ("fleet", "losses", "hosted", "fleet_weights")
 """Those that start workers."""
@@ -95,7 +97,8 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 @pytest.mark.in_turns("benchmarks of vLLM")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
 @pytest.mark.parametrize(
-    "name", ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks", "verifiers"))]
+    "name",
+    ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks", "proofs", "verifiers"))],
 )
 def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "ranks":

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner import Concurrency, Environment, Run
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from tests.benchmarks.environments import REPLIES, AsyncSums, SyncSums
 from tests.benchmarks.figures import Figure, main, on_one_core

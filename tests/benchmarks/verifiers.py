@@ -24,7 +24,7 @@ from runner import Concurrency, Engine, RemoteEngine, Run, Sampling, VllmEngine
 from runner.cli.quiet_output import quiet_output
 from runner.engines.vllm.parallel import BINDING, cores_by_worker
 from runner.models import demo_model
-from runner.runs.process import collector_settings, on_event_loop
+from runner.runs.event_loop import collector_settings, on_event_loop
 from tests.benchmarks.figures import Figure, main
 from tests.clients.installing import Failed, Install
 from tests.clients.programs import SCRIPTS

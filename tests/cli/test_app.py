@@ -124,7 +124,7 @@ def test_a_run_prints_its_files_summary_and_what_to_type_next(folder: Path) -> N
     for expected in (
         "log   runs/Greeting.log",
         "file  runs/Greeting-001.db",
-        "1.000 ± 0.000  (of 4)",
+        "1.000 ± 0.000  (4 episodes of 4 tasks)",
         "completed 4 of 4",
     ):
         assert expected in done.stdout
@@ -159,7 +159,7 @@ def test_json_is_one_line_on_stdout_and_everything_else_is_on_stderr(folder: Pat
     told = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
     assert (told["file"], told["exit_code"], done.returncode) == ("runs/Greeting-001.db", 0, 0)
-    assert told["summary"]["reward"] == {"mean": 1.0, "standard_error": 0.0, "count": 4}
+    assert told["summary"]["reward"] == {"mean": 1.0, "standard_error": 0.0, "count": 4, "tasks": 4}
     assert "t-0#0" in done.stderr
 
 
@@ -191,7 +191,7 @@ def test_one_task_is_shown_to_the_last_token_and_not_kept(folder: Path, capfd: p
     out = capfd.readouterr().out
     assert "t-2#1" in out
     assert "template   <|im_start|>user⏎" in out
-    assert "episodes     1 in" in out
+    assert re.search(r"^episodes +1 in", out, re.MULTILINE)
     assert not list(folder.rglob("*.db"))
 
 
@@ -222,7 +222,7 @@ def test_tasks_may_come_from_a_file(folder: Path) -> None:
 
 def test_an_unknown_command_is_answered_with_those_that_are(folder: Path) -> None:
     output = " ".join(re.sub(r"[│╭╮╰╯─]", " ", deltarunner("frobnicate").output).split())
-    known = "run, serve, list, show, export, verify, check-template, new, check"
+    known = "run, serve, list, show, export, verify, check-template, check-weights, new, check"
     assert f"No such command 'frobnicate'. There are {known}." in output
     assert "Did you mean 'show'?" in deltarunner("shoe").output
 
@@ -335,7 +335,8 @@ def test_check_says_ok_with_what_was_checked(folder: Path, name: str) -> None:
     result = deltarunner("check", name)
     assert result.exit_code == 0, result.output
     assert result.output.endswith("ok\n")
-    assert "checked  tool schemas, rewards that raise" in result.output
+    assert "checked  tools: schemas, " in result.output
+    assert "         rewards: those that raise, " in result.output
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ OF_THE_ENGINE: dict[str, tuple[list[str], str, list[str]]] = {
 OTHERS: dict[str, tuple[list[str], int, list[str]]] = {
     "no number": (["run", "calculator", "--temperature", "warm"], 2, ["temperature"]),
     "show what is not there": (["show", "nowhere.db"], 7, ["no run file nowhere.db"]),
-    "export what is no run file": (["export", "mine.py"], 7, ["no run file"]),
+    "export what is no run file": (["export", "mine.py"], 7, ["not a run file"]),
     "no such command": (["nonsense"], 2, ["No such command"]),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from collections.abc import Iterator
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.random_model import _arguments
-from runner.tools.tool import Tool
 from tests.checking import GOOD, check, findings, folder_of_modules
 
 pytestmark = pytest.mark.slow
@@ -418,13 +415,42 @@ def test_a_class_without_a_reward_is_refused_before_anything_is_played(folder: P
     assert result.exit_code == 3
 
 
-def test_the_random_model_calls_every_tool_with_arguments_that_fit() -> None:
-    def many(a: int, b: list[str], c: dict[str, float], d: bool, e: str | None) -> None:
-        """Take much."""
+def test_environment_with_constrained_turns_passes(folder: Path) -> None:
+    env = """
+import json, re
+from runner import Sampling
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "minLength": 3}, "days": {"type": "integer",
+    "minimum": 1, "maximum": 5}}, "required": ["city", "days"], "anyOf": [{"required": ["city"]}]}
 
-    tool = Tool(many)
-    for seed in range(20):
-        assert tool.arguments(_arguments(tool.parameters, random.Random(seed))).keys() == {"a", "b", "c", "d", "e"}
+class Env(Good):
+    @tool
+    def note(self, text: str) -> str:
+        "Note it."
+        return "noted"
+
+    @tool
+    def answer(self, number: int) -> str:
+        "Answer."
+        return "answered"
+
+    async def rollout(self, conversation):
+        said = await conversation.generate(sampling=Sampling(schema=SCHEMA), tool_choice="none")
+        told = json.loads(said.text)
+        assert 1 <= told["days"] <= 5 and len(told["city"]) >= 3, said.text
+        conversation.add("And?")
+        said = await conversation.generate(sampling=Sampling(choice=("left", "right")), tool_choice="none")
+        assert said.text in ("left", "right"), said.text
+        conversation.add("And?")
+        said = await conversation.generate(sampling=Sampling(regex="[0-9]{3}-[a-c]+"), tool_choice="none")
+        assert re.fullmatch("[0-9]{3}-[a-c]+", said.text), said.text
+        for name in ("answer", "note"):
+            conversation.add("And?")
+            said = await conversation.generate(tool_choice=name)
+            assert [call.name for call in said.tool_calls] == [name], said.text
+            await self.episode.answer(said)
+"""
+    result = check(folder, GOOD + env)
+    assert (result.exit_code, findings(result)) == (0, []), result.output
 
 
 @pytest.mark.parametrize(
@@ -458,3 +484,17 @@ class Env(Good):
     result = check(folder, GOOD + env, "-n", "1")
     told = [line.partition(" while")[0] for line in findings(result)]
     assert told == ([] if change == "pass" else ["warning  mine.STATE was changed"])
+
+
+def test_keywords_that_are_not_enforced_or_not_checked_are_warned_of(folder: Path) -> None:
+    env = r"""
+class Env(Good):
+    async def setup(self):
+        await super().setup()
+        odd = {"properties": {"a": {"type": "float"}, "b": {"type": "array", "uniqueItems": True}}, "type": "object"}
+        self.tools.append(Tool(lambda given: "", name="odd", description="Say.", parameters=odd, raw=True))
+"""
+    result = check(folder, GOOD + env)
+    unchecked, unenforced = findings(result)
+    assert "odd(): its schema is not checked whole: type of a ('float' is no type" in unchecked
+    assert "odd(): uniqueItems of b of its schema is not enforced where a call is required" in unenforced

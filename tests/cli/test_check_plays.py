@@ -148,7 +148,7 @@ SAYS = {
         3,
         r"error    rollout\(\) added another message in 4 of 4 episodes when the same was",
     ),
-    "the same id twice": (3, "error    task 2 has the id 't', which task 1 has as well"),
+    "the same id twice": (3, "error    task 2 has the id 't', which task 1 has too"),
     "failure with an address": (3, "error    env_error: ValueError: <object object at 0x"),
 }
 IMPORTS = "\nimport anyio, anyio.lowlevel, subprocess, tempfile\nPIDS = []\n"

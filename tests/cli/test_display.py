@@ -2,10 +2,13 @@
 
 import io
 import math
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -28,22 +31,30 @@ from runner.cli.report import summary_table
 from runner.cli.run import Plan
 from runner.cli.settings import RunSettings
 from runner.concurrency.loop_lag import Blocker
-from runner.engines.base import EngineStats
-from runner.runs.figures import Figures, Gauge, Stuck, as_time, in_words
+from runner.engines.base import EngineStats, FinishReason
+from runner.runs.live_stats import LiveStats, StatsReader, WaitingEpisode, as_time, in_words
+from runner.runs.reporter import PlainReporter
+from runner.runs.summary import Summary
+from runner.runs.time_left import TimeLeft
+from runner.tokens.junction import Anchor, Close, Result, Seam
+from tests.terminal import Terminal
 
-FIGURES = Figures(
+FIGURES = LiveStats(
     total=64,
     before=10,
     done=32,
     failed=2,
     running=16,
+    in_engine=11,
     waiting=3,
+    read=1850.2,
     rate=540.4,
+    left=TimeLeft(64.0, 12.0),
     reward=0.6111,
     reward_error=0.05,
     elapsed=44.0,
     lag=0.003,
-    slowest=(Stuck("17#0", 2, "main: engine", 4.25), Stuck("18#0", 0, "add()", 1.0)),
+    slowest=(WaitingEpisode("17#0", 2, "main: engine", 4.25), WaitingEpisode("18#0", 0, "add()", 1.0)),
     fault="3#0 env_error: ValueError: no",
 )
 
@@ -83,9 +94,9 @@ class Screen(io.StringIO):
         return super().write(text)
 
 
-def drawn(figures: Figures, *, width: int, height: int = 30) -> list[str]:
+def drawn(stats: LiveStats, *, width: int, height: int = 30) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(live_view(figures, "calculator on smollm2-135m", width=width, height=height))
+    console.print(live_view(stats, "calculator on smollm2-135m", width=width, height=height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -94,8 +105,8 @@ def test_the_live_view_says_what_runs_waits_failed_and_is_slowest() -> None:
     lines = [line.strip() for line in drawn(FIGURES, width=120)]
     assert lines[0] == "calculator on smollm2-135m"
     for expected in (
-        "32 of 64 · 16 running · 3 waiting for the engine · 2 failed",
-        "540 tokens/s · reward 0.611 ± 0.050 · 0:44, 1:04 left · loop lag 3 ms",
+        "32 of 64 · 16 running (11 in the engine, 3 waiting for a place) · 2 failed",
+        "1,850 tokens/s read, 540 tokens/s sampled · reward 0.611 ± 0.050 · 0:44, 1:04 ± 0:12 left · loop lag 3 ms",
         "last fault: 3#0 env_error: ValueError: no",
         "4.2 s  17#0  turn 3  waits for main: engine",
         "1.0 s  18#0  turn 1  waits for add()",
@@ -116,14 +127,14 @@ def test_a_low_terminal_shows_fewer_of_the_slowest() -> None:
 
 
 def test_who_makes_the_loop_late_is_named_with_what_to_do() -> None:
-    late = Figures(lag=0.5, blocker=Blocker("Mine.add (mine.py:7)", 3.0, thread=True))
+    late = LiveStats(lag=0.5, blocker=Blocker("Mine.add (mine.py:7)", 3.0, thread=True))
     assert "slow loop: Mine.add (mine.py:7) it computes" in " ".join(drawn(late, width=200))
 
 
 def test_what_is_inside_each_rank_of_an_engine_is_shown() -> None:
-    figures = replace(FIGURES, ranks=(12, 3, 0))
-    assert "12 + 3 + 0 inside 3 ranks" in " ".join(drawn(figures, width=200))
-    assert "12 + 3 + 0 inside 3 ranks" in list(in_words(figures))
+    stats = replace(FIGURES, ranks=(12, 3, 0))
+    assert "12 + 3 + 0 inside 3 ranks" in " ".join(drawn(stats, width=200))
+    assert "12 + 3 + 0 inside 3 ranks" in list(in_words(stats))
     assert not any("rank" in line for line in [*drawn(FIGURES, width=200), *in_words(FIGURES)])
 
 
@@ -142,16 +153,19 @@ async def test_ranks_are_read_from_the_engine_that_has_them() -> None:
 
     for engine, ranks in ((Spread("Yes"), (2, 1)), (ScriptedEngine("Yes"), ())):
         async with Run(Waiting, engine) as run:
-            assert Gauge().read(run).ranks == ranks
+            assert StatsReader().read(run).ranks == ranks
 
 
 def test_calls_that_cannot_be_read_are_counted_and_of_many_it_is_said_what_to_do() -> None:
-    few, many = (" ".join(" ".join(drawn(Figures(calls=20, malformed=each), width=200)).split()) for each in (2, 5))
+    few, many = (" ".join(" ".join(drawn(LiveStats(calls=20, malformed=each), width=200)).split()) for each in (2, 5))
     assert "2 of 20 tool calls could not be read" in few
-    assert "otherwise than its template" not in few
-    assert "5 of 20 tool calls could not be read: the model seems to write calls otherwise than its template" in many
+    assert "in another format than its template" not in few
+    assert (
+        "5 of 20 tool calls could not be read: the model seems to write calls in another format than its template"
+        in many
+    )
     assert "give the template that it was trained with (--template)" in many
-    assert "could not be read" not in " ".join(drawn(Figures(calls=20), width=200))
+    assert "could not be read" not in " ".join(drawn(LiveStats(calls=20), width=200))
 
 
 class Calling(Environment):
@@ -181,20 +195,17 @@ async def test_a_model_that_writes_otherwise_than_its_template_is_told_of_while_
 ) -> None:
     async with Run(Calling, ScriptedEngine(said, template="hermes")) as run:
         [_ async for _ in run]
-        figures = Gauge().read(run)
+        stats = StatsReader().read(run)
         summary = run.summary
-    assert (figures.calls, figures.malformed) == (4, 4 if told else 0)
-    assert ("4 of 4 tool calls could not be read" in list(in_words(figures))) == told
+    assert (stats.calls, stats.malformed) == (4, 4 if told else 0)
+    assert ("4 of 4 tool calls could not be read" in list(in_words(stats))) == told
     console = Console(file=io.StringIO(), width=200)
     console.print(summary_table(summary.as_dict()))
     assert isinstance(console.file, io.StringIO)
-    assert ("otherwise than its template" in console.file.getvalue()) == told
+    assert ("in another format than its template" in console.file.getvalue()) == told
 
 
-def test_time_left_follows_the_pace_of_this_run_and_not_of_earlier_ones() -> None:
-    assert FIGURES.remaining == pytest.approx(32 * 2.0)
-    assert Figures(total=None, done=3, elapsed=1.0).remaining is None
-    assert Figures(total=8, done=0, elapsed=1.0).remaining is None
+def test_times_have_minutes_and_hours() -> None:
     assert (as_time(64.4), as_time(3661)) == ("1:04", "1:01:01")
 
 
@@ -202,20 +213,20 @@ def test_time_left_follows_the_pace_of_this_run_and_not_of_earlier_ones() -> Non
 async def test_the_gauge_reads_a_run_while_it_plays() -> None:
     go = anyio.Event()
     async with Run(Waiting(go), ScriptedEngine("hi"), concurrency=Concurrency(episodes=3)) as run:
-        gauge = Gauge()
+        reader = StatsReader()
         async for _ in run:
             if run.summary.episodes == 3:
                 break
         await anyio.wait_all_tasks_blocked()
-        figures = gauge.read(run, total=4)
-        assert (figures.done, figures.failed, figures.running, figures.total) == (3, 1, 1, 4)
-        assert figures.reward == 1.0
-        assert [(stuck.id, stuck.turns) for stuck in figures.slowest] == [("2#0", 1)]
-        assert figures.elapsed > 0
-        assert not math.isnan(figures.rate)
+        stats = reader.read(run, total=4)
+        assert (stats.done, stats.failed, stats.running, stats.total) == (3, 1, 1, 4)
+        assert stats.reward == 1.0
+        assert [(stuck.id, stuck.turns) for stuck in stats.slowest] == [("2#0", 1)]
+        assert stats.elapsed > 0
+        assert not math.isnan(stats.rate)
         go.set()
         assert [trajectory.id async for trajectory in run] == ["2#0"]
-        assert gauge.read(run, total=4).running == 0
+        assert reader.read(run, total=4).running == 0
 
 
 @pytest.mark.anyio
@@ -250,3 +261,218 @@ def test_what_keeps_stdout_while_the_display_is_shown_does_not_write_over_it() -
     before = sys.stdout, sys.stderr
     with shown._shown():
         assert (sys.stdout, sys.stderr) == before
+
+
+CLEARED = "\x1b[H\x1b[2J"
+RESIZED = """
+import sys, time
+from rich.console import Console
+from runner.cli.display import LiveDisplay
+from runner.runs.live_stats import LiveStats
+
+display = LiveDisplay(Console(), "a long title of a run " * 3)
+with display._shown():
+    display.say("file  runs/calculator-001.db")
+    while True:
+        display._playing(LiveStats(total=64, done=12, running=8))
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(50, 30), (140, 30), (100, 8)], ids=["narrower", "wider", "lower"])
+def test_a_window_of_another_size_is_cleared_and_what_was_said_is_repeated(
+    columns: int, rows: int, tmp_path: Path
+) -> None:
+    with Terminal([sys.executable, "-c", RESIZED], folder=tmp_path) as terminal:
+        terminal.read_until("12 of 64", seconds=300)
+        assert CLEARED not in terminal.text
+        before = len(terminal.text)
+        terminal.resize(columns=columns, rows=rows)
+        terminal.read_until(CLEARED, seconds=300)
+        terminal.read_until("12 of 64", seconds=300)
+        shown = terminal.text[before:].split(CLEARED)
+        assert len(shown) == 2, "once"
+        assert "file  runs/calculator-001.db" in shown[1]
+        text = re.sub(r"\x1b\[[0-9;?]*m", "", shown[1])  # colours
+        lines = re.split(r"\x1b\[[0-9;?]*[a-zA-Z]|[\r\n]", text)
+        assert max(map(len, lines)) <= columns
+
+
+# --- the start, and the first steps
+
+
+class Starting(ScriptedEngine):
+    """Starts in two phases, each shown before the next begins, and has something to say of itself."""
+
+    def __init__(self) -> None:
+        super().__init__("hi")
+        self.phase = "importing vLLM"
+
+    @property
+    def start_phase(self) -> str:
+        return self.phase
+
+    async def __aenter__(self) -> Self:
+        await anyio.sleep(0.6)  # longer than a look of the display
+        self.phase = "loading the weights"
+        await anyio.sleep(0.6)
+        await super().__aenter__()
+        self.phase, self.notes = "", ("computing in float32: bfloat16 is slow on this processor",)
+        return self
+
+
+def test_plain_lines_say_every_ten_seconds_what_the_start_does() -> None:
+    said: list[str] = []
+
+    class Kept(PlainReporter):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    reporter = Kept("calculator on a model")
+    for second in range(36):
+        reporter._starting(second, ", importing vLLM" if second < 25 else ", loading the weights")
+    assert [line.split("  ", 1)[1] for line in said] == [
+        "calculator on a model: starting the engine, importing vLLM",
+        "starting the engine, importing vLLM",
+        "starting the engine, importing vLLM",
+        "starting the engine, loading the weights",
+    ]
+    assert all(re.match(r" *\d+:\d\d  ", line) for line in said)
+
+
+@pytest.mark.anyio
+async def test_phases_and_notes_of_an_engine_are_shown() -> None:
+    said: list[str] = []
+
+    class Kept(PlainReporter):
+        def _starting(self, seconds: float, doing: str) -> None:
+            said.append(doing)
+
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    engine = Starting()
+    run = Run(Waiting(), engine)
+    async with anyio.create_task_group() as group:
+        group.start_soon(Kept("x").watch, run)
+        async with run:
+            async for _ in run:
+                pass
+            while not any("computing in" in line for line in said):  # noqa: ASYNC110  # it is told of no event
+                await anyio.sleep(0.05)
+        group.cancel_scope.cancel()
+    assert ", importing vLLM" in said
+    assert ", loading the weights" in said
+    (note,) = [line for line in said if "computing" in line]
+    assert note.endswith("computing in float32: bfloat16 is slow on this processor")
+
+
+@pytest.mark.anyio
+async def test_notes_of_an_engine_that_was_entered_before_are_not_repeated() -> None:
+    said: list[str] = []
+
+    class Kept(PlainReporter):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    async with Starting() as engine, anyio.create_task_group() as group:
+        run = Run(Waiting(), engine)
+        group.start_soon(Kept("x").watch, run)
+        async with run:
+            async for _ in run:
+                pass
+            while not any("4 of" in line or "4 episodes" in line for line in said):  # noqa: ASYNC110  # as above
+                await anyio.sleep(0.05)
+        group.cancel_scope.cancel()
+    assert not any("computing in" in line for line in said)
+
+
+@pytest.mark.anyio
+async def test_tokens_read_are_shown_before_any_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reading(ScriptedEngine):
+        computed = 0
+
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), prompt_tokens=self.computed, steps=self.computed // 1024)
+
+    now = 1000.0
+    monkeypatch.setattr("runner.runs.live_stats.time.monotonic", lambda: now)
+    async with Run(Waiting, engine := Reading("Yes")) as run:
+        reader = StatsReader()
+        assert "tokens/s read" not in ", ".join(in_words(reader.read(run)))
+        now, engine.computed = now + 4.0, 4096
+        stats = reader.read(run)
+        assert (stats.read, stats.rate) == (1024.0, 0.0)
+        assert "1,024 tokens/s read, 0 tokens/s sampled" in list(in_words(stats))
+
+
+@pytest.mark.anyio
+async def test_pace_of_long_steps_is_kept_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(ScriptedEngine):
+        computed = 0
+
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), prompt_tokens=self.computed)
+
+    now = 1000.0
+    monkeypatch.setattr("runner.runs.live_stats.time.monotonic", lambda: now)
+    async with Run(Waiting, engine := Slow("Yes")) as run:
+        reader, read = StatsReader(), list[float]()
+        for second in range(1, 200):
+            now += 1.0
+            engine.computed = 1024 * min(second // 25, 4)  # a step takes 25 s, and there are four of them
+            stats = reader.read(run)
+            read.append(stats.read or 0.0)
+    assert min(read[26:124]) > 15, "also just before the next step is done"
+    assert read[-1] == 0.0, "nothing was read for a minute"
+
+
+def test_wait_for_the_first_tokens_is_shown() -> None:
+    waits = LiveStats(total=64, running=48, in_engine=48, began=False)
+    assert "waiting for the first tokens of the engine" in list(in_words(waits))
+    assert "waiting for the first tokens of the engine" in " ".join(drawn(waits, width=120))
+    assert "0 tokens/s sampled" in list(in_words(replace(waits, began=True)))
+    assert "0 tokens/s sampled" in list(in_words(replace(waits, in_engine=0)))
+
+
+def test_the_counts_and_the_rows_of_those_in_the_engine_agree() -> None:
+    stats = LiveStats(total=64, running=48, in_engine=48, slowest=(WaitingEpisode("1#0", 0, "main: engine", 3.0),))
+    shown = " ".join(drawn(stats, width=120))
+    assert "48 running (48 in the engine)" in shown
+    assert "0 waiting" not in shown
+
+
+# --- the summary
+
+
+def test_the_first_summary_has_no_words_of_the_token_layer_and_the_verbose_one_has() -> None:
+    summary = Summary()
+    summary.junctions[Result.APPENDED, Anchor.STOP, Close.SAMPLED, Seam.SPECIAL] = 128
+    summary.turns, summary.finishes[FinishReason.STOP] = 192, 192
+    summary.retried = 5
+    summary.add_retry_cause("the engine sent nothing for 120 s")
+
+    def shown(verbose: bool) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(summary_table(summary.as_dict(), verbose=verbose))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    plain = shown(False)
+    assert not re.search(r"junction|anchor|seam|bridged|time a turn|stop", plain)
+    assert re.search(r"turns +192 *\n", plain)
+    assert "1 after: the engine sent nothing for 120 s" in plain
+    assert "128 appended (anchor stop, close sampled, seam special)" in shown(True)
+    assert "192 · stop 192" in shown(True)
+
+
+def test_turns_that_did_not_end_by_themselves_and_new_segments_are_in_the_first_summary() -> None:
+    summary = Summary()
+    summary.turns, summary.finishes[FinishReason.LENGTH] = 10, 3
+    summary.junctions[Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED] = 2
+    summary.junction_causes["no_sentinel"] = 2
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary_table(summary.as_dict()))
+    assert isinstance(console.file, io.StringIO)
+    assert "10 · length 3 · 2 of them began a new segment" in console.file.getvalue()
+    assert "no_sentinel 2" in console.file.getvalue()

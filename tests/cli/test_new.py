@@ -128,6 +128,46 @@ def test_every_file_carries_the_name_and_none_the_skeletons(tmp_path: Path) -> N
     assert project["entry-points"]["deltarunner.environments"] == {"word_game": "word_game:WordGame"}
 
 
+def test_a_project_requires_deltarunner_from_where_it_was_installed(tmp_path: Path) -> None:
+    write_project(Names.of("word-game"), tmp_path / "out")
+    text = (tmp_path / "out" / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    assert project["dependencies"] == [f"deltarunner @ {ROOT.as_uri()}"]
+    assert project["optional-dependencies"] == {"tests": [f"deltarunner[testing] @ {ROOT.as_uri()}"]}
+    assert tomllib.loads(text)["tool"]["hatch"]["metadata"] == {"allow-direct-references": True}
+    assert "Others, and CI, have no such path" in text
+
+
+@pytest.mark.parametrize(
+    ("told", "source"),
+    [
+        (None, ""),
+        ('{"url": "file:///nowhere/deltarunner.whl", "archive_info": {}}', ""),
+        ('{"url": "file:///tmp", "dir_info": {}}', "file:///tmp"),
+        (
+            '{"url": "https://example.org/r.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
+            "git+https://example.org/r.git@abc",
+        ),
+        ('{"url": "https://example.org/d.whl", "archive_info": {}}', "https://example.org/d.whl"),
+        ("no JSON", ""),
+    ],
+)
+def test_an_installed_deltarunner_knows_where_it_came_from(
+    told: str | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return told
+
+    monkeypatch.setattr(new, "__file__", str(tmp_path / "runner" / "cli" / "new.py"))
+    monkeypatch.setattr(new, "distribution", lambda name: Installed())
+    assert new.installed_from() == source
+    written = new._with_source((SKELETON / "pyproject.toml").read_text(), source)
+    required = tomllib.loads(written)["project"]["dependencies"]
+    assert required == ([f"deltarunner @ {source}"] if source else ["deltarunner"])
+
+
 def test_what_tests_of_the_skeleton_left_behind_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = tmp_path / "skeleton"
     (skeleton / "__pycache__").mkdir(parents=True)

@@ -181,7 +181,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
         ({"temperature": 0.5}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
         ({"limits": ("turns=3",)}, ConfigurationChanged, "limits.turns"),
         ({"environment": "mine.py:Ranked"}, ConfigurationChanged, "environment: .*Greeting.* -> .*Ranked"),
-        ({"file": Path("mine.py")}, RunFileError, "no run file"),
+        ({"file": Path("mine.py")}, RunFileError, "not a run file"),
     ],
 )
 def test_what_can_be_refused_is_refused_before_an_engine_is_made(

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from runner.cli.app import app
+from runner.cli.run import run_command
+from runner.cli.settings import RunSettings
 from runner.testing import ScriptedEngine
 from tests.playing import Plain, play_all
 from tests.verifying import play
@@ -57,3 +59,51 @@ def test_an_episode_of_one_agent_speaks_of_no_others(tmp_path: Path) -> None:
 
     anyio.run(alone)
     assert "Other agents" not in show(tmp_path / "run.db", "t0#0")
+
+
+SETTINGS = """
+from runner import Environment, Task, reward
+
+class Long(Environment):
+    def __init__(self, rows=[{"question": f"What is {n}?"} for n in range(9)]):
+        self.rows = rows
+
+    def tasks(self):
+        return [Task(id=id, prompt="hello") for id in ("plain", "-rf", "--help", "-n")]
+
+    @reward
+    def right(self):
+        return 1
+"""
+
+
+@pytest.fixture
+def dashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of tasks whose ids look like options, with a long setting."""
+    (tmp_path / "settings.py").write_text(SETTINGS)
+    monkeypatch.chdir(tmp_path)
+    engine = ScriptedEngine({"main": ["a long reply"] * 4, "other": "x"})
+    settings = RunSettings(environment="settings.py:Long", file=Path("w.db"))
+    assert run_command(settings, lambda _: engine) == 0
+    return Path("w.db")
+
+
+def test_the_first_lines_are_short_whatever_the_settings_hold(dashed: Path) -> None:
+    first, second, *_ = show(dashed).splitlines()
+    assert first.startswith("settings:Long on the engine 'scripted', 20")
+    assert len(first) < 80
+    assert len(second) < 160
+    assert "rows=[{'question': 'What is 0?'}," in second
+
+
+@pytest.mark.parametrize("id", ["-rf#0", "--help#0", "-n#0", "-rf"])
+@pytest.mark.parametrize("options", [[], ["--tokens"], ["--brief", "-n", "3"]])
+def test_an_id_that_begins_with_a_dash_is_an_id(dashed: Path, id: str, options: list[str]) -> None:
+    assert f"{id.removesuffix('#0')}#0  completed" in show(dashed, id, *options)
+    assert f"{id.removesuffix('#0')}#0  completed" in show(dashed, *options, "--", id)
+
+
+def test_a_misspelt_option_of_show_is_still_an_option(dashed: Path) -> None:
+    result = CliRunner().invoke(app, ["show", str(dashed), "--tokns"])
+    assert (result.exit_code, "--tokens" in result.output) == (2, True)
+    assert show(dashed, "-n2") == show(dashed, "--limit", "2")

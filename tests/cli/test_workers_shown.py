@@ -12,12 +12,12 @@ from rich.console import Console
 
 from runner import FleetWorker
 from runner.cli.display import PlainDisplay, live_view
-from runner.runs.figures import Figures, Stuck, in_words
-from runner.runs.fleet_figures import FleetFigures
-from runner.runs.player import Absence
+from runner.runs.fleet_stats import FleetStats
+from runner.runs.live_stats import LiveStats, WaitingEpisode, in_words
+from runner.runs.player import IdleReason
 from tests.repository import DOCS
 
-FIGURES = Figures(
+FIGURES = LiveStats(
     total=6400,
     done=3200,
     failed=2,
@@ -25,7 +25,7 @@ FIGURES = Figures(
     rate=54040.0,
     elapsed=444.0,
     lag=0.003,
-    slowest=tuple(Stuck(f"{number}#0", 2, "search(), on worker 3 on gpu-a00", 340.2) for number in range(5)),
+    slowest=tuple(WaitingEpisode(f"{number}#0", 2, "search(), on worker 3 on gpu-a00", 340.2) for number in range(5)),
 )
 
 
@@ -45,7 +45,7 @@ def worker(number: int, **otherwise: Any) -> FleetWorker:
     return replace(well, **otherwise)
 
 
-FEW = FleetFigures(
+FEW = FleetStats(
     workers=(
         worker(0),
         worker(1),
@@ -57,16 +57,16 @@ FEW = FleetFigures(
     ),
     most=8,
     version="13",
-    absent={Absence.STARTING: 1},
+    absent={IdleReason.STARTING: 1},
 )
 
 
-def many(*otherwise: FleetWorker, **fields: Any) -> FleetFigures:
+def many(*otherwise: FleetWorker, **fields: Any) -> FleetStats:
     workers = {number: worker(number) for number in range(500)} | {each.number: each for each in otherwise}
-    return FleetFigures(**{"workers": tuple(workers.values()), "most": 500, "version": "13", **fields})
+    return FleetStats(**{"workers": tuple(workers.values()), "most": 500, "version": "13", **fields})
 
 
-def drawn(fleet: FleetFigures | None, *, width: int = 80, height: int = 24) -> list[str]:
+def drawn(fleet: FleetStats | None, *, width: int = 80, height: int = 24) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     console.print(live_view(replace(FIGURES, fleet=fleet), "weather on qwen3-8b", width=width, height=height))
     assert isinstance(console.file, io.StringIO)
@@ -125,19 +125,19 @@ def test_troubled_workers_that_have_no_row_are_counted_and_versions_that_differ_
 
 def test_a_tall_terminal_has_a_row_for_each_of_more_workers() -> None:
     forty = many().workers[:40]
-    lines = drawn(FleetFigures(workers=forty, most=40, version="13"), height=60)
+    lines = drawn(FleetStats(workers=forty, most=40, version="13"), height=60)
     assert len(rows(lines)) == 40
     assert not any(" more on " in line for line in lines)
 
 
 @pytest.mark.parametrize("fleet", [FEW, many(worker(4, silent=99.0), worker(5, waited=99.0))], ids=["few", "many"])
 @pytest.mark.parametrize("width", [24, 40, 60, 66, 70, 80, 200])
-def test_no_line_of_workers_is_wider_than_the_terminal_or_goes_on_in_the_next(fleet: FleetFigures, width: int) -> None:
+def test_no_line_of_workers_is_wider_than_the_terminal_or_goes_on_in_the_next(fleet: FleetStats, width: int) -> None:
     named = [
         replace(each, node="rayclus-worker-gpu-group-" + "x" * 40, version="step-0012-" + "y" * 40, oldest="z" * 300)
         for each in fleet.workers
     ]
-    long = replace(fleet, workers=tuple(named), absent=dict.fromkeys(Absence, 7))
+    long = replace(fleet, workers=tuple(named), absent=dict.fromkeys(IdleReason, 7))
     lines = drawn(long, width=width)
     assert max(map(len, lines)) <= width
     (heading,) = [place for place, line in enumerate(lines) if line.startswith("worker ")]
@@ -145,7 +145,7 @@ def test_no_line_of_workers_is_wider_than_the_terminal_or_goes_on_in_the_next(fl
     assert len(shown) >= 4
     assert lines[heading + 1 : heading + 1 + len(shown)] == shown, "a row is one line"
     assert all(line.endswith("…") for line in shown if width < 200)
-    assert all(f"7 {why.value}" in " ".join(lines) for why in Absence)
+    assert all(f"7 {why.value}" in " ".join(lines) for why in IdleReason)
 
 
 def test_in_few_columns_a_row_says_what_is_wrong_with_its_worker() -> None:
@@ -160,21 +160,19 @@ def test_in_few_columns_a_row_says_what_is_wrong_with_its_worker() -> None:
 
 @pytest.mark.parametrize("height", range(1, 30))
 def test_in_few_lines_how_many_workers_there_are_is_what_stays(height: int) -> None:
-    for fleet in (FEW, many(), FleetFigures(most=8, few=True, absent={Absence.RESTING: 8})):
+    for fleet in (FEW, many(), FleetStats(most=8, few=True, absent={IdleReason.RESTING: 8})):
         lines = drawn(fleet, height=height)
         assert any(f"{len(fleet.workers)} of {fleet.most} workers" in line for line in lines)
         assert len(lines) <= max(height, len(drawn(None, height=1)) + 1)
 
 
 def test_a_long_name_of_a_node_loses_its_middle() -> None:
-    (row,) = rows(
-        drawn(FleetFigures(workers=(worker(0, node="rayclus-worker-gpu-group-abcde"),), most=1, version="13"))
-    )
+    (row,) = rows(drawn(FleetStats(workers=(worker(0, node="rayclus-worker-gpu-group-abcde"),), most=1, version="13")))
     assert " rayc…up-abcde " in row
 
 
 def test_a_name_cannot_say_anything_to_the_terminal() -> None:
-    fleet = FleetFigures(workers=(worker(0, node="a\x1b[2J", version="b\x1b[2J", oldest="c\x1b[2J\nd"),), most=1)
+    fleet = FleetStats(workers=(worker(0, node="a\x1b[2J", version="b\x1b[2J", oldest="c\x1b[2J\nd"),), most=1)
     assert "\x1b[2J" not in "\n".join(drawn(fleet))
     assert "\x1b[2J" not in ", ".join(in_words(replace(FIGURES, fleet=fleet)))
 
@@ -187,9 +185,9 @@ def test_a_run_without_workers_shows_nothing_of_them() -> None:
     ]
 
 
-def said(figures: Figures) -> list[str]:
+def said(stats: LiveStats) -> list[str]:
     console = Console(file=io.StringIO(), width=200)
-    PlainDisplay(console, "weather")._playing(replace(figures, elapsed=1000.0))
+    PlainDisplay(console, "weather")._playing(replace(stats, elapsed=1000.0))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 

@@ -22,7 +22,7 @@ from tests.playing import Plain, recording, tasks
 
 pytestmark = pytest.mark.anyio
 
-WATCHDOG = 30.0
+WATCHDOG = 600.0
 
 
 @pytest.fixture

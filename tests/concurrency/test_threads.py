@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import subprocess
+import sys
 import threading
 from contextvars import ContextVar
 from functools import partial
@@ -10,6 +14,7 @@ from typing import Any
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from runner.concurrency import threads
@@ -17,7 +22,7 @@ from runner.concurrency.threads import Job, Workers, busy_threads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
-WATCHDOG = 30.0
+WATCHDOG = 600.0
 
 
 def hang(began: threading.Event, release: threading.Event) -> None:
@@ -149,3 +154,26 @@ async def test_threads_end_with_their_workers_and_one_that_was_left_behind_with_
     with anyio.fail_after(WATCHDOG):
         while any(thread.is_alive() for thread in made):  # noqa: ASYNC110  # threads tell nobody
             await anyio.sleep(0.001)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_process_bound_to_its_thread_lives_until_the_close(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.01)
+    workers = Workers(1)
+    process = await workers.call(Job(start_bound_to_this_thread, "setup"))
+    with process:
+        await anyio.sleep(0.3)
+        assert process.poll() is None
+        assert await workers.call(Job(process.poll, "a tool")) is None
+        workers.close()
+        assert await anyio.to_thread.run_sync(process.wait, WATCHDOG) == -signal.SIGKILL
+
+
+def start_bound_to_this_thread() -> subprocess.Popen[bytes]:
+    """A process as `bwrap --die-with-parent` starts one, which ends with the thread that started it."""
+    set_death_signal = 1
+    prctl = ctypes.CDLL(None).prctl
+    code = "import time; time.sleep(600)"
+    return subprocess.Popen([sys.executable, "-c", code], preexec_fn=lambda: prctl(set_death_signal, signal.SIGKILL))

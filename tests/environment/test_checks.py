@@ -75,7 +75,8 @@ async def told(environment: Any, engine: ScriptedEngine) -> list[str]:
         begun = list(run.summary.faults)
         assert [trajectory.error async for trajectory in run] == [""] * 3
     assert list(run.summary.faults) == begun  # no episode says it again
-    return [fault for fault in begun if "of the tool" in fault or "strings" in fault]
+    words = ("of the tool", "strings", "schemas")
+    return [fault for fault in begun if any(word in fault for word in words)]
 
 
 async def refused(environment: Any, engine: ScriptedEngine, kind: type[Exception] = BadTemplate) -> str:
@@ -175,3 +176,43 @@ async def test_what_setup_adds_is_not_looked_at_before_the_run() -> None:
             self.tools += taking("first name", required=("first name",))().bound_tools()
 
     assert await told(Adding, of_family("Qwen3-Coder")) == []
+
+
+# --- schemas
+
+
+def holding(schema: Any, **settings: Any) -> type[Asking]:
+    """An environment with one tool of this schema."""
+
+    class Holding(Asking):
+        tool_choice = settings.pop("tool_choice", "auto")
+
+        def bound_tools(self) -> list[Tool]:
+            given = {"type": "object", "properties": {"tags": schema}, "required": ["tags"]}
+            return [Tool(lambda given: "", name="tag", description="Tag.", parameters=given, raw=True, **settings)]
+
+    return Holding
+
+
+UNIQUE = {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True}
+NOT_ENFORCED = "not everything that the schemas say is enforced while a call is sampled, the rest is checked afterwards"
+
+
+@pytest.mark.parametrize("settings", [{"tool_choice": "required"}, {"tool_choice": "tag"}, {"strict": True}], ids=str)
+@pytest.mark.parametrize("model", ["Qwen3", "GLM 4.6", "Gemma 4", "gpt-oss"])
+async def test_keyword_that_no_grammar_says_is_named_where_calls_are_held(model: str, settings: dict[str, Any]) -> None:
+    said = await told(holding(UNIQUE, **settings), of_family(model))
+    (warning,) = [each for each in said if "schemas say" in each]
+    assert warning.startswith(f"{NOT_ENFORCED}: tag: uniqueItems of tags.")
+    assert ("maxLength of tags[]" in warning) is (model == "Gemma 4")
+
+
+async def test_free_calls_are_not_warned_of_what_is_checked() -> None:
+    assert await told(holding(UNIQUE), of_family("Qwen3")) == []
+
+
+async def test_keyword_that_is_not_checked_is_named_for_free_calls_too() -> None:
+    (warning,) = await told(holding({"type": "string", "pattern": r"[\p{L}]"}), of_family("Qwen3"))
+    assert warning.startswith(
+        "the schema of the tool 'tag' is not checked whole: pattern of tags (Python has no \\p{L}"
+    )

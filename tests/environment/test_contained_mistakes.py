@@ -111,7 +111,7 @@ async def test_an_engine_for_an_agent_that_never_speaks_is_reported() -> None:
     async with Run(Plain(), ScriptedEngine("Yes"), engines={"jduge": ScriptedEngine("No")}, tasks=tasks(1)) as run:
         async for _ in run:
             pass
-    assert list(run.summary.faults) == ["engines: no agent 'jduge' ever spoke"]
+    assert list(run.summary.faults) == ["engines: agent 'jduge' never had a turn"]
 
 
 async def test_a_synchronous_source_may_hear_of_results_asynchronously() -> None:
@@ -192,8 +192,8 @@ async def test_an_episode_that_cancels_its_own_task_fails_alone(where: str, anyi
         pass
 
     Here.where = where
-    trajectories = await play_all(Here(), "Yes", tasks=tasks(4))
-    outcomes = {t.task.id: t.outcome for t in trajectories}
+    async with Run(Here(), ScriptedEngine("Yes"), tasks=tasks(4), breaker=0.5) as run:
+        outcomes = {trajectory.task.id: trajectory.outcome async for trajectory in run}
     expected = Outcome.COMPLETED if where == "close" else Outcome.ENV_ERROR
     assert outcomes == {"t0": "completed", "t1": expected, "t2": "completed", "t3": "completed"}
 

@@ -16,6 +16,7 @@ from runner import (
     Run,
     ScriptedEngine,
     Task,
+    group_reward,
     metric,
     reward,
     tool,
@@ -58,9 +59,86 @@ def step_without_a_turn() -> None:
     type("Sub", (Base,), {"step": lambda self: None})
 
 
+def two_rewards_of_one_name() -> None:
+    class Sub(Base):
+        @reward
+        def right(self) -> bool:
+            return True
+
+        @reward(weight=0.5)  # type: ignore[no-redef]  # that is the point
+        def right(self) -> bool:  # noqa: F811  # that is the point
+            return False
+
+
+def metric_with_the_name_of_a_reward() -> None:
+    class Sub(Base):
+        @reward
+        def right(self) -> bool:
+            return True
+
+        @metric  # type: ignore[no-redef]  # that is the point
+        async def right(self) -> float:  # noqa: F811  # that is the point
+            return 1
+
+
+def group_reward_with_the_name_of_a_metric() -> None:
+    class Sub(Base):
+        @metric
+        def right(self) -> float:
+            return 1
+
+        @group_reward  # type: ignore[no-redef]  # that is the point
+        def right(self, group: Any) -> list[float]:  # noqa: F811  # that is the point
+            return []
+
+
+def two_tools_of_one_name() -> None:
+    class Sub(Base):
+        @tool
+        def look(self, where: str) -> str:
+            """Look."""
+            return where
+
+        @tool(parallel=False)  # type: ignore[no-redef]  # that is the point
+        def look(self, what: str) -> str:  # noqa: F811  # that is the point
+            """Look."""
+            return what
+
+
+def static_tool_with_the_name_of_a_reward() -> None:
+    class Sub(Base):
+        @staticmethod
+        @tool
+        def look(where: str) -> str:
+            """Look."""
+            return where
+
+        @reward  # type: ignore[no-redef]  # that is the point
+        def look(self) -> float:  # noqa: F811  # that is the point
+            return 1
+
+
+def two_rewards_in_a_nested_class() -> None:
+    class Outer:
+        class Sub(Base):
+            @reward
+            def right(self) -> bool:
+                return True
+
+            @reward  # type: ignore[no-redef]  # that is the point
+            def right(self) -> bool:  # noqa: F811  # that is the point
+                return False
+
+
 @pytest.mark.parametrize(
     ("define", "message"),
     [
+        (two_rewards_of_one_name, r"Sub\.right is defined twice in its class, the second time with @reward; .*rename"),
+        (metric_with_the_name_of_a_reward, r"Sub\.right is defined twice .* with @metric"),
+        (group_reward_with_the_name_of_a_metric, r"Sub\.right is defined twice .* with @group_reward"),
+        (two_tools_of_one_name, r"Sub\.look is defined twice .* with @tool"),
+        (static_tool_with_the_name_of_a_reward, r"Sub\.look is defined twice .* with @reward"),
+        (two_rewards_in_a_nested_class, r"Outer\.Sub\.right is defined twice"),
         (override_without_decorator, r"Sub\.good overrides a reward: decorate it with @reward, or write good = None"),
         (reward_with_parameters, r"Sub\.good: a reward is called as good\(self\)"),
         (weight_by_position, r"@reward goes on a method, not on 0\.1; a weight is given as @reward\(weight="),
@@ -72,6 +150,46 @@ def step_without_a_turn() -> None:
 def test_a_wrong_definition_is_refused_with_its_fix(define: Callable[[], None], message: str) -> None:
     with pytest.raises(BadEnvironment, match=message):
         define()
+
+
+def test_reward_may_be_overridden_shared_and_named_alike_elsewhere() -> None:
+    class Sub(Base):
+        @reward(weight=2.0)
+        def good(self) -> bool:
+            return super().good()
+
+    class Other(Base):
+        @reward
+        def good(self) -> bool:
+            return False
+
+    def shared(self: Any) -> bool:
+        return True
+
+    marked = reward(shared)
+    both = [type(name, (Environment,), {"shared": marked}) for name in ("One", "Two")]
+    assert [scorer.weight for scorer in Sub.scorers] == [2.0]
+    assert all(cls.scorers for cls in both)  # type: ignore[attr-defined]  # made by type()
+
+
+@pytest.mark.anyio
+async def test_rewards_that_one_function_makes_are_recorded_by_their_attributes() -> None:
+    def at_least(length: int) -> Any:
+        @reward
+        def long_enough(self: Any) -> bool:
+            return len(self.episode.text) >= length
+
+        return long_enough
+
+    class Lengths(Environment):
+        short, long = at_least(1), at_least(100)
+
+        def tasks(self) -> list[Task]:
+            return [Task("one", "Hello.")]
+
+    async with Run(Lengths(), ScriptedEngine("Hello.")) as run:
+        (trajectory,) = [trajectory async for trajectory in run]
+    assert trajectory.rewards == {"short": 1.0, "long": 0.0}
 
 
 def test_none_takes_a_reward_of_the_base_class_away() -> None:
@@ -201,8 +319,7 @@ def weigh(self: Any) -> int:
         ({"system_prompt": 5}, "system_prompt = 5: give a string or None"),
         ({"setup": hook}, "setup yields, so its body would never run"),
         ({"close": hook}, "close yields"),
-        ({"lifespan": hook}, "lifespan is no context manager: put @contextlib.asynccontextmanager above it"),
-        ({"lifespan": colored}, "lifespan is no context manager"),
+        ({"lifespan": colored}, "lifespan never yields"),
         ({"weigh": property(tool(weigh))}, "weigh is a property: a tool is called"),
     ],
 )

@@ -159,3 +159,37 @@ async def test_a_lifespan_is_left_in_peace_where_the_run_is_cancelled(kind: type
             scope.cancel()
             await anyio.sleep_forever()
     assert left == ["left"]
+
+
+async def test_a_lifespan_needs_no_decorator_of_either_colour() -> None:
+    seen: list[str] = []
+
+    class Synchronous(Plain):
+        def lifespan(self) -> Iterator[str]:
+            seen.append("opened")
+            yield "here"
+            seen.append("closed")
+
+        def setup(self) -> None:
+            seen.append(self.shared)
+
+    class Asynchronous(Synchronous):
+        async def lifespan(self) -> AsyncIterator[str]:  # type: ignore[override]  # either colour may be given
+            seen.append("opened")
+            async with anyio.create_task_group():
+                yield "here"
+            seen.append("closed")
+
+    for kind in (Synchronous, Asynchronous):
+        assert (await play(kind, "Yes")).outcome is Outcome.COMPLETED
+        assert seen == ["opened", "here", "closed"]
+        seen.clear()
+
+
+async def test_a_lifespan_that_gives_no_context_manager_is_told_to_yield() -> None:
+    class Returns(Plain):
+        def lifespan(self) -> Any:
+            return {"a": 1}
+
+    with pytest.raises(BadEnvironment, match=r"lifespan\(\) returned \{'a': 1\}, which is no context manager: `yield`"):
+        await play(Returns, "Yes")

@@ -98,9 +98,11 @@ def asks_aside(requests: Sequence[RecordedRequest]) -> bool:
 
 
 def begins_anew(requests: Sequence[RecordedRequest]) -> bool:
-    """A trained thread begins after another one, of the same client, and goes on from none of its turns."""
+    """A trained history begins again after another one: with none of its turns, or with the last ones alone."""
     own = [each for each in requests if each.trained]
-    begun = [each for each in own if each.verdict == "new" or (each.verdict == "rewound" and each.parent is None)]
+    begun = [
+        each for each in own if each.verdict in ("new", "edited") or (each.verdict == "rewound" and each.parent is None)
+    ]
     return len(begun) > 1
 
 
@@ -109,7 +111,7 @@ def summary_by(role: str) -> Shows:
 
     def shows(requests: Sequence[RecordedRequest]) -> bool:
         own = [each for each in requests if each.trained]
-        later = [each for each in own[1:] if each.verdict == "new"]
+        later = [each for each in own[1:] if each.verdict in ("new", "edited")]
         return any(role in [message.get("role") for message in messages(each)] for each in later)
 
     return lambda requests: begins_anew(requests) and shows(requests)

@@ -63,6 +63,8 @@ async def test_forks_are_counted_in_the_summary() -> None:
     assert told["junction_causes"] == {"no_sentinel": 1}
     console = Console(width=120, file=StringIO(), record=True)
     console.print(summary_table(told))
+    assert "1 of them began a new segment" in console.export_text()
+    console.print(summary_table(told, verbose=True))
     shown = console.export_text()
     assert "1 forked (anchor none, close masked, seam verified)" in shown
     assert "no_sentinel 1" in shown

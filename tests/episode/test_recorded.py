@@ -33,7 +33,7 @@ OWN = {
     "verdict": {*Verdict},
     "again": {*Again},
     "tolerated": {*Tolerated},
-    "cause": {"start", "branch", "again", "retry", "environment", "tools", "foreign", "retold"},
+    "cause": {"start", "branch", "again", "retry", "environment", "tools", "foreign", "retold", "edited"},
 }
 """What a recording says of a request, beside what that was."""
 

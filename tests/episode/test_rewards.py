@@ -147,9 +147,12 @@ async def test_a_reward_that_raises_is_env_error_and_after_a_limit_none() -> Non
     short = await play(Raises, "Yes")
     assert (short.outcome, short.reward, short.rewards) == (Outcome.ENV_ERROR, None, {})
     assert "reward broken(): ZeroDivisionError: by zero" in short.error
-    long = await play(
-        Raises, lambda turn: "Yes", tasks=[Task(id="a", prompt="?", info={"long": True})], limits=Limits(turns=2)
-    )
+    task = Task(id="a", prompt="?", info={"long": True})
+    async with Run(Raises, recording(lambda turn: "Yes"), tasks=[task], limits=Limits(turns=2)) as run:
+        (long,) = [trajectory async for trajectory in run]
+    assert [fault.partition(" (in")[0] for fault in run.summary.faults] == [
+        "a#0: reward broken(): ZeroDivisionError: by zero"
+    ]
     assert (long.outcome, long.reward) == (Outcome.TURN_LIMIT, None)
     assert long.rewards == {"correct": 1.0, "broken": None, "compared": 1.0}
 

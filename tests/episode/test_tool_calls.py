@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import Conversation, FinishReason, Outcome, Sampling, ToolError, Turn, tool
+from runner import Conversation, FinishReason, Outcome, Run, Sampling, Task, ToolError, Turn, tool
 from runner.options import ConstraintKind
+from runner.parsing.schema_grammar import answer_constraint
 from runner.testing import Replies, Reply, ScriptedEngine, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.playing import Plain, play, recording
@@ -224,12 +224,31 @@ async def test_a_schema_a_regex_and_a_choice_reach_the_engine() -> None:
     await play(Constrained, engine)
     made = [recorded.constraint for recorded in engine.calls]
     assert [constraint.kind for constraint in made if constraint] == [
-        ConstraintKind.JSON,
+        ConstraintKind.GRAMMAR,
         ConstraintKind.REGEX,
         ConstraintKind.CHOICE,
     ]
-    assert made[0] is not None
-    assert json.loads(made[0].value) == {"type": "integer"}
+    assert made[0] == answer_constraint({"type": "integer"})
+
+
+@pytest.mark.parametrize("where", ["class", "turn"])
+async def test_keywords_that_no_grammar_says_are_named_once_a_run(where: str) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+    class Unique(Plain):
+        sampling = Sampling(schema=schema) if where == "class" else Sampling()
+
+        def tasks(self) -> list[Task]:
+            return [Task(id=name, prompt="Name some.") for name in ("a", "b")]
+
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate(sampling=Sampling(schema=schema))
+
+    run = Run(Unique(), recording(["[1]", "[2]"]))
+    async with run:
+        assert [trajectory.outcome async for trajectory in run] == [Outcome.COMPLETED] * 2
+    (fault,) = run.summary.faults
+    assert fault.endswith("Sampling(schema=...): not enforced: uniqueItems")
 
 
 async def test_two_constraints_on_one_turn_are_refused_with_the_fix() -> None:

@@ -29,7 +29,7 @@ from runner import (
     tool,
 )
 from runner.engines.scripted.script import Answer, Latency, ModelCall, call
-from runner.runs.process import on_event_loop
+from runner.runs.event_loop import on_event_loop
 
 GROUP_SIZE = 4
 

@@ -50,7 +50,7 @@ async def test_cancelling_at_every_suspension_point_of_an_episode_leaves_no_open
         async def episode() -> None:
             play = Play(shared, EpisodeKey(task=task, index=0))
             try:
-                await play.run()
+                await play.run(in_this_task=True)  # so that its points are those of this task
             finally:
                 kept.append(play.trajectories()[0].outcome)
 

@@ -30,7 +30,7 @@ from tests.faults.suspects import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(2), pytest.mark.slow]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 LONGER_THAN_ANY_HOOK_MAY = 500.0
 LIMITS = Limits(
     seconds=5000, setup_seconds=400, step_seconds=400, tool_seconds=400, reward_seconds=400, close_seconds=400

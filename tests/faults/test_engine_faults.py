@@ -29,7 +29,7 @@ from tests.faults.suspects import AsyncPupils, Pupils, SyncPupils, speak
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 
 
 @pytest.fixture(params=[ASYNCIO, TRIO], ids=["asyncio", "trio"])

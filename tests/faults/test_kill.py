@@ -20,7 +20,7 @@ from tests.repository import ROOT
 
 pytestmark = pytest.mark.slow
 
-WATCHDOG = 120.0
+WATCHDOG = 600.0
 ROUNDS = 6
 
 

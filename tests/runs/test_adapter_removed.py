@@ -1,4 +1,4 @@
-"""What becomes of episodes whose LoRA adapter is removed while their turns are being sampled."""
+"""Episodes whose LoRA adapter is removed while their turns are sampled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def played(change: Callable[[Engine], Awaitable[None]]) -> Trajectory:
 
 
 @pytest.mark.parametrize("cut", [abort, sleep])
-async def test_a_turn_that_is_cut_after_its_adapter_was_removed_ends_its_episode_with_what_is_there(
+async def test_turn_cut_after_adapter_removal_ends_its_episode(
     cut: Callable[[Engine], Awaitable[None]],
 ) -> None:
     trajectory = await played(cut)
@@ -71,7 +71,7 @@ async def test_a_turn_that_is_cut_after_its_adapter_was_removed_ends_its_episode
 
 
 @pytest.mark.parametrize("pause", [keep, wait])
-async def test_a_turn_that_is_not_cut_ends_with_the_adapter_that_was_removed(
+async def test_uncut_turn_ends_with_its_removed_adapter(
     pause: Callable[[Engine], Awaitable[None]],
 ) -> None:
     trajectory = await played(pause)

@@ -1,4 +1,4 @@
-"""A group is scored once all of it is there: also when its failed members were played again, which takes a file."""
+"""Groups are scored once they are complete, also after their failed members were repeated from a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Compared(Plain):
         return [len(group.trajectories)] * len(group.trajectories)
 
 
-async def test_a_group_is_scored_once_its_failed_member_was_played_again(tmp_path: Path) -> None:
+async def test_group_is_scored_after_its_failed_member_is_repeated(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     options: dict[str, Any] = {"tasks": tasks(2), "group_size": 3, "retries": 0, "breaker": 1, "file": file}
     failing = ScriptedEngine("Yes", faults=lambda ask: Fault.error(at=1) if ask.episode == "t0#1" else None)
@@ -36,7 +36,7 @@ async def test_a_group_is_scored_once_its_failed_member_was_played_again(tmp_pat
     with RunFile(file) as stored:
         rewards = [row.reward for row in stored if row.outcome is Outcome.COMPLETED]
     assert rewards == [4] * 6
-    assert run.summary.reward.as_dict() == {"mean": 4, "standard_error": 0, "count": 6}
+    assert run.summary.reward.as_dict() == {"mean": 4, "standard_error": 0, "count": 6, "tasks": 2}
 
 
 async def test_without_a_file_a_group_is_scored_as_it_is() -> None:

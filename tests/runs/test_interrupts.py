@@ -11,8 +11,10 @@ import pytest
 from runner import Outcome, RunFile
 from tests.terminal import CTRL_C, Terminal
 
-START = 300.0
-END = 60.0
+START = 900.0
+"""Ten times what the start and the first finished episode take on the slowest machine."""
+END = 300.0
+"""The watchdog of each step of the end; no test waits for it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.apart]
 
@@ -57,7 +59,7 @@ def test_the_first_ctrl_c_alone_lets_episodes_finish(playing: Terminal, tmp_path
 
 
 @pytest.mark.in_turns("starts and ends", 6)
-def test_the_first_ctrl_c_drains_and_the_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
+def test_first_ctrl_c_drains_and_second_keeps_partial_episodes(playing: Terminal, tmp_path: Path) -> None:
     playing.press(CTRL_C)
     playing.read_until("press Ctrl-C again to stop them now", seconds=END)
     assert re.search(r"finishing \d+ episode", playing.text)
@@ -73,12 +75,14 @@ def test_the_first_ctrl_c_drains_and_the_second_keeps_partial_episodes(playing: 
 
 @pytest.mark.in_turns("starts and ends", 6)
 def test_the_third_ctrl_c_exits_at_once(playing: Terminal, tmp_path: Path) -> None:
-    for _ in range(3):
+    for said in ("press Ctrl-C again to stop them now", "kept as partial"):
         playing.press(CTRL_C)
-    assert playing.wait(seconds=20) == 130
+        playing.read_until(said, seconds=END)
+    playing.press(CTRL_C)
+    assert playing.wait(seconds=END) == 130
     assert outcomes(tmp_path)[Outcome.COMPLETED] > 0
     # They see that their parent is gone, and go.
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in engine_processes(tmp_path)], timeout=20)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in engine_processes(tmp_path)], timeout=END)
     assert alive == []
 
 
@@ -87,7 +91,7 @@ def test_ctrl_c_gives_up_an_engine_that_is_starting(tmp_path: Path, demo_model_f
     with Terminal([DELTARUNNER, "run", "calculator", "--file", "run.db"], folder=tmp_path) as terminal:
         terminal.read_until_like(r"starting the engine, ([3-9]|\d\d) s", seconds=END)
         terminal.press(CTRL_C)
-        terminal.read_until("giving up the start", seconds=END)
+        terminal.read_until("cancelling the start", seconds=END)
         assert terminal.wait(seconds=END) == 130
     assert not (tmp_path / "run.db").exists()
     assert engine_processes(tmp_path) == []

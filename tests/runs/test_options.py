@@ -1,4 +1,4 @@
-"""The options of a run: one list, with what it refuses and what it settles."""
+"""The options of a run: their list, refusals and defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_type_checkers_see_every_option_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_type_checkers_see_what_an_option_may_be(name: str) -> None:
+def test_type_checkers_see_the_types_of_options(name: str) -> None:
     given, kept = alternatives(GIVEN[name]), alternatives(KEPT[name])
     by_name = {str} if name in ("file", "history") else set()
     assert kept <= given
@@ -49,7 +49,7 @@ def test_every_option_is_documented_at_its_field() -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_default_is_of_the_type_that_is_said(name: str) -> None:
+def test_defaults_have_the_annotated_types(name: str) -> None:
     kinds = tuple(get_origin(each) or each for each in alternatives(KEPT[name]))
     assert isinstance(getattr(RunOptions(), name), kinds)
 
@@ -96,7 +96,7 @@ def test_an_option_that_there_is_not_is_a_mistake_of_the_call() -> None:
         ({"seed": "abc"}, "seed='abc': give a whole number"),
         ({"seed": 1.5}, "seed=1.5: give a whole number"),
         ({"breaker": "x"}, "breaker='x': give a share"),
-        ({"engines": {"judge": "b"}}, r"engines\['judge'\]='b' is no engine"),
+        ({"engines": {"judge": "b"}}, r"engines\['judge'\]='b' is not an engine"),
         ({"engines": ["b"]}, "engines=.*give a dict"),
         ({"file": 5}, "file=5: give a path"),
         ({"template_options": {"messages": []}}, r"template_options=\{'messages'"),
@@ -110,20 +110,21 @@ def test_an_option_of_the_wrong_kind_is_refused_by_name(option: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"), [("engine", "engine='engine' is no engine"), (ScriptedEngine, r"the class: .*ScriptedEngine\(")]
+    ("engine", "said"),
+    [("engine", "engine='engine' is not an engine"), (ScriptedEngine, r"the class: .*ScriptedEngine\(")],
 )
-def test_what_is_no_engine_is_refused_with_the_fix(engine: Any, said: str) -> None:
+def test_values_that_are_not_engines_are_refused_with_the_fix(engine: Any, said: str) -> None:
     with pytest.raises(BadOption, match=said):
         Run(Plain, engine)
 
 
 @pytest.mark.parametrize("width", [{"episodes": 2.5}, {"episodes": True}, {"threads": 1.5}, {"threads": None}])
-def test_a_width_that_is_no_whole_number_is_refused(width: dict[str, Any]) -> None:
+def test_concurrency_must_be_a_whole_number(width: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match="give a whole number of at least 1"):
         Concurrency(**width)
 
 
 @pytest.mark.parametrize("regex", ["(", 5])
-def test_what_is_no_regular_expression_is_refused_when_it_is_given(regex: Any) -> None:
+def test_invalid_regular_expressions_are_refused_when_given(regex: Any) -> None:
     with pytest.raises(BadOption, match=r"Sampling\(regex=.*no regular expression"):
         Sampling(regex=regex)

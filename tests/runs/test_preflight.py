@@ -1,4 +1,4 @@
-"""What is learnt of a template before and while a run plays: refusals at its start, stand-ins that proved wrong."""
+"""Checks of templates before and during a run: refusals at the start, and appends that proved wrong."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TalksOn(Plain):
 
 
 @pytest.mark.parametrize("text", [SWITCH, KEYWORD, LONG, NAMED], ids=["switch", "keyword", "long", "named"])
-async def test_what_one_episode_says_changes_no_token_of_another(text: str, tmp_path: Path) -> None:
+async def test_text_of_one_episode_changes_no_token_of_another(text: str, tmp_path: Path) -> None:
     prompts = []
     for episodes in (1, 8):
         engine = recording(lambda turn: "yes", template=template(text))
@@ -97,9 +97,7 @@ async def test_what_one_episode_says_changes_no_token_of_another(text: str, tmp_
         ("no words of anybody", "question"),
     ],
 )
-async def test_a_template_that_serves_no_conversation_is_refused_before_anything_is_sampled(
-    text: str, says: str
-) -> None:
+async def test_unusable_template_is_refused_before_sampling(text: str, says: str) -> None:
     engine = recording(["21"], template=template(text))
     with pytest.raises(BadTemplate, match=says):
         async with Run(Plain, engine):
@@ -107,7 +105,7 @@ async def test_a_template_that_serves_no_conversation_is_refused_before_anything
     assert engine.calls == []
 
 
-async def test_a_template_is_tried_with_the_options_that_the_run_gives_it() -> None:
+async def test_template_is_probed_with_the_options_of_the_run() -> None:
     engine = recording(
         ["21"], template=template("{% if not style %}{{ raise_exception('no style') }}{% endif %}" + PLAIN)
     )
@@ -116,7 +114,7 @@ async def test_a_template_is_tried_with_the_options_that_the_run_gives_it() -> N
     assert trajectory.text == "21"
 
 
-async def test_nothing_of_a_template_runs_in_this_process_before_it_was_seen_to_end(
+async def test_template_runs_in_this_process_only_after_its_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never_ends(*_: object, **__: object) -> None:
@@ -135,7 +133,7 @@ async def test_nothing_of_a_template_runs_in_this_process_before_it_was_seen_to_
 
 @pytest.mark.parametrize("tools", [False, True], ids=["none", "tools"])
 @pytest.mark.parametrize("system", [None, "Be brief."], ids=["no system prompt", "a system prompt"])
-async def test_a_start_tries_only_the_appends_that_its_conversations_can_come_to(
+async def test_start_probes_only_appends_that_can_occur(
     tools: bool, system: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Append] = []
@@ -161,7 +159,7 @@ async def test_a_start_tries_only_the_appends_that_its_conversations_can_come_to
     assert len(tried) == len(set(tried)) < len(Append)
 
 
-async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_is_sampled() -> None:
+async def test_refuse_policy_rejects_unbridgeable_templates_at_start() -> None:
     engine = recording(["yes", "no"], template=template(HIDDEN))
     with pytest.raises(BadTemplate, match="no_sentinel"):
         async with Run(Twice, engine, history="refuse"):
@@ -169,7 +167,7 @@ async def test_refuse_refuses_a_template_that_cannot_be_bridged_before_anything_
     assert engine.calls == []
 
 
-async def test_append_says_at_the_start_that_a_template_cannot_be_bridged() -> None:
+async def test_append_policy_reports_unbridgeable_templates_at_start() -> None:
     async with Run(Twice, recording(["yes", "no"], template=template(HIDDEN))) as run:
         assert any("no_sentinel" in fault and "new segment" in fault for fault in run.summary.faults)
         _ = [trajectory async for trajectory in run]
@@ -178,7 +176,7 @@ async def test_append_says_at_the_start_that_a_template_cannot_be_bridged() -> N
 LIMITED = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
 
 
-async def test_a_template_that_refuses_long_conversations_ends_them_and_is_trusted_no_more() -> None:
+async def test_template_refusing_long_conversations_is_distrusted() -> None:
     async def talk(conversation: Conversation) -> None:
         for _ in range(4):
             await conversation.generate()
@@ -227,8 +225,8 @@ async def test_no_long_history_is_rendered_on_the_event_loop(text: str, monkeypa
     assert max(length for length, here in rendered if here) <= 4
 
 
-async def test_what_a_comparison_refuses_is_refused_at_every_later_turn() -> None:
-    # Words that end with a dot get an answer, which the sentinel behind them hides.
+async def test_appends_refused_by_a_comparison_stay_refused() -> None:
+    # Words that end with a dot get an answer, which the sentinel after them hides.
     dotted = PLAIN.replace(
         OPENER, "{{ '(yes)' if messages | length > 1 and messages[-2].content[-1:] == '.' }}" + OPENER
     )

@@ -1,4 +1,4 @@
-"""Failed episodes of a run file are played again when that is asked for, and only then."""
+"""Failed episodes of a run file are repeated only with `retry_failed`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def played(environment: type[Environment], file: Path, **options: Any) -> 
 
 
 @pytest.mark.anyio
-async def test_failed_episodes_are_played_again_where_it_is_asked_for_and_replace_those_that_failed(
+async def test_retry_failed_replaces_failed_episodes(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "run.db"
@@ -87,7 +87,7 @@ async def test_failed_episodes_are_played_again_where_it_is_asked_for_and_replac
 
 
 @pytest.mark.anyio
-async def test_what_fails_once_more_is_counted_once_and_may_be_tried_again(tmp_path: Path) -> None:
+async def test_repeated_failure_counts_once_and_can_be_retried(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     FAILING.add("t1#0")
     for attempt in range(3):
@@ -99,7 +99,7 @@ async def test_what_fails_once_more_is_counted_once_and_may_be_tried_again(tmp_p
 
 
 @pytest.mark.anyio
-async def test_a_group_is_compared_anew_with_the_episode_that_was_played_again(tmp_path: Path) -> None:
+async def test_group_is_rescored_with_the_repeated_episode(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     options: dict[str, Any] = {"tasks": tasks(2), "group_size": 3}
     FAILING.add("t0#1")
@@ -111,13 +111,13 @@ async def test_a_group_is_compared_anew_with_the_episode_that_was_played_again(t
     assert [[(t.id, t.reward) for t in g.trajectories] for g in groups] == [[(f"t0#{n}", 4.0) for n in range(3)]]
     assert groups[0].complete
     assert {row.reward for row in rows(file)} == {4.0}
-    assert run.summary.reward.as_dict() == {"mean": 4.0, "standard_error": 0.0, "count": 6}
+    assert run.summary.reward.as_dict() == {"mean": 4.0, "standard_error": 0.0, "count": 6, "tasks": 2}
     assert run.summary.solved == {(3, 3): 2}
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("environment", [Judged, Compared])
-async def test_a_retry_that_was_interrupted_is_gone_on_with_by_the_plain_command(
+async def test_interrupted_retry_is_resumed_by_the_plain_command(
     tmp_path: Path, environment: type[Environment]
 ) -> None:
     file = tmp_path / "run.db"
@@ -139,7 +139,7 @@ async def test_a_retry_that_was_interrupted_is_gone_on_with_by_the_plain_command
 
 
 @pytest.mark.anyio
-async def test_a_run_is_not_complete_while_the_task_of_a_failed_episode_was_not_given_again(tmp_path: Path) -> None:
+async def test_run_is_incomplete_until_failed_tasks_are_given_again(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     FAILING.update({"t0#0", "t2#0"})
     await played(Judged, file, tasks=tasks(3))
@@ -174,7 +174,7 @@ async def test_an_episode_without_an_exact_bridge_is_played_again_too(tmp_path: 
 
 
 @pytest.mark.anyio
-async def test_the_random_numbers_of_an_episode_do_not_depend_on_the_attempt(tmp_path: Path) -> None:
+async def test_random_numbers_do_not_depend_on_the_attempt(tmp_path: Path) -> None:
     FAILING.add("t0#0")
     await played(Judged, tmp_path / "run.db")
     FAILING.clear()
@@ -185,8 +185,8 @@ async def test_the_random_numbers_of_an_episode_do_not_depend_on_the_attempt(tmp
     assert [turn.seed for turn in first.turns] == [turn.seed for turn in again.turns]
 
 
-def test_it_takes_a_file_to_know_what_failed() -> None:
-    with pytest.raises(BadOption, match="without a run file nothing says what failed; give file="):
+def test_retry_failed_needs_a_file() -> None:
+    with pytest.raises(BadOption, match="the failed episodes are in a run file; give file="):
         Run(Judged, ScriptedEngine("Yes"), retry_failed=True)
     unknown: Any = "yes"
     with pytest.raises(BadOption, match="give True or False"):
@@ -212,9 +212,7 @@ class Commanded(Judged):
         return tasks(4)
 
 
-def test_the_same_command_with_the_option_goes_on_with_the_file_although_it_is_complete(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_retry_failed_resumes_a_complete_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     FAILING.add("t3#0")
     assert command() == 0
     FAILING.clear()
@@ -227,7 +225,7 @@ def test_the_same_command_with_the_option_goes_on_with_the_file_although_it_is_c
     assert len(list(folder.glob("runs/*.db"))) == 2
 
 
-def test_a_named_file_is_gone_on_with_and_a_single_task_needs_one(folder: Path) -> None:
+def test_retry_failed_of_a_single_task_needs_a_named_file(folder: Path) -> None:
     FAILING.update({"t1#0", "t3#0"})
     file = folder / "mine.db"
     assert command(file=file) == 0

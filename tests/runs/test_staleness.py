@@ -1,4 +1,4 @@
-"""Weights that change under a run: how old an episode's may be, and turns that the engine cut for its trainer."""
+"""Weight updates during a run: the age limit of episodes, and turns that the engine cut for its trainer."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ async def played(run: Run) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("lag", [None, 0, 1, 2])
-async def test_an_episode_further_behind_than_max_version_lag_is_dropped_counted_and_its_task_played_again(
-    lag: int | None, tmp_path: Path
-) -> None:
+async def test_episode_over_max_version_lag_is_dropped_and_repeated(lag: int | None, tmp_path: Path) -> None:
     engine = recording("Yes")
     updates = 2
 
@@ -73,7 +71,7 @@ async def test_an_episode_further_behind_than_max_version_lag_is_dropped_counted
         assert file.header.max_version_lag == lag
 
 
-async def test_an_episode_in_flight_is_cut_as_soon_as_an_update_makes_it_too_old() -> None:
+async def test_update_cancels_episodes_in_flight_that_are_too_old() -> None:
     engine = recording("Yes")
     waits, goes_on = anyio.Event(), anyio.Event()
     reached: list[str] = []
@@ -112,7 +110,7 @@ async def test_dropping_for_age_uses_up_no_retry_of_the_engine() -> None:
     )
 
 
-async def test_a_stale_episode_of_a_run_that_drains_has_no_reward_and_is_played_by_the_next(tmp_path: Path) -> None:
+async def test_stale_episode_of_a_draining_run_is_left_to_the_next(tmp_path: Path) -> None:
     engine = recording("Yes")
     runs: list[Run] = []
 
@@ -131,7 +129,7 @@ async def test_a_stale_episode_of_a_run_that_drains_has_no_reward_and_is_played_
     assert again.outcome is Outcome.COMPLETED
 
 
-async def test_an_episode_that_becomes_too_old_once_it_is_scored_loses_its_reward() -> None:
+async def test_episode_too_old_after_scoring_loses_its_reward() -> None:
     engine = recording("Yes")
 
     class Late(Plain):
@@ -169,8 +167,8 @@ def test_a_lag_that_cannot_be_is_refused(lag: Any) -> None:
         Run(Plain, recording("Yes"), max_version_lag=lag)
 
 
-async def test_an_engine_without_versions_is_refused_before_anything_is_played() -> None:
-    with pytest.raises(BadOption, match="max_version_lag=1: NotOurs has no weights of ours"):
+async def test_max_version_lag_refuses_engines_without_versions() -> None:
+    with pytest.raises(BadOption, match="max_version_lag=1: NotOurs has no weight updates"):
         await played(Run(Plain, NotOurs(ScriptedEngine("Yes")), max_version_lag=1))
 
 
@@ -225,7 +223,7 @@ async def cut_once(environment: type[Plain], engine: ScriptedEngine) -> Trajecto
     return trajectory
 
 
-async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt() -> None:
+async def test_turn_cut_by_the_engine_is_resampled_from_its_prompt() -> None:
     engine = slow()
     trajectory = await cut_once(Plain, engine)
     first, second = engine.calls
@@ -239,7 +237,7 @@ async def test_a_turn_that_the_engine_cut_is_sampled_anew_from_the_same_prompt()
     assert len(trajectory.segments[0].log) == turn.end
 
 
-async def test_a_turn_that_is_sampled_anew_has_no_text_of_the_try_that_was_cut() -> None:
+async def test_resampled_turn_has_no_text_of_the_cut_try() -> None:
     class Stops(Plain):
         sampling = Sampling(stop=("answer.",))
 
@@ -249,7 +247,7 @@ async def test_a_turn_that_is_sampled_anew_has_no_text_of_the_try_that_was_cut()
     assert turn.text == "A long "
 
 
-async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
+async def test_sleep_cuts_turns_that_a_pause_kept() -> None:
     engine = slow()
     run = Run(Plain, engine, retries=0)
     async with run:
@@ -265,7 +263,7 @@ async def test_a_sleep_cuts_also_what_a_pause_kept() -> None:
     assert (trajectory.outcome, trajectory.turns[0].resampled > 0) == (Outcome.COMPLETED, True), "it is no failure"
 
 
-async def test_a_turn_that_the_engine_ends_by_itself_is_its_failure_and_not_sampled_for_ever() -> None:
+async def test_turn_aborted_by_its_engine_fails_without_retries() -> None:
     engine = recording([Reply("Yes", finish=FinishReason.ABORT)])
     (trajectory,) = await played(Run(Plain, engine, retries=1, breaker=1))
     assert trajectory.outcome is Outcome.ENGINE_ERROR
@@ -289,7 +287,7 @@ async def test_no_clock_runs_while_the_engine_stands_still() -> None:
     assert (trajectory.outcome, trajectory.error) == (Outcome.COMPLETED, "")
 
 
-async def test_an_episode_that_is_cancelled_while_the_engine_is_paused_leaves_no_request() -> None:
+async def test_episode_cancelled_on_a_paused_engine_leaves_no_request() -> None:
     engine = slow()
     async with engine:
         async with Run(Plain, engine):
@@ -331,7 +329,7 @@ async def test_rewards_may_not_see_a_turn_of_mixed_versions_as_two() -> None:
     assert versions(trajectory) == ["scripted", "new"]
 
 
-async def test_what_a_model_says_may_follow_the_weights() -> None:
+async def test_sampled_text_may_follow_the_weights() -> None:
     def model(call: ModelCall) -> str:
         return "new" if engine.weight_version == "1" else "old"
 

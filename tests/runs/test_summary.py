@@ -1,10 +1,9 @@
-"""What is summed up of a run, and how it is told."""
+"""The summary of a run, and its display."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runner import Conversation, Run, RunFile, reward, run, tool
+from runner import Concurrency, Conversation, Run, RunFile, reward, run, tool
 from runner.cli.display import live_view
 from runner.cli.report import summary_table
-from runner.runs.figures import Gauge, in_words
-from runner.runs.summary import Mean, Summary
+from runner.runs.live_stats import StatsReader, in_words
+from runner.runs.summary import Summary
 from runner.testing import ScriptedEngine
 from tests.playing import Plain, recording, tasks
 
@@ -47,30 +46,19 @@ def printed(table: Any) -> str:
     return out.getvalue()
 
 
-def test_a_mean_of_nothing_is_no_number() -> None:
-    mean = Mean()
-    assert math.isnan(mean.mean)
-    assert mean.as_dict() == {"mean": None, "standard_error": None, "count": 0}
-    for value in (-2.0, 4.0, 7.0):
-        mean.add(value)
-    assert mean.mean == 3.0
-    assert mean.standard_error == pytest.approx(math.sqrt(7))
-
-
-def test_where_nothing_was_scored_no_consumer_of_the_summary_says_zero(tmp_path: Path) -> None:
+def test_unscored_runs_never_show_a_reward_of_zero(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     summary = run(Judged, ScriptedEngine("Yes"), tasks=tasks(3), breaker=1, file=file, quiet=True)
     assert f"{summary.outcomes} {summary.reward.mean}" == "Counter({<Outcome.ENV_ERROR: 'env_error'>: 3}) nan"
     with RunFile(file) as stored:
         kept = stored.summary()
     for told in (summary.as_dict(), kept):
-        assert told is not None
         assert json.loads(json.dumps(told, allow_nan=False))["reward"]["mean"] is None
         assert re.search(r"^reward +none was scored", printed(summary_table(told)), re.MULTILINE)
 
 
 @pytest.mark.anyio
-async def test_each_trained_agent_has_a_mean_reward_of_its_own_also_after_resuming(tmp_path: Path) -> None:
+async def test_trained_agents_keep_separate_means_after_resuming(tmp_path: Path) -> None:
     for _ in range(2):  # the second time everything is in the file
         async with Run(Duel, recording(lambda turn: "e4"), tasks=tasks(3), file=tmp_path / "run.db") as duels:
             async for _trajectory in duels:
@@ -85,12 +73,22 @@ async def test_each_trained_agent_has_a_mean_reward_of_its_own_also_after_resumi
         assert re.search(
             r"^reward of main +1\.000.*\n  correct +1\.000.*\nreward of black +-0\.500", table, re.MULTILINE
         )
-        figures = Gauge().read(duels)
-        assert "mean reward of main 1.000" in list(in_words(figures))
-        assert "reward of main 1.000" in printed(live_view(figures, "duel", width=80, height=20))
+        stats = StatsReader().read(duels)
+        assert "mean reward of main 1.000" in list(in_words(stats))
+        assert "reward of main 1.000" in printed(live_view(stats, "duel", width=80, height=20))
 
 
-def test_one_trained_agent_is_told_without_its_name() -> None:
+@pytest.mark.anyio
+async def test_no_time_is_left_once_all_episodes_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.runs.live_stats.TIME_LEFT_INTERVAL_SECONDS", 0.0)
+    reader, left = StatsReader(), []
+    async with Run(Plain, ScriptedEngine("Yes"), tasks=tasks(12), concurrency=Concurrency(episodes=2)) as run:
+        left += [reader.read(run, total=12).left async for _ in run]
+        assert any(left), "an estimate stood there before"
+        assert reader.read(run, total=12).left is None
+
+
+def test_single_trained_agent_is_shown_without_its_name() -> None:
     summary = run(Plain, ScriptedEngine("Yes"), quiet=True)
     assert list(summary.agents) == ["main"]
     assert re.search(r"^reward +1\.000", printed(summary_table(summary.as_dict())), re.MULTILINE)
@@ -98,7 +96,7 @@ def test_one_trained_agent_is_told_without_its_name() -> None:
 
 
 @pytest.mark.anyio
-async def test_replacing_the_prompt_before_the_first_turn_is_no_fork() -> None:
+async def test_replacing_the_prompt_before_the_first_turn_never_forks() -> None:
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             conversation.replace("Something else?", tools=[])
@@ -121,7 +119,7 @@ class Adding(Plain):
         return a + b
 
 
-def test_calls_that_cannot_be_read_are_counted_and_many_of_them_are_said_to_be_the_templates() -> None:
+def test_many_unreadable_calls_suggest_another_template() -> None:
     replies = ["[add(a=1, b=", "[add(a=1, ", "[add(a=1, b=2)]", "[add(", "Done."]
     summary = run(Adding, ScriptedEngine(replies))
     assert (summary.calls, summary.malformed_calls) == (4, 3)

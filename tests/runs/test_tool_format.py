@@ -1,4 +1,4 @@
-"""A tool format that the user names: what it reads in whole runs, what it cannot do, what the run file keeps of it."""
+"""A tool format that the user names: in whole runs, its refusals, and in the run file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.verifying import verify
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # vLLM is imported, which takes seconds
 
 XML = "<tool_call>\n<function=look_up>\n<parameter=query>\n{query}\n</parameter>\n</function>\n</tool_call>"
-"""As Qwen3-Coder writes a call, and no bundled template."""
+"""A tool call in the format of Qwen3-Coder, which no bundled template has."""
 
 
 def said(query: str) -> str:
@@ -72,7 +72,7 @@ def calls_of(trajectory: Trajectory) -> list[list[tuple[str, str, Any, str | Non
 LOOKED_UP = ("call_0", "look_up", {"query": "it's <b>x</b>"}, None)
 
 
-async def test_a_model_tuned_on_another_format_is_read_by_the_one_that_the_user_names(tmp_path: Path) -> None:
+async def test_named_format_reads_a_model_tuned_on_it(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     malformed = f"I look. {said('y')[:-30]}"
     trajectory = await played(retrained(malformed), tool_format="vllm:qwen3_coder", file=path)
@@ -89,7 +89,7 @@ async def test_a_model_tuned_on_another_format_is_read_by_the_one_that_the_user_
     assert result.exit_code == 0, result.output
 
 
-async def test_without_a_name_calls_are_read_as_the_template_writes_them() -> None:
+async def test_calls_without_named_format_use_the_template() -> None:
     (first, *_) = calls_of(await played(retrained()))
     assert [error is None for *_, error in first] == [False]
 
@@ -120,7 +120,7 @@ async def test_a_template_that_nothing_else_reads_can_be_played() -> None:
     assert calls_of(trajectory) == [[("call_0", "look_up", {"query": "x y", "limit": 2}, None)], []]
 
 
-async def test_only_agents_without_an_engine_of_their_own_are_read_by_it() -> None:
+async def test_named_format_skips_agents_with_separate_engines() -> None:
     class Asks(Library):
         async def rollout(self, conversation: Conversation) -> None:
             other = self.episode.conversation("other", prompt="Look!", tools=self.bound_tools())
@@ -138,7 +138,7 @@ async def test_only_agents_without_an_engine_of_their_own_are_read_by_it() -> No
     await played(retrained(), Asks, engines={"other": other}, tool_format="vllm:qwen3_coder")
 
 
-async def test_a_turn_is_read_beside_the_event_loop_and_kept_though_the_run_is_cancelled_meanwhile(
+async def test_cancelled_run_keeps_a_turn_parsed_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, threads = call_reader.VllmCallReader.read, list[int]()
@@ -168,7 +168,7 @@ class Requires(Library):
         await conversation.generate()
 
 
-async def test_a_call_that_is_required_is_made_and_read_in_the_format_that_was_learnt() -> None:
+async def test_required_call_uses_the_learnt_format() -> None:
     engine = ScriptedEngine([[call("look_up", query="x")], "Done."], template="hermes", record=True)
     trajectory = await played(engine, Requires, tool_format="vllm:qwen3_coder")
     assert calls_of(trajectory)[0] == [("call_0", "look_up", {"query": "x"}, None)]
@@ -186,7 +186,7 @@ class Heard(Library):
             _ = [event async for event in stream]
 
 
-async def test_a_turn_is_heard_while_it_is_sampled_only_in_the_format_that_was_learnt() -> None:
+async def test_only_the_learnt_format_streams_turns() -> None:
     engine = ScriptedEngine([[call("look_up", query="x")], "Done."], template="hermes")
     async with Run(Heard, engine, tool_format="vllm:qwen3_coder") as run:
         (trajectory,) = [each async for each in run]
@@ -218,7 +218,7 @@ class Strict(Library):
     ],
     ids=["strict", "strict, unlearnt", "required, unlearnt"],
 )
-async def test_what_would_be_enforced_in_a_format_that_is_not_known_is_refused_at_the_start(
+async def test_enforcing_an_unknown_format_is_refused_at_the_start(
     environment: type[Library], template: str, says: str
 ) -> None:
     text = next(entry.text for entry in corpus() if entry.name == "microsoft-FrogMini-14B-2510")
@@ -234,7 +234,7 @@ async def test_what_would_be_enforced_in_a_format_that_is_not_known_is_refused_a
 # --- resuming and verifying
 
 
-async def test_a_run_goes_on_only_in_the_format_that_it_was_begun_with(tmp_path: Path) -> None:
+async def test_run_resumes_only_with_its_first_tool_format(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     await played(retrained(), tool_format="vllm:qwen3_coder", file=path)
     async with Run(Library, retrained(), tool_format="vllm:qwen3_coder", file=path) as run:
@@ -272,7 +272,7 @@ class Unstartable(ScriptedEngine):
         (7, "tool_format=7: give vllm:NAME"),
     ],
 )
-def test_what_names_no_format_is_refused_without_vllm(name: Any, says: str) -> None:
+def test_unknown_format_names_are_refused_without_vllm(name: Any, says: str) -> None:
     with pytest.raises(BadOption, match=says):
         RunOptions(tool_format=name)
 
@@ -308,7 +308,7 @@ def test_the_command_line_plays_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "misread", "code"), [("vllm:hermes", 0, 0), ("vllm:qwen3_coder", 49, BadTemplate.exit_code)]
 )
-def test_check_template_tries_a_format_on_what_the_template_writes(name: str, misread: int, code: int) -> None:
+def test_check_template_tries_the_format_on_the_template(name: str, misread: int, code: int) -> None:
     done = CliRunner().invoke(app, ["check-template", "hermes", "--tool-format", name, "--json"])
     told = json.loads(done.stdout)
     assert (told["tool_format"]["name"], len(told["tool_format"]["misread"])) == (name, misread)

@@ -1,4 +1,4 @@
-"""Tasks that are claimed from a run file, for tests of it."""
+"""Claims of tasks for tests of the run file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""docs/run-file.md says what is true: its queries run, its tables and columns are those of the file.
+"""docs/run-file.md is true: its queries run, and its tables and columns match the file.
 
-`python -m tests.store.test_documentation` writes the tables of the page anew.
+`python -m tests.store.test_documentation` writes the tables of the page again.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def page_of_tables(page: str) -> str:
     return f"{before}{BEGIN}\n{''.join(map(described, TABLES))}{END}{after}"
 
 
-def test_every_table_and_column_is_on_the_page_with_what_it_means() -> None:
+def test_every_table_and_column_is_documented() -> None:
     assert PAGE.read_text() == page_of_tables(PAGE.read_text())
     assert set(PARQUET_COLUMNS) <= set(re.findall(r"\w+", PAGE.read_text()))
 
 
-def test_the_tables_of_a_file_are_those_of_the_page_with_the_meanings_as_comments(
+def test_tables_of_a_file_match_the_documentation(
     connection: sqlite3.Connection,
 ) -> None:
     made = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall())

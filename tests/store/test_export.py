@@ -1,4 +1,4 @@
-"""Exports: what is in them, and that they are whole or not there."""
+"""Exports: their contents, and no partial files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
@@ -14,11 +15,17 @@ from runner.errors import BadOption, StorageFailed
 from runner.store import export
 from runner.store.export import PARQUET_COLUMNS, export_jsonl, export_parquet
 from runner.store.reader import RunFile
+from runner.store.trajectory_filter import TrajectoryFilter
 from runner.tasks import Task
 from runner.tokens.log import Source
 from runner.trajectory import Outcome, Segment, Trajectory
 from tests.store.building import played
 from tests.store.test_reader import write
+
+
+def given(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a Parquet file without the keys that it does not have."""
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def forked() -> Trajectory:
@@ -57,7 +64,7 @@ def test_jsonl_has_a_line_for_each_trajectory_that_one_trains_on(run_file: RunFi
             assert segment["messages"] == original.messages
 
 
-def test_jsonl_log_probabilities_are_null_where_nothing_was_sampled(run_file: RunFile) -> None:
+def test_jsonl_logprobs_are_null_for_ids_not_sampled(run_file: RunFile) -> None:
     stream = io.BytesIO()
     export_jsonl(run_file, stream)
     first, *_, last = [json.loads(line) for line in stream.getvalue().splitlines()]
@@ -65,7 +72,7 @@ def test_jsonl_log_probabilities_are_null_where_nothing_was_sampled(run_file: Ru
     assert last["segments"][1]["logprobs"] == [None, None, None]  # an engine that gives none
 
 
-def test_parquet_has_a_row_for_each_trajectory_that_one_trains_on(run_file: RunFile, tmp_path: Path) -> None:
+def test_parquet_has_a_row_per_trained_trajectory(run_file: RunFile, tmp_path: Path) -> None:
     target = tmp_path / "out.parquet"
     assert export_parquet(run_file, target) == 4
     rows = parquet.read_table(target).to_pylist()
@@ -74,7 +81,8 @@ def test_parquet_has_a_row_for_each_trajectory_that_one_trains_on(run_file: RunF
     for row, trajectory in zip(rows, run_file.trajectories(), strict=True):
         assert row["token_ids"] == [segment.log.ids.tolist() for segment in trajectory.segments]
         assert row["mask"] == [segment.log.mask().tolist() for segment in trajectory.segments]
-        assert json.loads(row["messages"]) == [segment.messages for segment in trajectory.segments]
+        told = [*row["earlier_messages"], row["messages"]]
+        assert [[given(message) for message in one] for one in told] == [each.messages for each in trajectory.segments]
     assert rows[0]["logprobs"][0][:12] == [None] * 8 + [-0.5, -0.25, -1.0, -0.125]
     assert rows[0]["weight_versions"][0][:12] == [None] * 8 + ["v1"] * 4
     assert rows[2]["token_ids"] == [[]]
@@ -87,10 +95,10 @@ def test_parquet_keeps_the_header(run_file: RunFile, tmp_path: Path) -> None:
     assert metadata[b"deltarunner.header"].decode() == run_file.header.to_json()
 
 
-def test_parquet_is_written_in_row_groups_whose_size_does_not_follow_the_run(
+def test_parquet_row_groups_have_a_bounded_size(
     run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "ROW_GROUP_TOKENS", 40)
+    monkeypatch.setattr(export, "MAX_ROW_GROUP_TOKENS", 40)
     export_parquet(run_file, tmp_path / "out.parquet")
     metadata = parquet.read_metadata(tmp_path / "out.parquet")
     assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [2, 2]
@@ -102,7 +110,7 @@ def test_parquet_is_written_in_row_groups_whose_size_does_not_follow_the_run(
     ]
 
 
-def test_parquet_columns_can_be_chosen_and_unknown_ones_are_named(run_file: RunFile, tmp_path: Path) -> None:
+def test_parquet_columns_can_be_chosen_and_unknown_are_refused(run_file: RunFile, tmp_path: Path) -> None:
     export_parquet(run_file, tmp_path / "out.parquet", columns=["token_ids", "reward"])
     assert parquet.read_schema(tmp_path / "out.parquet").names == ["token_ids", "reward"]
     with pytest.raises(BadOption, match="there is no tokens; there are id, "):
@@ -118,14 +126,14 @@ def test_an_empty_run_makes_an_empty_export(exporter: export.Exporter, tmp_path:
 
 
 @pytest.mark.parametrize("exporter", [export_jsonl, export_parquet], ids=["jsonl", "parquet"])
-def test_an_export_that_fails_leaves_what_was_there(
+def test_failed_export_leaves_the_older_file(
     exporter: export.Exporter, run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out"
     target.write_text("an older export")
     good = next(run_file.trajectories())
 
-    def cut(self: RunFile) -> Iterator[Trajectory]:
+    def cut(self: RunFile, chosen: TrajectoryFilter) -> Iterator[Trajectory]:
         yield good
         raise StorageFailed("the file is damaged")
 

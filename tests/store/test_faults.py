@@ -1,4 +1,4 @@
-"""What goes wrong with disks and processes, and what is left then."""
+"""Faults of disks and processes, and the files after them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def kill_after(process: subprocess.Popen[bytes], lines: int) -> list[int]:
 
 
 @pytest.mark.parametrize("at_once", [1, 32])
-def test_kill_9_at_any_instant_loses_no_announced_episode_and_resuming_completes_exactly_the_rest(
-    tmp_path: Path, at_once: int
-) -> None:
+def test_kill_9_loses_no_announced_episode(tmp_path: Path, at_once: int) -> None:
     path, episodes = tmp_path / "run.db", sweeps.times(3000, 1000)
     dice = random.Random(at_once)
     announced: list[int] = []
@@ -121,13 +119,13 @@ async def fill(path: Path) -> tuple[list[int], StorageFailed]:
 
 
 @pytest.mark.anyio
-async def test_a_full_disk_loses_nothing_and_the_same_command_goes_on(small_disk: Path) -> None:
+async def test_full_disk_loses_nothing_and_the_command_resumes(small_disk: Path) -> None:
     path, ballast = small_disk / "run.db", small_disk / "ballast"
     ballast.write_bytes(bytes(1_000_000))
     announced, error = await fill(path)
     assert "the disk is full" in str(error)
     assert str(path) in str(error)
-    assert "Free some space and give the same command again" in str(error)
+    assert "Free some space and run the same command again" in str(error)
     assert announced
     with RunFile(path) as run_file:
         assert [row.index for row in run_file] == announced
@@ -140,7 +138,7 @@ async def test_a_full_disk_loses_nothing_and_the_same_command_goes_on(small_disk
 
 
 @pytest.mark.anyio
-async def test_a_writer_goes_on_when_a_full_disk_has_room_again(small_disk: Path) -> None:
+async def test_writer_continues_once_a_full_disk_has_space(small_disk: Path) -> None:
     path, ballast = small_disk / "run.db", small_disk / "ballast"
     announced: list[int] = []
     async with RunWriter(path, header()) as writer:
@@ -191,7 +189,7 @@ def test_a_quota_that_is_used_up_loses_nothing(tmp_path: Path) -> None:
     announced = [int(line) for line in done.stdout.splitlines()]
     assert announced
     assert f"run file {path}: " in done.stderr
-    assert "what was announced is in the file" in done.stderr
+    assert "announced episodes are in the file" in done.stderr
     with RunFile(path) as run_file:
         assert [row.index for row in run_file] == announced
 
@@ -206,7 +204,7 @@ async def test_a_read_only_disk_is_named(small_disk: Path) -> None:
     remount(small_disk, "ro")
     with pytest.raises(StorageFailed, match=r"run\.db.*writable, or give another path"):
         await opened(small_disk / "run.db")
-    with pytest.raises(StorageFailed, match=r"folder cannot be made.*Read-only"):
+    with pytest.raises(StorageFailed, match=r"folder cannot be created.*Read-only"):
         await opened(small_disk / "runs" / "run.db")
 
 
@@ -225,9 +223,9 @@ async def test_a_run_file_can_be_read_from_a_read_only_disk(small_disk: Path) ->
 @pytest.mark.anyio
 async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageFailed, match=r"its folder cannot be made.*Give a path in a folder"):
+    with pytest.raises(StorageFailed, match=r"its folder cannot be created.*Give a path in a folder"):
         await opened(tmp_path / "file" / "run.db")
-    with pytest.raises(StorageFailed, match="its folder cannot be made"):
+    with pytest.raises(StorageFailed, match="its folder cannot be created"):
         await opened(Path("/proc/nothing/run.db"))
 
 
@@ -238,7 +236,7 @@ async def test_a_missing_folder_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_is_no_run_file_is_named_and_left_alone(tmp_path: Path) -> None:
+async def test_other_files_are_refused_by_name_and_unchanged(tmp_path: Path) -> None:
     text = tmp_path / "notes.db"
     text.write_text("These are notes, and they are long enough to be taken for a file. " * 20)
     foreign = tmp_path / "foreign.db"
@@ -246,8 +244,8 @@ async def test_what_is_no_run_file_is_named_and_left_alone(tmp_path: Path) -> No
         connection.execute("CREATE TABLE things (name)")
     for path, said in [
         (text, "not a SQLite database"),
-        (foreign, "no run file of deltarunner"),
-        (tmp_path, "this is a folder"),
+        (foreign, "not a run file of deltarunner"),
+        (tmp_path, "it is a folder"),
     ]:
         before = path.read_bytes() if path.is_file() else b""
         with pytest.raises(RunFileError, match=said):

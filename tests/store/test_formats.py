@@ -1,4 +1,4 @@
-"""Run files of other formats than this version reads: refused by number wherever opened, and left as they are."""
+"""Run files of other formats: refused with their number everywhere, and unchanged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.cli.app import app
 from runner.errors import NewerRunFile, RunFileError
 from runner.store.reader import RunFile
 from runner.store.run_folder import next_run_file
-from runner.store.schema import FORMAT
+from runner.store.schema import FORMAT_VERSION
 from runner.testing import ScriptedEngine
 from tests.store.building import header, played
 from tests.store.claiming import claims
 from tests.store.test_reader import write
 
-OLDER = [*range(1, FORMAT)]
+OLDER = [*range(1, FORMAT_VERSION)]
 COMMANDS = [["show"], ["show", "a"], ["verify"], ["export"], ["run", "calculator", "--file"]]
 OPENERS: list[Callable[[Path], object]] = [
     RunFile,
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def renumber(path: Path, version: int) -> bytes:
-    """Say that the file is of another format; gives what the file is then."""
+    """Set another format in the file, and return its bytes."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     return path.read_bytes()
@@ -51,32 +51,34 @@ def renumber(path: Path, version: int) -> bytes:
 
 @pytest.mark.parametrize("version", OLDER)
 @pytest.mark.parametrize("opened", OPENERS, ids=["read", "written", "spoken"])
-def test_a_file_of_an_older_format_is_refused_by_its_number_with_the_fix(
+def test_older_format_is_refused_with_its_number_and_the_fix(
     path: Path, version: int, opened: Callable[[Path], object]
 ) -> None:
     before = renumber(path, version)
     with pytest.raises(RunFileError) as refused:
         opened(path)
     message = str(refused.value)
-    assert message.startswith(f"run file {path}: its format is {version}, and this deltarunner reads format {FORMAT}")
-    assert "play the run anew" in message
+    assert message.startswith(
+        f"run file {path}: its format is {version}, and this deltarunner reads only format {FORMAT_VERSION}"
+    )
+    assert "play the run again" in message
     assert not isinstance(refused.value, NewerRunFile)
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("opened", OPENERS[:2], ids=["read", "written"])
-def test_a_file_of_a_newer_format_is_refused_by_its_number_with_the_fix(
-    path: Path, opened: Callable[[Path], object]
-) -> None:
-    before = renumber(path, FORMAT + 1)
-    with pytest.raises(NewerRunFile, match=rf"format is {FORMAT + 1}.*format {FORMAT}\..*pip install -U deltarunner"):
+def test_newer_format_is_refused_with_its_number_and_the_fix(path: Path, opened: Callable[[Path], object]) -> None:
+    before = renumber(path, FORMAT_VERSION + 1)
+    with pytest.raises(
+        NewerRunFile, match=rf"format is {FORMAT_VERSION + 1}.*format {FORMAT_VERSION}\..*pip install -U deltarunner"
+    ):
         opened(path)
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("version", [*OLDER, FORMAT + 1])
-def test_every_command_that_opens_a_file_says_so_and_ends_with_7(path: Path, command: list[str], version: int) -> None:
+@pytest.mark.parametrize("version", [*OLDER, FORMAT_VERSION + 1])
+def test_every_command_refuses_other_formats_with_exit_code_7(path: Path, command: list[str], version: int) -> None:
     before = renumber(path, version)
     name, *rest = command
     arguments = [name, *rest, str(path)] if name == "run" else [name, str(path), *rest]
@@ -87,7 +89,7 @@ def test_every_command_that_opens_a_file_says_so_and_ends_with_7(path: Path, com
 
 
 @pytest.mark.parametrize("version", OLDER)
-def test_a_run_that_looks_for_its_file_passes_over_one_of_an_older_format(path: Path, version: int) -> None:
+def test_search_for_a_file_skips_older_formats(path: Path, version: int) -> None:
     assert next_run_file(path.parent, "sums", header()) == path
     renumber(path, version)
     assert next_run_file(path.parent, "sums", header()).name == "sums-002.db"

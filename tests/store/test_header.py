@@ -1,4 +1,4 @@
-"""The header: what is recorded, what may change, and what is hidden."""
+"""The header: recorded fields, allowed changes, and hidden secrets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from runner.options import History, HistoryPolicy, Limits, Sampling
-from runner.runs.describe import describe_run
 from runner.runs.options import RunOptions
+from runner.runs.run_header import describe_run
 from runner.scoring import Scorer, ScorerKind
 from runner.store.header import Header, OnChange
 from runner.store.secrets import hide_secrets, is_secret_name
@@ -86,7 +86,7 @@ def test_only_text_is_hidden() -> None:
     assert hide_secrets(plain) == plain
 
 
-def test_the_same_secret_has_the_same_hash_so_that_a_run_can_be_resumed() -> None:
+def test_equal_secrets_have_equal_hashes_so_runs_resume() -> None:
     assert hide_secrets({"key": "a"}) == hide_secrets({"key": "a"})
     assert hide_secrets({"key": "a"}) != hide_secrets({"key": "b"})
 
@@ -131,6 +131,23 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             'refuse: engine.arguments.dtype: "float32" -> "bfloat16"',
         ),
         (
+            {"engine": {"dtype": "float32"}},
+            {"engine": {"dtype": "bfloat16"}},
+            'refuse: engine.dtype: "float32" -> "bfloat16"',
+        ),
+        ({"engine": {}}, {"engine": {"dtype": "bfloat16"}}, 'free: engine.dtype: (not set) -> "bfloat16"'),
+        (
+            {"engine": {"dtype": "float32"}},
+            {"engine": {"dtype": "float32", "arguments": {"dtype": "float32"}}},
+            'free: engine.arguments.dtype: (not set) -> "float32"',
+        ),
+        (
+            {"engines": {"judge": {"dtype": "float32"}}},
+            {"engines": {"judge": {"dtype": "float16"}}},
+            'refuse: engines.judge.dtype: "float32" -> "float16"',
+        ),
+        ({"arguments": {"dtype": 1}}, {"arguments": {"dtype": 2}}, "refuse: arguments.dtype: 1 -> 2"),
+        (
             {"engines": {"judge": {"model": "a"}}},
             {"engines": {"judge": {"model": "b"}}},
             'refuse: engines.judge.model: "a" -> "b"',
@@ -143,7 +160,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_change_means(old: dict[str, Any], new: dict[str, Any], change: str) -> None:
+def test_consequences_of_changes(old: dict[str, Any], new: dict[str, Any], change: str) -> None:
     (found,) = changes(old, new)
     assert found.startswith(change)
 
@@ -155,13 +172,13 @@ def test_a_long_text_is_shown_by_its_first_line_that_differs() -> None:
     assert found == 'refuse: template.text: differs from line 12 on: "line 11 of a template" -> "another"'
 
 
-def test_texts_of_which_one_goes_on_differ_in_the_line_where_it_does() -> None:
+def test_longer_text_differs_in_its_first_extra_line() -> None:
     old = "\n".join(f"line {number} of a template" for number in range(5))
     (found,) = changes({"system_prompt": old}, {"system_prompt": f"{old}\nmore"})
     assert found == 'refuse: system_prompt: differs from line 6 on: "" -> "more"'
 
 
-def test_what_refuses_is_what_cannot_be_resumed() -> None:
+def test_refused_changes_prevent_a_resume() -> None:
     old, new = header(seed=1, concurrency={"a": 1}), header(seed=2, concurrency={"a": 2}, versions={"x": "1"})
     assert [change.path for change in old.refused(new)] == ["seed"]
     assert {change.meaning for change in old.changes(new)} == set(OnChange)
@@ -221,7 +238,7 @@ def header_of(environment: object, now: datetime = CLOCK) -> Header:
     return describe_run(cast("Any", environment), cast("Any", engine), options, now=now)
 
 
-def test_a_header_says_everything_that_matters() -> None:
+def test_header_has_the_whole_configuration() -> None:
     written = Header.from_json(header_of(Greeter()).to_json())
     assert written.environment.endswith(":Greeter")
     assert written.arguments["highest"] == 20
@@ -242,7 +259,7 @@ def test_a_header_says_everything_that_matters() -> None:
     assert written.clock == CLOCK
 
 
-def test_a_header_names_what_every_vocabulary_is_made_of() -> None:
+def test_header_describes_every_vocabulary() -> None:
     written = Header.from_json(header_of(Greeter()).to_json())
     for engine in (written.engine, written.engines["judge"]):
         again = ByteTokenizer(engine["control_tokens"], eos_token=engine["eos_token"])

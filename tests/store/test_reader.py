@@ -1,4 +1,4 @@
-"""Reading: lazily, by summary, while the file grows."""
+"""Readers: lazy, by row, and of growing files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_missing_file_is_named(path: Path) -> None:
         RunFile(path)
 
 
-def test_summaries_say_what_a_trajectory_would(path: Path) -> None:
+def test_rows_agree_with_their_trajectories(path: Path) -> None:
     trajectory = played("a", turns=3)
     trajectory.metrics = {"steps": 3.0}
     write(path, [trajectory])
@@ -72,7 +72,7 @@ def test_iterating_loads_no_trajectory(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_give_every_row_once_in_the_order_of_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "PAGE", 2)
+    monkeypatch.setattr(reader, "PAGE_SIZE", 2)
     write(path, *[[played(f"t{9 - number}")] for number in range(9)])
     with RunFile(path) as run_file:
         assert [row.task_id for row in run_file] == [f"t{9 - number}" for number in range(9)]
@@ -80,7 +80,7 @@ def test_pages_give_every_row_once_in_the_order_of_commits(path: Path, monkeypat
         assert [trajectory.task.id for trajectory in run_file.trajectories()] == [f"t{9 - n}" for n in range(9)]
 
 
-def test_rows_are_chosen_by_what_they_are(path: Path) -> None:
+def test_rows_are_selected_by_their_values(path: Path) -> None:
     write(
         path,
         [played("a"), played("a", agent="user", trained=False)],
@@ -121,7 +121,7 @@ def test_an_id_stands_for_the_last_attempt_and_a_row_for_its_own(path: Path) -> 
         assert run_file.trajectory(first).attempt == 0
 
 
-def test_what_is_not_there_is_named_with_what_is(path: Path) -> None:
+def test_missing_episodes_are_refused_with_existing_ones(path: Path) -> None:
     write(path, [played("a"), played("a", agent="user", trained=False)])
     with RunFile(path) as run_file:
         with pytest.raises(RunFileError, match=r"no episode 'b'; there is, for example, 'a-0-0'"):
@@ -171,10 +171,8 @@ def test_rows_are_small() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_file_is_read_while_it_grows_and_does_not_stop_the_writer(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "PAGE", 2)
+async def test_reader_of_a_growing_file_does_not_stop_the_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "PAGE_SIZE", 2)
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played("t0")])
         with RunFile(path) as run_file:
@@ -190,7 +188,7 @@ async def test_a_file_is_read_while_it_grows_and_does_not_stop_the_writer(
 
 
 @pytest.mark.anyio
-async def test_a_reader_that_stays_keeps_the_file_readable_when_the_writer_leaves(path: Path) -> None:
+async def test_open_reader_can_still_read_after_the_writer_closes(path: Path) -> None:
     writer = RunWriter(path, header())
     await writer.__aenter__()
     await writer.commit_episode([played()])
@@ -205,11 +203,11 @@ async def test_a_reader_that_stays_keeps_the_file_readable_when_the_writer_leave
 DAMAGES = {
     "log-probabilities are short": (
         "UPDATE segments SET logprobs = substr(logprobs, 5)",
-        "segment 0 has 7 log-probabilities of 8 sampled ids",
+        "segment 0 has 7 log-probabilities for 8 sampled ids",
     ),
     "log-probabilities are long": (
         "UPDATE segments SET logprobs = CAST(logprobs || substr(logprobs, 5) AS BLOB)",
-        "segment 0 has 15 log-probabilities of 8 sampled ids",
+        "segment 0 has 15 log-probabilities for 8 sampled ids",
     ),
     "half a log-probability": ("UPDATE segments SET logprobs = substr(logprobs, 3)", "ValueError: bytes length"),
     "ids are short": ("UPDATE segments SET ids = substr(ids, 5)", "segment 0 has 23 ids and the sources of 24"),

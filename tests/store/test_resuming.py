@@ -1,4 +1,4 @@
-"""A run that goes on with its file: what is stored, and what may have changed."""
+"""Resumed runs: stored episodes, and changes of the configuration that are allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 # --- resuming
 
 
-async def test_stored_gives_what_earlier_runs_left_in_the_order_of_commits(path: Path) -> None:
+async def test_stored_returns_earlier_trajectories_in_commit_order(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         assert not writer.resumed
         assert list(writer.stored()) == []
@@ -44,7 +44,7 @@ async def test_stored_gives_what_earlier_runs_left_in_the_order_of_commits(path:
         ]
 
 
-async def test_a_changed_configuration_is_refused_with_a_diff_and_the_file_is_untouched(path: Path) -> None:
+async def test_changed_configuration_is_refused_with_a_diff(path: Path) -> None:
     async with RunWriter(path, header(sampling={"temperature": 1.0}, seed=3)) as writer:
         await writer.commit_episode([played()])
     before = path.read_bytes()  # noqa: ASYNC240  # a small file, and nobody waits
@@ -63,7 +63,7 @@ async def test_changed_versions_warn_and_sizes_are_free(path: Path) -> None:
         assert writer.header.versions == {"vllm": "0.31"}  # the header of the file is the one it was begun with
 
 
-async def test_a_resumed_run_goes_on_with_the_clock_of_the_file(path: Path) -> None:
+async def test_resumed_run_uses_the_clock_of_the_file(path: Path) -> None:
     first = header().clock
     await claims(path)
     async with RunWriter(path, header(clock=first.replace(year=2030))) as writer:
@@ -78,7 +78,7 @@ def with_tools(task: str, *names: str) -> Trajectory:
     return trajectory
 
 
-async def test_the_tools_of_a_segment_are_kept_once_and_come_back_in_their_order(path: Path) -> None:
+async def test_tools_of_segments_are_stored_once_in_order(path: Path) -> None:
     written = [with_tools("a", "add", "sub"), with_tools("b", "add", "sub"), with_tools("c", "sub", "add"), played("d")]
     async with RunWriter(path, header()) as writer:
         for trajectory in written:
@@ -98,7 +98,7 @@ def warm(task: str, temperature: float) -> Trajectory:
     return trajectory
 
 
-async def test_how_a_turn_was_sampled_is_kept_once_for_all_that_were_sampled_alike(path: Path) -> None:
+async def test_equal_sampling_of_turns_is_stored_once(path: Path) -> None:
     written = [warm("a", 0.5), warm("b", 0.5), warm("c", 0.7), played("d")]
     async with RunWriter(path, header()) as writer:
         for trajectory in written:
@@ -111,7 +111,7 @@ async def test_how_a_turn_was_sampled_is_kept_once_for_all_that_were_sampled_ali
         assert connection.execute("SELECT count(*) FROM samplings").fetchone() == (2,)
 
 
-async def test_the_first_launch_is_that_of_the_process_that_began_the_run(path: Path) -> None:
+async def test_first_launch_is_of_the_process_that_began_the_run(path: Path) -> None:
     async with RunWriter(path, header()):
         pass
     async with RunWriter(path, header(created=header().created.replace(year=2030))):
@@ -125,7 +125,7 @@ async def test_the_first_launch_is_that_of_the_process_that_began_the_run(path: 
         assert run_file.first_launch() is None
 
 
-async def test_a_damaged_header_is_no_header(path: Path) -> None:
+async def test_damaged_header_is_refused(path: Path) -> None:
     async with RunWriter(path, header()):
         pass
     with closing(sqlite3.connect(path)) as connection:
@@ -135,14 +135,14 @@ async def test_a_damaged_header_is_no_header(path: Path) -> None:
         RunFile(path)
 
 
-async def test_a_finished_run_is_complete_and_one_that_goes_on_is_not(path: Path) -> None:
+async def test_finished_run_is_complete_and_a_playing_one_is_not(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played("a")])
         with RunFile(path) as run_file:
-            assert (run_file.complete, run_file.summary()) == (False, None)
-        await writer.finish({"episodes": 1})
+            assert (run_file.complete, run_file.summary()["seconds"]) == (False, None)
+        await writer.finish({"episodes": 1, "seconds": 7.5})
     with RunFile(path) as run_file:
-        assert (run_file.complete, run_file.summary()) == (True, {"episodes": 1})
+        assert (run_file.complete, run_file.summary()["seconds"]) == (True, 7.5)
     await claims(path, played("a").task)
     with RunFile(path) as run_file:
         assert run_file.complete  # nothing came to it

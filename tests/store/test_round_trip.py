@@ -1,4 +1,4 @@
-"""A trajectory that is read back is the one that was written."""
+"""Trajectories come back from a file unchanged."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_task_of_another_class_is_refused_by_field() -> None:
         TaskDecoder(Case)(encode_json({"id": "c", "prompt": [], "answer": "", "info": {}, "level": "medium"}))
 
 
-def test_a_value_without_json_is_its_text_and_the_same_in_every_process() -> None:
+def test_value_without_json_form_has_the_same_text_everywhere() -> None:
     class Thing:
         pass
 
@@ -250,5 +250,5 @@ def test_a_value_without_json_is_its_text_and_the_same_in_every_process() -> Non
     ],
     ids=["keys", "tuple keys", "enum keys", "datetime", "sets", "dataclass"],
 )
-def test_what_json_has_no_form_for_becomes_its_text(value: object, read: object) -> None:
+def test_value_without_json_form_becomes_text(value: object, read: object) -> None:
     assert decode_json(encode_json(value)) == read

@@ -1,4 +1,4 @@
-"""Which run file a command begins, and which it goes on with."""
+"""The choice of a run file: a new one, or one to resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_complete_run_is_followed_by_the_next_number(tmp_path: Path) -> None:
     assert next_run_file(tmp_path, "sums", header()) == tmp_path / "sums-010.db"
 
 
-def test_the_newest_incomplete_run_of_the_same_configuration_is_resumed(tmp_path: Path) -> None:
+def test_newest_incomplete_run_of_the_configuration_is_resumed(tmp_path: Path) -> None:
     write(tmp_path / "sums-001.db", complete=False)
     write(tmp_path / "sums-002.db", complete=False)
     write(tmp_path / "sums-003.db", complete=False, seed=5)
@@ -44,7 +44,7 @@ def test_the_newest_incomplete_run_of_the_same_configuration_is_resumed(tmp_path
     assert next_run_file(tmp_path, "sums", header(seed=6)) == tmp_path / "sums-005.db"
 
 
-def test_the_newest_run_of_the_configuration_is_taken_also_where_it_is_complete_if_that_is_asked_for(
+def test_also_complete_chooses_the_newest_run(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "sums-001.db", complete=False)

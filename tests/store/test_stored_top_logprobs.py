@@ -1,4 +1,4 @@
-"""The likeliest ids in a run file: read back bit for bit, only when somebody looks, and exported."""
+"""Top log-probabilities in a run file: read back exactly, only on use, and exported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read(path: Path) -> Trajectory:
     return trajectory
 
 
-def test_what_is_read_back_is_what_was_written(path: Path) -> None:
+def test_top_logprobs_come_back_unchanged(path: Path) -> None:
     written = asked(2, 0, 3)
     for before, after in zip(written.turns, read(path).turns, strict=True):
         assert after.top_ids.shape == before.top_ids.shape
@@ -63,7 +63,7 @@ def test_what_is_read_back_is_what_was_written(path: Path) -> None:
     assert read(path).segments[0].log.top_logprobs == written.segments[0].log.top_logprobs
 
 
-def test_nothing_of_them_is_read_before_somebody_looks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_logprobs_are_read_on_first_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
 
     def counted(path: Path) -> sqlite3.Connection:
@@ -89,7 +89,9 @@ def test_a_file_that_went_away_meanwhile_is_named(path: Path) -> None:
 def test_damage_is_named(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE top_logprobs SET logprobs = x'00000000'")
-    with pytest.raises(RunFileError, match=r"likeliest ids of a turn are damaged: 32 and 4 bytes for 4 positions of 2"):
+    with pytest.raises(
+        RunFileError, match=r"top log-probabilities of a turn are damaged: 32 and 4 bytes for 4 positions of 2"
+    ):
         _ = read(path).turns[0].top_ids
 
 
@@ -133,7 +135,10 @@ def test_exports_have_how_each_turn_was_sampled(path: Path, tmp_path: Path) -> N
         export_parquet(run_file, tmp_path / "out.parquet")
     exported = [turn["sampling"] for turn in json.loads(stream.getvalue())["turns"]]
     (row,) = parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert json.loads(row["sampling"]) == exported
+    for told, each in zip(row["sampling"], exported, strict=True):
+        assert json.loads(told.pop("logit_bias")) == each["logit_bias"]
+        given = {name: value for name, value in told.items() if value is not None}
+        assert given == {name: value for name, value in each.items() if name != "logit_bias" and value is not None}
     assert [each["logprobs"] for each in exported] == [2, 0, 3]
     for each in exported:
         assert (each["logit_bias"], each["bad_words"]) == ({"7": 0.5}, ["moon"])
@@ -147,7 +152,7 @@ def test_exports_have_how_each_turn_was_sampled(path: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.anyio
-async def test_a_recorded_run_says_the_likeliest_ids_again(tmp_path: Path) -> None:
+async def test_recorded_run_replays_its_top_logprobs(tmp_path: Path) -> None:
     path, sampling = tmp_path / "run.db", Sampling(logprobs=3)
     before = await play(Plain, ScriptedEngine("Yes", seed=1, record=True), file=path, sampling=sampling)
     again = await play(Plain, ScriptedEngine(path, seed=2, record=True), sampling=sampling)

@@ -1,4 +1,4 @@
-"""What a run may rely on: commits, groups of them, claims, attempts."""
+"""The guarantees of a run file: commits, grouped commits, claims, attempts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_cancelled_commit_is_in_the_file_all_the_same(path: Path) -> Non
         assert len(run_file) == 1
 
 
-async def test_what_cannot_be_stored_fails_alone(path: Path) -> None:
+async def test_unstorable_episode_fails_alone(path: Path) -> None:
     failed: list[str] = []
 
     class Rude:
@@ -149,7 +149,7 @@ async def test_what_cannot_be_stored_fails_alone(path: Path) -> None:
         assert sorted(row.index for row in run_file) == [0, 2, 3]
 
 
-async def test_what_goes_with_an_episode_is_stored_once_more_where_its_transaction_failed(path: Path) -> None:
+async def test_shared_rows_are_stored_again_after_a_failed_transaction(path: Path) -> None:
     too_large, fitting = played(index=0), played(index=1)
     too_large.turns[0].cached_tokens = 2**70
     async with RunWriter(path, header()) as writer:
@@ -174,7 +174,7 @@ async def test_all_agents_of_an_episode_are_committed_together(path: Path) -> No
 
 @pytest.mark.parametrize("kept", [True, False], ids=["file", "no file"])
 async def test_an_id_given_twice_is_refused_by_both_positions(path: Path, kept: bool) -> None:
-    with pytest.raises(BadTask, match=r"task 2 has the id 'a', which task 0 has as well"):
+    with pytest.raises(BadTask, match=r"task 2 has the id 'a', which task 0 has too"):
         await claims(path if kept else None, Task("a"), Task("b"), Task("a"))
 
 
@@ -215,7 +215,7 @@ async def test_final_outcomes_are_not_played_again_and_others_are(path: Path, ou
     assert claimed.attempts == {0: 1}
 
 
-async def test_a_resumed_run_knows_what_is_left_of_a_group(path: Path) -> None:
+async def test_resumed_run_claims_only_the_rest_of_a_group(path: Path) -> None:
     async with RunWriter(path, header(group_size=4)) as writer:
         await writer.commit_episode([played(index=0)])
         await writer.commit_episode([played(index=1, outcome=Outcome.ENGINE_ERROR)], retry=True)
@@ -233,7 +233,7 @@ async def test_visits_are_kept_apart(path: Path) -> None:
     assert (set(first.finished), set(second.finished)) == (set(), {0})
 
 
-async def test_a_task_that_changed_is_refused_with_what_changed(path: Path) -> None:
+async def test_changed_task_is_refused_with_the_changes(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played()])
     with pytest.raises(ConfigurationChanged, match=r"task 'sum'[\s\S]*answer: '2' -> '3'"):
@@ -243,11 +243,11 @@ async def test_a_task_that_changed_is_refused_with_what_changed(path: Path) -> N
 # --- attempts and groups
 
 
-async def test_a_later_attempt_supersedes_the_earlier_which_stay_in_the_file(path: Path) -> None:
+async def test_later_attempt_supersedes_earlier_ones_in_the_file(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played(outcome=Outcome.ENGINE_ERROR)], retry=True)
         with RunFile(path) as run_file:
-            assert len(run_file) == 0  # it is being played again, so it is no result
+            assert len(run_file) == 0  # it is repeated, so it is not a result
         await writer.commit_episode([played(attempt=1, outcome=Outcome.CANCELLED)])
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played(attempt=2)])
@@ -257,7 +257,7 @@ async def test_a_later_attempt_supersedes_the_earlier_which_stay_in_the_file(pat
         assert [row.launch for row in run_file.rows(superseded=None)] == [1, 1, 2]
 
 
-async def test_group_rewards_are_a_second_transaction_and_resuming_tells_whether_it_came(path: Path) -> None:
+async def test_group_rewards_commit_separately_and_resume_sees_them(path: Path) -> None:
     group = [played(index=index) for index in range(2)]
     async with RunWriter(path, header(group_size=2)) as writer:
         for trajectory in group:
@@ -293,7 +293,7 @@ async def test_an_episode_that_comes_to_a_scored_group_unscores_it(path: Path) -
     assert not claimed.group_scored
 
 
-async def test_a_second_writer_is_refused_and_told_who_writes(path: Path) -> None:
+async def test_second_writer_is_refused_with_the_first_process(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         with pytest.raises(StorageFailed, match=rf"is being written by process {os.getpid()} on "):
             await claims(path)
@@ -301,14 +301,14 @@ async def test_a_second_writer_is_refused_and_told_who_writes(path: Path) -> Non
     assert await claims(path, played().task) == [Claimed(0, frozenset({0}), {0: 1})]
 
 
-async def test_leaving_commits_what_was_sent_and_leaves_no_thread(path: Path) -> None:
+async def test_leaving_commits_everything_and_ends_the_thread(path: Path) -> None:
     async with RunWriter(path, header()) as writer:
         await writer.commit_episode([played()])
     assert not any(thread.name == "deltarunner run file" for thread in threading.enumerate())
     assert {item.name for item in path.parent.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
-async def test_flush_commits_what_was_sent_while_the_event_loop_does_nothing(path: Path) -> None:
+async def test_flush_commits_while_the_event_loop_is_blocked(path: Path) -> None:
     async with RunWriter(path, header()) as writer, anyio.create_task_group() as group:
         for index in range(10):
             group.start_soon(writer.commit_episode, [played(index=index)])

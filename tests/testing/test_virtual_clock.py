@@ -15,7 +15,7 @@ from tests.testing.inner import run
 
 pytest_plugins = ["pytester"]
 
-WATCHDOG = 60.0
+WATCHDOG = 600.0
 LONG = 590.0  # seconds; after 600 in which nothing happens a run takes itself for stuck
 
 

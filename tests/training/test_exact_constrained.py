@@ -166,7 +166,7 @@ def test_turns_of_every_form_in_one_conversation_have_them_too(float32_engine: A
     for episode in episodes:
         assert (episode.outcome.scored, episode.reward) == (True, 1)
         kinds = [turn.constraint.kind if turn.constraint is not None else None for turn in episode.turns]
-        assert kinds == ["json", None, "regex", "choice", "regex", "json", "json"]
+        assert kinds == ["grammar", None, "regex", "choice", "regex", "grammar", "grammar"]
         assert episode.turns[-1].start == episode.turns[-2].end  # it went on, with a grammar of its own
     found = compare(episodes)
     print(f"\nforms: {len(found.masked)} ids, {found.largest:.1e} nats")

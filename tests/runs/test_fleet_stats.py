@@ -1,4 +1,4 @@
-"""What is to be seen of a fleet's workers: who is in trouble, who is worth a look, and what is said of them."""
+"""Live statistics of a fleet: workers with problems, the choice of workers to show, and their descriptions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from runner import FleetWorker
 from runner.concurrency.loop_lag import LATE_SECONDS
-from runner.runs.fleet_figures import (
+from runner.runs.fleet_stats import (
     SILENT_SECONDS,
     WAITED_SECONDS,
-    FleetFigures,
+    FleetStats,
     Trouble,
     fleet_in_words,
     versions_in_words,
     worker_in_words,
 )
-from runner.runs.player import Absence
+from runner.runs.player import IdleReason
 
 
 def worker(number: int, **otherwise: Any) -> FleetWorker:
@@ -37,8 +37,8 @@ def worker(number: int, **otherwise: Any) -> FleetWorker:
     return replace(well, **otherwise)
 
 
-def fleet(*workers: FleetWorker, **otherwise: Any) -> FleetFigures:
-    return FleetFigures(**{"workers": workers, "most": len(workers), "version": "13", **otherwise})
+def fleet(*workers: FleetWorker, **otherwise: Any) -> FleetStats:
+    return FleetStats(**{"workers": workers, "most": len(workers), "version": "13", **otherwise})
 
 
 def numbers(workers: list[FleetWorker]) -> list[int]:
@@ -51,12 +51,12 @@ def numbers(workers: list[FleetWorker]) -> list[int]:
         ({}, []),
         ({"silent": SILENT_SECONDS + 1}, [Trouble.SILENT]),
         ({"waited": WAITED_SECONDS + 1}, [Trouble.STUCK]),
-        ({"version": "12"}, [Trouble.BEHIND]),
+        ({"version": "12"}, [Trouble.OUTDATED]),
         ({"lag": LATE_SECONDS + 1}, [Trouble.LATE]),
         ({"lag": LATE_SECONDS + 1, "silent": SILENT_SECONDS + 1}, [Trouble.SILENT, Trouble.LATE]),
     ],
 )
-def test_a_worker_is_in_trouble_where_it_is_silent_stuck_behind_or_late(
+def test_silent_stuck_outdated_or_late_workers_have_problems(
     otherwise: dict[str, Any], troubles: list[Trouble]
 ) -> None:
     seen = fleet(worker(0, **otherwise))
@@ -64,7 +64,7 @@ def test_a_worker_is_in_trouble_where_it_is_silent_stuck_behind_or_late(
     assert len(seen.troubled()) == bool(troubles)
 
 
-def test_the_worst_come_first_and_what_is_right_with_a_worker_counts_for_nothing() -> None:
+def test_worst_workers_come_first_ignoring_healthy_values() -> None:
     late, behind = worker(0, lag=0.2, silent=4.9), worker(1, version="12", silent=4.8)
     stuck, silent = worker(2, waited=90.0, silent=0.1), worker(3, silent=20.0)
     assert numbers(fleet(late, behind, stuck, silent, worker(4)).troubled()) == [3, 2, 1, 0]
@@ -73,7 +73,7 @@ def test_the_worst_come_first_and_what_is_right_with_a_worker_counts_for_nothing
     assert numbers(fleet(*alike).troubled(3)) == [0, 1, 2]
 
 
-def test_of_many_workers_those_in_trouble_are_worth_a_look_and_those_that_play_least_and_most() -> None:
+def test_large_fleet_shows_problems_and_extremes() -> None:
     many = [worker(number) for number in range(500)]
     many[300] = worker(300, waited=340.0)
     many[117] = worker(117, silent=90.0)
@@ -91,10 +91,10 @@ def test_few_workers_are_all_worth_a_look() -> None:
     assert numbers(fleet(*[worker(number) for number in range(8)]).worth_a_look(8)) == list(range(8))
 
 
-def test_how_many_play_is_said_with_who_is_behind_and_what_those_do_that_do_not_play() -> None:
+def test_fleet_line_counts_playing_outdated_and_absent_workers() -> None:
     well = [worker(number) for number in range(3)]
     assert fleet_in_words(fleet(*well)) == "3 of 3 workers"
-    absent = {Absence.RESTING: 1, Absence.WAITING: 2, Absence.UNPLACED: 56}
+    absent = {IdleReason.RESTING: 1, IdleReason.WAITING: 2, IdleReason.UNPLACED: 56}
     assert fleet_in_words(fleet(*well, most=62, absent=absent)) == (
         "3 of 62 workers (1 resting after deaths; 2 waiting for weights; 56 without a machine)"
     )
@@ -105,13 +105,13 @@ def test_how_many_play_is_said_with_who_is_behind_and_what_those_do_that_do_not_
     )
 
 
-def test_of_many_versions_only_those_that_most_workers_have_are_told_apart() -> None:
+def test_only_the_most_common_versions_are_named() -> None:
     assert versions_in_words([worker(number, version=str(number)) for number in range(5)]) == (
         "0 x1, 1 x1, 2 x1 and 2 others"
     )
 
 
-def test_a_worker_in_words_says_all_that_is_known_of_it() -> None:
+def test_worker_line_has_every_known_value() -> None:
     told = worker_in_words(worker(3, node="node-7", lag=0.25, silent=90.0, oldest="search()", waited=340.0))
     assert told == (
         "worker 3 on node-7, 60 of 64 playing, weights 13, loop lag 250 ms, silent for 90 s, search() for 340 s"

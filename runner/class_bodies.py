@@ -1,0 +1,46 @@
+"""Decorated methods of an environment's class while its body is executed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+from runner.errors import BadEnvironment
+
+__all__ = ["refuse_second"]
+
+_MARKS: Final = ("__deltarunner_scorer__", "__deltarunner_tool__")
+"""The attributes that the decorators set on a method."""
+
+_NEAREST_FRAMES: Final = 5
+"""The frames between a decorator and the body of the class, at most."""
+
+
+def refuse_second(method: Any, decorator: str) -> None:
+    """Refuse a method whose name a decorated method of the same class body has already.
+
+    Python keeps the last one of a name and drops the others without a word. An override in a subclass is another body.
+
+    Args:
+        method: the method that is being decorated.
+        decorator: the name of the decorator.
+
+    Raises:
+        BadEnvironment: there are two.
+    """
+    name, qualified = getattr(method, "__name__", None), getattr(method, "__qualname__", None)
+    frame = inspect.currentframe()
+    for _ in range(_NEAREST_FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            return
+        body = frame.f_locals
+        # The body of a class has its own name among its variables.
+        if "__module__" in body and f"{body.get('__qualname__')}.{name}" == qualified:
+            before = body.get(str(name))
+            if before is not method and any(hasattr(getattr(before, "__func__", before), mark) for mark in _MARKS):
+                raise BadEnvironment(
+                    f"{qualified} is defined twice in its class, the second time with @{decorator}; Python would keep "
+                    f"the last one alone: rename one of them."
+                )
+            return

@@ -1,0 +1,65 @@
+"""`deltarunner check-weights`: whether an engine takes new weights of a model, each kind of tensor by itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.cli.quiet_output import quiet_output
+from runner.cli.report import make_console
+from runner.cli.values import plain_values
+from runner.errors import BadOption
+from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightReport, check_weights_async
+
+__all__ = ["WRONG_WEIGHTS", "check_weights_command"]
+
+WRONG_WEIGHTS = 7
+"""The exit code where new weights do not arrive."""
+LOG = Path("runs/check-weights.log")
+_STYLES = {Verdict.RIGHT: "green", Verdict.WRONG: "bold red", Verdict.UNSEEN: "yellow", Verdict.REFUSED: "yellow"}
+
+
+def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], options: Sequence[str], as_json: bool) -> int:
+    """Check the weights of a model, and print a row for each kind of tensor and way.
+
+    Returns:
+        0 where every row is right, refused or unseen; `WRONG_WEIGHTS` where one is wrong.
+    """
+    wrong = [way for way in ways if way not in list(Way)]
+    if wrong:
+        raise BadOption(f"--way {wrong[0]}: give one of {', '.join(Way)}.")
+    arguments = plain_values(options, "--engine-option")
+    with quiet_output(LOG) as terminal:
+        terminal.stderr.write(f"log   {LOG} (what vLLM and transformers print)\nstarting the engine\n")
+
+        def show_progress(row: CheckedTensor) -> None:
+            terminal.stderr.write(f"{row.way:12}  {row.verdict:8}  {row.tensor}\n")
+
+        chosen = tuple(Way(way) for way in ways) or tuple(Way)
+        check = partial(check_weights_async, model, tiny=tiny, ways=chosen, told=show_progress, **arguments)
+        report = anyio.run(check)
+        if as_json:
+            terminal.stdout.write(json.dumps(report.as_dict()) + "\n")
+        else:
+            show(report, make_console(terminal.stdout))
+    return WRONG_WEIGHTS if report.wrong else 0
+
+
+def show(report: WeightReport, console: Console) -> None:
+    """Print a report: a row for each kind of tensor and way, and the verdicts in one line."""
+    table = Table("way", "tensor", "verdict", "median", "largest", "why", box=None, pad_edge=False)
+    for row in report.rows:
+        figures = ["" if value is None else f"{value:.2g}" for value in (row.median, row.largest)]
+        table.add_row(row.way, row.tensor, Text(row.verdict, style=_STYLES[row.verdict]), *figures, row.reason)
+    console.print(table)
+    counts = Counter(row.verdict for row in report.rows)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    console.print(f"\n{report.model} in {report.dtype}: {told}; with its first weights {report.baseline}")

@@ -1,0 +1,201 @@
+"""Random values that fit a JSON schema or a pattern, for the model that `deltarunner check` plays."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, Final
+
+from runner.parsing.string_rules import FORMATS
+from runner.tools.conjunctions import Shapes, shapes_for
+from runner.tools.patterns import BadPattern, python_pattern
+from runner.tools.shapes import Conjunction, Shape
+
+__all__ = ["random_arguments", "random_text", "random_value"]
+
+TRIES: Final = 60
+"""Draws until one passes the check, which sees what a shape cannot say."""
+
+DEEPEST: Final = 6
+"""Depth from which on nothing that may be left out is drawn."""
+
+WORDS: Final = ("a", "word", "2")
+LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+
+
+def random_value(schema: Any, rng: random.Random) -> Any:
+    """A value that fits a schema; nearly, where no draw does."""
+    shapes = shapes_for(schema)
+    return _fitting(_Drawing(shapes, rng), shapes.of(shapes.whole), shapes.whole)
+
+
+def random_arguments(parameters: Any, rng: random.Random) -> dict[str, Any]:
+    """Arguments that fit the schema of a tool, without those that may be left out; nearly, where no draw does."""
+    shapes = shapes_for(parameters)
+    drawn: dict[str, Any] = _fitting(_Drawing(shapes, rng), shapes.arguments(), shapes.whole) or {}
+    return drawn
+
+
+def random_text(pattern: str, rng: random.Random) -> str:
+    """A text in which a pattern is found."""
+    try:
+        compiled = python_pattern(pattern)
+        parsed = importlib.import_module("re._parser").parse(compiled.pattern)
+    except BadPattern:
+        return rng.choice(WORDS)
+    for _ in range(TRIES):
+        text = _sequence(parsed, rng)
+        if compiled.search(text):
+            return text
+    return text
+
+
+def _fitting(drawing: _Drawing, shapes: Sequence[Shape], whole: Conjunction) -> Any:
+    value = None
+    for _ in range(TRIES if shapes else 0):
+        value = drawing.shape(drawing.rng.choice(shapes), 0)
+        if drawing.shapes.fits(value, whole):
+            return value
+    return value
+
+
+class _Drawing:
+    """Draws values of one schema."""
+
+    def __init__(self, shapes: Shapes, rng: random.Random) -> None:
+        self.shapes = shapes
+        self.rng = rng
+
+    def value(self, conjunction: Conjunction, depth: int) -> Any:
+        shapes: Sequence[Shape] = self.shapes.of(conjunction)
+        if not shapes:
+            return None
+        if depth > DEEPEST:  # what ends a value that may hold itself
+            shapes = sorted(shapes, key=lambda shape: (len(shape.required) + shape.least, shape.kind == "object"))[:1]
+        if not self.shapes.key(conjunction):
+            return self.rng.choice(WORDS)
+        return self.shape(self.rng.choice(shapes), depth)
+
+    def shape(self, shape: Shape, depth: int) -> Any:
+        if shape.values is not None:
+            return self.rng.choice(shape.values)
+        match shape.kind:
+            case "string":
+                return self._string(shape)
+            case "number":
+                return self._number(shape)
+            case "boolean":
+                return self.rng.random() < 0.5
+            case "null":
+                return None
+            case "array":
+                return self._array(shape, depth)
+            case _:
+                return self._object(shape, depth)
+
+    def _string(self, shape: Shape) -> str:
+        patterns = [*shape.patterns, *(FORMATS[each] for each in shape.formats if each in FORMATS)]
+        if patterns:
+            return random_text(self.rng.choice(patterns), self.rng)
+        word = self.rng.choice(WORDS)
+        if len(word) < shape.least:
+            word += "".join(self.rng.choice(LETTERS) for _ in range(shape.least - len(word)))
+        return word if shape.most is None else word[: max(shape.most, shape.least)]
+
+    def _number(self, shape: Shape) -> float:
+        low, high = shape.numbers.low, shape.numbers.high
+        if low is None:
+            low = 1 if high is None else min(1, high)
+        if high is None:
+            high = max(low, 9) if low < 9 else low + 9
+        if shape.integer:
+            least, greatest = shape.numbers.least, shape.numbers.greatest
+            first = math.ceil(low) if least is None else least
+            last = math.floor(high) if greatest is None else greatest
+            return self.rng.randint(first, max(first, last))
+        return round(self.rng.uniform(low, high), 2)
+
+    def _array(self, shape: Shape, depth: int) -> list[Any]:
+        most = shape.least + 1 if shape.most is None else shape.most
+        length = min(max(shape.least, 1 if depth <= DEEPEST else 0), max(most, shape.least))
+        items = []
+        for index in range(length):
+            if not self.shapes.is_satisfiable(shape.item(index)):
+                break
+            items.append(self.value(shape.item(index), depth + 1))
+        return items
+
+    def _object(self, shape: Shape, depth: int) -> dict[str, Any]:
+        names = list(shape.required)
+        others = [name for name in shape.named if name not in names and self.shapes.is_satisfiable(shape.member(name))]
+        self.rng.shuffle(others)
+        names += others[: max(0, shape.least - len(names))]
+        while len(names) < shape.least:
+            names.append(self._name(shape, names))
+        return {name: self.value(shape.member(name), depth + 1) for name in names}
+
+    def _name(self, shape: Shape, taken: Sequence[str]) -> str:
+        for _ in range(TRIES):
+            if shape.of_patterns and self.rng.random() < 0.7:
+                pattern = self.rng.choice(shape.of_patterns)[0]
+                name = random_text(pattern, self.rng)
+                longer = name + self.rng.choice(LETTERS)
+                name = longer if name in taken and python_pattern(pattern).search(longer) else name
+            else:
+                name = str(self.value(shape.names, 0)) if shape.names else f"key{len(taken)}"
+            if name not in taken:
+                return name
+        return f"key{len(taken)}"
+
+
+# --- patterns
+
+
+def _sequence(parsed: Any, rng: random.Random) -> str:
+    return "".join(_one(str(name), value, rng) for name, value in parsed)
+
+
+def _one(name: str, value: Any, rng: random.Random) -> str:
+    match name:
+        case "LITERAL":
+            return chr(value)
+        case "NOT_LITERAL":
+            return rng.choice([each for each in LETTERS if ord(each) != value])
+        case "ANY":
+            return rng.choice(LETTERS)
+        case "IN":
+            return _of_class(value, rng)
+        case "BRANCH":
+            return _sequence(rng.choice(value[1]), rng)
+        case "SUBPATTERN":
+            return _sequence(value[3], rng)
+        case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+            low, high, inner = value
+            most = low + 3 if str(high) == "MAXREPEAT" else min(int(high), low + 3)
+            return "".join(_sequence(inner, rng) for _ in range(rng.randint(low, most)))
+        case _:  # anchors, and what looks ahead
+            return ""
+
+
+def _of_class(items: Sequence[Any], rng: random.Random) -> str:
+    if str(items[0][0]) == "NEGATE":
+        ranges = [(value, value) if str(name) == "LITERAL" else value for name, value in items[1:] if _is_range(name)]
+        free = [chr(code) for code in range(32, 127) if not any(low <= code <= high for low, high in ranges)]
+        return rng.choice(free) if free else ""
+    name, value = rng.choice(items)
+    match str(name):
+        case "LITERAL":
+            return chr(value)
+        case "RANGE":
+            return chr(rng.randint(value[0], min(value[1], value[0] + 64)))
+        case _:
+            return _OF_CATEGORY.get(str(value), "a")
+
+
+def _is_range(name: Any) -> bool:
+    return str(name) in ("LITERAL", "RANGE")
+
+
+_OF_CATEGORY: Final = {"CATEGORY_SPACE": " ", "CATEGORY_DIGIT": "7", "CATEGORY_NOT_WORD": "-"}

@@ -1,0 +1,147 @@
+"""A task of its own for code that may leave cancel scopes and task groups open from one call to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runner.concurrency.clocks import Clock, on_asyncio
+
+__all__ = ["LentClock", "OwnTask"]
+
+
+class OwnTask:
+    """Runs a function in a task of its own.
+
+    Nothing but `around` is entered in that task around what the function does, so what it opens and does not close
+    harms nobody: it is cancelled once the function has returned.
+    """
+
+    def __init__(self) -> None:
+        self.outer = Clock()
+        """The clock around everything. Its shield keeps out what cancels whoever called `run`."""
+        self.left_open = False
+        """Whether the function left scopes or task groups open."""
+        self.cannot_be_left = False
+        """Whether they were still open after `close_rest`."""
+        self.tasks: TaskGroup
+        """Tasks that live no longer than the function."""
+        self._failure: BaseException | None = None
+
+    async def run(
+        self,
+        function: Callable[[], Awaitable[None]],
+        *,
+        close_rest: Callable[[], Awaitable[None]],
+        name: str,
+        in_this_task: bool = False,
+    ) -> None:
+        """Run the function to its end, also if this is cancelled: the function is cancelled by it too.
+
+        Args:
+            function: what is run.
+            close_rest: called in the same task where the function left something open; closes what it can.
+            name: the name of the task.
+            in_this_task: in the task that calls this, for whoever steps through it.
+
+        Raises:
+            BaseException: what the function raised.
+        """
+        done = anyio.Event()
+        with self.outer:
+            try:
+                async with anyio.create_task_group() as self.tasks:
+                    if in_this_task:
+                        await self._hosted(function, close_rest, done)
+                    else:
+                        self.tasks.start_soon(self._hosted, function, close_rest, done, name=name)
+                    try:
+                        await done.wait()
+                    except BaseException:
+                        with anyio.CancelScope(shield=True):
+                            await done.wait()
+                        raise
+                    finally:
+                        self.tasks.cancel_scope.cancel()
+            except BaseExceptionGroup:
+                # The group misses the scopes that the task was in when it ended.
+                if not self.left_open:
+                    raise
+            if self._failure is not None:
+                raise self._failure
+
+    def shield(self) -> None:
+        """Keep out from now on what cancels whoever called `run`."""
+        assert isinstance(self.outer.scope, anyio.CancelScope)
+        self.outer.scope.shield = True
+
+    def clock(self, seconds: float | None = None) -> Clock | LentClock:
+        """A clock over a part of the function that leaves scopes open, or leaves those that another part opened."""
+        # Elsewhere than on asyncio every scope has to be left in order: there is but the one around everything.
+        return Clock(seconds, over_hooks=True) if on_asyncio() else LentClock(self.outer, seconds)
+
+    async def _hosted(
+        self,
+        function: Callable[[], Awaitable[None]],
+        close_rest: Callable[[], Awaitable[None]],
+        done: anyio.Event,
+    ) -> None:
+        around = anyio.CancelScope()
+        around.__enter__()
+        try:
+            try:
+                await function()
+            except BaseException as error:  # a group of tasks would wrap it
+                self._failure = error
+            if not _left(around):
+                self.left_open = True
+                await close_rest()
+                self.cannot_be_left = not _left(around)
+        finally:
+            done.set()
+
+
+class LentClock:
+    """An outer clock that has no limit of its own, as the clock of a block in it. Once it fired it stays cancelled."""
+
+    def __init__(self, clock: Clock, seconds: float | None) -> None:
+        self.seconds = seconds
+        """The limit that was last set; None for no limit."""
+        self.scope = clock.scope
+        """The cancel scope of the outer clock."""
+        self._clock = clock
+
+    @property
+    def fired(self) -> bool:
+        """Whether the limit was reached, or somebody cancelled the outer block."""
+        return self._clock.fired
+
+    def start(self, seconds: float | None) -> None:
+        """Set a new limit that counts from now."""
+        self.seconds = seconds
+        self._clock.start(seconds)
+
+    def __enter__(self) -> Self:
+        self.start(self.seconds)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if self.fired:
+            return isinstance(error, anyio.get_cancelled_exc_class())
+        self._clock.lift()
+        return False
+
+
+def _left(scope: anyio.CancelScope) -> bool:
+    """Leave a scope, which can be if and only if nothing that was opened inside is open."""
+    try:
+        scope.__exit__(None, None, None)
+    except RuntimeError:
+        return False
+    return True

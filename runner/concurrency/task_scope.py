@@ -1,0 +1,144 @@
+"""A cancel scope of one task of asyncio's that stands beside the stack of anyio's scopes: blocks may overlap."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self
+
+import anyio
+
+# Which scopes a task is in is nowhere public. It is only read, to see a shield; without it a shield is not seen.
+_task_states: Any = {}
+with suppress(ImportError):
+    from anyio._backends._asyncio import _task_states
+
+__all__ = ["TaskScope"]
+
+_MESSAGE: Final = "cancelled by deltarunner"
+
+
+class TaskScope:
+    """Cancels what the current task of asyncio's does in a block, as `anyio.CancelScope` does.
+
+    A scope of anyio's must be left after all that were opened inside it. This one need not: what an author's hook
+    opens in the block may stay open after it, and what was opened before it may be closed inside it. As with anyio the
+    task is cancelled at each of its waits until it has left the block, but for those under a shield in it.
+    """
+
+    __slots__ = ("_asked", "_before", "_deadline", "_handle", "_start", "_task", "_waits_for", "cancel_called")
+
+    def __init__(self) -> None:
+        self.cancel_called = False
+        """Whether the deadline was reached or `cancel` was called."""
+        self._deadline = math.inf
+        self._handle: asyncio.Handle | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._start: Any = None
+        self._waits_for: asyncio.Future[Any] | None = None
+        self._before = 0
+        self._asked = 0
+
+    @property
+    def deadline(self) -> float:
+        """When the block is cancelled, on the event loop's clock."""
+        return self._deadline
+
+    @deadline.setter
+    def deadline(self, value: float) -> None:
+        self._deadline = value
+        if self._task is not None and not self.cancel_called:
+            self._disarm()
+            self._arm()
+
+    def cancel(self) -> None:
+        """Cancel the block."""
+        if not self.cancel_called:
+            self.cancel_called = True
+            self._disarm()
+            if self._task is not None:
+                self._deliver()
+
+    def __enter__(self) -> Self:
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        self._start, self._before, self._asked = _scope_of(task), task.cancelling(), 0
+        if self.cancel_called:
+            self._deliver()
+        else:
+            self._arm()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._disarm()
+        task, self._task, self._start = self._task, None, None
+        assert task is not None
+        if not self._asked:
+            return False
+        for _ in range(self._asked):
+            task.uncancel()
+        if not isinstance(error, asyncio.CancelledError):
+            return False
+        # Where somebody else cancels the task too, the error is theirs as well.
+        return task.cancelling() <= self._before and anyio.current_effective_deadline() != -math.inf
+
+    def _arm(self) -> None:
+        if self._deadline == math.inf:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._deadline:
+            self.cancel()
+        else:
+            self._handle = loop.call_at(self._deadline, self._arm)  # again: it may be called a little early
+
+    def _disarm(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+        if self._waits_for is not None:
+            self._waits_for.remove_done_callback(self._deliver)
+            self._waits_for = None
+
+    def _deliver(self, over: asyncio.Future[Any] | None = None) -> None:
+        if over is not self._waits_for:  # it was over when the block was left
+            return
+        task: Any = self._task
+        loop = task.get_loop()
+        waits_for, self._waits_for = getattr(task, "_fut_waiter", None), None
+        # A wait that is over gives its result first; the next one is cancelled.
+        waits = waits_for is None or not waits_for.done()
+        shielded = self._is_shielded(task)
+        if shielded and waits_for is not None and waits:
+            # The task goes on first when that is done, and then waits for something else.
+            self._waits_for = waits_for
+            waits_for.add_done_callback(self._deliver)
+            return
+        is_free = task is not asyncio.current_task(loop) and not shielded
+        if is_free and waits and not getattr(task, "_must_cancel", False):
+            task.cancel(_MESSAGE)
+            self._asked += 1
+        self._handle = loop.call_soon(self._deliver)
+
+    def _is_shielded(self, task: asyncio.Task[Any]) -> bool:
+        """Whether a shield that was put up inside the block is around what the task waits for."""
+        around = set()
+        scope = self._start
+        while scope is not None:
+            around.add(id(scope))
+            scope = scope._parent_scope
+        scope = _scope_of(task)
+        while scope is not None and id(scope) not in around:
+            if scope.shield:
+                return True
+            scope = scope._parent_scope
+        return False
+
+
+def _scope_of(task: asyncio.Task[Any]) -> Any:
+    """The innermost scope of anyio's that the task is in."""
+    state = _task_states.get(task)
+    return None if state is None else state.cancel_scope

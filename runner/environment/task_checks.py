@@ -1,0 +1,139 @@
+"""Checks of tasks before they are played: their ids, their fields, and that a run file gives them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from runner.environment.environment import Environment
+from runner.environment.program import Program
+from runner.environment.task_lines import read_numbered
+from runner.errors import BadTask
+from runner.store.storable import TaskCheck
+from runner.tasks import Task, check_own_fields
+
+__all__ = ["TaskChecks"]
+
+
+class TaskChecks:
+    """Checks tasks of an environment.
+
+    Args:
+        environment: the environment that they are played with.
+        is_kept: a run file has to give every task back as it was.
+    """
+
+    def __init__(self, environment: Environment[Any], *, is_kept: bool) -> None:
+        self._task_class = environment.task_class()
+        self._stored = TaskCheck() if is_kept else None
+        writes_prompts = any(environment.overrides(hook) for hook in ("prompt", "rollout", "setup"))
+        self._needs_prompts = isinstance(environment, Program) or not writes_prompts
+
+    def checked(self, task: Any) -> Task:
+        """The task.
+
+        Raises:
+            BadTask: it is not a task, has no id, or has a value that cannot be used.
+        """
+        _check_id(task)
+        try:
+            check_own_fields(vars(task))
+        except (TypeError, ValueError) as error:
+            raise BadTask(f"task {task.id!r}: {error}.") from error
+        problem = self._stored.problem(task) if self._stored is not None else None
+        if problem is not None:
+            raise BadTask(f"task {task.id!r}: {problem}.")
+        return task  # type: ignore[no-any-return]  # checked above
+
+    def check_all(self, tasks: Iterable[Any]) -> int:
+        """Check tasks that can be iterated over again, the ids against one another, and return how many there are.
+
+        Raises:
+            BadTask: one cannot be used, or has the id of an earlier one.
+        """
+        places: dict[str, int] = {}
+        for number, task in enumerate(tasks, 1):
+            first = places.setdefault(self.checked(task).id, number)
+            if first != number:
+                raise BadTask(
+                    f"task {number} has the id {task.id!r}, which task {first} has too: give each task an id of "
+                    f"its own. (A source that repeats tasks on purpose has finished(trajectory).)"
+                )
+        return len(places)
+
+    def check_file(self, path: Path, *, most: int | None = None) -> int:
+        """Check the tasks of a JSONL file, or the first `most` of them, and return how many there are.
+
+        Raises:
+            BadTask: one cannot be used, has the id of an earlier one, or there is none; names file and line.
+        """
+        places: dict[str, int] = {}
+        for number, task in islice(read_numbered(path, self._task_class), most):
+            try:
+                self.checked(task)
+            except BadTask as error:
+                raise BadTask(f"{path}:{number}: {error}") from None
+            if self._needs_prompts and not task.prompt:
+                raise BadTask(
+                    f"{path}:{number}: task {task.id!r} has no prompt, and the environment writes none: give it a "
+                    f'"prompt".'
+                )
+            first = places.setdefault(task.id, number)
+            if first != number:
+                raise BadTask(
+                    f"{path}:{number}: the id {task.id!r} is that of line {first} as well: give each task an id of its "
+                    f"own."
+                )
+        if not places:
+            raise BadTask(f"the task file {str(path)!r} has no task: write one JSON object a line.")
+        return len(places)
+
+    def check_known(self, source: Any) -> int | None:
+        """Check the tasks of a file or of a list, and return how many there are; None for any other source.
+
+        Raises:
+            BadTask: a task cannot be used.
+        """
+        if isinstance(source, str | Path):
+            return self.check_file(Path(source))
+        # Another sequence may load its tasks one by one; and one that is given the results may repeat them.
+        if isinstance(source, list | tuple) and not hasattr(source, "finished"):
+            return self.check_all(source)
+        return None
+
+    def check_first(self, source: Any) -> Any:
+        """Check the first task of a source that is read task by task, and return the source with all its tasks.
+
+        An async source, and one that is given the results, is left as it is.
+
+        Raises:
+            BadTask: the task cannot be used, or there is none.
+        """
+        if not isinstance(source, Iterable) or hasattr(source, "finished"):
+            return source
+        rest = iter(source)
+        for first in rest:
+            self.checked(first)
+            return source if isinstance(source, Sequence) else chain([first], rest)
+        raise BadTask("tasks() gives no task: there is nothing to play.")
+
+
+def _check_id(task: Any) -> None:
+    if not isinstance(task, Task):
+        raise BadTask(f"a source gave {task!r:.80}, which is no Task: give Task(id=..., prompt=...).")
+    if not isinstance(task.id, str):
+        raise BadTask(
+            f"a task has the id {task.id!r:.60}, of type {type(task.id).__name__}: give each task a string that is "
+            f"unique in the run, such as Task(id={str(task.id)!r:.60})."
+        )
+    if not task.id.strip():
+        blank = f"the id {task.id!r:.60}, which is blank" if task.id else "no id"
+        raise BadTask(
+            f"a task has {blank} (prompt {task.prompt!r:.60}): give each task a string that is unique in the run."
+        )
+    try:
+        task.id.encode()
+    except UnicodeEncodeError:
+        raise BadTask(f"the task id {task.id!r} is no text: it holds half a surrogate pair.") from None

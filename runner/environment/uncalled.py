@@ -1,0 +1,86 @@
+"""Methods that look like hooks and are never called: misspelt ones, and those that another hook replaces."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, Final
+
+from runner.environment.environment import HOOKS, Environment
+
+__all__ = ["uncalled"]
+
+MEANT: Final = {
+    "setup": "set_up setUp on_setup on_start async_setup initialize initialise reset setup_episode start_episode",
+    "close": "tear_down teardown tearDown cleanup clean_up aclose shutdown dispose on_close on_end on_finish "
+    "close_episode",
+    "prompt": "get_prompt make_prompt initial_prompt build_prompt first_message initial_observation prompts",
+    "step": "on_step env_step env_response respond on_turn after_turn step_async",
+    "rollout": "roll_out rollouts run_episode play_episode play run loop",
+    "tasks": "get_tasks load_tasks make_tasks get_dataset load_dataset dataset task_list",
+    "lifespan": "life_span lifetime on_startup",
+    "@reward": "reward rewards get_reward compute_reward reward_fn calculate_reward score scores scoring get_score "
+    "compute_score grade evaluate",
+    "@metric": "metric metrics get_metrics compute_metrics",
+    "@group_reward": "group_reward group_rewards",
+}
+"""What methods of these names are meant to be, most of them in other libraries."""
+
+_MEANT_BY_NAME: Final = {name: hook for hook, names in MEANT.items() for name in names.split() if name not in HOOKS}
+_ALIKE: Final = 0.8
+
+
+def uncalled(environment: Environment[Any]) -> Iterator[str]:
+    """The methods of an environment that nothing calls and that were meant to be called, a line for people each.
+
+    What a method of the class mentions by its name may be called there.
+    """
+    cls = type(environment)
+    own = [base for base in cls.__mro__ if base not in Environment.__mro__]
+    written = {name: value for base in reversed(own) for name, value in vars(base).items()}
+    mentioned = {name for base in own for value in vars(base).values() for name in _names_in(value)}
+    marked = {tool.attribute for tool in environment.method_tools} | {scorer.name for scorer in environment.scorers}
+    for name, value in written.items():
+        if name.startswith("_") or name in marked or name in mentioned or not inspect.isroutine(_function(value)):
+            continue
+        where = f"{cls.__name__}.{name}()"
+        if name == "finished" and not ({"__iter__", "__aiter__"} & written.keys()):
+            yield (
+                f"{where} is never called: results are told to what `tasks()` returns, or to what the run is given as "
+                f"tasks. Write it there, beside __iter__ or __aiter__."
+            )
+        elif name in HOOKS or hasattr(Environment, name):
+            continue
+        elif meant := _MEANT_BY_NAME.get(name) or next(iter(difflib.get_close_matches(name, HOOKS, 1, _ALIKE)), ""):
+            is_mark = meant.startswith("@")
+            fix = f"mark it with {meant}" if is_mark else f"the hook is called {meant}()"
+            yield f"{where} is never called: {fix}, or begin its name with _ if it is called from elsewhere."
+    if "step" in written and "rollout" in written and not {"step", "answer"} & mentioned and not _goes_up(written):
+        yield (
+            f"{cls.__name__}.step() is never called: rollout() takes its place. Have rollout() call it, by "
+            f"`await self.episode.answer(turn)`."
+        )
+
+
+def _goes_up(written: dict[str, Any]) -> bool:
+    """Whether `rollout` calls that of the class below it, which calls `step`."""
+    return "super" in set(_names_in(written["rollout"]))
+
+
+def _function(value: Any) -> Any:
+    return getattr(value, "__func__", value)  # of a static or class method
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The names that a method mentions, those in functions inside it too."""
+    found = value.fget if isinstance(value, property) else _function(value)
+    codes = [getattr(inspect.unwrap(found), "__code__", None)] if callable(found) else []
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            # Also a name that is written out, as for getattr().
+            yield from (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+            codes += code.co_consts

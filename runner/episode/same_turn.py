@@ -1,0 +1,100 @@
+"""Whether a message that has the ids of a turn tells that turn, and what its client changed around the ids."""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Final
+
+from runner.chat_requests import Tolerated
+from runner.episode.reading import UNPARSED, ReadMessage
+from runner.messages import Message
+from runner.tokens.bridging.history import canonical
+
+__all__ = ["begins", "changed_around"]
+
+_MARKUP: Final = re.compile(r"</?[a-zA-Z][^<>]*>")
+_WORD: Final = re.compile(r"\w+")
+
+
+def changed_around(ours: ReadMessage, theirs: ReadMessage) -> frozenset[Tolerated] | None:
+    """The differences that a client made around the ids of a turn; None where it says something else than the turn.
+
+    Left out, reformatted, renamed or reordered is the same turn. Other words, other values of arguments, or calls that
+    the turn did not make are an edit.
+
+    Args:
+        ours: the turn's message as it was given out.
+        theirs: the message that came back, which names the turn.
+    """
+    calls, text = _calls(ours, theirs), _text(ours.message["content"], theirs.message["content"])
+    if calls is None or text is None:
+        return None
+    return frozenset(calls | text | _reasoning(ours, theirs))
+
+
+def _calls(ours: ReadMessage, theirs: ReadMessage) -> set[Tolerated] | None:
+    made = {call["id"]: call["function"] for call in ours.message.get("tool_calls", ())}
+    told = theirs.message.get("tool_calls", ())
+    if not set(theirs.call_ids) <= set(made) or len(set(theirs.call_ids)) < len(told) or (made and not told):
+        return None
+    found = set[Tolerated]()
+    for call in told:
+        own, function = made[call["id"]], call["function"]
+        if canonical(own["arguments"]) != canonical(function["arguments"]):
+            if function["arguments"] and list(function["arguments"]) != [UNPARSED]:
+                return None
+            found.add(Tolerated.ARGUMENTS_CUT)
+        if own["name"] != function["name"]:
+            found.add(Tolerated.CALLS_RENAMED)
+    kept = [each for each in made if each in theirs.call_ids]
+    if len(kept) < len(made):
+        found.add(Tolerated.CALLS_LEFT_OUT)
+    if kept != list(theirs.call_ids):
+        found.add(Tolerated.REORDERED)
+    return found
+
+
+def _text(ours: str, theirs: str) -> set[Tolerated] | None:
+    if ours == theirs:
+        return set()
+    if ours.strip() == theirs.strip():
+        return {Tolerated.WHITE_SPACE}
+    if not theirs.strip():
+        return {Tolerated.TEXT_LEFT_OUT}
+    said, heard = _words(ours), _words(theirs)
+    if said == heard:
+        return {Tolerated.TEXT_REFORMATTED}
+    return {Tolerated.TEXT_LEFT_OUT} if heard and _in_order(heard, said) else None
+
+
+def _reasoning(ours: ReadMessage, theirs: ReadMessage) -> set[Tolerated]:
+    said, heard = (each.message.get("reasoning_content", "") for each in (ours, theirs))
+    if said == heard:
+        return set()
+    if not heard:
+        return {Tolerated.REASONING_LEFT_OUT}
+    return {Tolerated.REASONING_STRIPPED if said.strip() == heard.strip() else Tolerated.REASONING_REWRITTEN}
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text without markup, punctuation, case and compatibility forms of letters."""
+    plain = html.unescape(_MARKUP.sub(" ", text))
+    return _WORD.findall(unicodedata.normalize("NFKC", plain).casefold())
+
+
+def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
+    """Whether all of `few` stand in `many`, in that order."""
+    rest = iter(many)
+    return all(word in rest for word in few)
+
+
+def begins(heard: Message, said: Message) -> bool:
+    """Whether a message says the beginning of what a turn said, as a client has it of one that was cut."""
+    for name in ("content", "reasoning_content"):
+        if not str(said.get(name, "")).strip().startswith(str(heard.get(name, "")).strip()):
+            return False
+    names = [call["function"]["name"] for call in heard.get("tool_calls", ())]
+    return names == [call["function"]["name"] for call in said.get("tool_calls", ())][: len(names)]

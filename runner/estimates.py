@@ -1,0 +1,113 @@
+"""Figures over the episodes of a run: means with a standard error clustered by task, and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+__all__ = ["SOLVED", "Mean", "pass_at_k"]
+
+SOLVED: Final = 1.0
+"""The reward from which on an episode counts as solved."""
+
+OPEN_TASKS: Final = 65_536
+"""The most tasks whose further values are added to their earlier ones; older ones count as tasks of their own."""
+
+
+class Mean:
+    """The mean of values that belong to tasks, with its standard error clustered by task.
+
+    The episodes of one task are not independent: they share its difficulty. With the sum S and the number n of the
+    values of each of G tasks, and N values in all with the mean m, the standard error is
+    `sqrt(G / (G - 1) * sum((S - n * m) ** 2)) / N`. Where each task has one value, this is the ordinary one.
+
+    All sums are exact, so the figures do not depend on the order of the values.
+    """
+
+    __slots__ = ("_numbers", "_open", "_products", "_squares", "_total", "count", "tasks")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """The number of values."""
+        self.tasks = 0
+        """The number of tasks that they belong to."""
+        self._open: OrderedDict[str, tuple[int, int | Fraction]] = OrderedDict()
+        self._total: int | Fraction = 0
+        # Over the tasks: the sums of S * S, of n * S and of n * n. The standard error follows from these.
+        self._squares: int | Fraction = 0
+        self._products: int | Fraction = 0
+        self._numbers = 0
+
+    def add(self, value: float | None, task: str) -> None:
+        """Add a value of a task, if there is one.
+
+        Args:
+            value: a finite number; None is left out.
+            task: the id of the task.
+        """
+        if value is None:
+            return
+        # Integers are exact too, and much faster; most rewards are 0 or 1.
+        exact: int | Fraction = int(value) if float(value).is_integer() else Fraction(value)
+        number, total = self._open.pop(task, (0, 0))
+        self.tasks += number == 0
+        self.count += 1
+        self._total += exact
+        self._squares += exact * (2 * total + exact)
+        self._products += total + (number + 1) * exact
+        self._numbers += 2 * number + 1
+        self._open[task] = number + 1, total + exact
+        if len(self._open) > OPEN_TASKS:
+            self._open.popitem(last=False)
+
+    def close(self, task: str) -> None:
+        """Forget a task of which no further value comes; its values stay in the figures."""
+        self._open.pop(task, None)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the values; NaN if there are none, since no value is not the same as 0."""
+        return float(Fraction(self._total, self.count)) if self.count else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of the mean, clustered by task; NaN below two tasks."""
+        if self.tasks < 2:
+            return math.nan
+        mean = Fraction(self._total, self.count)
+        squares = self._squares - 2 * mean * self._products + mean * mean * self._numbers
+        variance = squares * Fraction(self.tasks, (self.tasks - 1) * self.count**2)
+        try:
+            return math.sqrt(variance)
+        except OverflowError:
+            return math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON, which has no NaN and no infinity: None stands for them."""
+        error = self.standard_error
+        return {
+            "mean": self.mean if self.count else None,
+            "standard_error": error if math.isfinite(error) else None,
+            "count": self.count,
+            "tasks": self.tasks,
+        }
+
+
+def pass_at_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
+    """The chance that one of k episodes of a task is solved, unbiased (Chen et al. 2021).
+
+    Args:
+        solved: the number of groups by (how many episodes each had, how many of them were solved).
+        k: at least 1.
+
+    Returns:
+        The mean over the groups of at least k episodes; None where there is none.
+    """
+    groups = sum(count for (n, _), count in solved.items() if n >= k)
+    if not groups:
+        return None
+    missed = sum(count * math.comb(n - c, k) / math.comb(n, k) for (n, c), count in solved.items() if n >= k)
+    return 1 - missed / groups

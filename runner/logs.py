@@ -1,0 +1,72 @@
+"""The logger `deltarunner`, with a child for each package; silent until a program or `--log-level` turns it on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+__all__ = ["LEVELS", "log_to_file", "logger_for"]
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+"""The names of the levels that `--log-level` takes, the most verbose first."""
+
+_ROOT: Final = logging.getLogger("deltarunner")
+_ROOT.addHandler(logging.NullHandler())  # without a handler, Python would print warnings on stderr
+
+_FORMAT: Final = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+_TIME_FORMAT: Final = "%Y-%m-%d %H:%M:%S"
+
+
+def logger_for(package: str) -> logging.Logger:
+    """The logger of a package, such as `deltarunner.runs` for "runs"."""
+    logger = _ROOT.getChild(package)
+    logger.addFilter(_escape_surrogates)  # the same filter is added once
+    return logger
+
+
+def _escape_surrogates(record: logging.LogRecord) -> bool:
+    """Escape halves of surrogate pairs, which tasks and models may hold and most handlers cannot write."""
+    text = record.getMessage()
+    if not text.isascii():
+        record.msg, record.args = text.encode("utf-8", "backslashreplace").decode(), ()
+    return True
+
+
+@contextmanager
+def log_to_file(path: Path, level: str | None, *, secrets: Collection[str] = ()) -> Iterator[None]:
+    """Append records to a file while the block lasts.
+
+    Args:
+        path: the log file, in a folder that exists.
+        level: the least severe level that is written, one of `LEVELS`; None writes nothing.
+        secrets: texts that are written as ***.
+    """
+    if level is None:
+        yield
+        return
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
+    handler.setFormatter(_SecretFormatter(secrets))
+    previous = _ROOT.level
+    _ROOT.addHandler(handler)
+    _ROOT.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        _ROOT.setLevel(previous)
+        _ROOT.removeHandler(handler)
+        handler.close()
+
+
+class _SecretFormatter(logging.Formatter):
+    def __init__(self, secrets: Collection[str]) -> None:
+        super().__init__(_FORMAT, _TIME_FORMAT)
+        self._secrets = [secret for secret in secrets if secret]
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text

@@ -1,0 +1,162 @@
+"""Live statistics of a fleet's workers: which have problems, and what the others are doing."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from runner.concurrency.loop_lag import LATE_SECONDS
+from runner.runs.player import FleetWorker, IdleReason
+from runner.transcript import shown_line
+
+__all__ = [
+    "MAX_NAMED_WORKERS",
+    "SILENT_SECONDS",
+    "WAITED_SECONDS",
+    "FleetStats",
+    "Trouble",
+    "fleet_in_words",
+    "idle_in_words",
+    "outdated_in_words",
+    "versions_in_words",
+    "worker_in_words",
+]
+
+SILENT_SECONDS: Final = 15.0
+"""A worker without a heartbeat for longer is shown as silent; heartbeats come every five seconds at least."""
+
+WAITED_SECONDS: Final = 60.0
+"""A worker is shown as stuck if one of its episodes has waited longer for one thing."""
+
+MAX_NAMED_WORKERS: Final = 5
+"""The most workers with problems that are named where space is short."""
+
+MAX_EXTREME_WORKERS: Final = 4
+"""The most workers without problems that are shown where not all fit: those with the fewest and the most episodes."""
+
+MAX_NAMED_VERSIONS: Final = 3
+"""The most weight versions that are named."""
+
+
+class Trouble(enum.StrEnum):
+    """Problems of a playing worker, the worst first."""
+
+    SILENT = "silent"
+    """No heartbeat for `SILENT_SECONDS`."""
+    STUCK = "stuck"
+    """One of its episodes has waited for `WAITED_SECONDS`."""
+    OUTDATED = "outdated"
+    """Its weights are not the newest."""
+    LATE = "late"
+    """Its event loop is late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStats:
+    """A fleet at one moment."""
+
+    workers: tuple[FleetWorker, ...] = ()
+    """The playing workers, ordered by number."""
+
+    most: int
+    """The largest number of workers."""
+
+    few: bool = False
+    """True if fewer workers play than the run needs."""
+
+    version: str = ""
+    """The newest version of the weights."""
+
+    absent: Mapping[IdleReason, int] = field(default_factory=dict)
+    """The number of other workers by the reason why they do not play."""
+
+    def troubles(self, worker: FleetWorker) -> list[Trouble]:
+        """The problems of a worker, the worst first."""
+        found = (
+            (Trouble.SILENT, worker.silent > SILENT_SECONDS),
+            (Trouble.STUCK, worker.waited > WAITED_SECONDS),
+            (Trouble.OUTDATED, worker.version != self.version),
+            (Trouble.LATE, worker.lag > LATE_SECONDS),
+        )
+        return [trouble for trouble, is_so in found if is_so]
+
+    def troubled(self, most: int = MAX_NAMED_WORKERS) -> list[FleetWorker]:
+        """At most `most` workers with problems, the worst first."""
+        troubled = (worker for worker in self.workers if self.troubles(worker))
+        return heapq.nlargest(most, troubled, key=self._badness)
+
+    def worth_a_look(self, most: int) -> list[FleetWorker]:
+        """At most `most` workers: those with problems, then those with the fewest and the most episodes."""
+        if len(self.workers) <= most:
+            return list(self.workers)
+        # Ordered by number, so that a row keeps its place while others change.
+        troubled = sorted(self.troubled(most), key=_number)
+        room = min(most - len(troubled), MAX_EXTREME_WORKERS)
+        if not room:
+            return troubled
+        calm = sorted((each for each in self.workers if not self.troubles(each)), key=lambda each: each.playing)
+        return troubled + sorted(calm[: room - room // 2] + calm[len(calm) - room // 2 :], key=_number)
+
+    def _badness(self, worker: FleetWorker) -> tuple[float, ...]:
+        # Values of healthy workers do not count: their last heartbeats differ by chance.
+        troubles = self.troubles(worker)
+        return (
+            worker.silent if Trouble.SILENT in troubles else 0,
+            worker.waited if Trouble.STUCK in troubles else 0,
+            Trouble.OUTDATED in troubles,
+            worker.lag if Trouble.LATE in troubles else 0,
+        )
+
+
+def _number(worker: FleetWorker) -> int:
+    return worker.number
+
+
+def fleet_in_words(fleet: FleetStats) -> str:
+    """The number of playing workers, with those that have old weights or do not play."""
+    count = f"{len(fleet.workers)} of {fleet.most} workers"
+    exceptions = [*outdated_in_words(fleet), *idle_in_words(fleet.absent)]
+    return f"{count} ({'; '.join(exceptions)})" if exceptions else count
+
+
+def outdated_in_words(fleet: FleetStats) -> list[str]:
+    """The workers with old weights, counted; empty if there are none."""
+    outdated = [worker for worker in fleet.workers if worker.version != fleet.version]
+    if not outdated:
+        return []
+    return [f"{len(outdated)} on weights {versions_in_words(outdated)}, behind {shown_line(fleet.version)}"]
+
+
+def idle_in_words(absent: Mapping[IdleReason, int]) -> list[str]:
+    """The workers that do not play, counted by reason."""
+    return [f"{count} {why.value}" for why, count in absent.items()]
+
+
+def versions_in_words(workers: Iterable[FleetWorker]) -> str:
+    """The weight versions of some workers, counted if they differ."""
+    counts = Counter(worker.version for worker in workers)
+    if len(counts) == 1:
+        return shown_line(next(iter(counts)))
+    counted = [f"{shown_line(version)} x{count}" for version, count in counts.most_common(MAX_NAMED_VERSIONS)]
+    return ", ".join(counted) + (
+        f" and {len(counts) - MAX_NAMED_VERSIONS} others" if len(counts) > MAX_NAMED_VERSIONS else ""
+    )
+
+
+def worker_in_words(worker: FleetWorker) -> str:
+    """A worker on one line."""
+    parts = [
+        f"worker {worker.number} on {shown_line(worker.node)}",
+        f"{worker.playing} of {worker.width} playing",
+        f"weights {shown_line(worker.version)}",
+        f"loop lag {1000 * worker.lag:.0f} ms",
+    ]
+    if worker.silent > SILENT_SECONDS:
+        parts.append(f"silent for {worker.silent:.0f} s")
+    if worker.oldest:
+        parts.append(f"{shown_line(worker.oldest)} for {worker.waited:.0f} s")
+    return ", ".join(parts)

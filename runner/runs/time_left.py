@@ -1,0 +1,136 @@
+"""An estimate of the time left of a run, with its standard error, from the turns played so far."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["MIN_EPISODES", "TimeLeft", "TimeLeftEstimator"]
+
+MIN_EPISODES: Final = 4
+"""The fewest finished episodes for an estimate of the turns of an episode."""
+
+MAX_UNSEEN_SHARE: Final = 0.5
+"""The largest share of episodes with more turns than any finished one; above it there is no estimate."""
+
+MAX_PACE_SAMPLES: Final = 64
+"""The most samples of the pace, over the last half of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLeft:
+    """An estimate of the time left."""
+
+    seconds: float
+    """The expected seconds."""
+    spread: float
+    """Their standard error, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    now: float
+    turns: int
+    running: int
+
+
+class TimeLeftEstimator:
+    """Estimates the time left from the turns of a run.
+
+    The duration of an episode is not a good measure: many run at once, and the first to finish are the shortest.
+    Turns are counted instead. The turns of an episode are estimated from finished and running episodes
+    (Kaplan-Meier), and the pace is that of the last half of the run.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+
+    def read(
+        self, now: float, *, finished: Mapping[int, int], done_turns: int, running: Sequence[int], left: int | None
+    ) -> TimeLeft | None:
+        """Estimate the time left; None while there is too little data.
+
+        Args:
+            now: seconds since the run began to play.
+            finished: the number of finished episodes by their turns.
+            done_turns: the turns of the episodes that finished in this launch.
+            running: the turns so far of each episode in flight.
+            left: the number of unfinished episodes, including those in flight; None if unknown.
+        """
+        turns = done_turns + sum(running)
+        self._note(_Sample(now, turns, len(running)))
+        if left is None or sum(finished.values()) < MIN_EPISODES:
+            return None
+        if left <= 0:
+            return TimeLeft(0.0, 0.0)
+        since = self._samples[0]
+        played, seconds = turns - since.turns, now - since.now
+        taken = Counter(running)
+        survival = _survival(finished, taken)
+        if played <= 0 or seconds <= 0 or survival[-1] > MAX_UNSEEN_SHARE:
+            return None
+        pace = seconds / played  # seconds per turn of the whole run
+        width = sum(sample.running for sample in self._samples) / len(self._samples)
+        remaining = _remaining_turns(survival)
+        fresh, more = remaining[0], max(0, left - len(running))
+        due = [
+            (remaining[turns] if turns < len(remaining) else _BEYOND_LONGEST, count) for turns, count in taken.items()
+        ]
+        due += [(fresh, more)] if more else []
+        still = sum(count * rest.mean for rest, count in due)
+        variance = sum(count * rest.variance for rest, count in due)
+        # At the end fewer and fewer episodes run at once: half of a long episode runs with free slots.
+        longest = len(survival) - 1 if more else max(rest.mean for rest, _ in due)
+        alone = pace * (width - 1) * longest / 2 if width > 1 else 0.0
+        expected = still * pace + alone
+        error = fresh.variance / sum(finished.values())  # of the mean itself
+        unsure = math.hypot(math.sqrt(variance + left**2 * error) / still, played**-0.5)
+        return TimeLeft(expected, math.hypot(expected * unsure, alone / 2))
+
+    def _note(self, sample: _Sample) -> None:
+        samples = self._samples
+        if not samples or sample.now - samples[-1].now >= sample.now / MAX_PACE_SAMPLES:
+            samples.append(sample)
+        # The first turns read long prompts, so only the last half of the run counts.
+        while len(samples) > 1 and samples[1].now <= sample.now / 2:
+            samples.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class _Remaining:
+    """Mean and variance of the turns left of an episode."""
+
+    mean: float
+    variance: float
+
+
+_BEYOND_LONGEST: Final = _Remaining(1.0, 1.0)
+"""For an episode with more turns than any finished one."""
+
+
+def _remaining_turns(survival: Sequence[float]) -> list[_Remaining]:
+    """The turns left of an episode, by its turns so far."""
+    remaining = [_BEYOND_LONGEST] * len(survival)
+    first = second = 0.0  # sums over the shares from k on, and over k times them
+    for k in reversed(range(len(survival))):
+        first, second = first + survival[k], second + k * survival[k]
+        if survival[k] > 0:
+            mean = first / survival[k]
+            squares = (2 * second + (1 - 2 * k) * first) / survival[k]
+            remaining[k] = _Remaining(mean, max(0.0, squares - mean**2))
+    return remaining
+
+
+def _survival(finished: Mapping[int, int], reached: Mapping[int, int]) -> list[float]:
+    """The share of episodes with more than k turns, for k up to the most of a finished one."""
+    at_risk = sum(finished.values()) + sum(reached.values())
+    survival, share = [], 1.0
+    for k in range(max(finished) + 1):
+        ended = finished.get(k, 0)
+        share *= 1 - ended / at_risk if at_risk else 0.0
+        survival.append(share)
+        at_risk -= ended + reached.get(k, 0)
+    return survival

@@ -1,0 +1,183 @@
+"""Values that a run file returns unchanged: those of JSON; others are converted or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import fractions
+import numbers
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from runner.scoring import as_score
+from runner.store.json_values import class_name, decode_json, encode_json
+from runner.tasks import Task, TaskBuilder
+from runner.trajectory import Trajectory, Turn
+
+__all__ = ["TaskCheck", "first_unstorable", "make_storable", "tuples_in"]
+
+MAX_DEPTH: Final = 200
+"""The deepest nesting of containers; JSON readers fail beyond it."""
+
+_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+_OWN_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Task))
+
+
+def first_unstorable(value: Any, where: str) -> str | None:
+    """The message for the first part of `value` that a run file would return changed.
+
+    None, bool, int of any size, float (with NaN and infinities), str, lists, and mappings with text keys are kept. A
+    subclass of these comes back as the plain type, with an equal value. Tuples come back as lists, without a message.
+
+    Args:
+        value: a value of an author.
+        where: the name of the value, such as `info`; the message adds the path inside it.
+
+    Returns:
+        The place, the type, and the fix; None if all of it is kept.
+    """
+    return next(_unstorable(value, where, ()), None)
+
+
+def tuples_in(value: Any, where: str) -> Iterator[str]:
+    """The places of tuples in `value`."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tuples_in(inner, f"{where}[{key!r:.40}]")
+    elif isinstance(value, list | tuple):
+        if isinstance(value, tuple):
+            yield where
+        for index, inner in enumerate(value):
+            yield from tuples_in(inner, f"{where}[{index}]")
+
+
+def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]:
+    if type(value) in _PLAIN or isinstance(value, str | int | float):
+        return
+    if not isinstance(value, Mapping | list | tuple):
+        yield f"{where} is {_kind(value)}, which a run file cannot keep: {_fix(value)}"
+        return
+    if id(value) in outer:
+        yield f"{where} is {_kind(value)} that contains itself, which a run file cannot keep: leave that part out"
+    elif len(outer) >= MAX_DEPTH:
+        yield f"{where} is nested more than {MAX_DEPTH} levels deep, which a run file cannot keep: flatten it"
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                yield (
+                    f"{where} has the key {key!r:.40}, {_kind(key)}; JSON keys are text, so it would come back "
+                    f"changed: give str(key)"
+                )
+            if type(inner) not in _PLAIN:
+                yield from _unstorable(inner, f"{where}[{key!r:.40}]", (*outer, id(value)))
+    else:
+        for index, inner in enumerate(value):
+            if type(inner) not in _PLAIN:
+                yield from _unstorable(inner, f"{where}[{index}]", (*outer, id(value)))
+
+
+def _kind(value: Any) -> str:
+    cls = type(value)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else class_name(cls).replace(":", ".")
+    return f"of type {name}"
+
+
+_FIXES: Final[tuple[tuple[Any, str], ...]] = (
+    ((bytes, bytearray, memoryview), "give text, such as value.decode() or base64.b64encode(value).decode()"),
+    ((set, frozenset), "give a list, sorted(value)"),
+    ((datetime.datetime, datetime.date, datetime.time), "give its text, value.isoformat()"),
+    (datetime.timedelta, "give its seconds, value.total_seconds()"),
+    ((PurePath, uuid.UUID, fractions.Fraction), "give its text, str(value)"),
+    (enum.Enum, "give value.value"),
+    (BaseModel, 'give value.model_dump(mode="json")'),
+    (type, "give its name, value.__name__"),
+)
+
+
+def _fix(value: Any) -> str:
+    for kinds, fix in _FIXES:
+        if isinstance(value, kinds):
+            return fix
+    if dataclasses.is_dataclass(value):
+        return "give dataclasses.asdict(value)"
+    if hasattr(value, "tolist"):  # arrays, tensors, and numbers of numpy
+        return "give value.item()" if getattr(value, "shape", None) == () else "give value.tolist()"
+    if hasattr(value, "to_dict"):
+        return "give value.to_dict()"
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        return "give [value.real, value.imag]"
+    if isinstance(value, numbers.Number):
+        return "give its text, str(value), or float(value)"
+    if callable(value):
+        return "keep it on the environment, or give its name"
+    if isinstance(value, Iterable):
+        return "give list(value)"
+    return "give what it holds as text, numbers, lists and dicts"
+
+
+class TaskCheck:
+    """Checks that tasks come back from a run file unchanged.
+
+    A field that an author added may have any value that its type restores from JSON, as `RunFile(task_class=)` does.
+    """
+
+    def __init__(self) -> None:
+        self._builders: dict[type[Task], TaskBuilder] = {}
+
+    def problem(self, task: Task) -> str | None:
+        """The message for the first value of the task that would come back changed; None if there is none."""
+        for field in dataclasses.fields(task):
+            value = getattr(task, field.name)
+            found = first_unstorable(value, field.name)
+            if found is not None and (field.name in _OWN_FIELDS or not self._comes_back(task, field.name, value)):
+                return found
+        return None
+
+    def _comes_back(self, task: Task, name: str, value: Any) -> bool:
+        try:
+            builder = self._builders.get(type(task)) or TaskBuilder(type(task))
+            self._builders[type(task)] = builder
+            again = builder.typed(name, decode_json(encode_json(value)))
+            return type(again) is type(value) and bool(again == value)
+        except Exception:  # classes of an author may raise anything
+            return False
+
+
+# --- values of an author in an episode
+
+
+def make_storable(trajectory: Trajectory) -> str | None:
+    """The message for the first value in a trajectory that a run file cannot keep; wrong turn rewards become 0.
+
+    Returns:
+        The value, its place, and the fix; None if there is none.
+    """
+    problems = [_credit_problem(turn) for turn in trajectory.turns if type(turn.reward) is not float or turn.reward]
+    problems += [
+        first_unstorable({name: value for name, value in message.items() if name != "content"}, f"messages[{number}]")
+        for segment in trajectory.segments
+        for number, message in enumerate(segment.messages)
+        if len(message) > _SHORT_MESSAGE
+    ]
+    found = next((problem for problem in problems if problem is not None), None)
+    return None if found is None else f"agent {trajectory.agent!r}: {found}"
+
+
+_SHORT_MESSAGE: Final = 2
+"""The number of keys of a message with only role and content, which are text."""
+
+
+def _credit_problem(turn: Turn) -> str | None:
+    """The message for a wrong reward of a turn; the reward is a float afterwards."""
+    try:
+        credit = as_score(turn.reward, f"turns[{turn.number}].reward")
+        wrong = "is None" if credit is None else None
+    except (TypeError, ValueError, OverflowError):
+        credit, wrong = None, f"is {turn.reward!r:.60}"
+    turn.reward = 0.0 if credit is None else credit
+    return None if wrong is None else f"the reward of turn {turn.number} {wrong}: give a finite number"

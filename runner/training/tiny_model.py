@@ -1,0 +1,113 @@
+"""A model of the same architecture with few layers and random weights, made from its configuration alone."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from runner.errors import BadModel, one_line
+
+__all__ = ["random_model", "save_tiny_model", "tiny_config"]
+
+HIDDEN_SIZE: Final = 256
+HEADS: Final = 4
+MAX_CONTEXT: Final = 4096
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_SIZES: Final = {"intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+_TOKENIZER_FILES: Final = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab*", "merges.txt")
+
+
+def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
+    """The configuration with few layers, small sizes and few experts, and every kind of layer that it has.
+
+    Args:
+        config: of transformers; it is not changed.
+        vocabulary: the number of ids; None keeps it.
+    """
+    tiny = copy.deepcopy(config)
+    if getattr(tiny, "quantization_config", None) is not None:
+        del tiny.quantization_config  # random weights are not quantized
+    text = tiny.get_text_config()
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
+    hidden = HIDDEN_SIZE if getattr(text, "head_dim", None) else HEADS * head_size
+    changes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2 if grouped else HEADS,
+        "max_position_embeddings": min(MAX_CONTEXT, getattr(text, "max_position_embeddings", MAX_CONTEXT)),
+        "vocab_size": vocabulary,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "first_k_dense_replace": 1,
+        **_layers(text),
+        **_SIZES,
+        **{name: min(8, getattr(text, name, None) or 8) for name in _EXPERTS},
+    }
+    if hasattr(text, "mamba_d_head") and hasattr(text, "mamba_expand"):
+        changes["mamba_n_heads"] = text.mamba_expand * hidden // text.mamba_d_head
+    for name, value in changes.items():
+        if value is not None and getattr(text, name, None) is not None:
+            setattr(text, name, value)
+    return tiny
+
+
+def _layers(text: Any) -> dict[str, Any]:
+    """The number of layers, and their types where the configuration lists them: one of each, two at least."""
+    types = getattr(text, "layer_types", None)
+    if not types:
+        return {"num_hidden_layers": 2}
+    kept = list(dict.fromkeys(types))
+    kept += kept[:1] * (2 - len(kept))
+    return {"num_hidden_layers": len(kept), "layer_types": kept}
+
+
+def random_model(config: Any, *, seed: int = 0) -> Any:
+    """A model in float32 whose random weights differ enough for every tensor to matter.
+
+    Raises:
+        BadModel: transformers has no such model, or cannot make it of this configuration.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    except Exception as error:  # the border to transformers, whose models raise anything
+        raise BadModel(f"transformers makes no tiny model of {type(config).__name__}: {one_line(error)}") from error
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def save_tiny_model(source: Path, folder: Path, *, tokenizer: Path, vocabulary: int | None = None) -> Any:
+    """Make a tiny model of the configuration in `source` and save it in `folder` with a tokenizer's files.
+
+    Args:
+        source: a folder with a config.json.
+        folder: where to save it.
+        tokenizer: the folder whose tokenizer and chat template it gets.
+        vocabulary: the number of ids; None keeps that of the configuration.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except Exception as error:  # as above
+        raise BadModel(f"{source} has no configuration that transformers reads: {one_line(error)}") from error
+    model = random_model(tiny_config(config, vocabulary=vocabulary))
+    model.save_pretrained(folder)
+    for pattern in _TOKENIZER_FILES:
+        for file in tokenizer.glob(pattern):
+            shutil.copy(file, folder / file.name)
+    return model

@@ -1,0 +1,330 @@
+"""Tries whether an engine takes new weights of a model: each kind of tensor by itself, compared with transformers."""
+
+from __future__ import annotations
+
+import enum
+import random
+import re
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.to_thread
+
+from runner.engines.base import Engine, GenerationRequest
+from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, tolerance_of, why_it_fails
+from runner.engines.state import EngineState, PauseMode
+from runner.engines.vllm.engine import VllmEngine, dtype_of
+from runner.errors import BadInput, BadModel, BadOption, EngineError, one_line, unwrapped
+from runner.models import DEMO_MODEL, resolve_model
+from runner.options import Sampling
+from runner.training.tiny_model import save_tiny_model
+from runner.training.weight_proof import weight_proof
+
+__all__ = ["CheckedTensor", "Verdict", "Way", "WeightReport", "check_weights", "check_weights_async"]
+
+ID_COUNT: Final = 96
+"""The random ids whose log-probabilities are compared."""
+CHANGE_SIZE: Final = 0.3
+"""The change of a tensor, in standard deviations of its own values."""
+EVERYTHING: Final = "all tensors"
+TURN_COUNT: Final = 4
+"""The turns that are sampled while weights are exchanged under them."""
+
+
+class Way(enum.StrEnum):
+    """A way to give an engine new weights."""
+
+    FOLDER = "folder"
+    """A folder, as `save_pretrained` writes it."""
+    STATE_DICT = "state-dict"
+    """The model's state dict."""
+    TWICE = "twice"
+    """Two state dicts in a row, the second one with the change."""
+    UNDER_TURNS = "under-turns"
+    """A state dict while turns are sampled, which go on with it."""
+    AFTER_SLEEP = "after-sleep"
+    """A state dict after `sleep(2)`."""
+    SAME = "same"
+    """The weights that the engine has already, once more."""
+
+
+BY_TENSOR: Final = (Way.FOLDER, Way.STATE_DICT)
+"""The ways by which each kind of tensor is tried by itself; by the others all of them are changed at once."""
+
+
+class Verdict(enum.StrEnum):
+    """The result of one update."""
+
+    RIGHT = "right"
+    """The engine computes what transformers computes with the new weights."""
+    WRONG = "wrong"
+    """It computes something else."""
+    UNSEEN = "unseen"
+    """The change moves the log-probabilities by less than both computations differ anyway."""
+    REFUSED = "refused"
+    """The engine does not take such an update, and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTensor:
+    """One kind of tensor that was changed, and what the engine made of it."""
+
+    tensor: str
+    """The name of the tensors, with * for the numbers of layers and experts."""
+    way: Way
+    """How the new weights were given."""
+    verdict: Verdict
+    """What came of it."""
+    median: float | None = None
+    """The median difference from transformers, in nats; None where it was refused."""
+    largest: float | None = None
+    """The largest difference."""
+    reason: str = ""
+    """Why it was refused, or what is wrong."""
+
+
+@dataclass(slots=True)
+class WeightReport:
+    """What a check of weights found."""
+
+    model: str
+    """The model."""
+    dtype: str
+    """The number type that the engine computes in."""
+    baseline: ProofFigures
+    """How far engine and transformers are apart with the weights that the engine started with."""
+    rows: list[CheckedTensor] = field(default_factory=list)
+    """A row for each kind of tensor and way."""
+
+    @property
+    def wrong(self) -> list[CheckedTensor]:
+        """The rows that are wrong."""
+        return [row for row in self.rows if row.verdict is Verdict.WRONG]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        rows = [asdict(row) for row in self.rows]
+        return {"model": self.model, "dtype": self.dtype, "baseline": asdict(self.baseline), "rows": rows}
+
+
+def check_weights(
+    model: str | Path, *, tiny: bool = False, ways: Sequence[Way | str] = tuple(Way), **engine_arguments: Any
+) -> WeightReport:
+    """Find out whether this engine, with these options, on this machine, takes new weights of a model.
+
+    The model is loaded in transformers too. Then each kind of tensor is changed by itself, the engine updated, and the
+    log-probabilities of the same ids compared. Minutes for a small model: an update of the engine for each row.
+
+    Args:
+        model: a folder, a Hugging Face id, or `smollm2-135m`; with `tiny` a folder with a config.json is enough.
+        tiny: play the architecture with few layers and random weights, without the model's own.
+        ways: how new weights are given.
+        engine_arguments: passed to `VllmEngine`.
+
+    Raises:
+        BadModel: transformers or vLLM cannot load the model, or both compute different things from the start.
+        BadOption: there is no such way.
+    """
+    return anyio.run(partial(check_weights_async, model, tiny=tiny, ways=ways, **engine_arguments))
+
+
+async def check_weights_async(
+    model: str | Path,
+    *,
+    tiny: bool = False,
+    ways: Sequence[Way | str] = tuple(Way),
+    told: Callable[[CheckedTensor], None] = lambda _: None,
+    **engine_arguments: Any,
+) -> WeightReport:
+    """The same as `check_weights` on this event loop; `told` is called with each row."""
+    chosen = [_way(way) for way in ways]
+    with tempfile.TemporaryDirectory(prefix="deltarunner-weights-") as scratch:
+        load = partial(_load, model, tiny=tiny, scratch=Path(scratch))
+        folder, reference = await anyio.to_thread.run_sync(load)
+        trial = _Trial(folder, reference, Path(scratch), engine_arguments)
+        async with trial.engine_running():
+            assert trial.baseline is not None, "measured at the start"
+            report = WeightReport(str(model), trial.dtype, trial.baseline)
+            for way in chosen:
+                for kind in trial.kinds if way in BY_TENSOR else (EVERYTHING,):
+                    row = await trial.checked(kind, way)
+                    report.rows.append(row)
+                    told(row)
+        return report
+
+
+def _way(way: Way | str) -> Way:
+    if way not in list(Way):
+        raise BadOption(f"check_weights(ways={way!r}): give some of {', '.join(Way)}.")
+    return Way(way)
+
+
+def _load(model: str | Path, *, tiny: bool, scratch: Path) -> tuple[Path, Any]:
+    """The folder that the engine starts from, and the model in transformers, in float32."""
+    import torch
+    import transformers
+
+    if tiny:
+        source = Path(model)
+        if not (source / "config.json").is_file():
+            source = resolve_model(model).folder
+        own = any(source.glob("tokenizer*"))
+        demo = resolve_model(DEMO_MODEL).folder
+        vocabulary = None if own else transformers.AutoConfig.from_pretrained(demo).vocab_size
+        folder = scratch / "start"
+        return folder, save_tiny_model(source, folder, tokenizer=source if own else demo, vocabulary=vocabulary)
+    folder = resolve_model(model).folder
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except Exception as error:  # the border to transformers, whose models raise anything
+        raise BadModel(f"transformers cannot load {model}: {one_line(error)}") from error
+    return folder, loaded.eval()
+
+
+class _Trial:
+    """An engine, the same model in transformers, and the figures of both."""
+
+    def __init__(self, folder: Path, reference: Any, scratch: Path, engine_arguments: dict[str, Any]) -> None:
+        self.folder, self.reference, self._scratch = folder, reference, scratch
+        self._arguments = {"max_model_len": 512, "max_num_seqs": 8, **engine_arguments}
+        self._first = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
+        self.kinds = tuple(dict.fromkeys(_kind(name) for name, _ in reference.named_parameters()))
+        self.engine: VllmEngine
+        self.baseline: ProofFigures | None = None
+        self.dtype = ""
+        self._accepted: Accepted
+        self._exit = AsyncExitStack()
+
+    @asynccontextmanager
+    async def engine_running(self) -> AsyncIterator[None]:
+        """Start the engine; it may be another one by the end."""
+        try:
+            await self._start()
+            yield
+        finally:
+            await self._exit.aclose()
+
+    async def _start(self) -> None:
+        """Start an engine from the first weights, in the place of one that has wrong ones.
+
+        Raises:
+            BadModel: engine and transformers compute different things from the start.
+        """
+        await self._exit.aclose()
+        self._exit = AsyncExitStack()
+        self.engine = engine = VllmEngine(self.folder, **self._arguments)
+        await self._exit.enter_async_context(engine)
+        self.dtype = dtype_of(self.engine.vllm.llm)
+        proof = await self._proof()
+        scores = await self.engine.score(proof.ids)
+        self.baseline = self._compared(proof, scores, None)
+        if why := why_it_fails(self.baseline, proof, scores, None):
+            raise BadModel(f"vLLM and transformers compute different things with the weights that are there: {why}.")
+        self._accepted = Accepted(proof, scores)
+
+    async def _proof(self) -> WeightProof:
+        rng = random.Random(0)
+        ids = [rng.randrange(self.reference.config.get_text_config().vocab_size) for _ in range(ID_COUNT)]
+        return await anyio.to_thread.run_sync(partial(weight_proof, self.reference, ids=ids, dtype=self.dtype))
+
+    async def checked(self, kind: str, way: Way) -> CheckedTensor:
+        """Change one kind of tensor, update the engine, and compare; everything is as before afterwards."""
+        try:
+            self._change(kind if way is not Way.SAME else "")
+            proof = await self._proof()
+            try:
+                await self._give(way)
+                scores = await self.engine.score(proof.ids)
+            except EngineError as error:
+                await self._start_again()
+                return CheckedTensor(kind, way, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
+            except BadInput as error:
+                if self.engine.state is not EngineState.RUNNING:  # it sleeps, or waits for weights
+                    await self._start_again()
+                return CheckedTensor(kind, way, Verdict.REFUSED, reason=one_line(error))
+            row = self._judged(kind, way, proof, scores)
+        finally:
+            self.reference.load_state_dict(self._first)
+        if row.verdict is Verdict.WRONG:
+            await self._start_again()
+        return row
+
+    async def _start_again(self) -> None:
+        self.reference.load_state_dict(self._first)
+        await self._start()
+
+    def _judged(self, kind: str, way: Way, proof: WeightProof, scores: Sequence[float]) -> CheckedTensor:
+        figures = self._compared(proof, scores, self._accepted)
+        why = why_it_fails(figures, proof, scores, self._accepted)
+        verdict = Verdict.WRONG if why else Verdict.RIGHT
+        if not why and way is not Way.SAME and figures.arrived is None and not self._shows(proof):
+            verdict = Verdict.UNSEEN
+        return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
+
+    def _shows(self, proof: WeightProof) -> bool:
+        """Whether the change would have failed the proof if it had not arrived."""
+        return not self._compared(proof, self._accepted.scores, None).holds
+
+    def _compared(self, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> ProofFigures:
+        tolerance = tolerance_of(proof, self.dtype, self.baseline)
+        return compare_scores(proof, scores, tolerance, before, engine_dtype=self.dtype)
+
+    def _change(self, kind: str) -> None:
+        """Change all tensors of a kind, or all of them, by a share of their spread."""
+        import torch
+
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in self.reference.named_parameters():
+                if kind in (EVERYTHING, _kind(name)):
+                    spread = max(float(parameter.float().std()) if parameter.numel() > 1 else 0.0, 0.02)
+                    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                    parameter.add_(noise * spread * CHANGE_SIZE)
+
+    async def _give(self, way: Way) -> None:
+        """Update the engine to the reference's weights."""
+        engine = self.engine
+        if way is Way.FOLDER:
+            new = self._scratch / "new"
+            await anyio.to_thread.run_sync(self.reference.save_pretrained, new)
+            await engine.update_weights(new)
+        elif way is Way.UNDER_TURNS:
+            try:
+                await self._give_under_turns()
+            except BaseExceptionGroup as error:
+                raise unwrapped(error) from None
+        elif way is Way.AFTER_SLEEP:
+            await engine.sleep(2)
+            await engine.wake(["weights"])
+            await engine.update_weights(self.reference.state_dict())
+            await engine.wake(["kv_cache"])
+        else:
+            if way is Way.TWICE:
+                await engine.update_weights(self._first)
+            await engine.update_weights(self.reference.state_dict())
+
+    async def _give_under_turns(self) -> None:
+        async with anyio.create_task_group() as turns:
+            for number in range(TURN_COUNT):
+                turns.start_soon(_turn, self.engine, number)
+            while self.engine.stats().running < 1:  # noqa: ASYNC110  # no event says that a turn has begun
+                await anyio.sleep(0.01)
+            await self.engine.update_weights(self.reference.state_dict(), mode=PauseMode.KEEP)
+
+
+async def _turn(engine: Engine, number: int) -> None:
+    sampling = replace(Sampling.defaults(), max_tokens=64, ignore_eos=True)
+    request = GenerationRequest(name=f"turn {number}/main/0", prompt=[number + 5] * 16, sampling=sampling)
+    async with engine.stream(request) as deltas:
+        async for _ in deltas:
+            pass
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,0 +1,107 @@
+"""Makes a proof of a torch model's weights in one forward pass. Imports torch when it is called."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from runner.engines.proofs import WeightProof
+from runner.errors import BadModel
+
+__all__ = ["PROOF_SIZE", "Encodes", "weight_proof"]
+
+PROOF_SIZE: Final = 256
+"""The ids of a proof unless told otherwise."""
+
+_TEXT: Final = """The river had risen in the night, and by morning the lower road was gone. Anna counted 17 boats,
+4 carts and a piano. "Who brings a piano?" she asked. Nobody answered.
+def area(width: float, height: float) -> float:
+    return width * height  # square metres
+Die Brücke hielt, obwohl niemand mehr darauf gewettet hätte. {"name": "ferry", "seats": [12, 40, 8], "open": true}
+Le capitaine regarda sa montre : il était presque midi. If 3x + 5 = 20, then x = 5, since 20 - 5 = 15 and 15 / 3 = 5.
+川の水は少しずつ引いていった。 She wrote the list twice, first by price, then by weight, and burned both.
+SELECT town, COUNT(*) FROM floods GROUP BY town ORDER BY 2 DESC;
+"""
+
+
+class Encodes(Protocol):
+    """A tokenizer, of transformers or one of ours."""
+
+    def encode(self, text: str, /) -> Sequence[int]: ...
+
+
+def weight_proof(
+    model: Any,
+    tokenizer: Encodes | None = None,
+    *,
+    ids: Sequence[int] | None = None,
+    size: int = PROOF_SIZE,
+    dtype: Any = None,
+) -> WeightProof:
+    """A proof of a torch model's weights, for `update_weights(proof=)`, by one forward pass without gradients.
+
+    Make it of the weights that are sent: after the optimizer's step and before the next one. The model is put into
+    `eval()` for the pass, since dropout would make it another model.
+
+    Args:
+        model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], as such or as `.logits`.
+        tokenizer: what encodes the text that is scored; without one the ids are drawn at random from the vocabulary.
+        ids: the ids themselves, such as a trajectory's; then no tokenizer is needed.
+        size: the number of ids where none are given. More find smaller faults: docs/weights.md has the figures.
+        dtype: the engine's number type, as a name or of torch: weights are rounded to it as the engine rounds them,
+            in a copy. Give it where the engine's is coarser than the model's: only so a change that is smaller than
+            rounding can be seen to arrive.
+
+    Raises:
+        BadModel: torch is not installed, there is no such number type, or the model gives no logits of that shape.
+        BadWeights: the model gives NaN or infinity.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise BadModel("weight_proof() takes a torch model, and torch is not installed.") from None
+
+    first = next(model.parameters())
+    weights_dtype = first.dtype if dtype is None else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(weights_dtype, torch.dtype) or not weights_dtype.is_floating_point:
+        raise BadModel(f"weight_proof(dtype={dtype!r}): torch has no such floating-point type.")
+    weights_dtype = min(first.dtype, weights_dtype, key=lambda each: each.itemsize)
+    chosen = list(ids) if ids is not None else _ids(model, tokenizer, size)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            given = torch.tensor([chosen], device=first.device)
+            output = torch.func.functional_call(model, _rounded(model, weights_dtype), (given,))
+            logits = getattr(output, "logits", output)
+            if logits.shape[:2] != given.shape:
+                raise BadModel(
+                    f"weight_proof(): the model gives logits of shape {tuple(logits.shape)} for {given.shape}."
+                )
+            scores = torch.log_softmax(logits[0, :-1].float(), dim=-1)
+            logprobs = scores.gather(1, given[0, 1:, None])[:, 0].tolist()
+    finally:
+        model.train(was_training)
+    return WeightProof(chosen, logprobs, str(logits.dtype), str(weights_dtype))
+
+
+def _rounded(model: Any, dtype: Any) -> dict[str, Any]:
+    """The parameters that a narrower number type changes, rounded to it and in their own type again."""
+    return {
+        name: parameter.to(dtype).to(parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype.itemsize > dtype.itemsize
+    }
+
+
+def _ids(model: Any, tokenizer: Encodes | None, size: int) -> list[int]:
+    rng = random.Random(0)
+    if tokenizer is not None:
+        words, text, found = _TEXT.split(), _TEXT, list[int]()
+        while len(found) < size:
+            found = list(tokenizer.encode(text))
+            text += " ".join(rng.sample(words, len(words)))  # a text that repeats itself is too easy to tell
+        return found[:size]
+    config = getattr(model.config, "get_text_config", lambda: model.config)()
+    return [rng.randrange(config.vocab_size) for _ in range(size)]

@@ -1,0 +1,175 @@
+"""Processor time of this process for each turn over vLLM's `AsyncLLM`, whose engine core is replaced by a script.
+
+What a turn costs the event loop bounds how many turns one process plays, however fast the model is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from envs.calculator import Calculator
+from runner import Concurrency, Limits, Run, Sampling, VllmEngine
+from runner.cli.quiet_output import quiet_output
+from runner.models import load_language, resolve_model
+from runner.runs.event_loop import collector_settings, on_event_loop
+from tests.benchmarks.figures import Figure, main
+
+MODEL = "smollm2-135m"
+REPLY = "[add(a=1, b=2)]"
+EPISODES = 512
+TURNS = 3
+WIDTHS = (64, 512)
+ROUNDS = 5
+STEP_SECONDS = 0.005
+"""Seconds of a step of the core, which gives every open request an id."""
+
+
+def measure() -> Iterator[Figure]:
+    """Milliseconds of this process's processor time a turn of one constrained call, with a run file."""
+    with TemporaryDirectory() as folder, quiet_output(Path(folder) / "vllm.log"):
+        rounds = on_event_loop(_rounds, Path(folder))
+    for width, values in rounds.items():
+        yield Figure(f"processor time a turn, {width} wide", "ms", tuple(values))
+
+
+async def _rounds(folder: Path) -> dict[int, list[float]]:
+    model = resolve_model(MODEL)
+    tokenizer, _, stop_ids = load_language(model, None)
+    reply = [*tokenizer.encode(REPLY), stop_ids[0]]
+    figures: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    with scripted_core(reply):
+        llm = _llm(str(model.folder))
+    try:
+        async with VllmEngine.over(llm, model=MODEL, places=max(WIDTHS)) as engine:
+            for number in range(ROUNDS + 1):
+                for width in WIDTHS:
+                    cost = await _play(engine, width, folder / f"{number}-{width}.db")
+                    if number:  # the first round loads and learns
+                        figures[width].append(1000 * cost)
+    finally:
+        llm.shutdown()
+    return figures
+
+
+async def _play(engine: VllmEngine, width: int, file: Path) -> float:
+    run = Run(
+        Calculator(questions=EPISODES),
+        engine,
+        file=file,
+        concurrency=Concurrency(episodes=width),
+        sampling=Sampling(temperature=0.0),
+        limits=Limits(turns=TURNS),
+    )
+    async with run:
+        with collector_settings():
+            worked, turns = time.process_time(), 0
+            async for trajectory in run:
+                assert not trajectory.outcome.failed, trajectory.error
+                assert all(len(turn.tool_calls) == 1 for turn in trajectory.turns)
+                turns += len(trajectory.turns)
+            assert turns == EPISODES * TURNS
+            return (time.process_time() - worked) / turns
+
+
+def _llm(folder: str) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=folder,
+        max_model_len=2048,
+        max_num_seqs=max(WIDTHS),
+        logprobs_mode="processed_logprobs",
+        structured_outputs_config={"backend": "xgrammar"},
+        worker_extension_cls="runner.engines.vllm.worker.extension.WeightWorker",
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+@contextmanager
+def scripted_core(reply: Sequence[int]) -> Iterator[None]:
+    """Let an `AsyncLLM` that is made in this block have a core that answers every request with these ids."""
+    with patch("vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client", lambda **_: ScriptedCore(reply)):
+        yield
+
+
+class ScriptedCore:
+    """As much of vLLM's client of an engine core as a run asks, with steps that take no processor time."""
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, reply: Sequence[int]) -> None:
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        self._reply = reply
+        self._open: dict[str, Any] = {}
+        self._some = asyncio.Event()
+        self._encode = MsgpackEncoder().encode
+        self.resources = type("Resources", (), {"engine_dead": False, "engine_manager": None})()
+
+    async def add_request_async(self, request: Any) -> None:
+        """Open a request; it is encoded as for a process."""
+        self._encode(request)
+        count = request.sampling_params.logprobs
+        self._open[request.request_id] = iter(self._reply), count
+        self._some.set()
+
+    async def get_output_async(self) -> Any:
+        """The ids of a step."""
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+        while not self._open:
+            self._some.clear()
+            await self._some.wait()
+        await asyncio.sleep(STEP_SECONDS)
+        outputs = []
+        for name, (left, count) in list(self._open.items()):
+            ids = list(islice(left, 1))
+            last = ids[-1:] == [self._reply[-1]]
+            if last:
+                del self._open[name]
+            reason = FinishReason.STOP if last else None
+            outputs.append(EngineCoreOutput(name, ids, new_logprobs=_logprobs(ids, count or 1), finish_reason=reason))
+        return EngineCoreOutputs(outputs=outputs)
+
+    async def abort_requests_async(self, names: Sequence[str]) -> None:
+        """Close requests."""
+        for name in names:
+            self._open.pop(name, None)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def collective_rpc_async(self, *_: Any, **__: Any) -> list[Any]:
+        return [None]
+
+    async def get_weight_version_async(self) -> str:
+        return "default"
+
+    def dp_engines_running(self) -> bool:
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing runs."""
+
+
+def _logprobs(ids: Sequence[int], count: int) -> Any:
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    shape = len(ids), count + 1
+    return LogprobsLists(np.full(shape, ids[0]), np.full(shape, -0.5, dtype=np.float32), np.ones(len(ids), dtype=int))
+
+
+if __name__ == "__main__":
+    main(measure)

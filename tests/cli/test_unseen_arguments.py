@@ -1,0 +1,78 @@
+"""What a template does not show of an argument is named: by check-template, with a run's faults, and by check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from runner import Run, Tool
+from runner.cli.app import app
+from runner.cli.findings import of_tools
+from runner.testing import ScriptedEngine
+from runner.tokens.template import ChatTemplate
+from tests.tokens.test_shown_arguments import NO_NOTES, TYPES
+from tests.verify.test_shown_schemas import Trip
+
+pytestmark = pytest.mark.slow
+
+HERMES = ChatTemplate.load("hermes").text
+
+
+def with_tools_by(text: str) -> str:
+    """A template that writes tools as another one does, and all else as `hermes`."""
+    tools = text.partition("{% for m in messages %}")[0]
+    return tools + "{% set tools = none %}\n" + HERMES
+
+
+def checked(tmp_path: Path, text: str, *options: str) -> Result:
+    file = tmp_path / "own.jinja"
+    file.write_text(text)
+    return CliRunner().invoke(app, ["check-template", str(file), *options])
+
+
+def test_check_template_says_that_schemas_are_fitted(tmp_path: Path) -> None:
+    told = checked(tmp_path, with_tools_by(TYPES))
+    assert "fitted" in told.output
+    assert "is not shown" not in told.output
+    document = json.loads(checked(tmp_path, with_tools_by(TYPES), "--json").output)
+    assert document["arguments"] == {"fitted": True, "unseen": []}
+
+
+def test_check_template_says_that_schemas_are_as_they_were_written(tmp_path: Path) -> None:
+    assert "as they are" in checked(tmp_path, HERMES).output
+
+
+def test_check_template_names_what_is_not_shown(tmp_path: Path) -> None:
+    told = checked(tmp_path, with_tools_by(NO_NOTES))
+    assert "arguments: the model is not shown the field model.name" in told.output
+    assert "the model has to guess it" in told.output
+
+
+@pytest.mark.anyio
+async def test_a_run_names_what_its_template_does_not_show() -> None:
+    template = ChatTemplate(with_tools_by(NO_NOTES), name="own")
+    async with Run(Trip, ScriptedEngine("Done.", template=template)) as run:
+        faults = list(run.summary.faults)
+    (fault,) = [fault for fault in faults if "does not show the model" in fault]
+    assert "the field period.begin, for book()" in fault
+
+
+@pytest.mark.anyio
+async def test_a_run_whose_template_shows_everything_says_nothing_of_it() -> None:
+    for text in (HERMES, with_tools_by(TYPES)):
+        async with Run(Trip, ScriptedEngine("Done.", template=ChatTemplate(text, name="own"))) as run:
+            assert not [fault for fault in run.summary.faults if "does not show" in fault]
+
+
+def test_check_names_a_reference_that_leads_nowhere() -> None:
+    properties = {"given": {"$ref": "#/$defs/Missing"}, "known": {"$ref": "#/$defs/Known"}}
+    schema = {"type": "object", "properties": properties, "$defs": {"Known": {"type": "string"}}}
+    tool = Tool(lambda given, known: None, name="look", description="Look.", parameters=schema)
+    found = [finding.text for finding in of_tools([tool]) if "refers to" in finding.text]
+    assert found == [
+        "look(given=) refers to '#/$defs/Missing', which is not in its schema, so that no model is shown what to write "
+        "there: put it into $defs."
+    ]

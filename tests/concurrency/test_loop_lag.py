@@ -1,0 +1,43 @@
+"""Who is taken to keep the event loop, and what a process that was stopped is not blamed for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runner.concurrency import loop_lag
+from runner.concurrency.loop_lag import LagMonitor
+from runner.concurrency.threads import Workers
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> list[Any]:
+    """The reports of a watching thread that looks at these times, while its loop has left no mark since 0."""
+    told: list[Any] = []
+    monitor = LagMonitor(Workers(1))
+    monitor.on_stuck = told.append
+    monitor._loop_thread = threading.get_ident()
+    left = itertools.chain(times, itertools.repeat(times[-1]))
+    waits = iter([False] * (len(times) - 1) + [True])
+    monkeypatch.setattr(monitor, "_stop", SimpleNamespace(wait=lambda _: next(waits)))
+    monkeypatch.setattr(loop_lag, "time", SimpleNamespace(monotonic=lambda: next(left), sleep=time.sleep))
+    monitor._look()
+    return told
+
+
+def test_a_loop_that_stands_still_for_a_minute_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(looks(monkeypatch, [float(second) for second in range(200)])) == 1
+
+
+@pytest.mark.parametrize("seconds", [61.0, 600.0, 86_400.0])
+def test_a_process_that_was_stopped_is_not_stuck(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    began = [0.0, 0.02, 0.04]
+    assert looks(monkeypatch, [*began, *(seconds + later / 50 for later in range(40))]) == []
+
+
+def test_a_loop_that_stands_still_after_a_stop_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(looks(monkeypatch, [0.0, 0.02, *(600.0 + later for later in range(100))])) == 1

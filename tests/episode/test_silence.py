@@ -1,0 +1,148 @@
+"""The silence of an engine: it counts only while the engine does nothing for anybody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+from runner import Environment, Limits, Outcome, Run, Task, TokenEngine, TokenOutput, TokenSampling, reward
+from runner.concurrency.clocks import Clock, Progress
+from runner.engines.vllm.scheduler_count import SchedulerCount
+from runner.testing import VirtualClock
+from runner.tokens.byte_tokenizer import ByteTokenizer
+from tests.engines.vllm.test_scheduler_count import stats
+
+pytestmark = pytest.mark.anyio
+
+STALL = 120.0
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    clock = VirtualClock()
+    return clock.asyncio_backend if request.param == "asyncio" else clock.trio_backend
+
+
+class Talks(Environment):
+    """Episodes of one turn each, whose prompts say how the model answers."""
+
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.names = names
+
+    def tasks(self) -> Iterator[Task]:
+        for name in self.names:
+            yield Task(id=name, prompt=f"be {name}")
+
+    @reward
+    async def spoke(self) -> bool:
+        return True
+
+
+TOKENIZER = ByteTokenizer()
+
+
+async def answer(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
+    """A talker sends an id every ten seconds, a patient one its first after 400 s, and a silent one two and no more."""
+    text = TOKENIZER.decode(prompt)
+    if "be talker" in text:
+        for _ in range(60):
+            await anyio.sleep(10)
+            yield TokenOutput([97], [-0.5])
+    elif "be patient" in text:
+        await anyio.sleep(400)
+    else:
+        yield TokenOutput([97, 98], [-0.5, -0.5])
+        await anyio.sleep_forever()
+    yield TokenOutput([sampling.stop_ids[0]], [-0.5], "stop")
+
+
+async def played(*names: str, retries: int = 0) -> tuple[Run, list[tuple[str, Outcome]]]:
+    engine = TokenEngine(answer, tokenizer=TOKENIZER, template="hermes", context=4096, takes=["logprobs"])
+    limits = replace(Limits.defaults().lifted(), stall_seconds=STALL)
+    async with Run(Talks(names), engine, limits=limits, retries=retries) as run:
+        ends = [(trajectory.task.id, trajectory.outcome) async for trajectory in run]
+    return run, ends
+
+
+async def test_a_turn_waits_for_its_first_id_while_others_are_sampled() -> None:
+    """It waits for 400 s, which is longer than `stall_seconds`, beside one that gets an id every ten."""
+    _, ends = await played("patient", "talker")
+    assert sorted(ends) == [("patient", Outcome.COMPLETED), ("talker", Outcome.COMPLETED)]
+
+
+async def test_a_turn_that_waits_alone_is_cut() -> None:
+    _, ends = await played("patient")
+    assert ends == [("patient", Outcome.ENGINE_ERROR)]
+
+
+async def test_a_lost_turn_is_cut_once_the_engine_does_nothing_more() -> None:
+    run, ends = await played("silent", "talker")
+    assert ends == [("talker", Outcome.COMPLETED), ("silent", Outcome.ENGINE_ERROR)]
+    assert run.summary.retried == 0
+
+
+async def test_a_retry_says_of_what() -> None:
+    run, _ = await played("silent", retries=2)
+    assert run.summary.retried == 2
+    assert dict(run.summary.retry_causes) == {"the engine sent nothing for 120 s": 2}
+    assert run.summary.as_dict()["retry_causes"] == {"the engine sent nothing for 120 s": 2}
+
+
+# --- steps without ids
+
+
+async def test_steps_that_compute_prompts_restart_clocks() -> None:
+    count, progress = SchedulerCount(), Progress()
+    count.on_progress = progress.note
+    with Clock(STALL) as clock, progress.watched(clock):
+        for _ in range(40):
+            await anyio.sleep(STALL / 10)
+            count.record(0, stats(2), prompt_tokens=512)
+    assert not clock.fired
+    assert (count.steps, count.prompt_tokens) == (40, 40 * 512)
+
+
+async def test_steps_that_compute_nothing_restart_no_clock() -> None:
+    count, progress = SchedulerCount(), Progress()
+    count.on_progress = progress.note
+    with Clock(STALL) as clock, progress.watched(clock):
+        for _ in range(40):
+            await anyio.sleep(STALL / 10)
+            count.record(0, stats(2))
+    assert clock.fired
+    assert count.steps == 0
+
+
+async def test_the_shortest_patience_is_not_missed_beside_longer_ones() -> None:
+    progress = Progress()
+    with Clock(1000 * STALL) as long, progress.watched(long):
+        progress.note()
+        with Clock(STALL) as short, progress.watched(short):
+            for _ in range(40):
+                await anyio.sleep(STALL / 4)
+                progress.note()
+    assert not short.fired
+    assert not long.fired
+
+
+async def test_a_clock_that_is_not_watched_any_more_is_left_alone() -> None:
+    progress = Progress()
+    with Clock(STALL) as clock:
+        with progress.watched(clock):
+            progress.note()
+        for _ in range(20):
+            await anyio.sleep(STALL / 10)
+            progress.note()
+    assert clock.fired
+
+
+async def test_a_lifted_limit_stays_lifted() -> None:
+    progress = Progress()
+    with Clock(None) as clock, progress.watched(clock):
+        progress.note()
+        await anyio.sleep(10 * STALL)
+    assert not clock.fired

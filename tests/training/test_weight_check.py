@@ -1,0 +1,112 @@
+"""`check_weights`: which tensors of a model arrive in an engine that gets new ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import BadModel, BadOption
+from runner.cli import app
+from runner.training import Verdict, Way, check_weights
+from runner.training.tiny_model import random_model, tiny_config
+from tests.engines.stale_worker import STALE
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 1000}
+GROUPED = {**SIZES, "num_key_value_heads": 8, "intermediate_size": 14336}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", GROUPED),
+    "Qwen2": ("Qwen2Config", GROUPED),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {**GROUPED, "num_experts": 128, "head_dim": 128}),
+    "Qwen3-Next": ("Qwen3NextConfig", {**GROUPED, "num_experts": 64, "head_dim": 256}),
+    "Mixtral": ("MixtralConfig", GROUPED),
+    "Gemma 3": ("Gemma3TextConfig", {**GROUPED, "head_dim": 256}),
+    "Phi-3": ("Phi3Config", {**GROUPED, "pad_token_id": 0}),
+    "GPT-NeoX": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 8192}),
+    "gpt-oss": ("GptOssConfig", {**GROUPED, "num_local_experts": 128, "head_dim": 64}),
+    "OLMo 2": ("Olmo2Config", GROUPED),
+    "Granite": ("GraniteConfig", GROUPED),
+    "Cohere": ("CohereConfig", GROUPED),
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with nothing but the configuration of a large Llama."""
+    transformers.LlamaConfig(**GROUPED, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tiny_model_has_every_kind_of_tensor_and_few_values(name: str) -> None:
+    kind, fields = CONFIGS[name]
+    config = getattr(transformers, kind)(**fields)
+    tiny = tiny_config(config)
+    assert config.num_hidden_layers == 40, "the given one is not changed"
+    assert set(getattr(tiny, "layer_types", None) or ()) == set(getattr(config, "layer_types", None) or ())
+    model = random_model(tiny)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 20e6
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 1000)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+def test_a_stale_tensor_is_named_and_the_others_are_right(llama: Path) -> None:
+    report = check_weights(
+        llama,
+        tiny=True,
+        ways=["state-dict"],
+        dtype="float32",
+        worker_extension_cls="tests.engines.stale_worker.StaleWorker",
+    )
+    assert [row.tensor for row in report.wrong] == [f"model.layers.*.{STALE}.weight"]
+    (stale,) = report.wrong
+    assert stale.median is not None
+    assert stale.median > 1e-3
+    assert len(report.rows) == 12
+    assert {row.verdict for row in report.rows} == {Verdict.RIGHT, Verdict.WRONG}
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+def test_every_way_in_is_right_on_the_command_line(
+    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        app.app(["check-weights", str(llama), "--tiny", "--engine-option", "dtype=float32", "--json"])
+    assert left.value.code == 0
+    report = json.loads(capfd.readouterr().out)
+    assert {row["way"] for row in report["rows"]} == set(Way)
+    assert {row["verdict"] for row in report["rows"]} == {"right"}
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+def test_an_engine_that_takes_no_weights_refuses_every_way_by_name(llama: Path) -> None:
+    ways = [way for way in Way if way is not Way.FOLDER]
+    extension = "tests.engines.stale_worker.PlainWorker"
+    report = check_weights(llama, tiny=True, ways=ways, dtype="float32", worker_extension_cls=extension)
+    assert {row.verdict for row in report.rows} == {Verdict.REFUSED}
+    assert {row.way for row in report.rows} == set(ways)
+    assert all("worker_extension_cls" in row.reason for row in report.rows)
+
+
+def test_a_way_that_is_not_there_is_refused_by_name(llama: Path) -> None:
+    with pytest.raises(BadOption, match=r"check_weights\(ways='email'\): give some of folder, state-dict"):
+        check_weights(llama, ways=["email"])
+    with pytest.raises(SystemExit) as left:
+        app.app(["check-weights", str(llama), "--way", "email"])
+    assert left.value.code == 2
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadModel):
+        check_weights(tmp_path / "nothing", tiny=True)

@@ -1,0 +1,67 @@
+"""Proofs that are made of a torch model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner import BadModel
+from runner.training import weight_proof
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny model with a tied output layer, in training mode, whose weights are not those of bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True, attention_dropout=0.5)
+    made = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(7.3)  # logits that differ
+    return made.train()
+
+
+def test_a_proof_has_the_models_own_log_probabilities_without_dropout(model: Any) -> None:
+    proof = weight_proof(model, ids=range(40))
+    with torch.no_grad():
+        logits = model.eval()(torch.arange(40)[None]).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1)[torch.arange(39), torch.arange(1, 40)]
+    assert np.allclose(proof.logprobs, expected.numpy(), atol=1e-6)
+    assert (proof.dtype, proof.weights_dtype) == ("float32", "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
+def test_weights_are_rounded_to_the_engines_dtype_and_left_as_they_were(model: Any, dtype: Any) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    proof = weight_proof(model, ids=range(40), dtype=dtype)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.training
+
+    name = str(dtype).removeprefix("torch.")
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in rounded.parameters():  # and no buffers, such as the frequencies of positions
+            parameter.copy_(parameter.to(getattr(torch, name)))
+    assert proof.logprobs == weight_proof(rounded, ids=range(40)).logprobs
+    assert proof.logprobs != weight_proof(model, ids=range(40)).logprobs
+    assert (proof.dtype, proof.weights_dtype) == ("float32", name)
+
+
+def test_a_wider_dtype_changes_nothing(model: Any) -> None:
+    proof, own = (weight_proof(model.bfloat16(), ids=range(40), dtype=dtype) for dtype in ("float32", None))
+    assert proof.logprobs == own.logprobs
+    assert proof.weights_dtype == own.weights_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["bf17", "int8", "nn"])
+def test_a_dtype_that_torch_does_not_compute_in_is_refused(model: Any, dtype: str) -> None:
+    with pytest.raises(BadModel, match=rf"weight_proof\(dtype='{dtype}'\): torch has no such floating-point type"):
+        weight_proof(model, ids=range(40), dtype=dtype)
