@@ -5,23 +5,37 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import anyio
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from runner.engines.base import BaseEngine
 from runner.errors import BadInput, StorageFailed
+from runner.runs.live_stats import as_time
+from runner.runs.reporter import START_INTERVAL_SECONDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["HEAD", "PHASES", "Stopwatch", "TrainingProgress", "TrainingRecord", "TrainingStep", "curve", "save_curve"]
+__all__ = [
+    "HEAD",
+    "PHASES",
+    "Stopwatch",
+    "TrainingProgress",
+    "TrainingRecord",
+    "TrainingStep",
+    "curve",
+    "save_curve",
+    "started_before",
+]
 
 PHASES = ("rollout", "batch", "train", "update")
 """What a step spends its time on, in order."""
@@ -51,6 +65,27 @@ class Stopwatch:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+@asynccontextmanager
+async def started_before(console: Console, engine: BaseEngine) -> AsyncIterator[None]:
+    """Enter an engine, and say every ten seconds what its start is doing."""
+    began = time.monotonic()
+
+    async def tell() -> None:
+        while True:
+            phase = f": {engine.start_phase}" if engine.start_phase else ""
+            console.print(Text(f"{as_time(time.monotonic() - began):>5}  starting the engine{phase}"), soft_wrap=True)
+            await anyio.sleep(START_INTERVAL_SECONDS)
+
+    async with AsyncExitStack() as stack:
+        async with anyio.create_task_group() as telling:
+            telling.start_soon(tell)
+            await stack.enter_async_context(engine)
+            telling.cancel_scope.cancel()
+        for note in engine.notes:
+            console.print(Text(f"{as_time(time.monotonic() - began):>5}  {note}"), soft_wrap=True)
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,11 +25,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.calculator import Calculator, Question, question
-from examples.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep
-from runner import Concurrency, Group, Limits, Run, Sampling, VllmEngine
+from examples.progress import Stopwatch, TrainingProgress, TrainingRecord, TrainingStep, started_before
+from runner import Concurrency, Group, Limits, Run, Sampling, VllmEngine, WeightProof
+from runner.cli.display import PlainDisplay
 from runner.cli.quiet_output import quiet_output
 from runner.models import resolve_model
-from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTree, grpo
+from runner.training import GrammarMasks, Saving, Selection, TokenMasks, TokenTree, grpo, weight_proof
 from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_head_logprobs
 
@@ -43,7 +45,7 @@ class Settings:
 
     seed: int = 0
     steps: int = 60
-    minutes: float = 5.0
+    minutes: float = 8.0  # most: on a current processor less is enough, and training stops then
     overlap: bool = False
     out: Path = Path("runs/trained")
     model: str = "smollm2-135m"
@@ -66,13 +68,15 @@ class Batch:
 
 
 class Trainer:
-    """The weights that learn: kept in float32, computed with in bfloat16; embeddings and lower layers stay."""
+    """The weights that learn: kept in float32, computed with in the engine's dtype; embeddings, lower layers stay."""
 
-    def __init__(self, model: Any, grammar: GrammarMasks, settings: Settings) -> None:
+    def __init__(
+        self, model: Any, grammar: GrammarMasks, settings: Settings, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         for frozen in (model.get_input_embeddings(), *model.base_model.layers[: settings.frozen_layers]):
             frozen.requires_grad_(False)
-        self.model, self.grammar = model, grammar
+        self.model, self.grammar, self.dtype = model, grammar, dtype
         self.episodes = settings.tasks * settings.group_size
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, settings.learning_rate, betas=(0.9, 0.95), fused=True)
@@ -109,7 +113,8 @@ class Trainer:
 
     def logprobs(self, tree: TokenTree, masks: TokenMasks) -> torch.Tensor:
         """With what log-probability these weights sample each id, among those that the grammar allows in its place."""
-        with torch.autocast(self.model.device.type, torch.bfloat16):
+        half = self.dtype is not torch.float32
+        with torch.autocast(self.model.device.type, self.dtype if half else None, enabled=half):
             return tree_head_logprobs(self.model, tree, masks)
 
     def ratios(self, now: torch.Tensor, tree: TokenTree, versions: Sequence[str], version: str) -> torch.Tensor:
@@ -120,11 +125,11 @@ class Trainer:
         return (now - then).exp()
 
     def save(self, folder: Path, template: str) -> None:
-        """A folder that any engine loads, with its tokenizer and the chat template that it was trained with."""
+        """A folder that any engine loads, in the engine's dtype, with its tokenizer and the training's template."""
         tokenizer = AutoTokenizer.from_pretrained(self.model.config.name_or_path)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
-        deepcopy(self.model).to(torch.bfloat16).save_pretrained(folder)
+        deepcopy(self.model).to(self.dtype).save_pretrained(folder)
 
 
 def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
@@ -135,16 +140,28 @@ def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
     return list(held_out.values()), (task for task in others if task.prompt not in held_out)
 
 
-async def play(engine: VllmEngine, tasks: Sequence[Question], **options: Any) -> list[Group]:
+async def play(
+    engine: VllmEngine, tasks: Sequence[Question], shown: PlainDisplay | None = None, **options: Any
+) -> list[Group]:
     async with Run(Calculator(), engine, tasks=tasks, concurrency=Concurrency(episodes=64), **options) as run:
-        return [group async for group in run.groups()]
+        async with anyio.create_task_group() as watching:
+            if shown is not None:
+                shown.total = len(tasks)
+                watching.start_soon(shown.watch, run)
+            groups = [group async for group in run.groups()]
+            watching.cancel_scope.cancel()
+        return groups
 
 
-async def evaluate(engine: VllmEngine, tasks: Sequence[Question]) -> dict[str, float]:
+async def evaluate(engine: VllmEngine, tasks: Sequence[Question], console: Console | None = None) -> dict[str, float]:
     """The share of held-out questions that is answered right; an episode that failed is none of them."""
     shares = {}
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
-        groups = await play(engine, tasks, sampling=Sampling(temperature=temperature))
+        shown = None
+        if console is not None:
+            console.print(f"{len(tasks)} held-out questions, {name}")
+            shown = PlainDisplay(console, name)
+        groups = await play(engine, tasks, shown, sampling=Sampling(temperature=temperature))
         shares[name] = sum(group.trajectories[0].rewards.get("exact") == 1 for group in groups) / len(tasks)
     return shares
 
@@ -175,7 +192,13 @@ class Loop:
         while True:
             await played.send(await self.rollouts())
 
+    async def proof(self) -> WeightProof:
+        """The log-probabilities by which the engine shows that it has the weights that learn."""
+        prove = partial(weight_proof, self.trainer.model, self.engine.tokenizer, dtype=self.trainer.dtype)
+        return await anyio.to_thread.run_sync(prove)
+
     async def run(self) -> None:
+        await self.engine.prove(await self.proof())
         send, receive = anyio.create_memory_object_stream[list[Group]](0)
         async with send, receive, anyio.create_task_group() as tasks:
             if self.settings.overlap:  # the next step's episodes are in flight while this one is learnt from
@@ -193,7 +216,8 @@ class Loop:
         with watch("train"):
             gaps = await anyio.to_thread.run_sync(self.trainer.learn, batch, self.engine.weight_version)
         with watch("update"):  # `keep`: what is being sampled stands still, and goes on with the new weights
-            update = await self.engine.update_weights(self.trainer.model.state_dict(), mode="keep")
+            proof = await self.proof()
+            update = await self.engine.update_weights(self.trainer.model.state_dict(), mode="keep", proof=proof)
         return TrainingStep(
             number=len(self.progress.steps) + 1,
             reward=mean_of(groups),
@@ -218,12 +242,13 @@ async def train(settings: Settings, engine: VllmEngine, console: Console) -> Tra
     held_out, tasks = questions(settings)
     folder = resolve_model(engine.model).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
-    trainer = Trainer(model, GrammarMasks.of_engine(engine), settings)
-    before = await evaluate(engine, held_out)
+    dtype = getattr(torch, engine.describe()["dtype"])
+    trainer = Trainer(model, GrammarMasks.of_engine(engine), settings, dtype)
+    before = await evaluate(engine, held_out, console)
     with TrainingProgress(console) as progress:
         progress.say(f"held out, before: {before}")
         await Loop(settings, engine, trainer, progress, tasks).run()
-        after = await evaluate(engine, held_out)
+        after = await evaluate(engine, held_out, console)
         progress.say(f"held out, after {progress.seconds:.0f} s of training: {after}")
     trainer.save(settings.out, engine.template.text)
     progress.say(f"play what it learnt: deltarunner run calculator --model {settings.out}")
@@ -231,15 +256,15 @@ async def train(settings: Settings, engine: VllmEngine, console: Console) -> Tra
     return progress.save(settings.out, title=f"GRPO on the calculator, seed {settings.seed}", held_out=both)
 
 
-def main(seed: int = 0, steps: int = 60, minutes: float = 5, overlap: bool = False, out: Path = Settings.out) -> None:
+def main(seed: int = 0, steps: int = 60, minutes: float = 8, overlap: bool = False, out: Path = Settings.out) -> None:
     """Train the demo model on the calculator, and save it."""
     settings = Settings(seed=seed, steps=steps, minutes=minutes, overlap=overlap, out=out)
 
     async def started() -> None:
         with quiet_output(out / "engine.log") as terminal:
             console = Console(file=terminal.stdout)
-            console.print("starting the engine (some 30 s)")
-            async with VllmEngine(settings.model, max_model_len=2048) as engine:
+            engine = VllmEngine(settings.model, max_model_len=2048)
+            async with started_before(console, engine):
                 await train(settings, engine, console)
 
     anyio.run(started)
