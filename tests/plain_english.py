@@ -87,10 +87,11 @@ def faults_of(path: Path) -> Iterator[Fault]:
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Docstrings of modules, classes, functions and attributes, with their lines."""
     for node in ast.walk(tree):
-        for child in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                if isinstance(child.value.value, str):
-                    yield child.lineno, child.value.value
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            match child:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield child.lineno, text
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
@@ -104,7 +105,9 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
 def numeric_constant(node: ast.stmt) -> str | None:
     """The name of a module constant that is set to a number."""
     match node:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value):
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
             if name.isupper() and value is not None and is_number(value):
                 return name
     return None
@@ -159,7 +162,10 @@ def main() -> int:
     if len(twice) > ALLOWED_TWICE:
         failed = True
         print(f"class names that occur twice in runner/: {', '.join(twice)}")
-    lines = {name: sum(len(path.read_text().splitlines()) for path in (ROOT / name).rglob("*.py")) for name in ("runner", "tests")}
+    lines = {
+        name: sum(len(path.read_text().splitlines()) for path in (ROOT / name).rglob("*.py"))
+        for name in ("runner", "tests")
+    }
     print(f"size: runner {lines['runner']:,} lines in {len(paths)} modules, tests {lines['tests']:,} lines")
     return int(failed)
 
