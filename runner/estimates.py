@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Final
 
-__all__ = ["SOLVED", "Mean", "pass_at_k"]
+__all__ = ["MIN_SOLVED_REWARD", "Mean", "pass_at_k"]
 
-SOLVED: Final = 1.0
+MIN_SOLVED_REWARD: Final = 1.0
 """The reward from which on an episode counts as solved."""
 
-OPEN_TASKS: Final = 65_536
+MAX_OPEN_TASKS: Final = 65_536
 """The most tasks whose further values are added to their earlier ones; older ones count as tasks of their own."""
 
 
@@ -60,7 +60,7 @@ class Mean:
         self._products += total + (number + 1) * exact
         self._numbers += 2 * number + 1
         self._open[task] = number + 1, total + exact
-        if len(self._open) > OPEN_TASKS:
+        if len(self._open) > MAX_OPEN_TASKS:
             self._open.popitem(last=False)
 
     def close(self, task: str) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 if TYPE_CHECKING:
     from runner.engines.base import Engine
-    from runner.testing.clock import VirtualClock
-    from runner.testing.queued import QueuedEngine
+    from runner.testing.queued_engine import QueuedEngine
+    from runner.testing.virtual_clock import VirtualClock
     from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
     from runner.testing.watchdog import LoopWatchdog
 
@@ -24,7 +24,7 @@ _MARKERS = (
     "scripted_engine(**settings): settings of the fixture `scripted_engine`, such as template='hermes', context=512.",
     "engine: may start a real engine; without it, or --runner-engine, tests that ask for `real_engine` are skipped.",
 )
-_ENGINE = (
+_SKIP_REASON = (
     "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine to have it"
 )
 
@@ -59,7 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.session.stash[_running] = item.nodeid
     may_start = item.config.getoption("--runner-engine") or item.get_closest_marker("engine") is not None
     if "real_engine" in getattr(item, "fixturenames", ()) and not may_start:
-        pytest.skip(_ENGINE)
+        pytest.skip(_SKIP_REASON)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,11 +67,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if call.when in ("setup", "call") and report.failed:
         item.stash[_failed] = True
-    played = _played()
+    played = _recent_episodes()
     if call.when == "call" and report.failed and played:
-        from runner.testing.report import episodes
+        from runner.testing.failure_report import transcripts
 
-        report.sections.append(("Episodes played", episodes(played)))
+        report.sections.append(("Episodes played", transcripts(played)))
     if call.when == "teardown":
         played.clear()
     return report
@@ -83,20 +83,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def scripted_engine(request: pytest.FixtureRequest) -> Iterator[QueuedEngine]:
     """An engine that says what the test enqueues with `say(...)`; replies that nobody heard fail the test."""
-    from runner.testing.queued import QueuedEngine
+    from runner.testing.queued_engine import QueuedEngine
 
     marker = request.node.get_closest_marker("scripted_engine")
-    with _one_message():
+    with _fail_with_message():
         engine = QueuedEngine(**_settings(marker))
-    engine.to_add = "Add one with scripted_engine.say(...)"
-    engine.to_drop = "forget them with scripted_engine.clear()"
+    engine.add_advice = "Add one with scripted_engine.say(...)"
+    engine.drop_advice = "forget them with scripted_engine.clear()"
     yield engine
     leftovers = engine.leftovers()
     if leftovers:
-        from runner.testing.report import endings
+        from runner.testing.failure_report import endings
 
-        leftovers += f"\n{endings(trajectory for trajectory, other in _played() if other is engine)}"
-    _complain(request, engine.problems, leftovers.rstrip())
+        leftovers += f"\n{endings(trajectory for trajectory, other in _recent_episodes() if other is engine)}"
+    _fail_unless_failed(request, engine.problems, leftovers.rstrip())
 
 
 @pytest.fixture(scope="session")
@@ -110,8 +110,8 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 
     def started(**options: Any) -> Engine:
         __tracebackhide__ = True
-        _be_the_one_that_starts_engines(request)
-        with _one_message():
+        _claim_engine(request)
+        with _fail_with_message():
             return pool.engine(**options)
 
     yield started
@@ -121,20 +121,20 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 @pytest.fixture
 def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """`recorded_engine()`: says what `real_engine()` said when the test was recorded; see --runner-record."""
-    from runner.testing.recordings import Cassette
+    from runner.testing.recordings import RecordingFixture
 
-    cassette = Cassette(request, record=request.config.getoption("--runner-record"))
+    cassette = RecordingFixture(request, record=request.config.getoption("--runner-record"))
 
     def recorded(source: Any = None, *, name: str = "", tokenizer: Any = None) -> Engine:
         __tracebackhide__ = True
-        with _one_message():
+        with _fail_with_message():
             return cassette.engine(source, name=name, tokenizer=tokenizer)
 
     yield recorded
     if not request.node.stash.get(_failed, False):
-        with _one_message():
+        with _fail_with_message():
             cassette.save()
-        _complain(request, cassette.problems())
+        _fail_unless_failed(request, cassette.problems())
 
 
 # --- vocabularies
@@ -162,7 +162,7 @@ def awkward_tokenizer() -> AwkwardTokenizer:
 @pytest.fixture
 def virtual_clock(request: pytest.FixtureRequest) -> VirtualClock:
     """A clock that jumps to the next deadline when everything waits: `play(..., clock=virtual_clock)`."""
-    from runner.testing.clock import VirtualClock
+    from runner.testing.virtual_clock import VirtualClock
 
     if "real_engine" in request.fixturenames:
         pytest.fail(
@@ -176,14 +176,14 @@ def virtual_clock(request: pytest.FixtureRequest) -> VirtualClock:
 @pytest.fixture
 def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
     """Fails the test, by the name of the function, if an event loop that it plays on stands still."""
-    from runner.testing.playing import WATCHDOGS
+    from runner.testing.playing import ACTIVE_WATCHDOGS
     from runner.testing.watchdog import LoopWatchdog
 
     watchdog = LoopWatchdog()
-    WATCHDOGS.append(watchdog)
+    ACTIVE_WATCHDOGS.append(watchdog)
     yield watchdog
-    WATCHDOGS.remove(watchdog)
-    _complain(request, watchdog.complaints())
+    ACTIVE_WATCHDOGS.remove(watchdog)
+    _fail_unless_failed(request, watchdog.complaints())
 
 
 @pytest.fixture
@@ -192,11 +192,11 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     from anyio.lowlevel import checkpoint
 
     from runner.runs.event_loop import on_event_loop
-    from runner.testing.leaks import LEFT_TASKS, Leaked
+    from runner.testing.leaks import UNFINISHED_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 
     on_event_loop(checkpoint)  # the first event loop of a process opens a pipe for all that follow
-    LEFT_TASKS.clear()
+    UNFINISHED_TASKS.clear()
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
     leaks: list[str] = []
     try:
@@ -204,14 +204,14 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     except Leaked as leaked:
         leaks += leaked.leaks
-    leaks += LEFT_TASKS
-    _complain(request, [str(Leaked(leaks))] if leaks else [])
+    leaks += UNFINISHED_TASKS
+    _fail_unless_failed(request, [str(Leaked(leaks))] if leaks else [])
 
 
 # --- what fixtures have in common
 
 
-def _be_the_one_that_starts_engines(request: pytest.FixtureRequest) -> None:
+def _claim_engine(request: pytest.FixtureRequest) -> None:
     """Fail the test if another worker of pytest-xdist has started an engine: each would have a model of its own."""
     __tracebackhide__ = True
     worker: str | None = getattr(request.config, "workerinput", {}).get("workerid")
@@ -251,15 +251,15 @@ def _settings(marker: pytest.Mark | None) -> dict[str, Any]:
             "template='hermes'; replies are given with scripted_engine.say(...).",
             pytrace=False,
         )
-    from runner.testing.queued import check_settings
+    from runner.testing.queued_engine import check_settings
 
-    with _one_message("@pytest.mark.scripted_engine: "):
+    with _fail_with_message("@pytest.mark.scripted_engine: "):
         check_settings(marker.kwargs)
     return dict(marker.kwargs)
 
 
 @contextmanager
-def _one_message(before: str = "") -> Iterator[None]:
+def _fail_with_message(before: str = "") -> Iterator[None]:
     """What is wrong with what a test gave is told in one message, without where in the kit it was found."""
     __tracebackhide__ = True
     from runner.errors import DeltarunnerError
@@ -270,14 +270,14 @@ def _one_message(before: str = "") -> Iterator[None]:
         raise pytest.fail.Exception(f"{before}{error}", pytrace=False) from None
 
 
-def _complain(request: pytest.FixtureRequest, problems: list[str], leftovers: str = "") -> None:
+def _fail_unless_failed(request: pytest.FixtureRequest, problems: list[str], leftovers: str = "") -> None:
     """Fail the test, unless it has failed: then what is left over is no news."""
     told = "\n".join([*problems, *([leftovers] if leftovers else [])])
     if told and not request.node.stash.get(_failed, False):
         pytest.fail(told, pytrace=False)
 
 
-def _played() -> Any:
+def _recent_episodes() -> Any:
     """What the test played; nothing is loaded to find that out."""
     playing = sys.modules.get("runner.testing.playing")
-    return playing.PLAYED if playing is not None else []
+    return playing.RECENT_EPISODES if playing is not None else []

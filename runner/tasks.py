@@ -15,7 +15,7 @@ from runner.messages import Prompt, as_messages
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["Task", "TaskBuilder", "check_own_fields", "own_copy"]
+__all__ = ["Task", "TaskBuilder", "check_base_fields", "deep_copy"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Task:
     """Anything else that the environment needs: values of JSON, which a run file gives back as they are."""
 
 
-def own_copy(value: T) -> T:
+def deep_copy(value: T) -> T:
     """A copy in depth, in which what cannot be copied (a lock, an open file) is shared."""
     made: T = _copied(value, {})
     return made
@@ -111,7 +111,7 @@ class TaskBuilder:
             ValueError: a field has a value that does not fit.
             TypeError: a field is missing or unknown.
         """
-        check_own_fields(fields)
+        check_base_fields(fields)
         return self.task_class(**{name: self.typed(name, value) for name, value in fields.items()})
 
     def typed(self, name: str, value: Any) -> Any:
@@ -131,7 +131,7 @@ class TaskBuilder:
             raise ValueError(f"{name}: {error.errors()[0]['msg']}, got {value!r:.60}") from error
 
 
-def check_own_fields(fields: Mapping[str, Any]) -> None:
+def check_base_fields(fields: Mapping[str, Any]) -> None:
     """Check the fields that every task has.
 
     Raises:
@@ -144,7 +144,7 @@ def check_own_fields(fields: Mapping[str, Any]) -> None:
     as_messages(fields.get("prompt", ()))
 
 
-_OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
+_BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 
 def _validators(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
@@ -156,7 +156,7 @@ def _validators(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
     except NameError:
         return {}
     validators = {}
-    for name in hints.keys() - _OWN_FIELDS:
+    for name in hints.keys() - _BASE_FIELDS:
         with contextlib.suppress(PydanticUserError):
             validators[name] = TypeAdapter(hints[name])
     return validators

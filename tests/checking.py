@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner.cli import leftovers
 from runner.cli.app import app
+from runner.testing.environment_linter import leak_checks
 
 GOOD = '''
 import asyncio, contextlib, itertools, random, threading, time
@@ -66,7 +66,7 @@ def folder_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """The body of a fixture: a folder whose mine.py is imported anew by each test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(leftovers, "SETTLE", 0.5)  # what is left here would not have ended in five seconds either
+    monkeypatch.setattr(leak_checks, "SETTLE_SECONDS", 0.5)  # leaks of these tests would not end in five seconds either
     yield tmp_path
     sys.modules.pop("mine", None)
     gc.collect()

@@ -22,7 +22,7 @@ from hypothesis import settings
 
 from runner.engines.vllm.engine import VllmEngine
 from runner.models import demo_model
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from tests import lanes, lasting, sweeps, turns
 from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
@@ -239,8 +239,8 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def doomed_float32_engine(
-    real_engine: Callable[..., EngineAtHome], small_model_folder: Path, profiles: Path
-) -> EngineAtHome:
+    real_engine: Callable[..., PooledEngine], small_model_folder: Path, profiles: Path
+) -> PooledEngine:
     """The engine of the small model in float32, for the last test on it, which ends it."""
     return real_engine(
         model=small_model_folder,
@@ -257,8 +257,8 @@ def doomed_float32_engine(
 
 
 @pytest.fixture
-def float32_engine(request: pytest.FixtureRequest) -> Iterator[EngineAtHome]:
+def float32_engine(request: pytest.FixtureRequest) -> Iterator[PooledEngine]:
     """The same, for a test that leaves it as it was."""
-    engine: EngineAtHome = request.getfixturevalue("doomed_float32_engine")
+    engine: PooledEngine = request.getfixturevalue("doomed_float32_engine")
     with engine.home.wrap_async_context_manager(as_it_was(engine.inner)):
         yield engine

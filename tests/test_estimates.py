@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from runner.estimates import OPEN_TASKS, Mean
+from runner.estimates import MAX_OPEN_TASKS, Mean
 
 Values = list[tuple[float, str]]
 
@@ -111,5 +111,5 @@ def test_a_closed_task_stays_in_the_figures() -> None:
 
 
 def test_tasks_that_are_never_closed_take_bounded_memory() -> None:
-    mean = mean_of([(1.0, f"{number}") for number in range(OPEN_TASKS + 10)])
-    assert (mean.tasks, len(mean._open)) == (OPEN_TASKS + 10, OPEN_TASKS)
+    mean = mean_of([(1.0, f"{number}") for number in range(MAX_OPEN_TASKS + 10)])
+    assert (mean.tasks, len(mean._open)) == (MAX_OPEN_TASKS + 10, MAX_OPEN_TASKS)

@@ -14,7 +14,7 @@ import pytest
 
 from runner import Environment, Group, Outcome, Run, RunFile, Task, Turn, group_reward, reward
 from runner.engines.scripted.script import Fault
-from runner.tasks import own_copy
+from runner.tasks import deep_copy
 from runner.testing import Reply
 from tests.playing import play_all, recording
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_copied_is_shared_and_the_rest_is_not() -> None:
     loop: list[Any] = [lock]
     loop.append(loop)
     task = Task(id="a", prompt="b", info={"lock": lock, "tuple": (lock, []), "loop": loop})
-    own: Any = own_copy(task)
+    own: Any = deep_copy(task)
     assert own == Task(id="a", prompt="b", info=own.info)
     assert own.info["lock"] is own.info["tuple"][0] is own.info["loop"][0] is lock
     assert own.info["tuple"][1] is not task.info["tuple"][1]
@@ -143,7 +143,7 @@ class World:
 
 def test_an_object_that_holds_what_cannot_be_copied_is_copied_but_for_that() -> None:
     world = World()
-    copied = own_copy({"world": world, "same": world})
+    copied = deep_copy({"world": world, "same": world})
     assert copied["world"] is copied["same"]
     assert copied["world"] is not world
     assert copied["world"].lock is world.lock
@@ -161,6 +161,6 @@ def test_an_object_whose_class_refuses_to_be_copied_is_shared_whole() -> None:
             raise TypeError("no copies")
 
     refusing = Refusing()
-    copied = own_copy([refusing, refusing])
+    copied = deep_copy([refusing, refusing])
     assert copied[0] is copied[1] is refusing
     assert refusing.deck == [1]

@@ -22,15 +22,15 @@ from runner.cli.settings import (
     TEMPLATE_OPTION,
     TOOL_FORMAT,
     RunSettings,
-    filled_in,
+    options_from,
 )
 from runner.errors import DeltarunnerError
 
-__all__ = ["app", "ending", "main"]
+__all__ = ["app", "exit_code_of", "main"]
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
-NOBODY_READS = 128 + signal.SIGPIPE
+BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
 """What a shell sees of a Unix tool whose reader left."""
 
 EPILOG = """
@@ -84,7 +84,7 @@ app = typer.Typer(
 )
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from runner.version import __version__
 
@@ -95,7 +95,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+        bool, typer.Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options of no command."""
@@ -121,7 +121,7 @@ def command(name: str) -> Callable[[Command], Command]:
     def register(function: Command) -> Command:
         @functools.wraps(function)
         def shown(*arguments: object, **options: object) -> NoReturn:
-            sys.exit(ending(functools.partial(function, *arguments, **options)))
+            sys.exit(exit_code_of(functools.partial(function, *arguments, **options)))
 
         app.command(name)(shown)
         return function
@@ -129,30 +129,30 @@ def command(name: str) -> Callable[[Command], Command]:
     return register
 
 
-def ending(body: Callable[[], int]) -> int:
+def exit_code_of(body: Callable[[], int]) -> int:
     """The exit code of a command; what it raises is printed as one message."""
     try:
         code = body()
         sys.stdout.flush()  # now: at its end Python would complain of a reader who left
         return code
     except DeltarunnerError as error:
-        _tell(f"deltarunner: {error}")
+        _print_error(f"deltarunner: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        _tell("deltarunner: interrupted")
+        _print_error("deltarunner: interrupted")
         return 130
     except BrokenPipeError:
         _discard(sys.stdout)
-        return NOBODY_READS
+        return BROKEN_PIPE_CODE
     except Exception as error:
-        _tell(
+        _print_error(
             f"{traceback.format_exc()}deltarunner: {type(error).__name__}: {error}\n"
             f"This was not foreseen; please report it with the lines above."
         )
         return 1
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -166,7 +166,7 @@ def _discard(stream: TextIO) -> None:
 
 
 @command("run")
-@filled_in(RunSettings)
+@options_from(RunSettings)
 def run(settings: RunSettings) -> int:
     """Play an environment's episodes and keep them in a run file. The same command again resumes what was cut short."""
     from runner.cli.run import run_command
@@ -175,7 +175,7 @@ def run(settings: RunSettings) -> int:
 
 
 @command("serve")
-@filled_in(RunSettings, SERVED)
+@options_from(RunSettings, SERVED)
 def serve(settings: RunSettings) -> int:
     """Serve episodes to agent programs that you start yourself: a key each, shown with what each program needs."""
     from runner.cli.serve import serve_command

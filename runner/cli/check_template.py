@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.named_format import NamedFormat
+from runner.cli.name_values import parse_values
 from runner.cli.report import make_console
-from runner.cli.turn_shown import turn_document, turn_lines
-from runner.cli.values import plain_values
+from runner.cli.tool_format_check import ToolFormatCheck
+from runner.cli.turn_view import turn_document, turn_lines
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy, check_tool_format
@@ -32,19 +32,19 @@ from runner.transcript import printable
 
 __all__ = ["check_template_command"]
 
-SECONDS = 30.0
+PROBE_SECONDS = 30.0
 """The time that the probes have, the second or two included in which the vocabulary is loaded."""
 
-STAND_INS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+DEFAULT_CONTROL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 """The control tokens that a template in a file is given, since the file does not say what its vocabulary calls them."""
 
-VALUE_SHOWN = 60
+MAX_VALUE_CHARS = 60
 STYLES = {"prompt": "dim", "sampled": "bold green", "bridge": "yellow"}
 RESULT_STYLES = {Exactness.EXACT: "green", Exactness.SOFT: "yellow", Exactness.UNSUPPORTED: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class CheckedTemplate:
     """What is checked."""
 
     template: ChatTemplate
@@ -55,7 +55,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class TemplateReport:
     """What was found out."""
 
     profile: TemplateProfile
@@ -76,7 +76,7 @@ class Findings:
     lacking: Sequence[str] = ()
     """Control tokens that the template writes and the vocabulary has not got."""
 
-    named: NamedFormat | None = None
+    named: ToolFormatCheck | None = None
     """The tool format that the user named, tried on what the template writes."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -109,11 +109,11 @@ def check_template_command(
 ) -> int:
     """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing."""
     console = make_console()
-    given = plain_values(options, "--template-option")
+    given = parse_values(options, "--template-option")
     try:
         subject = _subject(name, template)
         check_tool_format(tool_format)
-        findings = _examined(subject, given, tool_format)
+        findings = _examine(subject, given, tool_format)
     except BadInput as error:
         if as_json:
             print(json.dumps(_failure(name, given, error)))
@@ -125,12 +125,12 @@ def check_template_command(
     return findings.exit_code
 
 
-def _subject(name: str, template: str | None) -> Subject:
+def _subject(name: str, template: str | None) -> CheckedTemplate:
     if template is None and (name in bundled_templates() or name.endswith(".jinja") or Path(name).is_file()):
-        return Subject(_template(name).with_variables(STAND_INS))
+        return CheckedTemplate(_template(name).with_variables(DEFAULT_CONTROL_TOKENS))
     model = resolve_model(name, say=lambda line: print(line, file=sys.stderr))
     own = None if template is None else _template(template)
-    return Subject(chat_template(model, own), model)
+    return CheckedTemplate(chat_template(model, own), model)
 
 
 def _template(name: str) -> ChatTemplate:
@@ -143,13 +143,13 @@ def _template(name: str) -> ChatTemplate:
     return ChatTemplate.load(name)  # which says what is wrong with the file
 
 
-def _examined(subject: Subject, options: Mapping[str, Any], tool_format: str | None) -> Findings:
+def _examine(subject: CheckedTemplate, options: Mapping[str, Any], tool_format: str | None) -> TemplateReport:
     wanted, vocabulary, model = "", {}, subject.model
     if model is not None:
         wanted = _wanted_bos(model.folder)
         vocabulary = {"folder": str(model.folder), "stop_ids": stop_ids(model, None)}
     request = request_of(subject.template, options, datetime.now(), wanted_bos=wanted)
-    answer = in_process({**request, "vocabulary": vocabulary}, seconds=SECONDS)
+    answer = in_process({**request, "vocabulary": vocabulary}, seconds=PROBE_SECONDS)
     profile = TemplateProfile.from_json(answer["profile"])
     if unread := [name for name in options if name not in profile.options]:
         known = ", ".join(profile.options) or "none"
@@ -157,8 +157,8 @@ def _examined(subject: Subject, options: Mapping[str, Any], tool_format: str | N
     turn = LearntTurn.from_json(answer["turn"])
     named = None
     if tool_format is not None and profile.carries_tools:
-        named = NamedFormat.tried(tool_format, subject.template, options, model, profile, turn)
-    return Findings(
+        named = ToolFormatCheck.tried(tool_format, subject.template, options, model, profile, turn)
+    return TemplateReport(
         profile,
         [AppendVerdict.from_json(values) for values in answer["appends"]],
         [ExamplePassage(p["source"], tuple(p["ids"]), tuple(p["texts"])) for p in answer["example"]],
@@ -225,7 +225,9 @@ def _fix(verdict: AppendVerdict) -> str:
 # --- JSON
 
 
-def _document(name: str, subject: Subject, options: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+def _document(
+    name: str, subject: CheckedTemplate, options: Mapping[str, Any], findings: TemplateReport
+) -> dict[str, Any]:
     return {
         "checked": name,
         "template": subject.template.name,
@@ -269,7 +271,7 @@ def _failure(name: str, options: Mapping[str, Any], error: BadInput) -> dict[str
 # --- for people
 
 
-def _print(console: Console, subject: Subject, findings: Findings) -> None:
+def _print(console: Console, subject: CheckedTemplate, findings: TemplateReport) -> None:
     stops = " ".join(f"{token} ({token_id})" for token, token_id in findings.stops.items())
     vocabulary = subject.model.name if subject.model is not None else "bytes, and the template's control tokens"
     console.print(Text.assemble(("template    ", "dim"), (subject.template.name, "bold")), soft_wrap=True)
@@ -308,7 +310,7 @@ def _traits(profile: TemplateProfile) -> Table:
     return table
 
 
-def _turn(findings: Findings) -> Table:
+def _turn(findings: TemplateReport) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("turns", "as they are written", "what it means"):
         table.add_column(column, overflow="fold", min_width=16)
@@ -318,7 +320,7 @@ def _turn(findings: Findings) -> Table:
     return table
 
 
-def _arguments(findings: Findings) -> Iterator[tuple[str, str, str]]:
+def _arguments(findings: TemplateReport) -> Iterator[tuple[str, str, str]]:
     """How the model is shown the schemas of tools."""
     if findings.arguments.get("fitted"):
         sentence = (
@@ -333,7 +335,7 @@ def _shown(value: TraitValue) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = " ".join(value) if isinstance(value, tuple) else printable(str(value)).replace("\n", "⏎")
-    return (text if len(text) <= VALUE_SHOWN else text[: VALUE_SHOWN - 1] + "…") or "none"
+    return (text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…") or "none"
 
 
 def _appends(verdicts: Sequence[AppendVerdict]) -> Table:
@@ -363,7 +365,7 @@ _NO_FORMAT = "leave --tool-format out where the template's own calls can be read
 _READ_FIX = "another template (--template), or what reads this one: --tool-format vllm:NAME, a tool parser of vLLM's"
 
 
-def _problems(findings: Findings) -> Iterator[Text]:
+def _problems(findings: TemplateReport) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
     elif findings.named is not None and findings.misread:
@@ -405,13 +407,13 @@ def _example(passages: Sequence[ExamplePassage], *, bytes_alone: bool) -> Iterat
     if bytes_alone:
         yield Text("(in this vocabulary every other letter is an id as well)", "dim")
     for passage in passages:
-        pieces = _joined(passage) if bytes_alone else list(passage.texts)
+        pieces = _joined_bytes(passage) if bytes_alone else list(passage.texts)
         text = "│".join(printable(piece).replace("\n", "⏎") for piece in pieces)
         label = f"{passage.source:8} mask {passage.mask}  {len(passage.ids):5} ids  "
         yield Text.assemble((label, "bold"), (f"│{text}│", STYLES[passage.source]))
 
 
-def _joined(passage: ExamplePassage) -> list[str]:
+def _joined_bytes(passage: ExamplePassage) -> list[str]:
     """The texts of its ids, bytes that follow each other as one."""
     pieces: list[str] = []
     spoken = bytearray()
@@ -425,7 +427,7 @@ def _joined(passage: ExamplePassage) -> list[str]:
     return [*pieces, spoken.decode(errors="replace")] if spoken else pieces
 
 
-def _conclusion(findings: Findings) -> Text:
+def _conclusion(findings: TemplateReport) -> Text:
     if findings.exit_code == 0:
         return Text("ok: everything that an environment with tools appends is exact", "bold green")
     usable = all(v.result is Exactness.EXACT for v in findings.verdicts if v.kind.needed and not v.kind.calls)

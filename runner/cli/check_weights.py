@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runner.cli.name_values import parse_values
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import make_console
-from runner.cli.values import plain_values
 from runner.errors import BadOption
 from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightReport, check_weights_async
 
-__all__ = ["WRONG_WEIGHTS", "check_weights_command"]
+__all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
-WRONG_WEIGHTS = 7
+WRONG_WEIGHTS_CODE = 7
 """The exit code where new weights do not arrive."""
 LOG = Path("runs/check-weights.log")
 _STYLES = {Verdict.RIGHT: "green", Verdict.WRONG: "bold red", Verdict.UNSEEN: "yellow", Verdict.REFUSED: "yellow"}
@@ -31,12 +31,12 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
     """Check the weights of a model, and print a row for each kind of tensor and way.
 
     Returns:
-        0 where every row is right, refused or unseen; `WRONG_WEIGHTS` where one is wrong.
+        0 where every row is right, refused or unseen; `WRONG_WEIGHTS_CODE` where one is wrong.
     """
     wrong = [way for way in ways if way not in list(Way)]
     if wrong:
         raise BadOption(f"--way {wrong[0]}: give one of {', '.join(Way)}.")
-    arguments = plain_values(options, "--engine-option")
+    arguments = parse_values(options, "--engine-option")
     with quiet_output(LOG) as terminal:
         terminal.stderr.write(f"log   {LOG} (what vLLM and transformers print)\nstarting the engine\n")
 
@@ -50,7 +50,7 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
             terminal.stdout.write(json.dumps(report.as_dict()) + "\n")
         else:
             show(report, make_console(terminal.stdout))
-    return WRONG_WEIGHTS if report.wrong else 0
+    return WRONG_WEIGHTS_CODE if report.wrong else 0
 
 
 def show(report: WeightReport, console: Console) -> None:

@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.workers_shown import joined, workers_shown
+from runner.cli.workers_view import joined_line, workers_view
 from runner.concurrency.loop_lag import LATE_SECONDS
 from runner.runs.live_stats import (
     TEMPLATE_ADVICE,
@@ -36,18 +36,18 @@ from runner.transcript import printable, shown_line
 
 __all__ = ["LiveDisplay", "PlainDisplay", "display_for", "live_view"]
 
-NARROW: Final = 60
+MIN_FULL_WIDTH: Final = 60
 """In fewer columns only the most important figures are shown."""
 
-BAR: Final = 100
+MAX_BAR_WIDTH: Final = 100
 """The widest bar of progress."""
 
 
-REPEATED: Final = 20
+REPEATED_LINES: Final = 20
 """So many of the last lines are repeated where the window was cleared."""
 
 
-class _OnConsole(LiveReporter):
+class _ConsoleReporter(LiveReporter):
     """Says its lines on a console."""
 
     def __init__(self, console: Console, title: str) -> None:
@@ -64,18 +64,18 @@ def display_for(console: Console, title: str) -> LiveReporter:
     return LiveDisplay(console, title) if live else PlainDisplay(console, title)
 
 
-class PlainDisplay(_OnConsole, PlainReporter):
+class PlainDisplay(_ConsoleReporter, PlainReporter):
     """Plain lines on a console."""
 
 
-class LiveDisplay(_OnConsole):
+class LiveDisplay(_ConsoleReporter):
     """Redrawn four times a second, in as many lines and columns as there are."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console, title)
         self._live: Live | None = None
         self._size = console.size
-        self._said: deque[Text] = deque(maxlen=REPEATED)
+        self._said: deque[Text] = deque(maxlen=REPEATED_LINES)
         self._drawing = RLock()  # frames are drawn in a thread, lines are said on the event loop too
 
     @contextmanager
@@ -143,7 +143,7 @@ class LiveDisplay(_OnConsole):
 def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> RenderableType:
     """What the live display shows."""
     above: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
-    if width >= NARROW and stats.total:
+    if width >= MIN_FULL_WIDTH and stats.total:
         above.append(_bar(stats.total, stats.done, width))
     above += [_counts(stats, width), _pace(stats)]
     below: list[RenderableType] = []
@@ -157,7 +157,7 @@ def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> Rende
     room = height - len(above) - len(below) - 3
     if stats.fleet is not None:
         # The episodes that have waited longest keep a third of what is left, as far as they need it.
-        workers = workers_shown(stats.fleet, width=width, room=room - min(len(stats.slowest), max(0, room // 3)))
+        workers = workers_view(stats.fleet, width=width, room=room - min(len(stats.slowest), max(0, room // 3)))
         above += workers
         room -= len(workers)
     if stats.slowest and room > 0:
@@ -167,17 +167,17 @@ def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> Rende
 
 def _bar(total: int, done: int, width: int) -> Table:
     bar = Table.grid()  # alone it would not end its line
-    bar.add_row(ProgressBar(total=total, completed=done, width=min(width, BAR)))
+    bar.add_row(ProgressBar(total=total, completed=done, width=min(width, MAX_BAR_WIDTH)))
     return bar
 
 
 def _counts(stats: LiveStats, width: int) -> Text:
     parts = [(f"{stats.done} of {stats.total}" if stats.total else f"{stats.done} done", "bold")]
-    if width >= NARROW:
+    if width >= MIN_FULL_WIDTH:
         parts += [(running_in_words(stats), "")]
         parts += [(ranks_in_words(stats.ranks), "")] if stats.ranks else []
     parts.append((f"{stats.failed} failed", "red" if stats.failed else "dim"))
-    return joined(parts)
+    return joined_line(parts)
 
 
 def _pace(stats: LiveStats) -> Text:
@@ -189,14 +189,14 @@ def _pace(stats: LiveStats) -> Text:
     left = f", {left_in_words(stats.left)}" if stats.left is not None else ""
     parts.append((as_time(stats.elapsed) + left, ""))
     parts.append((f"loop lag {1000 * stats.lag:.0f} ms", "yellow" if stats.lag > LATE_SECONDS else "dim"))
-    return joined(parts)
+    return joined_line(parts)
 
 
 def _slowest(slowest: Sequence[WaitingEpisode], width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     for stuck in slowest:
         cells = [Text(f"{stuck.seconds:6.1f} s", style="dim"), Text(stuck.id, overflow="ellipsis", no_wrap=True)]
-        if width >= NARROW:
+        if width >= MIN_FULL_WIDTH:
             cells.append(Text(f"turn {stuck.turns + 1}", style="dim"))
         table.add_row(*cells, Text(f"waits for {stuck.activity}", no_wrap=True, overflow="ellipsis"))
     return table

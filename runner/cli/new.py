@@ -20,7 +20,7 @@ from rich.text import Text
 
 import runner
 from runner.cli.report import make_console, quoted
-from runner.environment.loading import GROUP
+from runner.environment.loading import ENTRY_POINT_GROUP
 from runner.errors import BadOption, StorageFailed
 
 __all__ = ["Names", "new_command", "write_project"]
@@ -77,7 +77,7 @@ def _taken(names: Names) -> str:
         return f"{names.package} and {names.environment} cannot both be names in Python"
     if names.environment in runner.__all__ or hasattr(builtins, names.environment):
         return f"its class would be called {names.environment}, as one that every environment uses"
-    if names.package in {entry.name for entry in entry_points(group=GROUP)}:
+    if names.package in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}:
         return "an environment of that name is installed (`deltarunner list`)"
     if names.package in sys.stdlib_module_names or names.package == "tests" or find_spec(names.package) is not None:
         return f"there is a module {names.package} already, which it would hide or be hidden by"

@@ -23,7 +23,7 @@ from runner.transcript import printable, printable_line
 
 __all__ = ["counted", "lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
-FAULTS = 3
+MAX_FAULTS = 3
 """The last faults that are shown; the others are counted."""
 NOTABLE_SECONDS = 1.0
 """With fewer seconds of a late loop altogether nobody is named."""
@@ -185,8 +185,8 @@ def _retried(count: int, causes: Mapping[str, int]) -> str:
     """How many attempts the engine failed, and of what; files of older versions do not say of what."""
     if not causes:
         return f"{count} after a failure of the engine"
-    shown = [f"{n} after: {printable_line(cause)}" for cause, n in list(causes.items())[:FAULTS]]
-    return "\n".join([*shown, *(["and for other causes"] if len(causes) > FAULTS else [])])
+    shown = [f"{n} after: {printable_line(cause)}" for cause, n in list(causes.items())[:MAX_FAULTS]]
+    return "\n".join([*shown, *(["and for other causes"] if len(causes) > MAX_FAULTS else [])])
 
 
 def _times(times: Mapping[str, float], turns: int) -> str:
@@ -194,16 +194,16 @@ def _times(times: Mapping[str, float], turns: int) -> str:
 
 
 def _faults(faults: Sequence[str]) -> Text:
-    text = Text("\n".join(printable(fault) for fault in faults[-FAULTS:]), style="yellow")
-    if len(faults) > FAULTS:
-        text.append(f"\nand {len(faults) - FAULTS} earlier ones", "dim")
+    text = Text("\n".join(printable(fault) for fault in faults[-MAX_FAULTS:]), style="yellow")
+    if len(faults) > MAX_FAULTS:
+        text.append(f"\nand {len(faults) - MAX_FAULTS} earlier ones", "dim")
     return text
 
 
 def lag_lines(lag: LagMonitor) -> Iterator[Text]:
     """Whose code made the event loop late, and what to do about it; nothing where it was on time."""
     late = lag.percentile(99)
-    blockers = lag.blockers(FAULTS)
+    blockers = lag.blockers(MAX_FAULTS)
     if late > LATE_SECONDS:
         yield Text(f"the event loop was {1000 * late:.0f} ms late (99th percentile)", style="yellow")
     elif sum(blocker.seconds for blocker in blockers) < NOTABLE_SECONDS:

@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.cli.display import PlainDisplay, display_for
+from runner.cli.name_values import parse_limits, parse_logit_bias, parse_pairs, parse_values
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
 from runner.cli.settings import RunSettings
-from runner.cli.values import limits_of, logit_bias_of, pairs, plain_values
-from runner.cli.workers import many_of
+from runner.cli.worker_engines import engine_with_workers
 from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
 from runner.environment.loading import construct, find_environment, short_name
 from runner.environment.task_checks import TaskChecks
-from runner.environment.task_feed import Tasks, own_tasks
-from runner.environment.task_selection import look_ahead, read_now, select
+from runner.environment.task_feed import Tasks, environment_tasks
+from runner.environment.task_selection import check_ahead, find_selected, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.logs import LEVELS, log_to_file
 from runner.options import UNSET, Concurrency, Sampling
@@ -46,14 +46,16 @@ from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript
 
-__all__ = ["Plan", "ShownRun", "play_plan", "real_engine", "run_command"]
+__all__ = ["ConsoleRun", "RunPlan", "play_plan", "real_engine", "run_command"]
 
 FOLDER = Path("runs")
 
-_OF_SERVERS = ("dialect", "name", "places", "stream_interval", "timeout")
+_SERVER_OPTIONS = ("dialect", "name", "places", "stream_interval", "timeout")
 """The arguments of a `RemoteEngine` that --engine-option has."""
 
-_OF_APIS = frozenset({"context", "places", "max_tokens_field", "reasoning_field", "leave_out", "extra_body", "timeout"})
+_API_OPTIONS = frozenset(
+    {"context", "places", "max_tokens_field", "reasoning_field", "leave_out", "extra_body", "timeout"}
+)
 """Those of a `ChatEngine`."""
 
 _SAMPLING = (
@@ -64,7 +66,7 @@ _SAMPLING = (
 
 def real_engine(settings: RunSettings) -> BaseEngine:
     """The engine with the model that was asked for: vLLM in this process, the server or the API that was named."""
-    arguments = plain_values(settings.engine_options, "--engine-option")
+    arguments = parse_values(settings.engine_options, "--engine-option")
     if settings.api_model is not None:
         return _chat_engine(settings, arguments)
     if settings.api_url is not None:
@@ -79,10 +81,10 @@ def _remote_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     from runner.engines.remote.server import require_aiohttp
 
     require_aiohttp()
-    unknown = sorted(arguments.keys() - _OF_SERVERS)
+    unknown = sorted(arguments.keys() - _SERVER_OPTIONS)
     if unknown:
         raise BadOption(
-            f"--engine-option {unknown[0]}=...: with --server there are {', '.join(_OF_SERVERS)}; the engine's own "
+            f"--engine-option {unknown[0]}=...: with --server there are {', '.join(_SERVER_OPTIONS)}; the engine's own "
             "arguments belong to whoever starts the server."
         )
     assert settings.server is not None
@@ -100,9 +102,11 @@ def _chat_engine(settings: RunSettings, arguments: dict[str, Any]) -> BaseEngine
             raise BadOption(
                 f"--{name.replace('_', '-')} and --api-model: the API has a template of its own; leave it out."
             )
-    unknown = sorted(arguments.keys() - _OF_APIS)
+    unknown = sorted(arguments.keys() - _API_OPTIONS)
     if unknown:
-        raise BadOption(f"--engine-option {unknown[0]}=...: with --api-model there are {', '.join(sorted(_OF_APIS))}.")
+        raise BadOption(
+            f"--engine-option {unknown[0]}=...: with --api-model there are {', '.join(sorted(_API_OPTIONS))}."
+        )
     assert settings.api_model is not None
     return ChatEngine(settings.api_model, base_url=settings.api_url, api_key=settings.api_key or None, **arguments)
 
@@ -121,22 +125,22 @@ def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
 
 def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine] = real_engine) -> int:
     """Play, and return the exit code: 128 and the signal's number where one ended the run early."""
-    return play_plan(settings, lambda: Plan.of(settings, make_engine))
+    return play_plan(settings, lambda: RunPlan.of(settings, make_engine))
 
 
 def play_plan(
-    settings: RunSettings, make_plan: Callable[[], Plan], told: Callable[[ShownRun], None] | None = None
+    settings: RunSettings, make_plan: Callable[[], RunPlan], told: Callable[[ConsoleRun], None] | None = None
 ) -> int:
     """Play what was planned, as `run_command` does; `told` gets what shows it, before anything is played."""
     if settings.log_level is not None and settings.log_level not in LEVELS:
         raise BadOption(f"--log-level {settings.log_level}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}.")
-    log = _log_of(settings)
-    shown: ShownRun | None = None
+    log = _log_path(settings)
+    shown: ConsoleRun | None = None
     try:
         with redirect_stdout(sys.stderr) if settings.json else nullcontext():
             plan = make_plan()
         with _console(settings, log) as console:
-            shown = ShownRun(plan, console, log)
+            shown = ConsoleRun(plan, console, log)
             if told is not None:
                 told(shown)
             code = shown.play()
@@ -147,7 +151,7 @@ def play_plan(
     return code
 
 
-def _log_of(settings: RunSettings) -> Path:
+def _log_path(settings: RunSettings) -> Path:
     """The path of the run's log. It follows from the options alone: a run file has its number only with the header."""
     name = settings.file or FOLDER / f"{short_name(settings.played)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
@@ -162,14 +166,14 @@ def _console(settings: RunSettings, log: Path) -> Iterator[Console]:
         yield make_console(stderr if settings.json else stdout, reader_optional=True)
 
 
-def _print_json(settings: RunSettings, log: Path, shown: ShownRun | None, failure: DeltarunnerError | None) -> None:
+def _print_json(settings: RunSettings, log: Path, shown: ConsoleRun | None, failure: DeltarunnerError | None) -> None:
     """Print the last line of `--json`, also of a run that was refused before anything could be shown."""
     if not settings.json:
         return
     run, received = (shown.run, shown.received) if shown else (None, None)
     outcome = {
         "environment": settings.environment,
-        "model": settings.spoken_by,
+        "model": settings.model_name,
         "file": str(run.file) if run and run.file else None,
         "log": str(log),
         "stored_before": shown.earlier if shown else 0,
@@ -185,7 +189,7 @@ def _print_json(settings: RunSettings, log: Path, shown: ShownRun | None, failur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """What is to be played: everything that can be checked before the engine is started."""
 
     settings: RunSettings
@@ -200,15 +204,15 @@ class Plan:
     """The number of episodes in all; None where nobody knows it."""
 
     @classmethod
-    def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> Plan:
+    def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> RunPlan:
         """The plan; what cannot be used of what was given is refused here."""
-        environment = construct(find_environment(settings.played), pairs(settings.settings, "--set"))
+        environment = construct(find_environment(settings.played), parse_pairs(settings.settings, "--set"))
         return cls.of_environment(settings, environment, make_engine)
 
     @classmethod
     def of_environment(
         cls, settings: RunSettings, environment: Environment[Any], make_engine: Callable[[RunSettings], BaseEngine]
-    ) -> Plan:
+    ) -> RunPlan:
         """The plan of an environment that was made."""
         check_playable(environment)
         if settings.template is not None:
@@ -218,11 +222,11 @@ class Plan:
         options = replace(options, tasks=tasks)
         if settings.file is not None:
             # Now: a run of another configuration is refused before an engine takes its time to start.
-            _check_resumable(settings.file, environment, options, model=settings.spoken_by)
+            _check_resumable(settings.file, environment, options, model=settings.model_name)
         return cls(
             settings=settings,
             environment=environment,
-            engine=many_of(settings, make_engine),
+            engine=engine_with_workers(settings, make_engine),
             options=options,
             total=total,
         )
@@ -235,19 +239,19 @@ class Plan:
         given = settings.engine_options or ()
         sizes = "".join(f", {option}" for option in given if option.partition("=")[0].endswith("_parallel_size"))
         workers = "" if settings.workers is None else f", {settings.workers} workers"
-        return f"{short_name(settings.played)} on {settings.spoken_by}{at}{sizes}{workers}"
+        return f"{short_name(settings.played)} on {settings.model_name}{at}{sizes}{workers}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
     """The options of the run, but for its tasks and its file."""
-    limits = limits_of(settings.limits)
+    limits = parse_limits(settings.limits)
     given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history", "listen")}
     options = RunOptions(
         **{name: value for name, value in given.items() if value is not None},
         sampling=_sampling(settings),
         limits=limits.over(limits.defaults()).lifted() if settings.debug else limits,
         concurrency=Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
-        template_options=plain_values(settings.template_options, "--template-option"),
+        template_options=parse_values(settings.template_options, "--template-option"),
         tool_format=settings.tool_format,
     )
     if settings.index is None:
@@ -261,7 +265,7 @@ def _options(settings: RunSettings) -> RunOptions:
 def _sampling(settings: RunSettings) -> Sampling:
     given = {name: getattr(settings, name) for name in _SAMPLING}
     given |= {name: tuple(getattr(settings, name) or ()) or None for name in ("stop", "bad_words")}
-    given["logit_bias"] = logit_bias_of(settings.logit_bias) or None
+    given["logit_bias"] = parse_logit_bias(settings.logit_bias) or None
     return Sampling(**{name: UNSET if value is None else value for name, value in given.items()})
 
 
@@ -272,28 +276,28 @@ def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> t
     """
     if settings.retry_failed and settings.task is not None and settings.file is None:
         raise BadOption("--retry-failed --task: a single task is kept only where --file names a file; give one.")
-    source: Any = settings.tasks if settings.tasks is not None else own_tasks(environment)
+    source: Any = settings.tasks if settings.tasks is not None else environment_tasks(environment)
     each = 1 if settings.index is not None else size
     task_class = environment.task_class()
     checks = TaskChecks(environment, is_kept=settings.task is None or settings.file is not None)
     if settings.task is not None:
-        return read_now(select(source, task_class, only=settings.task), source, environment, checks), each
+        return find_selected(select(source, task_class, only=settings.task), source, environment, checks), each
     if settings.episodes is None:
-        chosen, known = look_ahead(select(source, task_class), source, environment, checks)
+        chosen, known = check_ahead(select(source, task_class), source, environment, checks)
         return chosen, None if known is None else known * each
     if settings.episodes % each:
         raise BadOption(
             f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
         )
     most = settings.episodes // each
-    chosen, _ = look_ahead(select(source, task_class, most=most), source, environment, checks, most=most)
+    chosen, _ = check_ahead(select(source, task_class, most=most), source, environment, checks, most=most)
     return chosen, settings.episodes
 
 
-class ShownRun(Reporter):
+class ConsoleRun(Reporter):
     """One run of the command line, from its first line to its last."""
 
-    def __init__(self, plan: Plan, console: Console, log: Path) -> None:
+    def __init__(self, plan: RunPlan, console: Console, log: Path) -> None:
         self.run: Run | None = None
         """What is played; None until it could be made."""
         self.received: signal.Signals | None = None
@@ -361,7 +365,7 @@ class ShownRun(Reporter):
         # A single task is played to look at it: it is kept only where a file was named.
         kept = self._settings.task is None or self._settings.file is not None
         if kept:
-            self._go_on_with_stored()
+            self._restore_stored_choices()
         async with AsyncExitStack() as stack:
             if self._settings.debug:  # what the engine writes goes to the log all the same, while it starts
                 self.say(f"{self._plan.title}: starting the engine")
@@ -374,7 +378,7 @@ class ShownRun(Reporter):
             self.run = Run(plan.environment, plan.engine, **options.by_name())
             return await supervise(self.run, self)
 
-    def _go_on_with_stored(self) -> None:
+    def _restore_stored_choices(self) -> None:
         """Let the engine choose as in the run that will be gone on with, before it starts."""
         plan, settings = self._plan, self._settings
         if settings.file is not None:
@@ -382,7 +386,7 @@ class ShownRun(Reporter):
         else:
             given = describe_configuration(plan.environment, plan.options, now=datetime.now().astimezone())
             name, again = short_name(settings.played), settings.retry_failed
-            stored = header_to_resume(FOLDER, name, given, model=settings.spoken_by, also_complete=again)
+            stored = header_to_resume(FOLDER, name, given, model=settings.model_name, also_complete=again)
         if stored is not None:
             restore_choices(stored, plan.engine, {})
 

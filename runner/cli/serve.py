@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from runner.cli.run import Plan, play_plan, real_engine
+from runner.cli.run import RunPlan, play_plan, real_engine
 from runner.cli.settings import RunSettings
 from runner.endpoint.clients import Address, flags, pointers
 from runner.endpoint.endpoint import Endpoint
@@ -43,7 +43,7 @@ def serve_command(
 
     given = {name: value for name, value in settings.serving().items() if value is not None}
     environment = OpenEpisodes(tell, **given)
-    plan = partial(Plan.of_environment, settings, environment, make_engine)
+    plan = partial(RunPlan.of_environment, settings, environment, make_engine)
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
 
 

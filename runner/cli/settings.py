@@ -15,7 +15,7 @@ import typer
 from runner.errors import BadOption
 from runner.logs import LEVELS
 
-__all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "filled_in"]
+__all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "options_from"]
 
 S = TypeVar("S")
 
@@ -243,7 +243,7 @@ class RunSettings:
     json: Annotated[bool, JSON] = False
 
     @property
-    def spoken_by(self) -> str:
+    def model_name(self) -> str:
         """The name of the model."""
         return self.model if self.api_model is None else self.api_model
 
@@ -293,7 +293,7 @@ class RunSettings:
         return dataclasses.replace(self, environment=PROGRAM, settings=[*own, *(self.settings or [])])
 
 
-def filled_in(
+def options_from(
     settings: type[S], only: Collection[str] | None = None
 ) -> Callable[[Callable[[S], int]], Callable[..., int]]:
     """Make a command of a function that takes its options as one object: each field becomes an option.

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.report import make_console, summary_table
-from runner.cli.requests_shown import show_requests
+from runner.cli.requests_view import show_requests
 from runner.errors import BadOption
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Trajectory
@@ -30,7 +30,7 @@ def show_command(
         if episode is None:
             _overview(run_file, console, limit)
         elif requests:
-            show_requests(run_file, console, _meant(run_file, episode))
+            show_requests(run_file, console, _find_row(run_file, episode))
         else:
             _transcript(run_file, console, episode, agent, tokens=tokens, brief=brief)
     return 0
@@ -72,14 +72,14 @@ def _settings(run_file: RunFile) -> str:
     return printable_line(" · ".join([*parts, *versions, *([f"git {revision}"] if revision else [])]))
 
 
-LONGEST = 60
+MAX_SETTING_CHARS = 60
 """The characters of a setting that are shown; the header of the file has all of it."""
 
 
 def _shortened(text: str) -> str:
     """The text with its middle left out where it is long: a path ends with what tells it from others."""
-    half = (LONGEST - 3) // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}...{text[-half:]}"
+    half = (MAX_SETTING_CHARS - 3) // 2
+    return text if len(text) <= MAX_SETTING_CHARS else f"{text[:half]}...{text[-half:]}"
 
 
 def _table(rows: Iterator[EpisodeRow]) -> Table:
@@ -108,7 +108,7 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
 def _transcript(
     run_file: RunFile, console: Console, episode: str, agent: str | None, *, tokens: bool, brief: bool
 ) -> None:
-    trajectory = run_file.trajectory(_meant(run_file, episode), agent=agent)
+    trajectory = run_file.trajectory(_find_row(run_file, episode), agent=agent)
     decode = decoder(run_file.header.engine)
     for line in transcript(trajectory, decode, brief=brief, tokens=tokens):
         console.print(line, soft_wrap=not console.is_terminal)
@@ -129,7 +129,7 @@ def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
             yield f"{printable(row.agent)} ({row.turns} {'turn' if row.turns == 1 else 'turns'})"
 
 
-def _meant(run_file: RunFile, episode: str) -> EpisodeRow | str:
+def _find_row(run_file: RunFile, episode: str) -> EpisodeRow | str:
     """The episode of that id; the id of a task stands for its first one in the file."""
     first = next(run_file.rows(task_id=episode), None) or next(run_file.rows(task_id=episode, trained=None), None)
     return episode if first is None else first

@@ -39,7 +39,7 @@ __all__ = ["verify_command"]
 
 
 @dataclass(slots=True)
-class Verdict:
+class VerifyResult:
     """How many trajectories were looked at, with how many turns and ids, and the first difference."""
 
     trajectories: int = 0
@@ -70,10 +70,10 @@ def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False
     """
     try:
         with RunFile(file) as run_file:
-            verdict = _verdict(run_file, models)
+            verdict = _verify_file(run_file, models)
     except DeltarunnerError as error:
         if json:
-            _print_json(file, Verdict(), error)
+            _print_json(file, VerifyResult(), error)
         raise
     if json:
         _print_json(file, verdict, None)
@@ -82,11 +82,11 @@ def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False
     return verdict.exit_code
 
 
-def _verdict(run_file: RunFile, models: Sequence[str]) -> Verdict:
+def _verify_file(run_file: RunFile, models: Sequence[str]) -> VerifyResult:
     header = run_file.header
-    verdict = Verdict(difference=_header_difference(run_file))
+    verdict = VerifyResult(difference=_header_difference(run_file))
     if verdict.difference is None:
-        chats = Chats(header, models)
+        chats = ChatModels(header, models)
         for row in run_file.rows(trained=None, superseded=None):
             found = _difference(run_file, row, chats)
             verdict.trajectories += 1
@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _difference(run_file: RunFile, row: EpisodeRow, chats: Chats) -> Difference | None:
+def _difference(run_file: RunFile, row: EpisodeRow, chats: ChatModels) -> Difference | None:
     differ = partial(Difference, episode=row.id, agent=row.agent, attempt=row.attempt)
     try:
         trajectory = run_file.trajectory(row)
@@ -149,12 +149,12 @@ _COUNTS = ("turns", "segments", "tokens", "sampled", "prompted", "cached")
 # --- what the run spoke with
 
 
-class Chats:
+class ChatModels:
     """The chat models of a run, by agent, made of what its header says."""
 
     def __init__(self, header: Header, models: Sequence[str]) -> None:
         self._header = header
-        self._given = {model: _vocabulary_of(model) for model in models}
+        self._given = {model: _load_vocabulary(model) for model in models}
         self._chats: dict[str | None, ChatModel] = {}
 
     def of(self, agent: str) -> ChatModel:
@@ -176,7 +176,7 @@ class Chats:
             now=header.clock,
             history=History(**header.history),
             turns=LearntTurn.from_json(template["turns"]) if "turns" in template else None,
-            named=_named(header) if placed is None else None,
+            named=_named_reader(header) if placed is None else None,
             fit_tools=bool(template.get("fits_tools")),
         )
 
@@ -204,12 +204,12 @@ class Chats:
                 f"model. Give its folder: --model FOLDER."
             )
         try:
-            yield _vocabulary_of(model)
+            yield _load_vocabulary(model)
         except BadModel as error:
             raise BadModel(f"{error} Where the run's model has moved, give its folder: --model FOLDER.") from error
 
 
-def _named(header: Header) -> Callable[[Tokenizer], NamedReader] | None:
+def _named_reader(header: Header) -> Callable[[Tokenizer], NamedReader] | None:
     if header.tool_format is None:
         return None
     from runner.engines.vllm.call_reader import named_reader
@@ -217,14 +217,14 @@ def _named(header: Header) -> Callable[[Tokenizer], NamedReader] | None:
     return partial(named_reader, header.tool_format)
 
 
-def _vocabulary_of(model: str) -> Tokenizer:
+def _load_vocabulary(model: str) -> Tokenizer:
     return load_tokenizer(resolve_model(model, say=lambda line: print(line, file=sys.stderr)).folder)
 
 
 # --- what is said
 
 
-def _print(console: Console, file: Path, verdict: Verdict) -> None:
+def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(Text(printable(text), style=style), soft_wrap=True)
 
@@ -241,7 +241,7 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
         say(f"{file}: its trajectories were not looked at")
     elif verdict.differing:
         say(f"{file}: {looked_at}: trajectories that do not follow: {verdict.differing}, first of them")
-        say(_where(found), "bold")
+        say(_place(found), "bold")
     else:
         say(f"{file}: {looked_at}: each follows, and together they are not what the run left")
         say(found.episode, "bold")
@@ -253,7 +253,7 @@ def _print(console: Console, file: Path, verdict: Verdict) -> None:
             say(f"           {' '.join(map(str, ids))}", "dim")
 
 
-def _where(found: Difference) -> str:
+def _place(found: Difference) -> str:
     parts = [found.episode, f"agent {found.agent}"]
     if found.attempt:
         parts.append(f"attempt {found.attempt}")
@@ -262,7 +262,7 @@ def _where(found: Difference) -> str:
     return " · ".join(parts)
 
 
-def _print_json(file: Path, verdict: Verdict, error: DeltarunnerError | None) -> None:
+def _print_json(file: Path, verdict: VerifyResult, error: DeltarunnerError | None) -> None:
     told = {
         "file": str(file),
         "verified": error is None and verdict.difference is None,

@@ -70,7 +70,7 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
         BadOption: `tool_choice` names no tool, or cannot be enforced.
     """
     tools = environment.bound_tools()
-    warnings = _calls_carried(tools, chat) if tools else []
+    warnings = _check_calls_carried(tools, chat) if tools else []
     names = [tool.name for tool in tools]
     choice = environment.tool_choice
     known = ("auto", "none", *names, *(["required"] if names else []))
@@ -83,11 +83,11 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
         constraint = chat.parser.constraint(tools, choice)
         if constraint is not None:
             chat.engine.check_constraint(constraint)
-            warnings += _left_to_the_check(tools, chat, choice)
+            warnings += _unenforced(tools, chat, choice)
     return warnings
 
 
-def _calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
+def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
     require_tools(chat.renderer)
     template = f"template {chat.renderer.template.name!r}"
     form = chat.parser.format
@@ -148,7 +148,7 @@ def _unchecked(tools: Sequence[Tool]) -> Iterator[str]:
         )
 
 
-def _left_to_the_check(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> Iterator[str]:
+def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> Iterator[str]:
     """What the grammar of a call that is held to its schema does not say."""
     form = chat.parser.format.calls
     held = [tool for tool in tools if choice in ("required", tool.name)] or (
@@ -166,11 +166,11 @@ def _others(found: Sequence[object]) -> str:
     """The same of all but the first, in a few words."""
     if len(found) < 2:
         return ""
-    more = f" and {len(found) - 1 - MOST_OTHERS} others" if len(found) - 1 > MOST_OTHERS else ""
-    return f" Likewise: {', '.join(map(str, found[1 : 1 + MOST_OTHERS]))}{more}."
+    more = f" and {len(found) - 1 - MAX_OTHERS} others" if len(found) - 1 > MAX_OTHERS else ""
+    return f" Likewise: {', '.join(map(str, found[1 : 1 + MAX_OTHERS]))}{more}."
 
 
-MOST_OTHERS: Final = 5
+MAX_OTHERS: Final = 5
 """So many tools or arguments are named beside the first."""
 
 

@@ -36,7 +36,7 @@ class NotInEpisode(BadEnvironment, AttributeError):
     """What only an episode has was asked of an environment that plays none."""
 
 
-class _OfEpisode:
+class _EpisodeAttribute:
     """Stands for an attribute until an episode sets it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -69,13 +69,13 @@ class Environment(Generic[TaskT]):
     sampling: Sampling = Sampling()
     """The environment's own sampling; a run's wins, field by field. Read before every turn, it may be assigned."""
 
-    task: TaskT = cast("Any", _OfEpisode())
+    task: TaskT = cast("Any", _EpisodeAttribute())
     """The task that is played; there from `setup()` on."""
-    episode: Episode = cast("Any", _OfEpisode())
+    episode: Episode = cast("Any", _EpisodeAttribute())
     """What the runner knows of this play; there from `setup()` on."""
-    shared: Any = _OfEpisode()
+    shared: Any = _EpisodeAttribute()
     """What `lifespan()` yielded; there from `setup()` on."""
-    tools: list[Tool] = cast("Any", _OfEpisode())
+    tools: list[Tool] = cast("Any", _EpisodeAttribute())
     """The tools of `@tool`, to which `setup()` may add others."""
 
     method_tools: ClassVar[tuple[Tool, ...]] = ()
@@ -198,12 +198,12 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
         inspect.signature(function).bind(None, *[None] * HOOKS[hook])
     except TypeError as error:
         raise BadEnvironment(f"{cls.__name__}.{hook}: wrong signature ({error}).") from error
-    _check_color(cls, hook, function)
+    _check_generator(cls, hook, function)
     if hook == "rollout" and not inspect.iscoroutinefunction(function):
         raise BadEnvironment(f"{cls.__name__}.rollout must be async: write `async def rollout(self, conversation)`.")
 
 
-def _check_color(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
+def _check_generator(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
     """Only `tasks` and `lifespan` may be generators."""
     where = f"{cls.__name__}.{hook}"
     yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)

@@ -20,13 +20,13 @@ from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
 from runner.errors import BadEnvironment, BadOption, DeltarunnerError
 
-__all__ = ["Bundled", "bundled_environments", "construct", "find_environment", "json_or_text", "short_name"]
+__all__ = ["BundledEnvironment", "bundled_environments", "construct", "find_environment", "json_or_text", "short_name"]
 
-GROUP = "deltarunner.environments"
+ENTRY_POINT_GROUP = "deltarunner.environments"
 
 
 @dataclass(frozen=True, slots=True)
-class Bundled:
+class BundledEnvironment:
     """An environment that a package brings along."""
 
     name: str
@@ -42,22 +42,22 @@ class Bundled:
     """Whether it can be loaded."""
 
 
-def bundled_environments() -> list[Bundled]:
+def bundled_environments() -> list[BundledEnvironment]:
     """The environments of all installed packages (entry points of group `deltarunner.environments`), by name."""
     return [_described(entry) for entry in sorted(_entries().values(), key=lambda entry: entry.name)]
 
 
 def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _described(entry: EntryPoint) -> Bundled:
+def _described(entry: EntryPoint) -> BundledEnvironment:
     try:
         cls = _load_entry(entry)
     except DeltarunnerError as error:
-        return Bundled(entry.name, str(error), usable=False)
+        return BundledEnvironment(entry.name, str(error), usable=False)
     lines = (inspect.getdoc(cls) or "").strip().splitlines()
-    return Bundled(entry.name, lines[0] if lines else "", _settings(cls))
+    return BundledEnvironment(entry.name, lines[0] if lines else "", _settings(cls))
 
 
 def find_environment(name: str) -> type[Environment[Any]]:

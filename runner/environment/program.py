@@ -110,7 +110,7 @@ class Program(Environment):
         )
         async with limiter, serving as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
-            argv = [_filled(each, known) for each in self.argv]
+            argv = [_replace_names(each, known) for each in self.argv]
             wrap = self._wrapping(await endpoint.home())
             self.finished = await endpoint.run(argv, cwd=self.folder, wrap=wrap, check=self.code)
 
@@ -127,7 +127,7 @@ class Program(Environment):
 
     def _wrapping(self, home: Path) -> list[str]:
         known = {"{folder}": str(self.folder), "{home}": str(home)}
-        return [_filled(each, known) for each in self.wrap]
+        return [_replace_names(each, known) for each in self.wrap]
 
 
 def _split(name: str, command: str) -> list[str]:
@@ -146,7 +146,7 @@ def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
         raise BadEnvironment(f"{name}={command!r:.80}: there is no program {argv[0]!r} on PATH: install it.")
 
 
-def _filled(text: str, known: dict[str, str]) -> str:
+def _replace_names(text: str, known: dict[str, str]) -> str:
     """The text with names replaced, each once: what a prompt holds is not looked at."""
     parts = re.split("(" + "|".join(map(re.escape, known)) + ")", text)
     return "".join(known.get(part, part) for part in parts)

@@ -9,10 +9,10 @@ from typing import Any
 
 from runner.environment.environment import Environment
 from runner.environment.program import Program
-from runner.environment.task_lines import read_numbered
+from runner.environment.task_files import read_numbered_tasks
 from runner.errors import BadTask
 from runner.store.storable import TaskCheck
-from runner.tasks import Task, check_own_fields
+from runner.tasks import Task, check_base_fields
 
 __all__ = ["TaskChecks"]
 
@@ -39,7 +39,7 @@ class TaskChecks:
         """
         _check_id(task)
         try:
-            check_own_fields(vars(task))
+            check_base_fields(vars(task))
         except (TypeError, ValueError) as error:
             raise BadTask(f"task {task.id!r}: {error}.") from error
         problem = self._stored.problem(task) if self._stored is not None else None
@@ -70,7 +70,7 @@ class TaskChecks:
             BadTask: one cannot be used, has the id of an earlier one, or there is none; names file and line.
         """
         places: dict[str, int] = {}
-        for number, task in islice(read_numbered(path, self._task_class), most):
+        for number, task in islice(read_numbered_tasks(path, self._task_class), most):
             try:
                 self.checked(task)
             except BadTask as error:

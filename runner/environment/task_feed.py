@@ -14,12 +14,12 @@ from runner.concurrency.threads import Job, Workers
 from runner.concurrency.user_code import describe_error, is_async
 from runner.environment.environment import Environment
 from runner.environment.task_checks import TaskChecks
-from runner.environment.task_lines import read_tasks
+from runner.environment.task_files import read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 from runner.trajectory import Trajectory
 
-__all__ = ["TaskFeed", "TaskSource", "Tasks", "own_tasks"]
+__all__ = ["TaskFeed", "TaskSource", "Tasks", "environment_tasks"]
 
 Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
 """What a run takes as tasks; a string or a path is a JSONL file."""
@@ -44,7 +44,7 @@ class TaskSource(Protocol):
         ...
 
 
-def own_tasks(environment: Environment[Any]) -> Tasks:
+def environment_tasks(environment: Environment[Any]) -> Tasks:
     """What the environment's `tasks()` gives.
 
     Raises:
@@ -86,7 +86,7 @@ class TaskFeed:
         self._asynchronous: AsyncIterator[Task] | None = None
         self._synchronous: Iterator[Task] | None = None
         self._blocks = not isinstance(source, Sequence)
-        self._hearing = anyio.Lock()  # episodes end side by side, and an author's source is not made for that
+        self._notifying = anyio.Lock()  # episodes end side by side, and an author's source is not made for that
         if isinstance(source, AsyncIterable):
             self._asynchronous = aiter(source)
         elif isinstance(source, Iterable):
@@ -118,15 +118,15 @@ class TaskFeed:
         if not self.repeatable:
             return
         try:
-            async with self._hearing:
+            async with self._notifying:
                 with native_cancellation_as(BadTask("finished() of the task source cancelled its own task")):
-                    await self._hear(trajectory)
+                    await self._notify(trajectory)
         except BadTask:
             raise
         except (Exception, SystemExit) as error:
             raise BadTask(f"finished() of the task source raised {describe_error(error)}") from error
 
-    async def _hear(self, trajectory: Trajectory) -> None:
+    async def _notify(self, trajectory: Trajectory) -> None:
         hear = self._source.finished
         if self._asynchronous is None and not is_async(hear):
             await self._workers.call(Job(lambda: hear(trajectory), "finished()"))

@@ -12,11 +12,11 @@ from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import Tasks
-from runner.environment.task_lines import read_tasks
+from runner.environment.task_files import read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
-__all__ = ["look_ahead", "read_now", "select"]
+__all__ = ["check_ahead", "find_selected", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -39,7 +39,7 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     return chosen  # type: ignore[no-any-return]  # one of the two
 
 
-def look_ahead(
+def check_ahead(
     chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks, *, most: int | None = None
 ) -> tuple[Tasks, int | None]:
     """Check what was chosen of `source` before the start, as far as nothing is lost by it.
@@ -77,7 +77,7 @@ def look_ahead(
         raise BadTask(f"tasks() raised {describe_error(error)}") from error
 
 
-def read_now(chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks) -> Tasks:
+def find_selected(chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks) -> Tasks:
     """Look up the task that was chosen of `source` now, where that is possible.
 
     An async source, one that is given the results, and a generator that may read what `lifespan()` yields have to wait.
@@ -98,7 +98,7 @@ def read_now(chosen: Tasks, source: Tasks, environment: Environment[Any], checks
     return tasks
 
 
-class _Choice:
+class _Selection:
     """Some of a source's tasks. A source that hears of results has its `finished` put on the choice."""
 
     finished: Callable[..., Any]
@@ -109,7 +109,7 @@ class _Choice:
         self._only = only
 
 
-class _TaskSelection(_Choice):
+class _TaskSelection(_Selection):
     def __iter__(self) -> Iterator[Task]:
         if self._only is None:
             yield from islice(self._source, self._most)
@@ -120,10 +120,10 @@ class _TaskSelection(_Choice):
                 yield task
                 return
             seen.append(task.id)
-        raise _no_such(self._only, seen)
+        raise _no_such_task(self._only, seen)
 
 
-class _AsyncSelection(_Choice):
+class _AsyncSelection(_Selection):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
         seen: list[str] = []
@@ -138,9 +138,9 @@ class _AsyncSelection(_Choice):
                 if len(seen) == self._most or task.id == self._only:
                     return
         if self._only is not None:
-            raise _no_such(self._only, seen)
+            raise _no_such_task(self._only, seen)
 
 
-def _no_such(id: str, seen: list[str]) -> BadTask:
+def _no_such_task(id: str, seen: list[str]) -> BadTask:
     first = ", ".join(map(repr, seen[:3])) or "none"
     return BadTask(f"There is no task {id!r} among {len(seen)}; the first ids are {first}.")

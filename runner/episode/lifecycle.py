@@ -26,7 +26,7 @@ from runner.episode.threads import name_threads
 from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
 from runner.store.storable import make_storable
-from runner.tasks import own_copy
+from runner.tasks import deep_copy
 from runner.tokens.log import TokenLog
 from runner.trajectory import Outcome, Trajectory
 
@@ -73,7 +73,7 @@ class Play(EpisodeState):
         """Make the environment that plays. Where none can be made, nothing is played and no hook is called."""
         try:
             environment = self.shared.environment.fresh()
-            task = own_copy(self.key.task)
+            task = deep_copy(self.key.task)
         except (Exception, SystemExit) as error:
             self._ending = failure(error)
             return

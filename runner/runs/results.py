@@ -19,7 +19,7 @@ __all__ = ["Results"]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class QueuedResult:
     """A trajectory on its way to the reader."""
 
     trajectory: Trajectory
@@ -49,7 +49,7 @@ class Results:
         self._state = state
         self._feed = feed
         self._groups_of = groups_of
-        self._announce_to, self._announced = anyio.create_memory_object_stream[Result](width)
+        self._announce_to, self._announced = anyio.create_memory_object_stream[QueuedResult](width)
 
     # --- from the episodes
 
@@ -61,7 +61,7 @@ class Results:
             for trajectory in shown:
                 # The source first: it chooses the next task by its results, and the reader may be slow.
                 await self._feed.finished(trajectory)
-                await self._announce_to.send(Result(trajectory, trajectory is shown[-1], missing))
+                await self._announce_to.send(QueuedResult(trajectory, trajectory is shown[-1], missing))
 
     def end(self) -> None:
         """End the queue; the reader still receives what was announced."""
@@ -73,7 +73,7 @@ class Results:
         """Stop reading, so that no episode waits for the reader."""
         self._announced.close()
 
-    async def next(self) -> Result:
+    async def next(self) -> QueuedResult:
         """The next result. After the last one it raises StopAsyncIteration, or the error that ended the run early."""
         try:
             return await self._announced.receive()

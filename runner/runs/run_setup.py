@@ -16,7 +16,7 @@ from runner.engines.message_engine import MessageEngine
 from runner.environment.checks import check_tools
 from runner.environment.environment import Environment
 from runner.environment.lifespan import lifespan_of
-from runner.environment.uncalled import uncalled
+from runner.environment.uncalled_methods import uncalled_methods
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, MessageModel, Model
 from runner.episode.shared import RunShared
@@ -117,7 +117,7 @@ class RunSetup:
             workers=self.workers,
             endpoints=EndpointServer(options.listen),
         )
-        faults = [*uncalled(environment), *await self._find_faults(other_models.get(MAIN, chat), now)]
+        faults = [*uncalled_methods(environment), *await self._find_faults(other_models.get(MAIN, chat), now)]
         lifespan = lifespan_of(environment, self.workers, close_seconds=self.limits.close_seconds)
         # Entered before the lifespan, so that it closes after it, when no episode plays.
         await exit_stack.enter_async_context(shared.endpoints)

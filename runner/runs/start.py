@@ -17,7 +17,7 @@ from runner.concurrency.threads import Job
 from runner.engines.base import BaseEngine, width_of
 from runner.engines.sharing import running
 from runner.environment.task_checks import TaskChecks
-from runner.environment.task_feed import TaskFeed, Tasks, own_tasks
+from runner.environment.task_feed import TaskFeed, Tasks, environment_tasks
 from runner.episode.shared import RunShared
 from runner.logs import logger_for
 from runner.runs.active_run import ActiveRun
@@ -161,7 +161,7 @@ class Start:
 
     async def _own_tasks(self) -> Tasks:
         # In a thread, since it may load them all.
-        own = partial(own_tasks, self.setup.environment)
+        own = partial(environment_tasks, self.setup.environment)
         tasks: Tasks = await self.setup.workers.call(Job(own, "tasks()"))
         return tasks
 

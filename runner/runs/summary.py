@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
-from runner.estimates import SOLVED, Mean, pass_at_k
+from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_at_k
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
@@ -250,7 +250,7 @@ class Summary:
                 self.rewards.setdefault(name, Mean()).add(value, task)
         # Whole groups only: an incomplete group would bias pass@k.
         group = self._open.setdefault((task, trajectory.visit), [])
-        group.append(trajectory.reward is not None and trajectory.reward >= SOLVED)
+        group.append(trajectory.reward is not None and trajectory.reward >= MIN_SOLVED_REWARD)
         if len(group) == self.group_size:
             self.solved[len(group), sum(group)] += 1
             del self._open[task, trajectory.visit]

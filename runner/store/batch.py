@@ -19,7 +19,7 @@ from runner.store.stored_top_logprobs import top_values
 from runner.tasks import Task
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["Batch", "Packer"]
+__all__ = ["Packer", "StatementBatch"]
 
 SHARED_ROW_CACHE_SIZE: Final = 4096
 """Entries in the cache of shared rows that the file already holds."""
@@ -28,7 +28,7 @@ Values: TypeAlias = Sequence[Any]
 """A row to insert: a value for each column of its table."""
 
 
-class Batch:
+class StatementBatch:
     """The statements of one transaction."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Batch:
         """Add a statement that runs after all inserts."""
         self.updates.append((statement, values))
 
-    def absorb(self, other: Batch) -> None:
+    def absorb(self, other: StatementBatch) -> None:
         """Add everything of another batch."""
         for table, rows in other.rows.items():
             self.rows.setdefault(table, []).extend(rows)
@@ -96,7 +96,7 @@ class Packer:
         """Clear the cache: after a failed transaction the file may lack the packed rows."""
         self._written.clear()
 
-    def add(self, batch: Batch, trajectory: Trajectory, *, superseded: bool) -> None:
+    def add(self, batch: StatementBatch, trajectory: Trajectory, *, superseded: bool) -> None:
         """Add the rows of one trajectory to a batch."""
         key = self._next_key
         self._next_key += 1
@@ -114,18 +114,18 @@ class Packer:
         for request in trajectory.requests:
             batch.insert(REQUESTS, [key, *request_values(request)])
 
-    def _add_task(self, batch: Batch, task: Task, visit: int) -> None:
+    def _add_task(self, batch: StatementBatch, task: Task, visit: int) -> None:
         if self._first_time((task.id, visit)):
             batch.insert(TASKS, [encode_text(task.id), visit, class_name(type(task)), encode_task(task), 0])
 
-    def _constraint(self, batch: Batch, turn: Turn) -> int | None:
+    def _constraint(self, batch: StatementBatch, turn: Turn) -> int | None:
         constraint = turn.constraint
         if constraint is None:
             return None
         kind = constraint.kind.value
         return self._refer(batch, CONSTRAINTS, kind, kind, constraint.value)
 
-    def _sampling(self, batch: Batch, turn: Turn) -> int | None:
+    def _sampling(self, batch: StatementBatch, turn: Turn) -> int | None:
         sampling = turn.sampling
         if sampling is None:
             return None
@@ -133,7 +133,7 @@ class Packer:
             self._sampled = sampling, encode_json(sampling.given())
         return self._refer(batch, SAMPLINGS, "sampling", self._sampled[1])
 
-    def _refer(self, batch: Batch, table: Table, kind: str, *values: str) -> int:
+    def _refer(self, batch: StatementBatch, table: Table, kind: str, *values: str) -> int:
         """The key of a shared row; the row is added the first time."""
         key = _key_of(kind, values[-1])
         if self._first_time(key):

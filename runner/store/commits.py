@@ -15,7 +15,7 @@ import anyio
 from runner.concurrency.threads import soon_on_this_loop
 from runner.engines.proofs import ProofFigures
 from runner.errors import StorageFailed
-from runner.store.batch import Batch, Packer
+from runner.store.batch import Packer, StatementBatch
 from runner.store.claims import UNSUCCEEDED
 from runner.store.columns import encode_text, insertion
 from runner.store.database import storage_failed, transaction
@@ -41,7 +41,7 @@ class Commit:
         tokens: the number of its token ids, which count towards `MAX_TRANSACTION_TOKENS`.
     """
 
-    def __init__(self, pack: Callable[[Batch, Packer], None], *, tokens: int = 0) -> None:
+    def __init__(self, pack: Callable[[StatementBatch, Packer], None], *, tokens: int = 0) -> None:
         self.pack = pack
         self.tokens = tokens
         self.done = anyio.Event()
@@ -53,7 +53,7 @@ class Commit:
 def episode_commit(trajectories: Sequence[Trajectory], *, retry: bool) -> Commit:
     """The commit of one episode; with `retry` it is superseded, else it supersedes earlier attempts."""
 
-    def pack(batch: Batch, packer: Packer) -> None:
+    def pack(batch: StatementBatch, packer: Packer) -> None:
         for trajectory in trajectories:
             packer.add(batch, trajectory, superseded=retry)
         first = trajectories[0]  # the fields used below are equal for all agents of an episode
@@ -80,7 +80,7 @@ _SUPERSEDE: Final = """
 def reward_commit(trajectories: Sequence[Trajectory]) -> Commit:
     """The commit of the rewards of one task's trajectories, after the group is scored."""
 
-    def pack(batch: Batch, packer: Packer) -> None:
+    def pack(batch: StatementBatch, packer: Packer) -> None:
         for each in trajectories:
             rewards, task = (each.reward, encode_json(each.rewards)), (encode_text(each.task.id), each.visit)
             batch.update(_REWARD, *rewards, *task, each.index, encode_text(each.agent), each.attempt)
@@ -176,7 +176,7 @@ class CommitThread:
         return group, True
 
     def _commit(self, group: list[Commit]) -> None:
-        batch = Batch()
+        batch = StatementBatch()
         packed = [commit for commit in group if self._pack(commit, batch)]
         if not packed:
             return
@@ -194,8 +194,8 @@ class CommitThread:
                     commit.error = None
                     self._commit([commit])
 
-    def _pack(self, commit: Commit, into: Batch) -> bool:
-        batch = Batch()  # separate, so that a commit that fails half way adds no rows
+    def _pack(self, commit: Commit, into: StatementBatch) -> bool:
+        batch = StatementBatch()  # separate, so that a commit that fails half way adds no rows
         try:
             commit.pack(batch, self._packer)
         except Exception as error:  # values of an author may raise anything

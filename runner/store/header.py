@@ -244,12 +244,12 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, f"{path}.{name}" if path else str(name))
 
 
-_SHOWN = 80
+_MAX_SHOWN_CHARS = 80
 """Characters of a value that a message shows."""
 
 
 def _difference(old: Any, new: Any) -> str:
-    if isinstance(old, str) and isinstance(new, str) and max(len(old), len(new)) > _SHOWN:
+    if isinstance(old, str) and isinstance(new, str) and max(len(old), len(new)) > _MAX_SHOWN_CHARS:
         return _first_different_line(old, new)
     return f"{_shown(old)} -> {_shown(new)}"
 
@@ -264,4 +264,4 @@ def _shown(value: Any) -> str:
     if value is MISSING:
         return "(not set)"
     text = encode_json(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

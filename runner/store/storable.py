@@ -162,13 +162,13 @@ def make_storable(trajectory: Trajectory) -> str | None:
         first_unstorable({name: value for name, value in message.items() if name != "content"}, f"messages[{number}]")
         for segment in trajectory.segments
         for number, message in enumerate(segment.messages)
-        if len(message) > _SHORT_MESSAGE
+        if len(message) > _PLAIN_MESSAGE_KEYS_COUNT
     ]
     found = next((problem for problem in problems if problem is not None), None)
     return None if found is None else f"agent {trajectory.agent!r}: {found}"
 
 
-_SHORT_MESSAGE: Final = 2
+_PLAIN_MESSAGE_KEYS_COUNT: Final = 2
 """The number of keys of a message with only role and content, which are text."""
 
 

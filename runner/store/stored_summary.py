@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from runner.engines.base import FinishReason
-from runner.estimates import SOLVED, Mean, pass_at_k
+from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_at_k
 from runner.store.columns import decode_text
 from runner.store.json_values import decode_json
 from runner.trajectory import Outcome
@@ -130,7 +130,7 @@ class _Episodes:
             for name, value in decode_json(main["rewards"]).items():
                 if value is not None:
                     self.rewards.setdefault(name, Mean()).add(value, task)
-            solved.append(main["reward"] is not None and main["reward"] >= SOLVED)
+            solved.append(main["reward"] is not None and main["reward"] >= MIN_SOLVED_REWARD)
         if len(solved) == self.group_size:
             self.solved[len(solved), sum(solved)] += 1
 

@@ -1,4 +1,4 @@
-"""For tests of environments and engines: scripted replies, exactness, cancellation at every point, and leaks."""
+"""The test kit for environments and engines: scripted replies, exactness checks, cancellation, leaks, a linter."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Fault, Latency, ModelCall, Reply, call
 from runner.engines.scripted.stream import RecordedCall
 from runner.testing.assertions import assert_exact
-from runner.testing.cancelling import cancel_everywhere, play_cancelled
+from runner.testing.cancellation_points import cancel_everywhere, play_cancelled
 from runner.testing.chunking import inside
-from runner.testing.clock import VirtualClock
+from runner.testing.environment_linter.findings import Finding
+from runner.testing.environment_linter.linter import check_environment
 from runner.testing.forcing import FORCING, ForcedEngine, force
 from runner.testing.leaks import Leaked, no_leaks
 from runner.testing.playing import play, play_async, play_many, play_many_async
-from runner.testing.queued import QueuedEngine
+from runner.testing.queued_engine import QueuedEngine
 from runner.testing.recordings import record, replay
+from runner.testing.virtual_clock import VirtualClock
 from runner.testing.vocabulary import AwkwardTokenizer, PlainTokenizer
 from runner.testing.watchdog import LoopWatchdog
 
@@ -22,6 +24,7 @@ __all__ = [
     "FORCING",
     "AwkwardTokenizer",
     "Fault",
+    "Finding",
     "ForcedEngine",
     "Latency",
     "Leaked",
@@ -37,6 +40,7 @@ __all__ = [
     "assert_exact",
     "call",
     "cancel_everywhere",
+    "check_environment",
     "force",
     "inside",
     "no_leaks",

@@ -24,7 +24,7 @@ __all__ = ["assert_exact"]
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
-_SHOWN: Final = 24
+_MAX_SHOWN_IDS: Final = 24
 """Ids on each side of a seam that a failure shows."""
 
 
@@ -117,11 +117,11 @@ def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn
     end = turn.end if segment.cause == BRANCH else turn.start
     ids, kept = segment.log.ids[:end], turn.log.ids[:end]
     if ids != kept or segment.shared != end:
-        first = max(0, first_mismatch(ids, kept) - _SHOWN)
+        first = max(0, first_mismatch(ids, kept) - _MAX_SHOWN_IDS)
         raise AssertionError(
             f"{name}: it was encoded anew, and has not the ids of {origin}\n"
-            f"  there: {_shown(ids[first:][: 2 * _SHOWN], engine)}\n"
-            f"  kept: {_shown(kept[first:][: 2 * _SHOWN], engine)}"
+            f"  there: {_shown(ids[first:][: 2 * _MAX_SHOWN_IDS], engine)}\n"
+            f"  kept: {_shown(kept[first:][: 2 * _MAX_SHOWN_IDS], engine)}"
         )
 
 
@@ -148,10 +148,10 @@ def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
     wrong = [index for index, (one, other) in enumerate(zip(mask, sampled, strict=True)) if one != other]
     if wrong:
         ids, at = segment.log.ids, wrong[0]
-        before, there = _shown(ids[max(0, at - _SHOWN) : at], engine), _shown(ids[at : at + _SHOWN], engine)
+        before = _shown(ids[max(0, at - _MAX_SHOWN_IDS) : at], engine)
         raise AssertionError(
             f"{trajectory.id} {trajectory.agent}: the loss mask is wrong at {wrong[:8]}\n"
-            f"  before: {before}\n  there: {there}"
+            f"  before: {before}\n  there: {_shown(ids[at : at + _MAX_SHOWN_IDS], engine)}"
         )
     for span in segment.log.versions:
         inside = any(turn.start <= span.start <= span.end <= turn.end for turn in turns)
@@ -273,17 +273,18 @@ def _name(trajectory: Trajectory, turn: Turn) -> str:
 def _seam(before: Turn, turn: Turn, engine: Engine | None) -> str:
     log = turn.log
     pieces = {
-        "sampled": before.token_ids[-_SHOWN:],
-        "then": log.ids[before.end : before.end + _SHOWN],
-        "prompt": log.ids[max(0, turn.start - _SHOWN) : turn.start],
+        "sampled": before.token_ids[-_MAX_SHOWN_IDS:],
+        "then": log.ids[before.end : before.end + _MAX_SHOWN_IDS],
+        "prompt": log.ids[max(0, turn.start - _MAX_SHOWN_IDS) : turn.start],
     }
     return "\n".join(f"  {name}: {_shown(ids, engine)}" for name, ids in pieces.items())
 
 
 def _sent(call: Any, turn: Turn, engine: Engine) -> str:
     sent, kept = call.prompt, turn.prompt_ids
-    first = max(0, first_mismatch(sent, kept) - _SHOWN)
-    return f"  sent: {_shown(sent[first:][: 2 * _SHOWN], engine)}\n  kept: {_shown(kept[first:][: 2 * _SHOWN], engine)}"
+    first = max(0, first_mismatch(sent, kept) - _MAX_SHOWN_IDS)
+    end = first + 2 * _MAX_SHOWN_IDS
+    return f"  sent: {_shown(sent[first:end], engine)}\n  kept: {_shown(kept[first:end], engine)}"
 
 
 def _shown(ids: array[int], engine: Engine | None) -> str:

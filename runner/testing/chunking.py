@@ -13,7 +13,7 @@ from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["Inside", "inside"]
 
-_SEVERAL_BYTES: Final = rb"[\xc2-\xf4][\x80-\xbf]+"
+_MULTIBYTE: Final = rb"[\xc2-\xf4][\x80-\xbf]+"
 """A character of several bytes in UTF-8: one that begins it, and those that go on with it."""
 
 
@@ -30,10 +30,10 @@ class Inside:
         Raises:
             BadOption: the piece does not occur, or is a single id.
         """
-        said, ends = _bytes(ids, tokenizer)
-        pattern = re.escape(self.piece.encode()) if self.piece else _SEVERAL_BYTES
+        said, ends = _bytes_and_ends(ids, tokenizer)
+        pattern = re.escape(self.piece.encode()) if self.piece else _MULTIBYTE
         found = [match.span() for match in re.finditer(pattern, said)]
-        cuts = [cut for start, end in found if (cut := _middle(ends, start, end)) is not None]
+        cuts = [cut for start, end in found if (cut := _middle_cut(ends, start, end)) is not None]
         if not found:
             what = repr(self.piece) if self.piece else "a character of several bytes"
             text = tokenizer.decode(ids)
@@ -62,7 +62,7 @@ def inside(piece: str = "") -> Inside:
     return Inside(piece)
 
 
-def _bytes(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
+def _bytes_and_ends(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
     """What the ids say, and the byte at which each of them ends."""
     pieces = tokenizer.pieces
     if pieces is None:
@@ -73,7 +73,7 @@ def _bytes(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
     return b"".join(parts), list(accumulate(map(len, parts)))
 
 
-def _middle(ends: Sequence[int], start: int, end: int) -> int | None:
+def _middle_cut(ends: Sequence[int], start: int, end: int) -> int | None:
     """How many ids stand before the cut nearest to the middle of these bytes, or None where there is none inside."""
     inner = [index + 1 for index, position in enumerate(ends) if start < position < end]
     return min(inner, key=lambda count: abs(ends[count - 1] - (start + end) / 2), default=None)

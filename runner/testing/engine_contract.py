@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from runner.engines.base import Engine
-from runner.testing.contract_control import ControlContract
-from runner.testing.contract_promises import EngineUnderTest, Keep
-from runner.testing.contract_streams import StreamContract
+from runner.testing.control_contract import ControlContract
+from runner.testing.engine_under_test import EngineUnderTest, RunContractTest
+from runner.testing.stream_contract import StreamContract
 
 __all__ = ["EngineContract", "EngineUnderTest"]
 
@@ -56,7 +56,7 @@ class EngineContract(StreamContract, ControlContract):
             yield self.under_test(engine)
 
     @pytest.fixture
-    def keep(self, engine: Engine) -> Keep:
+    def keep(self, engine: Engine) -> RunContractTest:
         """Plays a promise, on an event loop of its own."""
 
         async def main(promise: Callable[[EngineUnderTest], Awaitable[None]]) -> None:

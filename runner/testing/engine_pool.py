@@ -13,9 +13,9 @@ from runner.engines.base import Engine
 from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadOption
 
-__all__ = ["EngineAtHome", "EnginePool", "make_engine"]
+__all__ = ["EnginePool", "PooledEngine", "make_engine"]
 
-_ELSEWHERE = (
+_WRONG_LOOP = (
     "A real engine belongs to one event loop, and the kit's lives on a loop of its own, apart from this test's, "
     "whether that is asyncio or trio, of a function or a session. Play on it with `play(environment, real_engine())` "
     "in a plain `def test_...`, or with `await play_async(environment, real_engine())` in an async one."
@@ -29,7 +29,7 @@ def make_engine(**options: Any) -> Engine:
     return VllmEngine(**{"max_num_seqs": 16, "max_model_len": 4096, **options})
 
 
-class EngineAtHome(WrappedEngine):
+class PooledEngine(WrappedEngine):
     """An engine and the event loop that it lives on; `play` and its kin go there."""
 
     def __init__(self, inner: Engine, home: BlockingPortal, loop: Any) -> None:
@@ -46,11 +46,11 @@ class EngineAtHome(WrappedEngine):
             BadOption: says how to play on it.
         """
         if _loop() is not self._loop:
-            raise BadOption(_ELSEWHERE)
+            raise BadOption(_WRONG_LOOP)
         return self.inner.running
 
     async def __aenter__(self) -> Self:
-        raise BadOption(f"This engine is running already. {_ELSEWHERE}")
+        raise BadOption(f"This engine is running already. {_WRONG_LOOP}")
 
     async def __aexit__(self, *_: object) -> None: ...
 
@@ -66,12 +66,12 @@ class EnginePool:
     def __init__(self, make: Callable[..., Engine], who: Callable[[], str]) -> None:
         self._make = make
         self._who = who
-        self._alive: EngineAtHome | None = None
+        self._alive: PooledEngine | None = None
         self._options: dict[str, Any] | None = None
         self._used_by = ""
         self._open = ExitStack()
 
-    def engine(self, **options: Any) -> EngineAtHome:
+    def engine(self, **options: Any) -> PooledEngine:
         """The engine with these options; started if it is not the one that is alive.
 
         Raises:
@@ -100,7 +100,7 @@ class EnginePool:
         with ExitStack() as opened:
             portal = opened.enter_context(start_blocking_portal(backend="asyncio"))
             opened.enter_context(portal.wrap_async_context_manager(inner))
-            self._alive = EngineAtHome(inner, portal, portal.call(asyncio.get_running_loop))
+            self._alive = PooledEngine(inner, portal, portal.call(asyncio.get_running_loop))
             self._options = options
             self._open = opened.pop_all()
 

@@ -64,17 +64,17 @@ class ForcedEngine(WrappedEngine):
         super().__init__(engine)
         self.calls: list[RecordedCall] = []
         """Every request that was sent and what it was given, free turns too; `assert_exact` compares them."""
-        self._turn = _reader(script)
-        self._described = _described(script)
-        self._inside: Any = None
+        self._turn = _turn_reader(script)
+        self._script_name = _script_name(script)
+        self._running: Any = None
 
     async def __aenter__(self) -> Self:
-        self._inside = running(self.inner)
-        await self._inside.__aenter__()
+        self._running = running(self.inner)
+        await self._running.__aenter__()
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
-        inside, self._inside = self._inside, None
+        inside, self._running = self._running, None
         await inside.__aexit__(*raised)
 
     def stream(self, request: GenerationRequest) -> ForcedStream:
@@ -82,7 +82,7 @@ class ForcedEngine(WrappedEngine):
 
     def describe(self) -> dict[str, Any]:
         """The engine beneath, and that its ids were forced: a run file of forced turns says so."""
-        return {**self.inner.describe(), "forced": self._described}
+        return {**self.inner.describe(), "forced": self._script_name}
 
     def _ids(self, request: GenerationRequest) -> list[int] | None:
         """The ids of a turn, or None where it is free."""
@@ -149,19 +149,19 @@ class ForcedStream(DeltaStream):
             self._record.logprobs = self._logprobs
 
 
-def _reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:
+def _turn_reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:
     """What gives each turn's ids, or None where it is free."""
     if isinstance(script, Mapping):
         agents = {agent: _turns(turns) for agent, turns in script.items()}
-        return lambda call: _listed(agents[call.agent], call) if call.agent in agents else None
+        return lambda call: _turn_of_list(agents[call.agent], call) if call.agent in agents else None
     if isinstance(script, Sequence):
-        return partial(_listed, _turns(script))
+        return partial(_turn_of_list, _turns(script))
     if callable(script):
         return script
-    raise _no_script(script)
+    raise _not_a_script(script)
 
 
-def _listed(turns: Sequence[ForcedTurn], call: ModelCall) -> ForcedTurn:
+def _turn_of_list(turns: Sequence[ForcedTurn], call: ModelCall) -> ForcedTurn:
     if call.turn < len(turns):
         return turns[call.turn]
     raise RequestRejected(
@@ -170,7 +170,7 @@ def _listed(turns: Sequence[ForcedTurn], call: ModelCall) -> ForcedTurn:
     )
 
 
-def _described(script: ForcedScript) -> str:
+def _script_name(script: ForcedScript) -> str:
     """A script's name for the run's header: a function's, else a hash."""
     if callable(script):
         return str(getattr(script, "__qualname__", type(script).__qualname__))
@@ -179,7 +179,7 @@ def _described(script: ForcedScript) -> str:
 
 def _turns(turns: Any) -> list[ForcedTurn]:
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
-        raise _no_script(turns)
+        raise _not_a_script(turns)
     return [None if turn is None else _checked(turn, f"force(), turn {n}", BadOption) for n, turn in enumerate(turns)]
 
 
@@ -190,7 +190,7 @@ def _checked(ids: Any, name: str, error: type[BadOption | RequestRejected]) -> l
         raise error(f"{name}: {ids!r:.60} is no turn: give a list of token ids, or None to leave it free.") from None
 
 
-def _no_script(script: object) -> BadOption:
+def _not_a_script(script: object) -> BadOption:
     return BadOption(
         f"force({script!r:.60}): give a list of turns, each a list of token ids, a dict of such lists by agent, "
         "or a function of the turn."

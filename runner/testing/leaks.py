@@ -21,26 +21,26 @@ import anyio.lowlevel
 from runner.engines.base import Engine
 from runner.errors import BadOption
 
-__all__ = ["LEFT_TASKS", "UNCLOSED", "Leaked", "no_leaks", "noting_left_tasks"]
+__all__ = ["UNCLOSED", "UNFINISHED_TASKS", "Leaked", "no_leaks", "recording_unfinished_tasks"]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 T = TypeVar("T")
 
-_PASSES: Final = 5
+_PASS_COUNT: Final = 5
 """Passes of the event loop that a task gets which was cancelled and not awaited."""
 
 # Idle threads that anyio and trio keep for the next call; they carry these names only while they have no work.
-_POOLED: Final = re.compile(r"Trio thread \d+")
+_IDLE_THREAD: Final = re.compile(r"Trio thread \d+")
 
 # Processes that Python's multiprocessing and anyio start once and keep.
-_KEPT: Final = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver)\b|-m anyio\.to_process\b")
+_KEPT_PROCESS: Final = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver)\b|-m anyio\.to_process\b")
 
 UNCLOSED: Final = "closed by the garbage collector alone: "
 """How a leak begins that is gone by now, but only since nobody held it any more."""
 
-LEFT_TASKS: Final[deque[str]] = deque(maxlen=64)
+UNFINISHED_TASKS: Final[deque[str]] = deque(maxlen=64)
 """Tasks that the event loops of what the test that runs now has played ended with, and cut; for `no_leaks`."""
 
 
@@ -74,7 +74,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
     gc.collect()  # what others left to it is not this block's
     before = _inventory(engines)
     try:
-        with _told_when_collected() as unclosed:
+        with _collect_unclosed() as unclosed:
             try:
                 yield
             finally:
@@ -89,7 +89,7 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
 
 
 @contextmanager
-def _told_when_collected() -> Iterator[list[str]]:
+def _collect_unclosed() -> Iterator[list[str]]:
     """Fill a list with what was closed by the garbage collector; other warnings are passed on."""
     unclosed: list[str] = []
     filters: Iterable[Any] = warnings.filters
@@ -108,16 +108,16 @@ def _told_when_collected() -> Iterator[list[str]]:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, source=one.source)
 
 
-async def noting_left_tasks(function: Callable[[], Awaitable[T]]) -> T:
-    """Call it on an event loop that ends with it; tasks that it leaves are put down in `LEFT_TASKS`."""
+async def recording_unfinished_tasks(function: Callable[[], Awaitable[T]]) -> T:
+    """Call it on an event loop that ends with it; tasks that it leaves are put down in `UNFINISHED_TASKS`."""
     try:
         return await function()
     finally:
-        for _ in range(_PASSES):
+        for _ in range(_PASS_COUNT):
             if not (left := _other_tasks()):
                 break
             await anyio.lowlevel.cancel_shielded_checkpoint()
-        LEFT_TASKS.extend(map(_named, left))
+        UNFINISHED_TASKS.extend(map(_task_name, left))
 
 
 def _other_tasks() -> list[anyio.TaskInfo]:
@@ -146,7 +146,7 @@ def _threads() -> Iterator[str]:
 
 def _is_pooled(thread: threading.Thread) -> bool:
     idle = getattr(thread, "idle_workers", None)  # of anyio's worker threads on asyncio
-    return thread in idle if idle is not None else _POOLED.fullmatch(thread.name) is not None
+    return thread in idle if idle is not None else _IDLE_THREAD.fullmatch(thread.name) is not None
 
 
 def _processes() -> Iterator[str]:
@@ -154,7 +154,7 @@ def _processes() -> Iterator[str]:
     for children in Path("/proc/self/task").glob("*/children"):
         for process in _read(children).split():
             command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip()
-            if command and not _KEPT.search(command):
+            if command and not _KEPT_PROCESS.search(command):
                 yield f"process {process} ({command:.60})"
 
 
@@ -171,10 +171,10 @@ def _tasks() -> Iterator[str]:
     except anyio.NoEventLoopError:
         return
     for task in tasks:
-        yield f"{_named(task)} ({task.id})"
+        yield f"{_task_name(task)} ({task.id})"
 
 
-def _named(task: anyio.TaskInfo) -> str:
+def _task_name(task: anyio.TaskInfo) -> str:
     """A task's name with the function it runs, since most names are such as Task-140."""
     function = str(getattr(task.coro, "__qualname__", "")).rpartition("<locals>.")[2]
     return f"task {task.name!r}" + (f" of {function}()" if function and function not in str(task.name) else "")

@@ -21,7 +21,7 @@ from runner.engines.scripted.replies import Replies
 from runner.engines.scripted.script import Reply
 from runner.environment.checks import as_environment
 from runner.environment.environment import Environment
-from runner.environment.task_feed import Tasks, own_tasks
+from runner.environment.task_feed import Tasks, environment_tasks
 from runner.environment.task_selection import select
 from runner.episode.key import MAIN
 from runner.errors import BadOption, BadTask, DeltarunnerError
@@ -32,34 +32,42 @@ from runner.runs.run import Run
 from runner.store.reader import RunFile
 from runner.tasks import Task
 from runner.testing.assertions import assert_exact
-from runner.testing.clock import VirtualClock
-from runner.testing.leaks import noting_left_tasks
-from runner.testing.queued import CheckedEngine, QueuedEngine, Saying, show_reply
-from runner.testing.report import endings
+from runner.testing.failure_report import endings
+from runner.testing.leaks import recording_unfinished_tasks
+from runner.testing.queued_engine import CheckedEngine, QueuedEngine, ReplySource, show_reply
+from runner.testing.virtual_clock import VirtualClock
 from runner.testing.watchdog import LoopWatchdog
 from runner.trajectory import Trajectory
 
-__all__ = ["PLAYED", "WATCHDOGS", "Said", "play", "play_async", "play_many", "play_many_async"]
+__all__ = [
+    "ACTIVE_WATCHDOGS",
+    "RECENT_EPISODES",
+    "EngineOrReplies",
+    "play",
+    "play_async",
+    "play_many",
+    "play_many_async",
+]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
 T = TypeVar("T")
 
-Played: TypeAlias = Environment[Any] | type[Environment[Any]]
+EnvironmentOrClass: TypeAlias = Environment[Any] | type[Environment[Any]]
 """What is played: an environment, or its class where that needs no arguments."""
 
-Said: TypeAlias = BaseEngine | Replies | Sequence[Saying]
+EngineOrReplies: TypeAlias = BaseEngine | Replies | Sequence[ReplySource]
 """What speaks: an engine; or what a scripted engine is to say."""
 
-PLAYED: Final[deque[tuple[Trajectory, BaseEngine]]] = deque(maxlen=16)
+RECENT_EPISODES: Final[deque[tuple[Trajectory, BaseEngine]]] = deque(maxlen=16)
 """What the test that runs now has played last, for the report of its failure; the plugin empties it after each test."""
 
-WATCHDOGS: Final[list[LoopWatchdog]] = []
+ACTIVE_WATCHDOGS: Final[list[LoopWatchdog]] = []
 """Who watches the event loops that the test that runs now plays on; the plugin fills it."""
 
 
-_IN_A_LOOP: Final = {
+_ASYNC_NAMES: Final = {
     "play": "play_async",
     "play_many": "play_many_async",
     "play_cancelled": "cancel_everywhere",
@@ -67,8 +75,8 @@ _IN_A_LOOP: Final = {
 
 
 def play(
-    environment: Played,
-    engine: Said,
+    environment: EnvironmentOrClass,
+    engine: EngineOrReplies,
     *,
     task: Task | str | None = None,
     agent: str = MAIN,
@@ -97,12 +105,12 @@ def play(
             `close()` raised, which fails no episode.
         BadInput: something given cannot be used; the message names it and the fix.
     """
-    return at_once("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
+    return run_sync("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
 
 
 def play_many(
-    environment: Played,
-    engine: Said,
+    environment: EnvironmentOrClass,
+    engine: EngineOrReplies,
     *,
     tasks: int | Tasks | None = None,
     clock: VirtualClock | None = None,
@@ -127,12 +135,12 @@ def play_many(
             `close()` raised, which fails no episode.
         BadInput: something given cannot be used; the message names it and the fix.
     """
-    return at_once("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
+    return run_sync("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
 
 
 async def play_async(
-    environment: Played,
-    engine: Said,
+    environment: EnvironmentOrClass,
+    engine: EngineOrReplies,
     *,
     task: Task | str | None = None,
     agent: str = MAIN,
@@ -140,13 +148,13 @@ async def play_async(
 ) -> Trajectory:
     """`play`, for an `async def` test."""
     try:
-        return await _one(environment, engine, task, agent, options)
+        return await _play_one(environment, engine, task, agent, options)
     except (AssertionError, DeltarunnerError) as error:
         # It says what to do: where in the kit it was noticed is nobody's business.
         raise error.with_traceback(None) from error.__cause__
 
 
-def chosen_task(environment: Played, task: Task | str | None) -> Task:
+def choose_task(environment: EnvironmentOrClass, task: Task | str | None) -> Task:
     """The task, the environment's own of that id, or its first one.
 
     Raises:
@@ -154,7 +162,7 @@ def chosen_task(environment: Played, task: Task | str | None) -> Task:
     """
     if isinstance(task, Task):
         return task
-    chosen = _chosen(environment, 1, task)
+    chosen = _select_tasks(environment, 1, task)
     if not isinstance(chosen, Iterable) or isinstance(chosen, str | Path):
         raise BadTask("tasks() is async: give the task itself, task=Task(...).")
     for first in chosen:
@@ -162,20 +170,20 @@ def chosen_task(environment: Played, task: Task | str | None) -> Task:
     raise BadTask("the environment has no task. Give one: task=Task(id='one', prompt='...').")
 
 
-async def _one(
-    environment: Played, engine: Said, task: Task | str | None, agent: str, options: RunKeywords
+async def _play_one(
+    environment: EnvironmentOrClass, engine: EngineOrReplies, task: Task | str | None, agent: str, options: RunKeywords
 ) -> Trajectory:
     if options.get("group_size", 1) != 1:
         raise BadOption(f"play(group_size={options['group_size']!r}): it plays one episode; play_many() plays groups.")
-    speaker = _queue_of(engine)
-    chosen = [task] if isinstance(task, Task) else _chosen(environment, 1, task)
-    trajectories = await _played(environment, speaker, chosen, options)
+    speaker = _queued_engine(engine)
+    chosen = [task] if isinstance(task, Task) else _select_tasks(environment, 1, task)
+    trajectories = await _play_on_home_loop(environment, speaker, chosen, options)
     if not trajectories and options.get("file"):
         raise BadOption(
             f"play(file={str(options['file'])!r}): it holds this episode already. Give another file, or none."
         )
     if isinstance(speaker, QueuedEngine) and speaker is not engine:
-        _check_nothing_left(speaker.leftovers(), trajectories)
+        _require_no_leftovers(speaker.leftovers(), trajectories)
     if not trajectories:
         raise BadTask("play(): the environment has no task. Give one: play(..., task=Task(id='one', prompt='...')).")
     return _of_agent(trajectories, agent)
@@ -193,32 +201,40 @@ def _of_agent(trajectories: Sequence[Trajectory], agent: str) -> Trajectory:
 
 
 async def play_many_async(
-    environment: Played, engine: Said, *, tasks: int | Tasks | None = None, **options: Unpack[RunKeywords]
+    environment: EnvironmentOrClass,
+    engine: EngineOrReplies,
+    *,
+    tasks: int | Tasks | None = None,
+    **options: Unpack[RunKeywords],
 ) -> list[Trajectory]:
     """`play_many`, for an `async def` test."""
     try:
-        return await _many(environment, engine, tasks, options)
+        return await _play_many(environment, engine, tasks, options)
     except (AssertionError, DeltarunnerError) as error:
         raise error.with_traceback(None) from error.__cause__
 
 
-async def _many(environment: Played, engine: Said, tasks: int | Tasks | None, options: RunKeywords) -> list[Trajectory]:
-    speaker = engine_of(engine)
+async def _play_many(
+    environment: EnvironmentOrClass, engine: EngineOrReplies, tasks: int | Tasks | None, options: RunKeywords
+) -> list[Trajectory]:
+    speaker = engine_for(engine)
     if isinstance(speaker, QueuedEngine) and speaker is engine:
         options.setdefault("concurrency", Concurrency(episodes=1))
     if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
         raise BadOption(f"play_many(tasks={tasks!r}): give how many, at least 1, or a list of tasks.")
-    chosen = _chosen(environment, tasks, None) if isinstance(tasks, int | None) else tasks
+    chosen = _select_tasks(environment, tasks, None) if isinstance(tasks, int | None) else tasks
     order: dict[str, int] = {}
-    trajectories = await _played(environment, speaker, _noting_order(chosen, order), options)
+    trajectories = await _play_on_home_loop(environment, speaker, _recording_order(chosen, order), options)
     if speaker is not engine:
-        _check_nothing_left(_unsaid(engine, speaker), trajectories)
+        _require_no_leftovers(_unused_replies(engine, speaker), trajectories)
     if not order:  # a source that hears of results: it gives no order beforehand
         return trajectories
     return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
 
 
-async def _played(environment: Played, engine: BaseEngine, tasks: Tasks, options: RunKeywords) -> list[Trajectory]:
+async def _play_on_home_loop(
+    environment: EnvironmentOrClass, engine: BaseEngine, tasks: Tasks, options: RunKeywords
+) -> list[Trajectory]:
     """Play on the event loop that the engine lives on, which need not be this one."""
     home: BlockingPortal | None = getattr(engine, "home", None)
     if home is None:
@@ -232,18 +248,18 @@ async def _played(environment: Played, engine: BaseEngine, tasks: Tasks, options
 
 
 async def _on_this_loop(
-    environment: Played, engine: BaseEngine, tasks: Tasks, options: RunKeywords
+    environment: EnvironmentOrClass, engine: BaseEngine, tasks: Tasks, options: RunKeywords
 ) -> list[Trajectory]:
     for name in options.keys() - RunKeywords.__annotations__.keys():
         raise BadOption(f"play({name}=): there is no such option; these are: {', '.join(RunKeywords.__annotations__)}.")
     # A test looks at failed episodes too: they do not stop the run.
     settings: dict[str, Any] = {"breaker": 1, **options, "tasks": tasks}
     async with AsyncExitStack() as watched:
-        for watchdog in WATCHDOGS:
+        for watchdog in ACTIVE_WATCHDOGS:
             await watched.enter_async_context(watchdog)
         async with Run(environment, engine, **settings) as run:
             trajectories = [trajectory async for trajectory in run]
-    PLAYED.extend((trajectory, engine) for trajectory in trajectories)
+    RECENT_EPISODES.extend((trajectory, engine) for trajectory in trajectories)
     if isinstance(engine, CheckedEngine):
         engine.check()
     for trajectory in trajectories:
@@ -252,31 +268,31 @@ async def _on_this_loop(
     return trajectories
 
 
-_RAISED: Final = re.compile(r"(.*?: )?(group_reward |metric |reward |close\(\): |exit_stack: )")
+_AUTHOR_FAULT: Final = re.compile(r"(.*?: )?(group_reward |metric |reward |close\(\): |exit_stack: )")
 """The beginning of a fault that is an error of the author's code; a run goes on after it, and no outcome says so."""
 
 
 def _check_nothing_raised(faults: Iterable[str]) -> None:
-    raised = list(dict.fromkeys(fault for fault in faults if _RAISED.match(fault)))
+    raised = list(dict.fromkeys(fault for fault in faults if _AUTHOR_FAULT.match(fault)))
     if raised:
-        more = f"\nand {len(raised) - MOST_FAULTS} more" if len(raised) > MOST_FAULTS else ""
+        more = f"\nand {len(raised) - MAX_FAULTS} more" if len(raised) > MAX_FAULTS else ""
         raise AssertionError(
             "the environment's code raised, which fails no episode but leaves out what it was to give:\n"
-            + "\n".join(raised[:MOST_FAULTS])
+            + "\n".join(raised[:MAX_FAULTS])
             + more
         )
 
 
-MOST_FAULTS: Final = 5
+MAX_FAULTS: Final = 5
 """So many errors of the author's code are named in one message."""
 
 
-def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
+def run_sync(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
     """Call it from code that is not async."""
     if _on_an_event_loop():
         raise RuntimeError(
             f"{name}() is for a plain `def test_...`, and this is called on an event loop: "
-            f"write `await {_IN_A_LOOP[name]}(...)` here."
+            f"write `await {_ASYNC_NAMES[name]}(...)` here."
         )
     if not isinstance(clock, VirtualClock | None):
         raise BadOption(f"{name}(clock={clock!r:.60}): give the fixture `virtual_clock`, or VirtualClock().")
@@ -286,7 +302,7 @@ def at_once(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock:
         )
 
     async def watched() -> T:  # a name for the task; that of a partial is all that was given, written out each time
-        return await noting_left_tasks(function)
+        return await recording_unfinished_tasks(function)
 
     try:
         return on_event_loop(watched) if clock is None else clock.run(watched)
@@ -305,12 +321,12 @@ def _on_an_event_loop() -> bool:
 # --- what speaks
 
 
-def _queue_of(given: Said) -> BaseEngine:
+def _queued_engine(given: EngineOrReplies) -> BaseEngine:
     """An engine for one episode: what is given in a list is said once."""
     if isinstance(given, BaseEngine | type) or not isinstance(given, list | tuple | Mapping):
-        return engine_of(given)
+        return engine_for(given)
     queued = QueuedEngine()
-    queued.to_add, queued.to_drop = "Add one to what play() is given", "give play() fewer"
+    queued.add_advice, queued.drop_advice = "Add one to what play() is given", "give play() fewer"
     by_agent: Any = given if isinstance(given, Mapping) else {MAIN: given}
     for agent, own in by_agent.items():
         if not isinstance(own, list | tuple):
@@ -322,14 +338,14 @@ def _queue_of(given: Said) -> BaseEngine:
     return queued
 
 
-def engine_of(given: Said) -> BaseEngine:
+def engine_for(given: EngineOrReplies) -> BaseEngine:
     match given:
         case BaseEngine():
             return given
         case str() | Reply():
             return QueuedEngine().always(given)
         case [] | ():
-            return _queue_of([])
+            return _queued_engine([])
         case list() | tuple() | Mapping() | Path() | RunFile():
             return ScriptedEngine(given, record=True)
     if callable(given) and not isinstance(given, type):
@@ -341,12 +357,12 @@ def engine_of(given: Said) -> BaseEngine:
     )
 
 
-def _check_nothing_left(leftovers: str, trajectories: Sequence[Trajectory]) -> None:
+def _require_no_leftovers(leftovers: str, trajectories: Sequence[Trajectory]) -> None:
     if leftovers:
         raise AssertionError(f"{leftovers}\n{endings(trajectories)}".rstrip())
 
 
-def _unsaid(replies: Any, engine: BaseEngine) -> str:
+def _unused_replies(replies: Any, engine: BaseEngine) -> str:
     """Which replies of a list no conversation came to."""
     if not isinstance(engine, ScriptedEngine) or not isinstance(replies, list | tuple | Mapping):
         return ""
@@ -370,17 +386,17 @@ def _unsaid(replies: Any, engine: BaseEngine) -> str:
 # --- what is played
 
 
-def _chosen(environment: Played, most: int | None, only: str | None) -> Tasks:
+def _select_tasks(environment: EnvironmentOrClass, most: int | None, only: str | None) -> Tasks:
     if not isinstance(only, str | None):
         raise BadOption(f"play(task={only!r:.60}): give a Task, or the id of one of the environment's own.")
     is_class = isinstance(environment, type) and issubclass(environment, Environment)
     if not is_class and not isinstance(environment, Environment):
         raise BadOption(f"play({environment!r:.60}, ...): give an environment, such as Calculator or Calculator(3).")
     made = as_environment(environment)
-    return select(own_tasks(made), made.task_class(), most=None if only else most, only=only)
+    return select(environment_tasks(made), made.task_class(), most=None if only else most, only=only)
 
 
-def _noting_order(tasks: Tasks, order: dict[str, int]) -> Tasks:
+def _recording_order(tasks: Tasks, order: dict[str, int]) -> Tasks:
     """The same tasks; the places at which they were given are noted."""
     if not isinstance(tasks, Iterable) or isinstance(tasks, str | Path) or hasattr(tasks, "finished"):
         return tasks

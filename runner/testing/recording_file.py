@@ -21,21 +21,24 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["AGAIN", "RecordedTurn", "Recording", "read_recording", "write_recording"]
+__all__ = ["RERECORD_ADVICE", "RecordedRequest", "Recording", "read_recording", "write_recording"]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
-VERSION: Final = 1
+RECORDING_VERSION: Final = 1
 """The version of the file."""
-AGAIN: Final = "run pytest with --runner-record=rewrite to record it anew"
+RERECORD_ADVICE: Final = "run pytest with --runner-record=rewrite to record it anew"
 
-_OWN: Final[dict[str, Callable[[], ByteTokenizer]]] = {"bytes": PlainTokenizer, "awkward": AwkwardTokenizer}
+_TOKENIZERS: Final[dict[str, Callable[[], ByteTokenizer]]] = {
+    "bytes": PlainTokenizer,
+    "awkward": AwkwardTokenizer,
+}
 """Vocabularies that are recorded by a name of the kit, since no model has them."""
 
 
 @dataclass(slots=True)
-class RecordedTurn:
+class RecordedRequest:
     """One request and what came of it."""
 
     name: str
@@ -53,7 +56,7 @@ class RecordedTurn:
     top: TopLogprobs | None = None
     """The likeliest ids in the place of each sampled one; None where none were asked for."""
 
-    def hear(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         """Keep a delta."""
         self.said.extend(delta.token_ids)
         if delta.logprobs is None:
@@ -85,7 +88,7 @@ class Recording:
 
     path: Path
     """The path of the file."""
-    turns: Sequence[RecordedTurn]
+    turns: Sequence[RecordedRequest]
     """The turns, sorted by name."""
     tokenizer: Tokenizer
     """The vocabulary, loaded by the name that the file has, or the one that was given."""
@@ -97,9 +100,9 @@ class Recording:
     """The most ids that a prompt and what is sampled on it may have together."""
 
 
-def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedTurn]) -> None:
+def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedRequest]) -> None:
     """Write what `engine` said: sorted, so that it does not depend on who was played first."""
-    in_order = sorted(turns, key=lambda turn: _natural(turn.name))
+    in_order = sorted(turns, key=lambda turn: _natural_key(turn.name))
     document = {"engine": _described(engine), "calls": list(_written(in_order, engine.tokenizer))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_as_text(document), encoding="utf-8")
@@ -124,7 +127,7 @@ def read_recording(path: Path, tokenizer: Tokenizer | None) -> Recording:
 
 def _described(engine: Engine) -> dict[str, Any]:
     tokenizer, template, model = engine.tokenizer, engine.template, engine.describe().get("model")
-    own = next((name for name, make in _OWN.items() if make().fingerprint == tokenizer.fingerprint), None)
+    own = next((name for name, make in _TOKENIZERS.items() if make().fingerprint == tokenizer.fingerprint), None)
     try:
         bundled = ChatTemplate.load(template.name).fingerprint == template.fingerprint
     except DeltarunnerError:
@@ -141,7 +144,7 @@ def _described(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _written(calls: Sequence[RecordedTurn], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def _written(calls: Sequence[RecordedRequest], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     names: dict[str, int] = {}
     for number, call in enumerate(calls):
         names[call.name] = names.get(call.name, 0) + 1
@@ -176,7 +179,7 @@ def _written_top(top: TopLogprobs) -> dict[str, Any]:
     }
 
 
-def _is_prefix(earlier: RecordedTurn, call: RecordedTurn) -> bool:
+def _is_prefix(earlier: RecordedRequest, call: RecordedRequest) -> bool:
     known = earlier.prompt + earlier.said
     return len(known) <= len(call.prompt) and call.prompt[: len(known)] == known
 
@@ -185,7 +188,7 @@ def _packed(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_key(name: str) -> list[tuple[int, str]]:
     """A key that sorts turn 10 behind turn 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
@@ -197,7 +200,7 @@ def _as_text(document: dict[str, Any]) -> str:
         )
 
     calls = ",\n".join(f"{{\n{lines(call)}\n}}" for call in document["calls"])
-    head = lines({"recording": VERSION, "digest": _digest(document), "engine": document["engine"]})
+    head = lines({"recording": RECORDING_VERSION, "digest": _digest(document), "engine": document["engine"]})
     return f'{{\n{head},\n "calls": [\n{calls}\n]\n}}\n'
 
 
@@ -217,30 +220,32 @@ def _read(path: Path) -> dict[str, Any]:
             f"there is no recording {path}: run pytest with --runner-record=once to make it, where the model is."
         ) from None
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path} cannot be read as JSON ({error}): restore it, or {AGAIN}.") from None
+        raise BadInput(f"{path} cannot be read as JSON ({error}): restore it, or {RERECORD_ADVICE}.") from None
     version = document.get("recording") if isinstance(document, dict) else None
     if version is None:
-        raise BadInput(f"{path} is no recording: restore it, or {AGAIN}.")
-    if version != VERSION:
-        raise BadInput(f"{path} is a recording of version {version!r}, and this is version {VERSION}: {AGAIN}.")
+        raise BadInput(f"{path} is no recording: restore it, or {RERECORD_ADVICE}.")
+    if version != RECORDING_VERSION:
+        raise BadInput(
+            f"{path} is a recording of version {version!r}, and this is version {RECORDING_VERSION}: {RERECORD_ADVICE}."
+        )
     try:
         digest = _digest(document)
     except KeyError as missing:
-        raise BadInput(f"{path} has no {missing}: it was edited by hand. Restore it, or {AGAIN}.") from None
+        raise BadInput(f"{path} has no {missing}: it was edited by hand. Restore it, or {RERECORD_ADVICE}.") from None
     if document.get("digest") != digest:
         raise BadInput(
-            f"{path} was edited by hand, or merged: what it holds is not what was recorded. Restore it, or {AGAIN}."
+            f"{path} was edited by hand or merged: its content is not as recorded. Restore it, or {RERECORD_ADVICE}."
         )
     return document
 
 
-def _calls(written: Sequence[dict[str, Any]]) -> Iterator[RecordedTurn]:
-    known: dict[str, RecordedTurn] = {}
+def _calls(written: Sequence[dict[str, Any]]) -> Iterator[RecordedRequest]:
+    known: dict[str, RecordedRequest] = {}
     for fields in written:
         before = known.get(fields["after"] or "")
         prompt = before.prompt + before.said if before is not None else array("i")
         logprobs = fields["logprobs"]
-        call = known[fields["call"]] = RecordedTurn(
+        call = known[fields["call"]] = RecordedRequest(
             fields["call"],
             prompt + _ids(fields["prompt_ids"]),
             _ids(fields["said_ids"]),
@@ -267,7 +272,7 @@ def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> To
     if tokenizer.fingerprint != said["fingerprint"]:
         raise BadInput(
             f"{path} was recorded with another vocabulary ({said['fingerprint']}, {name}) than this one "
-            f"({tokenizer.fingerprint}): give that one with tokenizer=, or {AGAIN}."
+            f"({tokenizer.fingerprint}): give that one with tokenizer=, or {RERECORD_ADVICE}."
         )
     return tokenizer
 
@@ -275,8 +280,8 @@ def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> To
 def _load(path: Path, name: Any) -> Tokenizer:
     if not isinstance(name, str):
         raise BadInput(f"{path} does not say which vocabulary it was recorded with: give it with tokenizer=.")
-    if name in _OWN:
-        return _OWN[name]()
+    if name in _TOKENIZERS:
+        return _TOKENIZERS[name]()
     from runner.models import resolve_model
 
     try:
@@ -292,5 +297,5 @@ def _template(path: Path, said: dict[str, Any]) -> ChatTemplate:
         return ChatTemplate(said["text"], said["name"], said["variables"], said.get("response_template"))
     template = ChatTemplate.load(said["name"])
     if template.fingerprint != said["fingerprint"]:
-        raise BadInput(f"{path} was recorded with another version of the template {said['name']!r}: {AGAIN}.")
+        raise BadInput(f"{path} was recorded with another version of the template {said['name']!r}: {RERECORD_ADVICE}.")
     return template

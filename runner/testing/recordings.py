@@ -11,12 +11,12 @@ from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason
 from runner.engines.scripted.script import ModelCall, Reply
 from runner.engines.wrapping import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
-from runner.testing.queued import CheckedEngine
-from runner.testing.recording_file import AGAIN, RecordedTurn, Recording, read_recording, write_recording
+from runner.testing.queued_engine import CheckedEngine
+from runner.testing.recording_file import RERECORD_ADVICE, RecordedRequest, Recording, read_recording, write_recording
 from runner.tokens.token_diff import first_mismatch, token_diff
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Cassette", "RecordingEngine", "ReplayEngine", "record", "replay"]
+__all__ = ["RecordingEngine", "RecordingFixture", "ReplayEngine", "record", "replay"]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
@@ -54,7 +54,7 @@ class RecordingEngine(WrappedEngine):
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
-        self._calls: list[RecordedTurn] = []
+        self._calls: list[RecordedRequest] = []
 
     @property
     def recorded(self) -> int:
@@ -101,7 +101,7 @@ class ReplayEngine(CheckedEngine):
         names = ", ".join(call.name for call in self._left[:8])
         return (
             f"{self._path}: {len(self._left)} of {len(self._recorded)} recorded turns were never asked for ({names}): "
-            f"the recording is stale. If that is meant, {AGAIN}."
+            f"the recording is stale. If that is meant, {RERECORD_ADVICE}."
         )
 
     async def _answer(self, call: ModelCall) -> Reply:
@@ -116,7 +116,7 @@ class ReplayEngine(CheckedEngine):
         return found.reply()
 
     def _differs(self, name: str, prompt: array[int]) -> str:
-        again = f"If that is meant, {AGAIN}."
+        again = f"If that is meant, {RERECORD_ADVICE}."
         nearest = next((recorded for recorded in self._left if recorded.name == name), None) or max(
             self._left, key=lambda recorded: first_mismatch(recorded.prompt, prompt), default=None
         )
@@ -131,10 +131,10 @@ class ReplayEngine(CheckedEngine):
 
 
 class _RecordedStream(DeltaStream):
-    def __init__(self, inner: DeltaStream, request: GenerationRequest, calls: list[RecordedTurn]) -> None:
+    def __init__(self, inner: DeltaStream, request: GenerationRequest, calls: list[RecordedRequest]) -> None:
         self._inner = inner
         self._calls = calls
-        self._call = RecordedTurn(request.name, array("i", request.prompt))
+        self._call = RecordedRequest(request.name, array("i", request.prompt))
 
     @property
     def rest(self) -> list[Delta]:  # type: ignore[override]  # the inner stream's
@@ -152,19 +152,19 @@ class _RecordedStream(DeltaStream):
     async def __aexit__(self, *raised: Any) -> None:
         await self._inner.__aexit__(*raised)
         for delta in self._inner.rest:
-            self._call.hear(delta)
+            self._call.add(delta)
         self._call.end(self._inner.finish)
 
     async def __anext__(self) -> Delta:
         delta = await self._inner.__anext__()
-        self._call.hear(delta)
+        self._call.add(delta)
         return delta
 
 
 # --- of a test
 
 
-class Cassette:
+class RecordingFixture:
     """What the fixture `recorded_engine` gives out, and what becomes of it when the test has passed.
 
     Args:

@@ -19,7 +19,7 @@ _WORDS: Final = (
     *("system", "user", "assistant", "assistant\n", "tool", "tool\n", "([", "])", "(a=", ", b=", "=", "call"),
     *("00", "42", "é", "日本", "\U0001f600", "</", "><", '{"', '"}', '": ', "think>"),
 )
-_PADDING: Final = 8
+_PADDING_ROWS: Final = 8
 """Rows behind the vocabulary that decode to nothing, as models have them that pad their embedding."""
 
 
@@ -68,7 +68,7 @@ class AwkwardTokenizer(PlainTokenizer):
         words = [word.encode() for word in _WORDS]
         self._words = {word: self.size + number for number, word in enumerate(words)}
         self._longest = max(map(len, words))
-        self.pieces = [*self.pieces, *words, *([b""] * _PADDING)]
+        self.pieces = [*self.pieces, *words, *([b""] * _PADDING_ROWS)]
         self.size = len(self.pieces)
         self.longest_token = 3 * max(map(len, self.pieces))  # composing makes a text up to three times shorter
         self.fingerprint = f"awkward-{self.fingerprint}"

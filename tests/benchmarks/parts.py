@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from runner import Concurrency, Message, Run, Trajectory
 from runner.episode.model import ChatModel
 from runner.runs.event_loop import on_event_loop
-from runner.store.batch import Batch, Packer
+from runner.store.batch import Packer, StatementBatch
 from runner.store.database import connect_writer, transaction, write_ahead
 from runner.store.schema import schema_statements
 from runner.testing import ScriptedEngine
@@ -53,7 +53,7 @@ def _prompts(trajectory: Trajectory) -> Iterator[Figure]:
 def _storing(trajectories: list[Trajectory]) -> Iterator[Figure]:
     packing, writing = [], []
     for _ in range(ROUNDS):
-        packer, batch = Packer(next_key=1, launch=1, resumed=False), Batch()
+        packer, batch = Packer(next_key=1, launch=1, resumed=False), StatementBatch()
         began = time.thread_time()
         for trajectory in trajectories:
             packer.add(batch, trajectory, superseded=False)
@@ -63,7 +63,7 @@ def _storing(trajectories: list[Trajectory]) -> Iterator[Figure]:
     yield Figure(f"  and inserted, {TIMES} in one transaction", "us", tuple(writing))
 
 
-def _written(batch: Batch) -> float:
+def _written(batch: StatementBatch) -> float:
     with TemporaryDirectory() as folder:
         connection = connect_writer(Path(folder) / "run.db")
         write_ahead(connection, durable=False)

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 import runner.errors
 from runner import BadOption, RunFile, Sampling, ScriptedEngine, TooManyFailures
 from runner.cli.app import EPILOG, app
+from runner.cli.name_values import parse_limits, parse_logit_bias, parse_pairs, parse_value
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
-from runner.cli.values import limits_of, logit_bias_of, pairs, plain_value
 from runner.engines.base import Engine
 from runner.engines.scripted.script import call
 from runner.errors import DeltarunnerError
@@ -100,12 +100,12 @@ def in_a_process(**options: Any) -> subprocess.CompletedProcess[str]:
     script = """
 import json, sys
 from runner import ScriptedEngine
-from runner.cli.app import ending
+from runner.cli.app import exit_code_of
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
 
 settings = RunSettings(**json.loads(sys.argv[1]))
-sys.exit(ending(lambda: run_command(settings, lambda _: ScriptedEngine("hi"))))
+sys.exit(exit_code_of(lambda: run_command(settings, lambda _: ScriptedEngine("hi"))))
 """
     command = [sys.executable, "-c", script, json.dumps(options)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -336,7 +336,7 @@ def test_check_says_ok_with_what_was_checked(folder: Path, name: str) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.endswith("ok\n")
     assert "checked  tools: schemas, " in result.output
-    assert "         rewards: those that raise, " in result.output
+    assert "         rewards: that raise, " in result.output
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_check_says_ok_with_what_was_checked(folder: Path, name: str) -> None:
         ("Failing", 3, "error    env_error: ValueError: no luck with t-0 (in setup,"),
         ("Sharing", 0, "warning  Sharing.seen is a list of the class, which all episodes share"),
         ("Setting", 3, "error    lifespan() sets self.index, which episodes do not see"),
-        ("Lucky", 3, "error    luck() gave another value in 4 of 4 episodes when the same was played again"),
+        ("Lucky", 3, "error    luck() returned another value in 4 of 4 episodes when the same episode was repeated"),
         ("Wordy", 3, "word returned 'a word'; return a number"),
         ("Hooked", 3, "error    @tool close() is a hook's name"),
         ("Entering", 3, "episode.exit_stack can be entered in setup() only"),
@@ -361,9 +361,9 @@ def test_check_finds_what_is_wrong(folder: Path, name: str, code: int, message: 
 
 
 def test_pairs_are_split_at_the_first_equals_sign() -> None:
-    assert pairs(["a=1", "b=x=y", "c="], "--set") == {"a": "1", "b": "x=y", "c": ""}
+    assert parse_pairs(["a=1", "b=x=y", "c="], "--set") == {"a": "1", "b": "x=y", "c": ""}
     with pytest.raises(BadOption, match="--set a is given twice"):
-        pairs(["a=1", "a=2"], "--set")
+        parse_pairs(["a=1", "a=2"], "--set")
 
 
 @pytest.mark.parametrize(
@@ -371,11 +371,11 @@ def test_pairs_are_split_at_the_first_equals_sign() -> None:
     [("8", 8), ("0.5", 0.5), ("False", False), ("none", None), ('{"a": [1]}', {"a": [1]}), ("bfloat16", "bfloat16")],
 )
 def test_values_are_json_or_text(text: str, value: object) -> None:
-    assert plain_value(text) == value
+    assert parse_value(text) == value
 
 
 def test_a_limit_may_be_lifted() -> None:
-    assert limits_of(["turns=3", "seconds=none"]).given() == {"turns": 3, "seconds": None}
+    assert parse_limits(["turns=3", "seconds=none"]).given() == {"turns": 3, "seconds": None}
 
 
 SAMPLING = [
@@ -423,7 +423,7 @@ def test_every_field_of_sampling_that_an_option_gives_is_that_of_the_run(
 )
 def test_a_bias_that_cannot_be_read_is_refused(given: list[str], said: str) -> None:
     with pytest.raises(BadOption, match=re.escape(said)):
-        logit_bias_of(given)
+        parse_logit_bias(given)
 
 
 # --- the pages

@@ -239,12 +239,12 @@ SAYS = {
     "wrong schema": (3, 'Tool again: parameters must be a JSON schema with "type": "object"'),
     "a string or a number": (
         0,
-        "warning  bad(word: string | integer) takes strings and other values: many chat templates write strings "
-        "without quotes (untyped), and what reads as such a value is never a string. Give the argument one type",
+        "warning  bad(word: string | integer) takes strings and other values. Many chat templates write strings "
+        "without quotes (untyped), so a text that looks like such a value is not read as a string. Give it one type",
     ),
     "name with a space": (
         0,
-        "warning  bad() has an argument 'first name', which many chat templates write without quotes, so that it "
+        "warning  bad() has an argument 'first name', which many chat templates write without quotes, so it "
         "cannot be read back: rename it",
     ),
     "raising reward": (3, "error    env_error: reward bad(): ZeroDivisionError: division by zero"),
@@ -255,32 +255,47 @@ SAYS = {
     "raising group reward": (3, "group_reward bad"),
     "random reward": (
         3,
-        "bad() gave another value in 4 of 4 episodes when the same was played again: draw from self.episode.rng",
+        "bad() returned another value in 4 of 4 episodes when the same episode was repeated: draw from",
     ),
-    "random tool": (3, "tool bad() gave another result in 4 of 4 episodes when the same was played again: draw from"),
-    "random prompt": (3, "prompt() gave another one in 4 of 4 episodes when the same was played again: draw from"),
-    "random task": (3, "tasks() gave another prompt in 1 of 1 episodes when the same was played again: draw from"),
-    "random step": (3, "step() gave another answer in 4 of 4 episodes when the same was played again: draw from"),
-    "random end": (3, "step() ended it elsewhere in .* of 4 episodes when the same was played again: draw from"),
+    "random tool": (
+        3,
+        "tool bad() returned another result in 4 of 4 episodes when the same episode was repeated: draw",
+    ),
+    "random prompt": (
+        3,
+        "prompt() returned another prompt in 4 of 4 episodes when the same episode was repeated: draw",
+    ),
+    "random task": (
+        3,
+        "tasks() returned another prompt in 1 of 1 episodes when the same episode was repeated: draw",
+    ),
+    "random step": (
+        3,
+        "step() returned another reply in 4 of 4 episodes when the same episode was repeated: draw",
+    ),
+    "random end": (
+        3,
+        "step() ended the episode at another point in .* of 4 episodes when the same episode was repeated: draw",
+    ),
     "class attribute": (
         3,
-        "error    Env.seen was changed while episodes were played, and all of them see it: keep it on self",
+        "error    Env.seen was changed during play, and all episodes share it: keep it on self",
     ),
-    "counter of the class": (3, "error    Env.count_of_all was changed while episodes were played"),
-    "new attribute of the class": (3, "error    Env.last was changed while episodes were played"),
-    "default argument": (3, "error    Env(seen=), a default, was changed while episodes were played"),
-    "module variable": (0, "warning  mine.SEEN was changed while episodes were played"),
+    "counter of the class": (3, "error    Env.count_of_all was changed during play"),
+    "new attribute of the class": (3, "error    Env.last was changed during play"),
+    "default argument": (3, "error    Env(seen=), a default, was changed during play"),
+    "module variable": (0, "warning  mine.SEEN was changed during play"),
     "shared result": (
         3,
-        "tool bad() gave another result in 4 of 4 episodes when they were played after other ones: they share",
+        "tool bad() returned another result in 4 of 4 episodes when played after other episodes: they share",
     ),
     "set in lifespan": (
         3,
-        "lifespan() sets self.index, which episodes do not see: each is played by an object of its own. Yield it",
+        "lifespan() sets self.index, which episodes do not see: each one has its own environment object. Yield it",
     ),
     "attribute that could be shared": (
         0,
-        "warning  Env.words is a list of the class, which all episodes share: make it in",
+        "warning  Env.words is a list of the class, which all episodes share: create it in",
     ),
     "blocking": (3, r"the event loop stood still for .* in Env.bad (.*mine.py:\d+): it blocks the event loop: make"),
     "file": (3, "still open after close(): self.log (file .*mine.py). Close it in close(), or open it in setup() with"),
@@ -296,7 +311,7 @@ SAYS = {
     ),
     "exit_stack in a tool": (3, "episode.exit_stack can be entered in setup() only"),
     "failing setup": (3, "error    env_error: ValueError: no luck (in setup"),
-    "no task": (3, "error    tasks() gives no task."),
+    "no task": (3, "error    tasks() returns no task."),
 }
 
 
@@ -364,7 +379,7 @@ class Env(Good):
 """
     result = check(folder, GOOD + env, "--set", "faces=[1, 2]")
     assert result.exit_code == 3
-    assert "error    Env(faces=) was changed while episodes were played" in result.output
+    assert "error    Env(faces=) was changed during play" in result.output
 
 
 def test_what_is_loaded_or_opened_once_is_no_leak(folder: Path) -> None:
@@ -482,7 +497,7 @@ class Env(Good):
         {change}
 """
     result = check(folder, GOOD + env, "-n", "1")
-    told = [line.partition(" while")[0] for line in findings(result)]
+    told = [line.partition(" during")[0] for line in findings(result)]
     assert told == ([] if change == "pass" else ["warning  mine.STATE was changed"])
 
 
@@ -496,5 +511,5 @@ class Env(Good):
 """
     result = check(folder, GOOD + env)
     unchecked, unenforced = findings(result)
-    assert "odd(): its schema is not checked whole: type of a ('float' is no type" in unchecked
+    assert "odd(): its schema is not checked completely: type of a ('float' is no type" in unchecked
     assert "odd(): uniqueItems of b of its schema is not enforced where a call is required" in unenforced

@@ -25,10 +25,11 @@ class Game(Environment):
 
 IMPATIENT = """
 import sys
-from runner.cli import check, hanging
 from runner.cli.app import main
-check.SECONDS, check.SECONDS_OF_A_HOOK = 2.0, 1.0
-hanging.TELL_SECONDS, hanging.END_SECONDS, hanging.PLAYED_SECONDS, hanging.BLOCKED_SECONDS = 1.0, 3.0, 3.0, 1.5
+from runner.testing.environment_linter import hang_watch, linter
+linter.EPISODE_SECONDS, linter.HOOK_SECONDS = 2.0, 1.0
+hang_watch.REPORT_SECONDS, hang_watch.END_SECONDS = 1.0, 3.0
+hang_watch.PLAYING_SECONDS, hang_watch.BLOCKED_SECONDS = 3.0, 1.5
 main()
 """
 
@@ -36,12 +37,12 @@ HANGS = {
     "a loop that blocks in rollout()": (
         "    async def rollout(self, conversation):\n        while True:\n            pass  # here",
         3,
-        "the event loop has stood still",
+        "the event loop has been blocked",
     ),
     "sleep() that blocks in a tool": (
         '    @tool\n    async def nap(self) -> str:\n        "Nap."\n        time.sleep(1000)  # here',
         3,
-        "the event loop has stood still",
+        "the event loop has been blocked",
     ),
     "an await that never ends in rollout()": (
         "    async def rollout(self, conversation):\n        await self.inner()\n\n"

@@ -54,7 +54,7 @@ BAD = {
         return "waited"
 """,
     # --- tools
-    "tools of a turn that hang on one another": """
+    "tools of a turn that depend on each other": """
     last = 0
     @tool
     async def move(self, number: int) -> str:
@@ -118,35 +118,38 @@ SAYS = {
     "process": (3, r"still open after close\(\): self.server \(process sleep 600\). Close it in close\(\)"),
     "temporary folder": (
         3,
-        r"left among the temporary files: 4 files or folders, such as tmp\w+, after close\(\). Take",
+        r"left among the temporary files: 4 files or folders, such as tmp\w+, after close\(\)\. Use",
     ),
     "world of the seed": (
         3,
-        r"prompt\(\) gave another one in 4 of 4 episodes when another one of the group .* self.episode.rng",
+        r"prompt\(\) returned another prompt in 4 of 4 episodes when another episode of the group .* self.episode.rng",
     ),
     "world of the index": (
         3,
-        r"tool number\(\) gave another result in 4 of 4 episodes when another one of the group played",
+        r"tool number\(\) returned another result in 4 of 4 episodes when another episode of the group played",
     ),
     "blocks briefly": (3, r"the event loop stood still for .* in Env.ask \(.*mine.py:\d+\): it blocks the event loop"),
     "not awaited": (3, r"error    coroutine 'sleep' was never awaited \(.*mine.py:\d+\): write `await` before it"),
-    "tools of a turn that hang on one another": (
+    "tools of a turn that depend on each other": (
         3,
-        r"where\(\) gave another value in \d of 4 episodes when two calls of one turn ended in .*parallel=False",
+        r"where\(\) returned another value in \d of 4 episodes when two calls of one turn ended in .*parallel=False",
     ),
     "default that its type refuses": (3, "parameter 'limit': its default None does not fit its type"),
-    "tool of setup": (3, r"tool draw\(\) gave another result in 4 of 4 episodes when the same was played again"),
+    "tool of setup": (
+        3,
+        r"tool draw\(\) returned another result in 4 of 4 episodes when the same episode was repeated",
+    ),
     "tool of another agent": (
         3,
-        r"tool draw\(\) gave another result in 4 of 8 episodes when the same was played again",
+        r"tool draw\(\) returned another result in 4 of 8 episodes when the same episode was repeated",
     ),
     "default that is changed": (
         3,
-        r"error    Env.count_up\(seen=\), a default, was changed while episodes were played",
+        r"error    Env.count_up\(seen=\), a default, was changed during play",
     ),
     "random message of rollout": (
         3,
-        r"error    rollout\(\) added another message in 4 of 4 episodes when the same was",
+        r"error    rollout\(\) added another message in 4 of 4 episodes when the same episode was",
     ),
     "the same id twice": (3, "error    task 2 has the id 't', which task 1 has too"),
     "failure with an address": (3, "error    env_error: ValueError: <object object at 0x"),

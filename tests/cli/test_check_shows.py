@@ -85,14 +85,14 @@ def check(name: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("name", "cause", "shape"),
     [
-        ("Tool", "tool roll() gave another result", "first ...'xxxx"),
-        ("Reward", "right() gave another value", "in t-"),
-        ("Prompt", "prompt() gave another one", "first 'Number "),
+        ("Tool", "tool roll() returned another result", "first ...'xxxx"),
+        ("Reward", "right() returned another value", "in t-"),
+        ("Prompt", "prompt() returned another prompt", "first 'Number "),
     ],
 )
 def test_both_results_that_differ_are_shown_from_where_they_do(folder: Path, name: str, cause: str, shape: str) -> None:
     code, lines = check(name)
-    (line,) = [line for line in lines if cause in line and "played again" in line]
+    (line,) = [line for line in lines if cause in line and "was repeated" in line]
     assert code == 3
     assert shape in line
     first, _, other = line.rpartition("(in t-")[2].rstrip(").").partition(" first ")[2].partition(", then ")
@@ -116,14 +116,14 @@ def test_task_that_cannot_be_kept_is_an_error(folder: Path, name: str, said: str
     code, lines = check(name)
     found = [line for line in lines if line.startswith("error") and said in line]
     assert (code, len(found)) == (3, 1), lines
-    assert ("Of 9 tasks 3 hold such a value." in found[0]) == (name in ("Dated", "Generated"))
+    assert ("3 of 9 tasks have such a value." in found[0]) == (name in ("Dated", "Generated"))
 
 
 def test_tuple_of_a_task_is_a_warning(folder: Path) -> None:
     code, lines = check("Metric")
     (line,) = [line for line in lines if line.startswith("warning")]
     assert code == 0
-    assert "task 't-0': info['when'] is a tuple, which a run file gives back as a list (so in 2 of 2 tasks)" in line
+    assert "task 't-0': info['when'] is a tuple, which a run file returns as a list (in 2 of 2 tasks)" in line
 
 
 def test_lines_that_are_no_findings_are_short(folder: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_template_that_cannot_be_used_is_one_message(
 def test_a_template_that_never_ends_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "SECONDS", 0.5)
+    monkeypatch.setattr(command, "PROBE_SECONDS", 0.5)
     file = tmp_path / "endless.jinja"
     file.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     with pytest.raises(UnusableTemplate, match=r"after 0.5 s and was stopped"):

@@ -28,7 +28,7 @@ from runner import (
 )
 from runner.cli.display import LiveDisplay, PlainDisplay, display_for, live_view
 from runner.cli.report import summary_table
-from runner.cli.run import Plan
+from runner.cli.run import RunPlan
 from runner.cli.settings import RunSettings
 from runner.concurrency.loop_lag import Blocker
 from runner.engines.base import EngineStats, FinishReason
@@ -141,7 +141,7 @@ def test_what_is_inside_each_rank_of_an_engine_is_shown() -> None:
 def test_the_title_of_a_run_names_the_sizes_of_its_engine() -> None:
     options = ["max_num_seqs=8", "data_parallel_size=2", "tensor_parallel_size=4"]
     settings = RunSettings(environment="calculator", engine_options=options)
-    plan = Plan.of(settings, lambda _: ScriptedEngine("Yes"))
+    plan = RunPlan.of(settings, lambda _: ScriptedEngine("Yes"))
     assert plan.title == "calculator on smollm2-135m, data_parallel_size=2, tensor_parallel_size=4"
 
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from runner import Run, Tool
 from runner.cli.app import app
-from runner.cli.findings import of_tools
 from runner.testing import ScriptedEngine
+from runner.testing.environment_linter.findings import tool_findings
 from runner.tokens.template import ChatTemplate
 from tests.tokens.test_shown_arguments import NO_NOTES, TYPES
 from tests.verify.test_shown_schemas import Trip
@@ -71,8 +71,8 @@ def test_check_names_a_reference_that_leads_nowhere() -> None:
     properties = {"given": {"$ref": "#/$defs/Missing"}, "known": {"$ref": "#/$defs/Known"}}
     schema = {"type": "object", "properties": properties, "$defs": {"Known": {"type": "string"}}}
     tool = Tool(lambda given, known: None, name="look", description="Look.", parameters=schema)
-    found = [finding.text for finding in of_tools([tool]) if "refers to" in finding.text]
+    found = [finding.text for finding in tool_findings([tool]) if "refers to" in finding.text]
     assert found == [
-        "look(given=) refers to '#/$defs/Missing', which is not in its schema, so that no model is shown what to write "
+        "look(given=) refers to '#/$defs/Missing', which is not in its schema, so the model is not shown what to write "
         "there: put it into $defs."
     ]

@@ -15,8 +15,8 @@ from runner.engines.remote.engine import RemoteEngine
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.weights import read_folder
 from runner.testing import Latency, ScriptedEngine
-from runner.testing.contract_promises import ENDLESS, EngineUnderTest, Keep
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
+from runner.testing.engine_under_test import ENDLESS_TOKENS, EngineUnderTest, RunContractTest
 from runner.tokens.tokenizer import load_tokenizer
 from tests.cluster.in_process import HostedHere
 from tests.engines.function.functions import engine_over
@@ -25,21 +25,21 @@ from tests.engines.remote.loopback import Loopback, serving
 from tests.engines.remote.model_folder import byte_model
 from tests.engines.remote.model_server import ModelServer
 
-TEXT = "".join(chr(33 + 7 * number % 90) for number in range(ENDLESS + 1))
-Promise = Callable[[EngineUnderTest], Awaitable[None]]
+TEXT = "".join(chr(33 + 7 * number % 90) for number in range(ENDLESS_TOKENS + 1))
+ContractTest = Callable[[EngineUnderTest], Awaitable[None]]
 
 
-def scripted(backend: str, **settings: Any) -> Callable[[pytest.FixtureRequest], Keep]:
-    async def main(promise: Promise) -> None:
+def scripted(backend: str, **settings: Any) -> Callable[[pytest.FixtureRequest], RunContractTest]:
+    async def main(promise: ContractTest) -> None:
         async with ScriptedEngine(TEXT, **{"places": 2, "latency": Latency(between=1), **settings}) as engine:
             await promise(EngineUnderTest(engine, "any folder", "any folder"))
 
     return lambda _: lambda promise: anyio.run(main, promise, backend=backend)
 
 
-def vllm(request: pytest.FixtureRequest) -> Keep:
+def vllm(request: pytest.FixtureRequest) -> RunContractTest:
     """The engine in float32, where greedy ids are the same however requests are batched."""
-    at_home: EngineAtHome = request.getfixturevalue("float32_engine")
+    at_home: PooledEngine = request.getfixturevalue("float32_engine")
     weights: Path = request.getfixturevalue("small_model_folder")
     adapter: Path = request.getfixturevalue("tmp_path") / "adapter"
     shapes = {name: form.shape for name, form in read_folder(weights).forms.items()}
@@ -50,22 +50,22 @@ def vllm(request: pytest.FixtureRequest) -> Keep:
 
     async def settled() -> None:
         # Its scheduler counts as it steps, and where nothing is asked it does not.
-        await under_test.said(1)
+        await under_test.sample(1)
         await engine.idle()
 
-    async def main(promise: Promise) -> None:
+    async def main(promise: ContractTest) -> None:
         under_test.settled = settled
         await promise(under_test)
 
     return lambda promise: at_home.home.call(main, promise)
 
 
-def lent_vllm(request: pytest.FixtureRequest) -> Keep:
+def lent_vllm(request: pytest.FixtureRequest) -> RunContractTest:
     """The same vLLM, as somebody else's that an engine of ours is over."""
-    at_home: EngineAtHome = request.getfixturevalue("float32_engine")
+    at_home: PooledEngine = request.getfixturevalue("float32_engine")
     owner: Any = at_home.inner
 
-    async def main(promise: Promise) -> None:
+    async def main(promise: ContractTest) -> None:
         async with VllmEngine.over(owner.vllm.llm, template=owner.template, places=2) as engine:
             refused = frozenset({"keep", "sleep", "update_weights", "add_adapter", "remove_adapter"})
             await promise(EngineUnderTest(engine, refused=refused, settled=engine.idle))
@@ -73,13 +73,13 @@ def lent_vllm(request: pytest.FixtureRequest) -> Keep:
     return lambda promise: at_home.home.call(main, promise)
 
 
-def remote(dialect: ServerDialect, **settings: Any) -> Callable[[pytest.FixtureRequest], Keep]:
+def remote(dialect: ServerDialect, **settings: Any) -> Callable[[pytest.FixtureRequest], RunContractTest]:
     """A server on this event loop, whose engine is a scripted one."""
 
-    def prepare(request: pytest.FixtureRequest) -> Keep:
+    def prepare(request: pytest.FixtureRequest) -> RunContractTest:
         folder = byte_model(request.getfixturevalue("tmp_path") / "model")
 
-        async def main(promise: Promise) -> None:
+        async def main(promise: ContractTest) -> None:
             # Some time between ids: what is written comes by way of this machine's network.
             engine = ScriptedEngine(
                 TEXT, tokenizer=load_tokenizer(folder), places=2, latency=Latency(between=1), tick=0.0005
@@ -100,11 +100,11 @@ async def until_quiet(server: Loopback) -> None:
         await anyio.sleep(0.001)
 
 
-def remote_on_vllm(request: pytest.FixtureRequest) -> Keep:
+def remote_on_vllm(request: pytest.FixtureRequest) -> RunContractTest:
     """A server of vLLM's in a process of its own."""
     server: ModelServer = request.getfixturevalue("model_server")
 
-    async def main(promise: Promise) -> None:
+    async def main(promise: ContractTest) -> None:
         async with RemoteEngine(server.url, server.folder, places=2) as engine:
             await promise(remote_under_test(engine, server.until_idle))
 
@@ -124,10 +124,10 @@ def remote_under_test(engine: RemoteEngine, settled: Callable[[], Awaitable[None
     )
 
 
-def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], Keep]:
+def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], RunContractTest]:
     """A function behind which a scripted engine stands."""
 
-    async def main(promise: Promise) -> None:
+    async def main(promise: ContractTest) -> None:
         async with (
             ScriptedEngine(TEXT, places=2, latency=Latency(between=1)) as inner,
             engine_over(inner) as engine,
@@ -138,10 +138,10 @@ def over_a_function(backend: str) -> Callable[[pytest.FixtureRequest], Keep]:
     return lambda _: lambda promise: anyio.run(main, promise, backend=backend)
 
 
-def hosted(backend: str) -> Callable[[pytest.FixtureRequest], Keep]:
+def hosted(backend: str) -> Callable[[pytest.FixtureRequest], RunContractTest]:
     """A scripted engine that a host has, as of another process."""
 
-    async def main(promise: Promise) -> None:
+    async def main(promise: ContractTest) -> None:
         async with HostedHere(ScriptedEngine(TEXT, places=2, latency=Latency(between=1))) as engine:
             refused = frozenset({"pause", "keep", "sleep", "wake", "update_weights", "add_adapter", "remove_adapter"})
             await promise(EngineUnderTest(engine, "any folder", "any folder", settled=engine.look, refused=refused))

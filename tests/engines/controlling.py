@@ -14,8 +14,8 @@ from runner.engines.scripted.script import Latency
 from runner.engines.state import PauseMode
 from runner.engines.wrapping import WrappedEngine
 from runner.options import Sampling
-from runner.testing import ScriptedEngine, contract_promises
-from runner.testing.contract_promises import Said
+from runner.testing import ScriptedEngine, engine_under_test
+from runner.testing.engine_under_test import PartialAnswer
 
 TEXT = "A long answer, a letter at a tick."
 RuntimeT = TypeVar("RuntimeT", bound=ScriptedRuntime)
@@ -46,12 +46,12 @@ def request(name: str = "episode/main/0", **fields: Any) -> GenerationRequest:
     return GenerationRequest(name=name, prompt=[72, 105], sampling=Sampling.defaults(), **fields)
 
 
-def saying(engine: Engine, wanted: GenerationRequest | None = None) -> AbstractAsyncContextManager[Said]:
-    return contract_promises.saying(engine, wanted or request())
+def saying(engine: Engine, wanted: GenerationRequest | None = None) -> AbstractAsyncContextManager[PartialAnswer]:
+    return engine_under_test.running_request(engine, wanted or request())
 
 
 async def ask(engine: Engine, wanted: GenerationRequest | None = None) -> tuple[list[int], Finish]:
-    return await contract_promises.ask(engine, wanted or request())
+    return await engine_under_test.complete(engine, wanted or request())
 
 
 async def a_while(steps: int = 20) -> None:

@@ -17,8 +17,8 @@ from runner.engines.remote.engine import RemoteEngine
 from runner.engines.vllm.engine import VllmEngine
 from runner.errors import EngineDead
 from runner.testing import Latency, Reply, ScriptedEngine
-from runner.testing.contract_promises import EngineUnderTest, Keep, drain, ids_of, until
 from runner.testing.engine_contract import EngineContract
+from runner.testing.engine_under_test import EngineUnderTest, RunContractTest, drain, ids_of, wait_until
 from tests.engines.contract import ENGINES, TEXT
 
 
@@ -26,8 +26,8 @@ class TestOurEngines(EngineContract):
     """Every promise, on every engine."""
 
     @pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
-    def keep(self, request: pytest.FixtureRequest) -> Keep:
-        keep: Keep = request.param(request)
+    def keep(self, request: pytest.FixtureRequest) -> RunContractTest:
+        keep: RunContractTest = request.param(request)
         return keep
 
 
@@ -70,7 +70,7 @@ async def test_closing_an_engine_ends_who_is_inside_and_sends_away_who_waits() -
     async with anyio.create_task_group() as tasks, asked.engine as engine:
         tasks.start_soon(read)
         tasks.start_soon(read)
-        await until(lambda: (engine.stats().open, engine.stats().waiting) == (1, 1))
+        await wait_until(lambda: (engine.stats().open, engine.stats().waiting) == (1, 1))
     assert len(told) == 2
     assert not engine.is_alive()
     await asked.assert_nothing_open()

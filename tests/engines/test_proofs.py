@@ -18,7 +18,7 @@ from runner.engines.base import GenerationRequest
 from runner.engines.proofs import Accepted, compare_scores, tolerance_of, why_it_fails
 from runner.engines.state import EngineState, PauseMode
 from runner.testing import Latency, ScriptedEngine
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from runner.training import weight_proof
 from tests.cluster.in_process import InProcessWorker
 from tests.cluster.playing import dice_engine, fleet, until
@@ -340,7 +340,7 @@ def step(model: Any, size: float = 0.01, seed: int = 0) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("mode", list(PauseMode))
 def test_a_right_update_under_turns_is_proven_and_loses_none(
-    mode: PauseMode, float32_engine: EngineAtHome, trainer: Any, hugging_face_model: Any
+    mode: PauseMode, float32_engine: PooledEngine, trainer: Any, hugging_face_model: Any
 ) -> None:
     async def main() -> None:
         engine = float32_engine
@@ -374,7 +374,7 @@ def test_a_right_update_under_turns_is_proven_and_loses_none(
 
 @pytest.mark.engine
 def test_a_turn_that_is_left_while_a_proof_is_scored_leaves_nothing(
-    float32_engine: EngineAtHome, hugging_face_model: Any
+    float32_engine: PooledEngine, hugging_face_model: Any
 ) -> None:
     async def main() -> None:
         engine = float32_engine
@@ -425,7 +425,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_differ_in_one_place_hold_no_proof(
-    fault: str, float32_engine: EngineAtHome, trainer: Any, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
+    fault: str, float32_engine: PooledEngine, trainer: Any, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine gets weights with a fault, and the proof is of the right ones."""
     import torch
@@ -451,7 +451,7 @@ def test_weights_that_differ_in_one_place_hold_no_proof(
 
 
 @pytest.mark.engine
-def test_a_proof_of_another_model_does_not_hold(float32_engine: EngineAtHome, trainer: Any) -> None:
+def test_a_proof_of_another_model_does_not_hold(float32_engine: PooledEngine, trainer: Any) -> None:
     async def main() -> None:
         del trainer.model.layers[-1]
         proof = weight_proof(trainer, float32_engine.tokenizer)

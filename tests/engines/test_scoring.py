@@ -19,7 +19,7 @@ from runner.engines.weights import read_folder
 from runner.errors import RequestRejected
 from runner.options import Constraint, ConstraintKind
 from runner.testing import ScriptedEngine, force
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from tests.cluster.in_process import HostedHere
 from tests.engines.function.functions import engine_over
 from tests.engines.lora import adapter_tensors, save_adapter
@@ -64,7 +64,7 @@ async def sampled(
 
 
 @pytest.mark.engine
-def test_scores_are_the_log_probabilities_of_sampling(float32_engine: EngineAtHome) -> None:
+def test_scores_are_the_log_probabilities_of_sampling(float32_engine: PooledEngine) -> None:
     async def main() -> None:
         prompt, ids, logprobs = await sampled(float32_engine, Sampling())
         assert await float32_engine.score([*prompt, *ids], start=len(prompt)) == pytest.approx(logprobs, abs=NEAR)
@@ -74,7 +74,7 @@ def test_scores_are_the_log_probabilities_of_sampling(float32_engine: EngineAtHo
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: EngineAtHome) -> None:
+def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: PooledEngine) -> None:
     async def main() -> None:
         how = SAMPLINGS[name]
         prompt, ids, logprobs = await sampled(float32_engine, how)
@@ -88,7 +88,7 @@ def test_scores_as_sampled_include_the_sampling(name: str, float32_engine: Engin
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_scores_under_a_grammar_include_its_mask(name: str, float32_engine: EngineAtHome) -> None:
+def test_scores_under_a_grammar_include_its_mask(name: str, float32_engine: PooledEngine) -> None:
     async def main() -> None:
         grammar, how = CONSTRAINTS[name], Sampling(temperature=0.8)
         prompt, ids, logprobs = await sampled(float32_engine, how, grammar)
@@ -100,7 +100,7 @@ def test_scores_under_a_grammar_include_its_mask(name: str, float32_engine: Engi
 
 
 @pytest.mark.engine
-def test_ids_that_a_grammar_refuses_have_no_probability(float32_engine: EngineAtHome) -> None:
+def test_ids_that_a_grammar_refuses_have_no_probability(float32_engine: PooledEngine) -> None:
     async def main() -> None:
         encode = float32_engine.tokenizer.encode
         prompt, refused = encode(PROMPT), encode(" Paris, of course")
@@ -113,7 +113,7 @@ def test_ids_that_a_grammar_refuses_have_no_probability(float32_engine: EngineAt
 
 
 @pytest.mark.engine
-def test_many_sequences_are_scored_beside_turns_and_leave_nothing(float32_engine: EngineAtHome) -> None:
+def test_many_sequences_are_scored_beside_turns_and_leave_nothing(float32_engine: PooledEngine) -> None:
     async def main() -> None:
         encode = float32_engine.tokenizer.encode
         texts = [encode(f"{number} {PROMPT}, and number {number * 7} is not.") for number in range(24)]
@@ -140,7 +140,7 @@ def test_many_sequences_are_scored_beside_turns_and_leave_nothing(float32_engine
 
 @pytest.mark.engine
 def test_scores_with_an_adapter_are_those_of_sampling_with_it(
-    float32_engine: EngineAtHome, small_model_folder: Path, tmp_path: Path
+    float32_engine: PooledEngine, small_model_folder: Path, tmp_path: Path
 ) -> None:
     shapes = {name: form.shape for name, form in read_folder(small_model_folder).forms.items()}
     save_adapter(tmp_path, adapter_tensors(shapes, seed=1))
@@ -169,7 +169,7 @@ def test_scores_with_an_adapter_are_those_of_sampling_with_it(
 
 
 @pytest.mark.engine
-def test_a_cancelled_score_leaves_nothing(float32_engine: EngineAtHome) -> None:
+def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
     async def main() -> None:
         ids = float32_engine.tokenizer.encode(PROMPT * 40)
         with anyio.move_on_after(0.01):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cli.random_values import random_value
 from runner.errors import BadOption
 from runner.parsing.enforcing import not_enforced as not_enforced_of_tool
 from runner.parsing.reading import CallReader
 from runner.parsing.schema_grammar import answer_constraint, not_enforced
+from runner.testing.environment_linter.random_values import random_value
 from runner.tools.checking import validator_of
 from runner.tools.conjunctions import shapes_of
 from runner.tools.foreign import tools_of

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import runner.testing.engine_pool
+import runner.testing.failure_report
 import runner.testing.playing
 
 # Here, since modules that are first imported in an inner run are forgotten after it, and would be loaded again.
 import runner.testing.recordings
-import runner.testing.report
 import runner.testing.strategies  # noqa: F401  # all of them are used in inner runs only
 from tests.repository import ROOT
 

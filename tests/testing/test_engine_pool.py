@@ -11,7 +11,7 @@ import pytest
 from envs.calculator import Calculator
 from runner import BadOption, Limits, Outcome, Sampling, ScriptedEngine, VllmEngine
 from runner.testing import VirtualClock, play, play_async, play_many, record, replay
-from runner.testing.engine_pool import EngineAtHome, EnginePool
+from runner.testing.engine_pool import EnginePool, PooledEngine
 from tests.testing.inner import run, run_apart
 from tests.testing.test_playing import Sums
 
@@ -98,7 +98,7 @@ def test_two_in_one_test_are_refused(pool: EnginePool) -> None:
 
 def test_one_that_died_is_started_anew(pool: EnginePool, tests: Tests) -> None:
     first = pool.engine()
-    assert isinstance(first, EngineAtHome)
+    assert isinstance(first, PooledEngine)
     first.inner.running = False
     tests.name = "another"
     assert pool.engine() is not first
@@ -186,7 +186,7 @@ LIMITS: dict[str, Any] = {"limits": Limits(turns=2), "sampling": Sampling(max_to
 
 
 @pytest.mark.engine
-def test_what_the_real_engine_said_is_recorded_and_said_again(float32_engine: EngineAtHome, tmp_path: Path) -> None:
+def test_what_the_real_engine_said_is_recorded_and_said_again(float32_engine: PooledEngine, tmp_path: Path) -> None:
     recorded, file = record(float32_engine), tmp_path / "demo.json"
     played = play_many(Calculator, recorded, tasks=2, **LIMITS)
     recorded.save(file)
@@ -199,7 +199,7 @@ def test_what_the_real_engine_said_is_recorded_and_said_again(float32_engine: En
 @pytest.mark.engine
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_the_real_engine_is_played_on_from_trio(float32_engine: EngineAtHome, anyio_backend: str) -> None:
+async def test_the_real_engine_is_played_on_from_trio(float32_engine: PooledEngine, anyio_backend: str) -> None:
     assert (await play_async(Calculator, float32_engine, **LIMITS)).turns
 
 

@@ -17,8 +17,6 @@ import anyio.lowlevel
 import pytest
 
 from runner import Conversation, Environment, Message, Outcome, Task, Trajectory, Turn, reward, tool
-from runner.cli.check import Checking
-from runner.cli.findings import Finding
 from runner.episode import conversation as conversations
 from runner.episode import turn as turns
 from runner.episode.forest import Node
@@ -31,6 +29,7 @@ from runner.testing import (
     QueuedEngine,
     assert_exact,
     call,
+    check_environment,
     no_leaks,
     play,
     play_async,
@@ -88,9 +87,7 @@ def in_awkward_ids() -> QueuedEngine:
 
 
 def found(cls: type[Environment], *, fatal: bool = True) -> str:
-    """What `deltarunner check` says of it."""
-    findings: list[Finding] = list(Checking(cls, (), 4).findings())
-    return "\n".join(finding.text for finding in findings if finding.fatal is fatal)
+    return "\n".join(finding.text for finding in check_environment(cls) if finding.fatal is fatal)
 
 
 @pytest.mark.anyio
@@ -257,8 +254,8 @@ def test_state_that_leaks_from_one_episode_to_the_next() -> None:
             return self.is_new
 
     text = found(Remembers)
-    assert "Remembers.seen was changed while episodes were played, and all of them see it: keep it on self" in text
-    assert "new() gave another value in 1 of 4 episodes when they were played after other ones: they share" in text
+    assert "Remembers.seen was changed during play, and all episodes share it: keep it on self" in text
+    assert "new() returned another value in 1 of 4 episodes when played after other episodes: they share" in text
 
 
 def test_random_numbers_without_a_seed() -> None:
@@ -268,7 +265,7 @@ def test_random_numbers_without_a_seed() -> None:
             """Throw a die."""
             return random.random()
 
-    assert "tool throw() gave another result in 4 of 4 episodes when the same was played again: draw from" in found(
+    assert "tool throw() returned another result in 4 of 4 episodes when the same episode was repeated: draw" in found(
         Throws
     )
 

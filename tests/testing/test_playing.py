@@ -281,14 +281,14 @@ def test_a_failing_test_shows_what_was_played(pytester: pytest.Pytester) -> None
 
 def test_a_passing_test_keeps_nothing(pytester: pytest.Pytester) -> None:
     test = """
-from runner.testing.playing import PLAYED
+from runner.testing.playing import RECENT_EPISODES
 
 def test_first():
     play(Calculator, "42")
-    assert PLAYED
+    assert RECENT_EPISODES
 
 def test_second():
-    assert not PLAYED
+    assert not RECENT_EPISODES
 """
     run(pytester, test).assert_outcomes(passed=2)
 

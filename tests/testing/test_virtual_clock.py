@@ -10,7 +10,8 @@ import pytest
 from anyio import from_thread, to_thread
 
 from runner import BadOption, Conversation, Environment, Limits, Task, reward, tool
-from runner.testing import VirtualClock, call, clock, play
+from runner.testing import VirtualClock, call, play
+from runner.testing import virtual_clock as clocks
 from tests.testing.inner import run
 
 pytest_plugins = ["pytester"]
@@ -80,7 +81,7 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
 def test_a_thread_that_waits_for_the_loop_is_not_at_work_and_has_its_second_again_afterwards(
     virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock, "_PATIENCE", WATCHDOG)  # what a thread would have that counts as at work
+    monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG)  # what a thread would have that counts as at work
 
     def asks() -> None:
         for _ in range(3):
@@ -98,7 +99,7 @@ def test_a_thread_that_waits_for_the_loop_is_not_at_work_and_has_its_second_agai
 def test_a_thread_has_its_second_anew_however_long_the_loop_took_for_what_it_asked(
     virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock, "_PATIENCE", 0.5)
+    monkeypatch.setattr(clocks, "_BUSY_SECONDS", 0.5)
     other = threading.Event()
 
     async def waits() -> tuple[float, bool]:

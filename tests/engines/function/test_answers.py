@@ -13,7 +13,7 @@ from runner.engines.base import Delta, FinishReason, GenerationRequest
 from runner.engines.function import stream
 from runner.errors import EngineError
 from runner.options import Limits, Sampling
-from runner.testing.contract_promises import drain
+from runner.testing.engine_under_test import drain
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.engines.asking import STOP, request
 

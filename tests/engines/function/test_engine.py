@@ -33,7 +33,7 @@ from runner.engines.base import Engine, FinishReason
 from runner.engines.function import runtime, stream
 from runner.errors import EngineError
 from runner.testing import Latency, ScriptedEngine, assert_exact, call, force
-from runner.testing.contract_promises import until
+from runner.testing.engine_under_test import wait_until
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.engines.asking import STOP, request
 from tests.engines.function.functions import Behind, engine_over
@@ -479,7 +479,7 @@ async def test_a_paused_engine_calls_nobody_and_goes_on_with_what_waited() -> No
             await engine.pause("wait")
             group.start_soon(go)
             with anyio.fail_after(300):
-                await until(lambda: engine.stats().waiting > 0)
+                await wait_until(lambda: engine.stats().waiting > 0)
             assert engine.stats().open == 0
             await engine.resume()
     assert told(played) == expected

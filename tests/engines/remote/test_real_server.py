@@ -20,7 +20,7 @@ from runner.engines.remote.engine import RemoteEngine
 from runner.errors import BadModel
 from runner.options import Constraint, ConstraintKind
 from runner.testing import assert_exact
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from runner.tokens.top_logprobs import TopLogprobs
 from tests.engines.remote.model_folder import byte_model
 from tests.engines.remote.model_server import ModelServer
@@ -76,7 +76,7 @@ ASKED = {
 
 
 async def test_a_server_samples_what_our_own_engine_samples_with_the_same_weights_and_seeds(
-    model_server: ModelServer, float32_engine: EngineAtHome
+    model_server: ModelServer, float32_engine: PooledEngine
 ) -> None:
     async with remote(model_server) as engine:
         far = {name: await said(engine, request) for name, request in ASKED.items()}

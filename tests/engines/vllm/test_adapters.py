@@ -19,7 +19,7 @@ from runner.engines.base import Finish, GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.errors import BadOption, BadWeights, RequestRejected
 from runner.testing import play_many
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from tests.engines.changed_weights import changed_weights
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
 from tests.playing import Plain
@@ -89,7 +89,7 @@ def folders(adapters: dict[str, dict[str, Any]], tmp_path: Path) -> dict[str, Pa
 
 
 @pytest.fixture
-def home(float32_engine: EngineAtHome) -> Iterator[EngineAtHome]:
+def home(float32_engine: PooledEngine) -> Iterator[PooledEngine]:
     """An engine that takes adapters, two at once, without any."""
     home = float32_engine
     yield home
@@ -99,16 +99,16 @@ def home(float32_engine: EngineAtHome) -> Iterator[EngineAtHome]:
     assert not folders_kept(home)
 
 
-def at(home: EngineAtHome, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
+def at(home: PooledEngine, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
     """Call something of the engine on the loop that it lives on."""
     return home.home.call(partial(function, *args, **options))
 
 
-def folders_kept(home: EngineAtHome) -> list[Path]:
+def folders_kept(home: PooledEngine) -> list[Path]:
     return [folder for folder in cast("VllmEngine", home.inner).vllm.adapters._folders if folder.exists()]
 
 
-def loaded(home: EngineAtHome) -> set[int]:
+def loaded(home: PooledEngine) -> set[int]:
     """Ids of the adapters that vLLM holds."""
     return set(at(home, cast("VllmEngine", home.inner).vllm.llm.list_loras))
 
@@ -130,7 +130,7 @@ def turn(adapter: str | None, length: int = LENGTH) -> GenerationRequest:
 
 
 async def say(
-    engine: EngineAtHome, adapter: str | None = None, between: Callable[[], Awaitable[Any]] | None = None
+    engine: PooledEngine, adapter: str | None = None, between: Callable[[], Awaitable[Any]] | None = None
 ) -> Said:
     """What one turn says; `between` is called once, when it has begun."""
     ids: list[int] = []
@@ -146,7 +146,7 @@ async def say(
     return Said(ids, logprobs, deltas.finish)
 
 
-async def say_at_once(engine: EngineAtHome, adapters: Sequence[str | None]) -> list[Said]:
+async def say_at_once(engine: PooledEngine, adapters: Sequence[str | None]) -> list[Said]:
     said: dict[int, Said] = {}
 
     async def keep(place: int, adapter: str | None) -> None:
@@ -159,7 +159,7 @@ async def say_at_once(engine: EngineAtHome, adapters: Sequence[str | None]) -> l
 
 
 def test_adapters_say_what_the_merged_model_says_at_once_and_beside_the_model_as_it_is(
-    home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
+    home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     before = at(home, say, home)
     teacher.assert_says(before)
@@ -177,7 +177,7 @@ def test_adapters_say_what_the_merged_model_says_at_once_and_beside_the_model_as
 
 
 def test_new_weights_under_a_name_never_meet_the_prompts_that_the_old_ones_cached(
-    home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
+    home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     label = at(home, home.add_adapter, "poet", folders["poet"])
     first, cached = (at(home, say, home, "poet") for _ in range(2))
@@ -205,7 +205,7 @@ def test_new_weights_under_a_name_never_meet_the_prompts_that_the_old_ones_cache
 
 
 def test_more_adapters_than_vllm_keeps_are_read_again_from_copies_of_ours(
-    home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
+    home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     for name, folder in folders.items():
         at(home, home.add_adapter, name, folder)
@@ -216,13 +216,13 @@ def test_more_adapters_than_vllm_keeps_are_read_again_from_copies_of_ours(
             teacher.assert_says(said, adapters[name])
 
 
-def test_tensors_are_taken_as_well_as_a_folder(home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any]) -> None:
+def test_tensors_are_taken_as_well_as_a_folder(home: PooledEngine, teacher: Teacher, adapters: dict[str, Any]) -> None:
     at(home, home.add_adapter, "poet", adapters["poet"], config=adapter_config(4))
     teacher.assert_says(at(home, say, home, "poet"), adapters["poet"])
 
 
 def test_a_removed_adapter_ends_its_turns_and_leaves_vllm_with_the_next_change(
-    home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
+    home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     at(home, home.add_adapter, "poet", folders["poet"])
     held = loaded(home)
@@ -238,7 +238,7 @@ def test_a_removed_adapter_ends_its_turns_and_leaves_vllm_with_the_next_change(
 
 
 def test_what_does_not_fit_leaves_the_engine_and_what_was_there_as_they_were(
-    home: EngineAtHome, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+    home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     at(home, home.add_adapter, "poet", folders["poet"])
     wrong = dict(adapters["poet"])
@@ -253,7 +253,7 @@ def test_what_does_not_fit_leaves_the_engine_and_what_was_there_as_they_were(
 
 
 def test_the_weights_under_an_adapter_can_change(
-    home: EngineAtHome,
+    home: PooledEngine,
     teacher: Teacher,
     adapters: dict[str, Any],
     folders: dict[str, Path],
@@ -291,7 +291,7 @@ class Debate(Plain):
 
 
 def test_the_turns_of_one_run_are_of_the_adapters_that_they_ask_for(
-    home: EngineAtHome, folders: dict[str, Path]
+    home: PooledEngine, folders: dict[str, Path]
 ) -> None:
     labels = [at(home, home.add_adapter, name, folders[name]) for name in ("poet", "critic")]
     for trajectory in play_many(Debate, home):

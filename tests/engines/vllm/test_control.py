@@ -21,7 +21,7 @@ from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import CheckedWeights
 from runner.testing import assert_exact, cancel_everywhere
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from runner.tokens.log import VersionSpan
 from tests.engines import controlling
 from tests.engines.changed_weights import changed_weights
@@ -47,7 +47,7 @@ def other_weights(small_model_folder: Path, tmp_path_factory: pytest.TempPathFac
 Scenario = Callable[[VllmEngine], Awaitable[None]]
 
 
-def playing_on(engine: EngineAtHome) -> Callable[[Scenario], None]:
+def playing_on(engine: PooledEngine) -> Callable[[Scenario], None]:
     """Plays a scenario on the engine, where it lives; leaves nothing open."""
 
     async def main(scenario: Scenario) -> None:
@@ -61,7 +61,7 @@ def playing_on(engine: EngineAtHome) -> Callable[[Scenario], None]:
 
 
 @pytest.fixture
-def on_engine(float32_engine: EngineAtHome) -> Callable[[Scenario], None]:
+def on_engine(float32_engine: PooledEngine) -> Callable[[Scenario], None]:
     return playing_on(float32_engine)
 
 
@@ -360,7 +360,7 @@ def test_a_seed_gives_the_same_ids_whether_a_prompt_is_computed_at_once_or_in_pi
 
 
 def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cause(
-    doomed_float32_engine: EngineAtHome, small_model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    doomed_float32_engine: PooledEngine, small_model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A folder in which somebody saves other tensors between the check and the load."""
     from safetensors.torch import load_file, save_file

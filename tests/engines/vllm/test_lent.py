@@ -18,8 +18,8 @@ from runner.engines.base import Delta, Engine, FinishReason, GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.options import Constraint, ConstraintKind
 from runner.testing import FORCING, assert_exact, force
-from runner.testing.contract_promises import drain, ids_of, logprobs_of
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
+from runner.testing.engine_under_test import drain, ids_of, logprobs_of
 from runner.training import GrammarMasks
 from tests.engines.function.functions import engine_over
 
@@ -72,7 +72,7 @@ def told(trajectories: list[Trajectory]) -> list[Any]:
 @pytest.mark.engine("float32_engine")
 @pytest.mark.parametrize("kind", ["over", "function"])
 def test_seeded_trajectories_are_bit_for_bit_those_of_the_engine_that_owns_it(
-    float32_engine: EngineAtHome, kind: str
+    float32_engine: PooledEngine, kind: str
 ) -> None:
     owner: Any = float32_engine.inner
 
@@ -117,7 +117,7 @@ def function_over(owner: VllmEngine) -> Engine:
 
 
 @pytest.mark.engine("float32_engine")
-def test_requests_of_the_owner_go_on_when_ours_are_ended_and_the_engine_is_left(float32_engine: EngineAtHome) -> None:
+def test_requests_of_the_owner_go_on_when_ours_are_ended_and_the_engine_is_left(float32_engine: PooledEngine) -> None:
     owner: Any = float32_engine.inner
 
     async def main() -> None:
@@ -151,7 +151,7 @@ async def _read(engine: Engine, request: GenerationRequest) -> AsyncIterator[Del
 
 
 @pytest.mark.engine("float32_engine")
-def test_two_of_ours_over_one_play_at_once_and_end_nothing_of_one_another(float32_engine: EngineAtHome) -> None:
+def test_two_of_ours_over_one_play_at_once_and_end_nothing_of_one_another(float32_engine: PooledEngine) -> None:
     owner: Any = float32_engine.inner
 
     async def main() -> None:

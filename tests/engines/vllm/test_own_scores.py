@@ -13,7 +13,7 @@ import pytest
 from runner import BadControl, EngineDead, VllmEngine, WeightProof
 from runner.engines.vllm.own_scores import SAMPLE_SIZE, OwnScores
 from runner.errors import RequestRejected
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from tests.engines.stale_worker import GARBLED
 
 pytestmark = pytest.mark.anyio
@@ -119,7 +119,7 @@ async def test_ids_fit_the_context(context: int) -> None:
 
 @pytest.mark.engine
 def test_an_update_that_moves_no_score_is_noticed_and_said(
-    float32_engine: EngineAtHome, hugging_face_model: Any, caplog: pytest.LogCaptureFixture
+    float32_engine: PooledEngine, hugging_face_model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     import torch
 
@@ -148,7 +148,7 @@ def test_an_update_that_moves_no_score_is_noticed_and_said(
 
 @pytest.mark.engine
 def test_own_weights_are_loaded_once_more_before_the_first_update(
-    float32_engine: EngineAtHome, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
+    float32_engine: PooledEngine, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         inner = float32_engine.inner
@@ -172,7 +172,7 @@ def test_own_weights_are_loaded_once_more_before_the_first_update(
 
 @pytest.mark.engine
 def test_files_that_somebody_wrote_over_are_not_the_engines_own(
-    float32_engine: EngineAtHome, monkeypatch: pytest.MonkeyPatch
+    float32_engine: PooledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         inner = float32_engine.inner
@@ -188,7 +188,7 @@ def test_files_that_somebody_wrote_over_are_not_the_engines_own(
 
 @pytest.mark.engine
 def test_a_proof_is_refused_by_name_where_turns_cannot_be_held(
-    float32_engine: EngineAtHome, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
+    float32_engine: PooledEngine, hugging_face_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         inner = float32_engine.inner

@@ -21,7 +21,7 @@ from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights
 from runner.models import demo_model
 from runner.options import Sampling
-from runner.testing.engine_pool import EngineAtHome
+from runner.testing.engine_pool import PooledEngine
 from runner.tokens.log import VersionSpan
 from tests.engines.vllm.memories import open_memories
 
@@ -210,7 +210,7 @@ def parcels(folder: Path, tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_transfer_engine_brings_the_same_weights(
-    float32_engine: EngineAtHome, small_model_folder: Path, tmp_path: Path
+    float32_engine: PooledEngine, small_model_folder: Path, tmp_path: Path
 ) -> None:
     old = tensors_of(small_model_folder)
     new = others(old)

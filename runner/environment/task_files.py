@@ -10,7 +10,7 @@ from typing import Final
 from runner.errors import BadTask
 from runner.tasks import Task, TaskBuilder
 
-__all__ = ["read_numbered", "read_tasks"]
+__all__ = ["read_numbered_tasks", "read_tasks"]
 
 _BOM: Final = b"\xef\xbb\xbf"
 """The mark of UTF-8 that some editors put at the beginning of a file."""
@@ -32,10 +32,10 @@ def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
     Raises:
         BadTask: a line that is not an object, lacks a field or has keys that nothing reads; names file and line.
     """
-    return (task for _, task in read_numbered(path, task_class))
+    return (task for _, task in read_numbered_tasks(path, task_class))
 
 
-def read_numbered(path: Path, task_class: type[Task] = Task) -> Iterator[tuple[int, Task]]:
+def read_numbered_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[tuple[int, Task]]:
     """The same with the number of each line, from 1."""
     if path.is_dir():
         raise BadTask(f"{str(path)!r} is a folder; give the path of a JSONL file with one task a line.")
@@ -50,14 +50,14 @@ def _read_lines(path: Path, task_class: type[Task]) -> Iterator[tuple[int, Task]
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number == 1:
-                    line = _without_mark(line, path)
+                    line = _without_bom(line, path)
                 if line.strip():
                     yield number, _task_of(line, build, f"{path}:{number}")
     except OSError as error:
         raise BadTask(f"the task file {str(path)!r} cannot be read ({error.strerror or error}).") from error
 
 
-def _without_mark(line: bytes, path: Path) -> bytes:
+def _without_bom(line: bytes, path: Path) -> bytes:
     for beginning, fix in _OTHER_FORMATS:
         if line.startswith(beginning):
             raise BadTask(f"{path}:1: this is not a JSONL file in UTF-8; {fix}.")

@@ -12,8 +12,16 @@ import pytest
 from runner.engines.base import FinishReason
 from runner.engines.state import EngineState
 from runner.errors import BadControl, BadInput, RequestRejected
-from runner.testing.cancelling import cancel_everywhere
-from runner.testing.contract_promises import ENDLESS, LONG, SHORT, EngineUnderTest, ask, controlled, saying
+from runner.testing.cancellation_points import cancel_everywhere
+from runner.testing.engine_under_test import (
+    ENDLESS_TOKENS,
+    LONG_TOKENS,
+    SHORT_TOKENS,
+    EngineUnderTest,
+    complete,
+    control_test,
+    running_request,
+)
 
 __all__ = ["ControlContract"]
 
@@ -21,18 +29,18 @@ __all__ = ["ControlContract"]
 class ControlContract:
     """What is promised of an engine that a trainer controls."""
 
-    @controlled(
+    @control_test(
         pause=lambda under_test: under_test.engine.pause(), keep=lambda under_test: under_test.engine.pause("keep")
     )
     async def test_keep_stands_still_and_goes_on_from_where_it_was(self, under_test: EngineUnderTest) -> None:
-        engine, undisturbed = under_test.engine, await under_test.said(LONG)
-        async with saying(engine, under_test.request(LONG)) as said:
+        engine, undisturbed = under_test.engine, await under_test.sample(LONG_TOKENS)
+        async with running_request(engine, under_test.request(LONG_TOKENS)) as said:
             await engine.pause("keep")
-            await under_test.quiet()
+            await under_test.settle()
             before = list(said.ids)
-            await under_test.quiet()
+            await under_test.settle()
             assert said.ids == before
-            assert len(before) < LONG
+            assert len(before) < LONG_TOKENS
             assert engine.stats().state is EngineState.PAUSED
             assert engine.is_alive()
             await engine.health()
@@ -41,33 +49,33 @@ class ControlContract:
         assert said.finish is not None
         assert said.finish.reason is FinishReason.LENGTH
 
-    @controlled(pause=lambda under_test: under_test.engine.pause())
+    @control_test(pause=lambda under_test: under_test.engine.pause())
     async def test_wait_lets_turns_end_first_and_nobody_else_begin(self, under_test: EngineUnderTest) -> None:
-        engine, undisturbed = under_test.engine, await under_test.said(LONG)
+        engine, undisturbed = under_test.engine, await under_test.sample(LONG_TOKENS)
         async with anyio.create_task_group() as group:
-            async with saying(engine, under_test.request(LONG)) as said:
+            async with running_request(engine, under_test.request(LONG_TOKENS)) as said:
                 await engine.pause("wait")
                 assert engine.stats().open == 0
             assert said.ids == undisturbed
-            group.start_soon(under_test.said, SHORT)
-            await under_test.quiet()
+            group.start_soon(under_test.sample, SHORT_TOKENS)
+            await under_test.settle()
             assert (engine.stats().open, engine.stats().waiting) == (0, 1)
             await engine.resume()
 
-    @controlled(pause=lambda under_test: under_test.engine.pause())
+    @control_test(pause=lambda under_test: under_test.engine.pause())
     async def test_abort_cuts_turns_with_what_they_had(self, under_test: EngineUnderTest) -> None:
-        engine, undisturbed = under_test.engine, await under_test.said(SHORT)
-        async with saying(engine, under_test.request()) as said:
+        engine, undisturbed = under_test.engine, await under_test.sample(SHORT_TOKENS)
+        async with running_request(engine, under_test.request()) as said:
             await engine.pause("abort")
             assert engine.stats().open == 0
         assert said.finish is not None
         assert said.finish.reason is FinishReason.ABORT
-        assert said.ids[:SHORT] == undisturbed[: len(said.ids)]
-        assert len(said.ids) < ENDLESS
+        assert said.ids[:SHORT_TOKENS] == undisturbed[: len(said.ids)]
+        assert len(said.ids) < ENDLESS_TOKENS
         await engine.resume()
-        assert await under_test.said(SHORT) == undisturbed
+        assert await under_test.sample(SHORT_TOKENS) == undisturbed
 
-    @controlled(
+    @control_test(
         pause=lambda under_test: under_test.engine.pause(), keep=lambda under_test: under_test.engine.pause("keep")
     )
     async def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(self, under_test: EngineUnderTest) -> None:
@@ -87,14 +95,14 @@ class ControlContract:
 
         async with engine.stream(under_test.request()):
             await cancel_everywhere(pause, check=goes_on)
-        assert len(await under_test.said(SHORT)) == SHORT
+        assert len(await under_test.sample(SHORT_TOKENS)) == SHORT_TOKENS
 
-    @controlled(sleep=lambda under_test: under_test.engine.sleep())
+    @control_test(sleep=lambda under_test: under_test.engine.sleep())
     async def test_a_sleep_cuts_turns_and_the_engine_goes_on_with_the_last_part_that_wakes(
         self, under_test: EngineUnderTest
     ) -> None:
-        engine, undisturbed = under_test.engine, await under_test.said(SHORT)
-        async with saying(engine, under_test.request()) as said:
+        engine, undisturbed = under_test.engine, await under_test.sample(SHORT_TOKENS)
+        async with running_request(engine, under_test.request()) as said:
             await engine.sleep()
             assert (engine.stats().state, engine.stats().open) == (EngineState.ASLEEP, 0)
         assert said.finish is not None
@@ -105,9 +113,9 @@ class ControlContract:
         assert engine.stats().state is EngineState.ASLEEP
         await engine.wake(["weights"])
         assert engine.stats().state is EngineState.RUNNING
-        assert await under_test.said(SHORT) == undisturbed
+        assert await under_test.sample(SHORT_TOKENS) == undisturbed
 
-    @controlled(sleep=lambda under_test: under_test.engine.sleep())
+    @control_test(sleep=lambda under_test: under_test.engine.sleep())
     async def test_what_cannot_be_now_is_refused_and_changes_nothing(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
 
@@ -131,35 +139,35 @@ class ControlContract:
         assert engine.state is EngineState.PAUSED, "as it was before it slept"
         await engine.resume()
 
-    @controlled(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
+    @control_test(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
     async def test_an_update_under_a_turn_says_which_weights_sampled_which_ids(
         self, under_test: EngineUnderTest
     ) -> None:
-        engine, undisturbed = under_test.engine, await under_test.said(LONG)
+        engine, undisturbed = under_test.engine, await under_test.sample(LONG_TOKENS)
         first = engine.weight_version
-        async with saying(engine, under_test.request(LONG)) as said:
+        async with running_request(engine, under_test.request(LONG_TOKENS)) as said:
             update = await engine.update_weights(under_test.weights)
         assert said.ids == undisturbed
         assert said.finish is not None
         spans = said.finish.versions
         assert [span.version for span in spans] == [first, update.version]
-        assert (spans[0].start, spans[-1].end) == (0, LONG)
+        assert (spans[0].start, spans[-1].end) == (0, LONG_TOKENS)
         assert all(before.end == after.start for before, after in pairwise(spans))
         assert engine.weight_version == engine.stats().weight_version == update.version != first
         with pytest.raises(BadInput, match="these weights were there before"):
             await engine.update_weights(under_test.weights, version=first)
 
-    @controlled(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
+    @control_test(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
     async def test_an_update_leaves_a_paused_engine_paused(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         await engine.pause()
         update = await engine.update_weights(under_test.weights)
         assert (engine.state, engine.weight_version) == (EngineState.PAUSED, update.version)
         await engine.resume()
-        _, finish = await ask(engine, under_test.request(SHORT))
+        _, finish = await complete(engine, under_test.request(SHORT_TOKENS))
         assert [span.version for span in finish.versions] == [update.version]
 
-    @controlled(
+    @control_test(
         add_adapter=lambda under_test: under_test.engine.add_adapter("poet", under_test.adapter),
         remove_adapter=lambda under_test: under_test.engine.remove_adapter("poet"),
     )
@@ -170,17 +178,17 @@ class ControlContract:
 
         async def refused() -> None:
             with pytest.raises(RequestRejected, match="no adapter 'poet'"):
-                await engine.stream(under_test.request(SHORT, adapter="poet")).__aenter__()
+                await engine.stream(under_test.request(SHORT_TOKENS, adapter="poet")).__aenter__()
 
-        undisturbed = await under_test.said(SHORT)
+        undisturbed = await under_test.sample(SHORT_TOKENS)
         await refused()
         label = await engine.add_adapter("poet", under_test.adapter)
         assert list(engine.adapters) == ["poet"]
-        async with saying(engine, under_test.request(LONG, adapter="poet")) as said:
+        async with running_request(engine, under_test.request(LONG_TOKENS, adapter="poet")) as said:
             await engine.remove_adapter("poet")
             await refused()
         assert said.finish is not None
         assert said.finish.reason is FinishReason.LENGTH, "a turn in flight goes on"
         assert [span.version for span in said.finish.versions] == [f"{engine.weight_version}+{label}"]
-        assert await under_test.said(SHORT) == undisturbed
+        assert await under_test.sample(SHORT_TOKENS) == undisturbed
         assert not engine.adapters

@@ -1,4 +1,4 @@
-"""Random values that fit a JSON schema or a pattern, for the model that `deltarunner check` plays."""
+"""Random values that fit a JSON schema or a pattern, for the random model of the environment linter."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from runner.tools.shapes import Conjunction, Shape
 
 __all__ = ["random_arguments", "random_text", "random_value"]
 
-TRIES: Final = 60
-"""Draws until one passes the check, which sees what a shape cannot say."""
+MAX_TRIES: Final = 60
+"""Attempts to draw a value that passes the validator, which checks more than the shape."""
 
-DEEPEST: Final = 6
-"""Depth from which on nothing that may be left out is drawn."""
+MAX_DEPTH: Final = 6
+"""Depth from which optional parts are left out."""
 
 WORDS: Final = ("a", "word", "2")
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def random_value(schema: Any, rng: random.Random) -> Any:
-    """A value that fits a schema; nearly, where no draw does."""
+    """A value that fits a schema. If no attempt succeeds, the last attempt."""
     shapes = shapes_for(schema)
     return _fitting(_Drawing(shapes, rng), shapes.of(shapes.whole), shapes.whole)
 
 
 def random_arguments(parameters: Any, rng: random.Random) -> dict[str, Any]:
-    """Arguments that fit the schema of a tool, without those that may be left out; nearly, where no draw does."""
+    """The required arguments of a tool, fitting its schema. If no attempt succeeds, the last attempt."""
     shapes = shapes_for(parameters)
     drawn: dict[str, Any] = _fitting(_Drawing(shapes, rng), shapes.arguments(), shapes.whole) or {}
     return drawn
 
 
 def random_text(pattern: str, rng: random.Random) -> str:
-    """A text in which a pattern is found."""
+    """A text that contains a match of a pattern."""
     try:
         compiled = python_pattern(pattern)
         parsed = importlib.import_module("re._parser").parse(compiled.pattern)
     except BadPattern:
         return rng.choice(WORDS)
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         text = _sequence(parsed, rng)
         if compiled.search(text):
             return text
@@ -54,7 +54,7 @@ def random_text(pattern: str, rng: random.Random) -> str:
 
 def _fitting(drawing: _Drawing, shapes: Sequence[Shape], whole: Conjunction) -> Any:
     value = None
-    for _ in range(TRIES if shapes else 0):
+    for _ in range(MAX_TRIES if shapes else 0):
         value = drawing.shape(drawing.rng.choice(shapes), 0)
         if drawing.shapes.fits(value, whole):
             return value
@@ -72,7 +72,7 @@ class _Drawing:
         shapes: Sequence[Shape] = self.shapes.of(conjunction)
         if not shapes:
             return None
-        if depth > DEEPEST:  # what ends a value that may hold itself
+        if depth > MAX_DEPTH:  # the smallest shape ends a recursive value
             shapes = sorted(shapes, key=lambda shape: (len(shape.required) + shape.least, shape.kind == "object"))[:1]
         if not self.shapes.key(conjunction):
             return self.rng.choice(WORDS)
@@ -119,7 +119,7 @@ class _Drawing:
 
     def _array(self, shape: Shape, depth: int) -> list[Any]:
         most = shape.least + 1 if shape.most is None else shape.most
-        length = min(max(shape.least, 1 if depth <= DEEPEST else 0), max(most, shape.least))
+        length = min(max(shape.least, 1 if depth <= MAX_DEPTH else 0), max(most, shape.least))
         items = []
         for index in range(length):
             if not self.shapes.is_satisfiable(shape.item(index)):
@@ -137,7 +137,7 @@ class _Drawing:
         return {name: self.value(shape.member(name), depth + 1) for name in names}
 
     def _name(self, shape: Shape, taken: Sequence[str]) -> str:
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             if shape.of_patterns and self.rng.random() < 0.7:
                 pattern = self.rng.choice(shape.of_patterns)[0]
                 name = random_text(pattern, self.rng)
@@ -175,7 +175,7 @@ def _one(name: str, value: Any, rng: random.Random) -> str:
             low, high, inner = value
             most = low + 3 if str(high) == "MAXREPEAT" else min(int(high), low + 3)
             return "".join(_sequence(inner, rng) for _ in range(rng.randint(low, most)))
-        case _:  # anchors, and what looks ahead
+        case _:  # anchors and lookaheads
             return ""
 
 

@@ -10,20 +10,20 @@ from runner.endpoint.server import parse_listen
 from runner.engines.base import BaseEngine, Engine
 from runner.errors import BadOption
 
-__all__ = ["many_of"]
+__all__ = ["engine_with_workers"]
 
-_OF_WORKERS = {"worker_gpus": "gpus", "worker_cpus": "cpus", "stall_seconds": "stall_seconds"}
+_WORKER_OPTIONS = {"worker_gpus": "gpus", "worker_cpus": "cpus", "stall_seconds": "stall_seconds"}
 """The options that are arguments of `RayEngines`, by their names there."""
 
 
-def many_of(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> BaseEngine:
+def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> BaseEngine:
     """The engine, or where workers were asked for, as many.
 
     Raises:
         BadOption: what was given does not go with workers, or Ray is not installed.
     """
     if settings.workers is None:
-        for name in ("cluster", *_OF_WORKERS):
+        for name in ("cluster", *_WORKER_OPTIONS):
             if (value := getattr(settings, name)) is not None:
                 raise BadOption(
                     f"--{name.replace('_', '-')} {value:{'g' if isinstance(value, float) else ''}}: give --workers "
@@ -38,7 +38,7 @@ def many_of(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngi
     engine = make_engine(settings)
     if not isinstance(engine, Engine):
         raise BadOption(f"--workers {settings.workers}: {type(engine).__name__} samples no token ids.")
-    given = {argument: getattr(settings, name) for name, argument in _OF_WORKERS.items()}
+    given = {argument: getattr(settings, name) for name, argument in _WORKER_OPTIONS.items()}
     given = {argument: value for argument, value in given.items() if value is not None}
     return RayEngines(engine, workers=workers, address=settings.cluster, **given)
 

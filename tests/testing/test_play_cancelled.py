@@ -72,7 +72,7 @@ def test_a_cut_in_setup_that_leaves_something_open_is_found_and_placed() -> None
         play_cancelled(Opens, SAYS, check=is_closed)
     (note,) = caught.value.__notes__
     assert "in Opens.setup (" in note
-    assert "test_cancelling_episodes.py:" in note
+    assert "test_play_cancelled.py:" in note
 
 
 def test_what_closes_everything_passes_and_is_cut_inside_the_turns_too() -> None:
@@ -158,5 +158,5 @@ def test_a_rollout_that_swallows_cancellations_is_named(again: bool) -> None:
                     if not again:
                         return
 
-    with pytest.raises(AssertionError, match=r"Swallows\.rollout \(.*test_cancelling_episodes\.py:\d+\) swallowed the"):
+    with pytest.raises(AssertionError, match=r"Swallows\.rollout \(.*test_play_cancelled\.py:\d+\) swallowed the"):
         play_cancelled(Swallows, "hm")

@@ -25,11 +25,11 @@ from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer, for_template, load_tokenizer
 
-__all__ = ["NamedFormat"]
+__all__ = ["ToolFormatCheck"]
 
 
 @dataclass(frozen=True, slots=True)
-class NamedFormat:
+class ToolFormatCheck:
     """What a tool format makes of what a template writes."""
 
     name: str
@@ -46,7 +46,7 @@ class NamedFormat:
         model: ResolvedModel | None,
         profile: TemplateProfile,
         learnt: LearntTurn,
-    ) -> NamedFormat:
+    ) -> ToolFormatCheck:
         """Try it in this process, on a template that was seen to end.
 
         Raises:

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from runner.environment.environment import HOOKS, Environment
 
-__all__ = ["uncalled"]
+__all__ = ["uncalled_methods"]
 
-MEANT: Final = {
+HOOK_SYNONYMS: Final = {
     "setup": "set_up setUp on_setup on_start async_setup initialize initialise reset setup_episode start_episode",
     "close": "tear_down teardown tearDown cleanup clean_up aclose shutdown dispose on_close on_end on_finish "
     "close_episode",
@@ -28,11 +28,13 @@ MEANT: Final = {
 }
 """What methods of these names are meant to be, most of them in other libraries."""
 
-_MEANT_BY_NAME: Final = {name: hook for hook, names in MEANT.items() for name in names.split() if name not in HOOKS}
-_ALIKE: Final = 0.8
+_HOOK_BY_NAME: Final = {
+    name: hook for hook, names in HOOK_SYNONYMS.items() for name in names.split() if name not in HOOKS
+}
+_MIN_SIMILARITY: Final = 0.8
 
 
-def uncalled(environment: Environment[Any]) -> Iterator[str]:
+def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
     """The methods of an environment that nothing calls and that were meant to be called, a line for people each.
 
     What a method of the class mentions by its name may be called there.
@@ -53,18 +55,20 @@ def uncalled(environment: Environment[Any]) -> Iterator[str]:
             )
         elif name in HOOKS or hasattr(Environment, name):
             continue
-        elif meant := _MEANT_BY_NAME.get(name) or next(iter(difflib.get_close_matches(name, HOOKS, 1, _ALIKE)), ""):
+        elif meant := _HOOK_BY_NAME.get(name) or next(
+            iter(difflib.get_close_matches(name, HOOKS, 1, _MIN_SIMILARITY)), ""
+        ):
             is_mark = meant.startswith("@")
             fix = f"mark it with {meant}" if is_mark else f"the hook is called {meant}()"
             yield f"{where} is never called: {fix}, or begin its name with _ if it is called from elsewhere."
-    if "step" in written and "rollout" in written and not {"step", "answer"} & mentioned and not _goes_up(written):
+    if "step" in written and "rollout" in written and not {"step", "answer"} & mentioned and not _calls_super(written):
         yield (
             f"{cls.__name__}.step() is never called: rollout() takes its place. Have rollout() call it, by "
             f"`await self.episode.answer(turn)`."
         )
 
 
-def _goes_up(written: dict[str, Any]) -> bool:
+def _calls_super(written: dict[str, Any]) -> bool:
     """Whether `rollout` calls that of the class below it, which calls `step`."""
     return "super" in set(_names_in(written["rollout"]))
 

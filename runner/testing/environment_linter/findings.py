@@ -1,4 +1,4 @@
-"""What `deltarunner check` says of an environment: each finding names the thing and the fix, in one line."""
+"""Findings of the environment linter. Each names the mistake and the fix on one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from runner.environment.environment import HOOKS, Environment
 from runner.environment.task_checks import TaskChecks
-from runner.environment.uncalled import uncalled
+from runner.environment.uncalled_methods import uncalled_methods
 from runner.episode.key import MAIN
 from runner.errors import BadTask
 from runner.messages import as_messages
@@ -28,49 +28,49 @@ from runner.tools.tool import Tool
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = [
-    "AFTER_OTHERS",
-    "AGAIN",
-    "IN_GROUPS",
-    "TOGETHER",
+    "AFTER_OTHER_EPISODES",
+    "IN_ANOTHER_ORDER",
+    "ON_REPEAT",
+    "WITHIN_GROUP",
+    "AgentRecord",
     "Differences",
     "Finding",
-    "Seen",
     "SharedState",
-    "of_hooks",
-    "of_lifespan",
-    "of_tasks",
-    "of_tools",
+    "hook_findings",
+    "lifespan_findings",
+    "task_findings",
+    "tool_findings",
 ]
 
 _CONTAINERS: Final = (list, dict, set, bytearray)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
-_LONGEST: Final = 10_000
-"""A container of more items is compared by its length alone."""
+_MAX_COMPARED_ITEMS: Final = 10_000
+"""Containers with more items are compared only by length."""
 
-_DEEPEST: Final = 8
-"""Containers that are nested deeper are not looked into."""
+_MAX_DEPTH: Final = 8
+"""Containers nested more deeply are not compared by content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or looks so."""
+    """A mistake, or a suspicion of one."""
 
     text: str
-    """What is wrong, and what to do about it."""
+    """The mistake and the fix."""
 
     fatal: bool = True
-    """Whether episodes fail by it, or their results are wrong."""
+    """True if it makes episodes fail or results wrong."""
 
     of_episode: bool = False
-    """Whether several episodes may say the same, each with numbers of its own."""
+    """True if several episodes may produce it, each with other numbers."""
 
 
 # --- the class
 
 
-def of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
-    """Tools and rewards whose names mean something else already, and methods that are never called."""
-    for text in uncalled(environment):
+def hook_findings(environment: Environment[Any]) -> Iterator[Finding]:
+    """Tools and rewards with reserved names, and methods that are never called."""
+    for text in uncalled_methods(environment):
         yield Finding(text, fatal=False)
     marked = [(tool.attribute, "tool") for tool in environment.method_tools]
     marked += [(scorer.name, str(scorer.kind)) for scorer in environment.scorers]
@@ -81,37 +81,37 @@ def of_hooks(environment: Environment[Any]) -> Iterator[Finding]:
             yield Finding(f"@{kind} {name}() is a name that the runner uses for something else. Rename the method.")
 
 
-def of_lifespan(environment: Environment[Any], before: Mapping[str, Any]) -> Iterator[Finding]:
-    """What `lifespan()` set on the object that plays no episode."""
+def lifespan_findings(environment: Environment[Any], before: Mapping[str, Any]) -> Iterator[Finding]:
+    """Attributes that `lifespan()` set on the environment object, which plays no episode."""
     if not environment.overrides("lifespan"):
         return
     for name, value in vars(environment).items():
         if name not in before or before[name] is not value:
             yield Finding(
-                f"lifespan() sets self.{name}, which episodes do not see: each is played by an object of its own. "
+                f"lifespan() sets self.{name}, which episodes do not see: each one has its own environment object. "
                 f"Yield it; episodes find it as self.shared."
             )
 
 
-def of_tools(tools: Sequence[Tool]) -> Iterator[Finding]:
-    """Arguments that some models cannot write, or not so that they are read as they were meant."""
+def tool_findings(tools: Sequence[Tool]) -> Iterator[Finding]:
+    """Arguments that some models cannot write, or that may be read back as another value."""
     for tool in tools:
         for name in tool.parameters["properties"]:
             if not CARRIED_NAME.fullmatch(name):
                 yield Finding(
-                    f"{tool.name}() has an argument {name!r}, which many chat templates write without quotes, so that "
-                    "it cannot be read back: rename it, with letters, digits and _.",
+                    f"{tool.name}() has an argument {name!r}, which many chat templates write without quotes, so "
+                    "it cannot be read back: rename it; use letters, digits and _.",
                     fatal=False,
                 )
         for name, reference in unresolved(tool.parameters):
             yield Finding(
-                f"{tool.name}({name}=) refers to {reference!r}, which is not in its schema, so that no model is shown "
+                f"{tool.name}({name}=) refers to {reference!r}, which is not in its schema, so the model is not shown "
                 "what to write there: put it into $defs.",
                 fatal=False,
             )
     for tool in tools:
         for note in modern(tool.parameters).notes:
-            yield Finding(f"{tool.name}(): its schema is not checked whole: {note}.", fatal=False)
+            yield Finding(f"{tool.name}(): its schema is not checked completely: {note}.", fatal=False)
         for left in not_enforced(tool.parameters, arguments=True):
             yield Finding(
                 f"{tool.name}(): {left} of its schema is not enforced where a call is required or strict, only checked "
@@ -120,14 +120,14 @@ def of_tools(tools: Sequence[Tool]) -> Iterator[Finding]:
             )
     for unclear in ambiguities(tools):
         yield Finding(
-            f"{unclear} takes strings and other values: many chat templates write strings without quotes (untyped), "
-            "and what reads as such a value is never a string. Give the argument one type, or make two of it.",
+            f"{unclear} takes strings and other values. Many chat templates write strings without quotes (untyped), "
+            "so a text that looks like such a value is not read as a string. Give it one type, or split it in two.",
             fatal=False,
         )
 
 
-def of_tasks(tasks: Sequence[Any], environment: Environment[Any]) -> Iterator[Finding]:
-    """What is wrong with tasks before they are played, and what a run file gives back as something else."""
+def task_findings(tasks: Sequence[Any], environment: Environment[Any]) -> Iterator[Finding]:
+    """Tasks that cannot be played, and values that a run file returns changed."""
     checks = TaskChecks(environment, is_kept=True)
     wrong: list[str] = []
     try:
@@ -137,15 +137,15 @@ def of_tasks(tasks: Sequence[Any], environment: Environment[Any]) -> Iterator[Fi
     kept = TaskCheck()
     unkept = [task for task in tasks if isinstance(task, Task) and kept.problem(task) is not None]
     if wrong:
-        likewise = f" Of {len(tasks)} tasks {len(unkept)} hold such a value." if len(unkept) > 1 else ""
+        likewise = f" {len(unkept)} of {len(tasks)} tasks have such a value." if len(unkept) > 1 else ""
         yield Finding(wrong[0] + likewise)
     tuples = [(task, next(tuples_in(task.info, "info"), None)) for task in tasks if isinstance(task, Task)]
     changed = [(task.id, where) for task, where in tuples if where is not None]
     if changed and not wrong:
         id, where = changed[0]
         yield Finding(
-            f"task {id!r}: {where} is a tuple, which a run file gives back as a list (so in {len(changed)} of "
-            f"{len(tasks)} tasks): make it a list, or a typed field of a class of your own.",
+            f"task {id!r}: {where} is a tuple, which a run file returns as a list (in {len(changed)} of "
+            f"{len(tasks)} tasks): make it a list, or a typed field of a subclass of Task.",
             fatal=False,
         )
 
@@ -154,41 +154,41 @@ def of_tasks(tasks: Sequence[Any], environment: Environment[Any]) -> Iterator[Fi
 
 
 class SharedState:
-    """What all episodes of a class see, as it was before any was played: attributes, arguments, module variables."""
+    """State that all episodes share, as of before the first one: attributes, arguments, module variables."""
 
     def __init__(self, environment: Environment[Any]) -> None:
         self._environment = environment
-        self._before = {name: _frozen(value) for name, value, _ in self._values()}
+        self._before = {name: _snapshot(value) for name, value, _ in self._values()}
 
     def findings(self) -> Iterator[Finding]:
-        """What has been changed since, and what could be."""
+        """Shared values that changed since, and those that could."""
         for name, value, of_class in self._values():
-            if name not in self._before or self._before[name] != _frozen(value):
+            if name not in self._before or self._before[name] != _snapshot(value):
                 yield Finding(
-                    f"{name} was changed while episodes were played, and all of them see it: keep it on self, made in "
+                    f"{name} was changed during play, and all episodes share it: keep it on self and create it in "
                     f"__init__() or setup().",
                     fatal=of_class,
                 )
             elif of_class and isinstance(value, _CONTAINERS) and "(" not in name:
                 yield Finding(
                     f"{name} is a {type(value).__name__} of the class, which all episodes share: "
-                    f"make it in __init__ or setup(), or a tuple if nobody changes it.",
+                    f"create it in __init__() or setup(), or make it a tuple if nothing changes it.",
                     fatal=False,
                 )
 
     def _values(self) -> Iterator[tuple[str, Any, bool]]:
-        """The name, the value, and whether it belongs to the class rather than to its module."""
+        """(name, value, True if it belongs to the class and not to its module)."""
         cls = type(self._environment)
         bases = cls.__mro__[: cls.__mro__.index(Environment)]
         for base in bases:
             for name, value in vars(base).items():
                 if not name.startswith("__") and name not in vars(Environment) and _is_state(value):
                     yield f"{base.__name__}.{name}", value, True
-        # A default is made once, when the function is: every call that leaves it out gets the same object.
+        # Defaults are created once: every call without the argument gets the same object.
         yield from _defaults(cls.__init__, cls.__name__)
         for base in bases:
             for name, value in vars(base).items():
-                # Of a class method or a static one what it wraps, and of a decorated one the author's own.
+                # Unwrap class methods, static methods and decorated functions.
                 function = inspect.unwrap(getattr(value, "__func__", value))
                 if inspect.isfunction(function) and name != "__init__":
                     yield from _defaults(function, f"{base.__name__}.{name}")
@@ -211,63 +211,62 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, (*_CONTAINERS, *_PLAIN, count))
 
 
-def _frozen(value: Any, depth: int = 0) -> Any:
-    """What can be compared later: of containers their contents, of any other object which one it is."""
+def _snapshot(value: Any, depth: int = 0) -> Any:
+    """A value for later comparison: the contents of containers, the identity of other objects."""
     if isinstance(value, count):
         return repr(value)
     if isinstance(value, _PLAIN) and not isinstance(value, tuple):
         return value
-    if depth > _DEEPEST or not isinstance(value, (*_CONTAINERS, tuple)):
+    if depth > _MAX_DEPTH or not isinstance(value, (*_CONTAINERS, tuple)):
         return id(value)
-    if len(value) > _LONGEST:
+    if len(value) > _MAX_COMPARED_ITEMS:
         return len(value)
     if isinstance(value, dict):
-        return {key: _frozen(one, depth + 1) for key, one in value.items()}
+        return {key: _snapshot(one, depth + 1) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_frozen(one, depth + 1) for one in value]
+        return [_snapshot(one, depth + 1) for one in value]
     return bytes(value) if isinstance(value, bytearray) else frozenset(value)
 
 
-# --- the same, played again
+# --- differences between plays
 
-AGAIN: Final = "when the same was played again: draw from self.episode.rng, and let episodes share nothing"
-AFTER_OTHERS: Final = (
-    "when they were played after other ones: they share something. Keep state on self, made in __init__() or setup()"
+ON_REPEAT: Final = "when the same episode was repeated: draw from self.episode.rng, and share nothing between episodes"
+AFTER_OTHER_EPISODES: Final = (
+    "when played after other episodes: they share state. Keep it on self and create it in __init__() or setup()"
 )
-IN_GROUPS: Final = (
-    "when another one of the group played the same task: draw what makes the world from self.episode.rng, which a "
+WITHIN_GROUP: Final = (
+    "when another episode of the group played the same task: draw the initial state from self.episode.rng, which a "
     "group shares, not from self.episode.seed or index"
 )
-TOGETHER: Final = (
-    "when two calls of one turn ended in another order: asynchronous tools of a turn run together. Mark those that "
-    "hang on one another @tool(parallel=False)"
+IN_ANOTHER_ORDER: Final = (
+    "when two calls of one turn ended in another order: asynchronous tools of a turn run concurrently. Mark tools that "
+    "depend on each other with @tool(parallel=False)"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one agent of an episode saw and was given."""
+class AgentRecord:
+    """Messages, scores and outcome of one agent of an episode."""
 
     agent: str
-    """The agent's name."""
+
     messages: Sequence[Mapping[str, Any]]
     """The messages of its last segment."""
 
-    given: int
-    """How many of the messages stood in the task, with the system message."""
+    task_messages: int
+    """Number of leading messages that come from the task, the system message included."""
 
-    spoken: int
-    """How many of the assistant's messages were sampled; those before them stood in the prompt."""
+    sampled_messages: int
+    """Number of sampled assistant messages; earlier ones are part of the prompt."""
 
     rewards: Mapping[str, float | None]
-    """The agent's rewards and metrics, by name."""
+    """Rewards and metrics, by name."""
 
     outcome: Outcome
-    """The outcome of the episode."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Seen:
-        """What a trajectory shows of it."""
+    def of(cls, trajectory: Trajectory) -> AgentRecord:
+        """The record of a trajectory."""
         messages, prompt = trajectory.messages, as_messages(trajectory.task.prompt)
         system = [message["role"] == "system" for message in (*messages[:1], *prompt[:1])] == [True, False]
         scores = {**trajectory.rewards, **trajectory.metrics}
@@ -275,39 +274,39 @@ class Seen:
         return cls(trajectory.agent, messages, len(prompt) + system, spoken, scores, trajectory.outcome)
 
 
-Episodes = Mapping[str, Seen]
+AgentRecords = Mapping[str, AgentRecord]
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What was not the same when the same episodes were played twice, by what made the difference."""
+    """Differences between two plays of the same episodes, by cause."""
 
     counts: Counter[str]
-    """Counts in how many episodes each cause made a difference."""
+    """Number of episodes that differ, by cause."""
 
     examples: Mapping[str, str]
-    """For each cause an episode, and what was there the first time and the other time."""
+    """An example for each cause: the episode, and both values."""
 
     episodes: int
-    """The number of episodes that were compared."""
+    """Number of compared episodes."""
 
     @classmethod
-    def between(cls, first: Episodes, again: Episodes, environment: Environment[Any]) -> Differences:
-        """Compare two plays; where what was said differs, what was earned is not looked at."""
+    def between(cls, first: AgentRecords, again: AgentRecords, environment: Environment[Any]) -> Differences:
+        """Compare two plays. Scores are compared only if the messages are equal."""
         counts: Counter[str] = Counter()
         examples: dict[str, str] = {}
         names = [name for name in first if name in again]
         for name in names:
-            said = _said_differently(first[name], again[name], environment)
-            for cause, one, other in [said] if said else _scored_differently(first[name], again[name]):
+            said = _first_message_difference(first[name], again[name], environment)
+            for cause, one, other in [said] if said else _score_differences(first[name], again[name]):
                 counts[cause] += 1
                 examples.setdefault(cause, f"in {name.removesuffix(f' {MAIN}')} first {one}, then {other}")
         return cls(counts, examples, len(names))
 
     @classmethod
-    def within_groups(cls, seen: Episodes, environment: Environment[Any]) -> Differences:
-        """Compare the two episodes of each group; what a group reward makes of them may differ."""
-        groups: tuple[dict[str, Seen], dict[str, Seen]] = {}, {}
+    def within_groups(cls, seen: AgentRecords, environment: Environment[Any]) -> Differences:
+        """Compare the two episodes of each group, without their group rewards, which may differ."""
+        groups: tuple[dict[str, AgentRecord], dict[str, AgentRecord]] = {}, {}
         of_groups = {scorer.name for scorer in environment.scorers if scorer.kind == ScorerKind.GROUP_REWARD}
         for name, one in seen.items():
             episode, _, agent = name.rpartition(" ")
@@ -317,84 +316,86 @@ class Differences:
         return cls.between(*groups, environment)
 
     def without(self, other: Differences) -> Differences:
-        """Those that the other ones do not tell of."""
+        """The differences without the causes in `other`."""
         counts = Counter({cause: number for cause, number in self.counts.items() if cause not in other.counts})
         return Differences(counts, self.examples, self.episodes)
 
     def findings(self, when: str) -> Iterator[Finding]:
-        """One for each cause; `when` ends its sentence: when it was different, and what to do about that."""
+        """A finding for each cause; its text ends with `when`, the condition and the fix."""
         for cause, number in sorted(self.counts.items()):
             yield Finding(f"{cause} in {number} of {self.episodes} episodes {when} ({self.examples[cause]}).")
 
 
 Difference = tuple[str, str, str]
-"""What made a difference, and what was there the first time and the other time."""
+"""(cause, first value, other value)."""
 
 
-def _scored_differently(first: Seen, again: Seen) -> Iterator[Difference]:
+def _score_differences(first: AgentRecord, again: AgentRecord) -> Iterator[Difference]:
     for name in sorted(first.rewards.keys() | again.rewards.keys()):
         one, other = (seen.rewards.get(name) for seen in (first, again))
         if one != other:
-            yield f"{name}() gave another value", str(one), str(other)
+            yield f"{name}() returned another value", str(one), str(other)
 
 
-def _said_differently(first: Seen, again: Seen, environment: Environment[Any]) -> Difference | None:
-    """Whose words differ first; None if none do."""
+def _first_message_difference(
+    first: AgentRecord, again: AgentRecord, environment: Environment[Any]
+) -> Difference | None:
+    """The first message that differs, with its author; None if all are equal."""
     for index, (one, other) in enumerate(zip(first.messages, again.messages, strict=False)):
         if one != other:
-            return (_author(first, index, environment), *_shown_apart(one, other))
+            return (_author(first, index, environment), *_excerpts(one, other))
     if len(first.messages) != len(again.messages) or first.outcome is not again.outcome:
         one_end, other_end = (f"{len(seen.messages)} messages ({seen.outcome.value})" for seen in (first, again))
-        return f"{_loop(environment)} ended it elsewhere", one_end, other_end
+        return f"{_loop(environment)} ended the episode at another point", one_end, other_end
     return None
 
 
-BEFORE: Final = 12
-"""Characters that are shown before the first one that differs."""
-SHOWN: Final = 60
-"""Characters of each of two texts that are shown."""
+CONTEXT_CHARS: Final = 12
+"""Characters shown before the first difference."""
+MAX_EXCERPT_CHARS: Final = 60
+"""Characters shown of each of two texts."""
 
 
-def _shown_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
-    """Two messages that differ, shortened to where they do."""
+def _excerpts(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
+    """Excerpts of two messages around their first difference."""
     texts = [message.get("content") for message in (one, other)]
-    if texts[0] == texts[1]:  # then it is the calls, or who speaks
+    if texts[0] == texts[1]:  # the calls or the roles differ
         texts = [repr({name: value for name, value in each.items() if name != "content"}) for each in (one, other)]
     first, second = map(str, texts)
-    is_short = max(len(first), len(second)) <= SHOWN
-    start = 0 if is_short else max(0, first_mismatch(first, second) - BEFORE)
+    is_short = max(len(first), len(second)) <= MAX_EXCERPT_CHARS
+    start = 0 if is_short else max(0, first_mismatch(first, second) - CONTEXT_CHARS)
 
     def shown(text: str) -> str:
-        end = start + SHOWN
+        end = start + MAX_EXCERPT_CHARS
         return f"{'...' if start else ''}{text[start:end]!r}{'...' if end < len(text) else ''}"
 
     return shown(first), shown(second)
 
 
-def _author(seen: Seen, index: int, environment: Environment[Any]) -> str:
-    messages, spoken = seen.messages, seen.spoken
+def _author(seen: AgentRecord, index: int, environment: Environment[Any]) -> str:
+    messages, spoken = seen.messages, seen.sampled_messages
     role = messages[index]["role"]
     if role == "system":
-        return "the system prompt was another one"
+        return "the system prompt differed"
     said = [number for number, message in enumerate(messages) if message["role"] == "assistant"][-spoken:]
     if not spoken or not said or index < said[0]:
         return _author_of_prompt(seen, index, environment)
     match role:
         case "tool":
-            return f"tool {_tool_of(messages, index)}() gave another result"
+            return f"tool {_tool_of(messages, index)}() returned another result"
         case "assistant":
-            return "setup() gave the model other tools"
-    return f"{_loop(environment)} gave another answer"
+            return "setup() offered other tools to the model"
+    return f"{_loop(environment)} returned another reply"
 
 
-def _author_of_prompt(seen: Seen, index: int, environment: Environment[Any]) -> str:
+def _author_of_prompt(seen: AgentRecord, index: int, environment: Environment[Any]) -> str:
     if seen.agent != MAIN:
-        return f"what agent {seen.agent!r} was asked first was another one"
+        return f"the first message to agent {seen.agent!r} differed"
     if environment.overrides("prompt"):
-        return f"prompt(){' or rollout()' if environment.overrides('rollout') else ''} gave another one"
-    if index >= seen.given and environment.overrides("rollout"):
+        return f"prompt(){' or rollout()' if environment.overrides('rollout') else ''} returned another prompt"
+    if index >= seen.task_messages and environment.overrides("rollout"):
         return "rollout() added another message"
-    return "tasks() gave another prompt"
+    return "tasks() returned another prompt"
 
 
 def _tool_of(messages: Sequence[Mapping[str, Any]], index: int) -> str:

@@ -13,13 +13,13 @@ from runner import Conversation, Environment, Run, Task, Trajectory, Turn, metri
 from runner.cli.app import app
 from runner.environment.environment import HOOKS
 from runner.environment.loading import bundled_environments, find_environment
-from runner.environment.uncalled import MEANT, uncalled
+from runner.environment.uncalled_methods import HOOK_SYNONYMS, uncalled_methods
 from runner.testing import ScriptedEngine
 from tests.playing import Plain
 
 
 def told(kind: type[Environment[Any]]) -> list[str]:
-    return list(uncalled(kind()))
+    return list(uncalled_methods(kind()))
 
 
 def does_nothing(self: Any, *_: object) -> None:
@@ -29,7 +29,7 @@ def does_nothing(self: Any, *_: object) -> None:
 MISSPELT = ["setpu", "set_up", "promt", "prompt_", "rolout", "roll_out", "clsoe", "close_", "steps", "taks", "lifespam"]
 
 
-@pytest.mark.parametrize("name", [*MISSPELT, *(name for names in MEANT.values() for name in names.split())])
+@pytest.mark.parametrize("name", [*MISSPELT, *(name for names in HOOK_SYNONYMS.values() for name in names.split())])
 def test_a_method_with_a_name_like_a_hooks_is_named_with_the_hook(name: str) -> None:
     (text,) = told(type("Odd", (Plain,), {name: does_nothing}))
     assert text.startswith(f"Odd.{name}() is never called: ")
@@ -131,7 +131,7 @@ def test_what_is_called_marked_or_somebody_elses_is_fine() -> None:
 def test_no_environment_that_comes_along_has_such_a_method() -> None:
     for bundled in bundled_environments():
         kind = find_environment(bundled.name)
-        assert list(uncalled(kind.__new__(kind))) == []  # some need arguments, and none has to be made for this
+        assert list(uncalled_methods(kind.__new__(kind))) == []  # some need arguments, and none has to be made for this
 
 
 @pytest.mark.anyio

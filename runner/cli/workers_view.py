@@ -12,27 +12,27 @@ from runner.runs.fleet_stats import FleetStats, Trouble, outdated_in_words, vers
 from runner.runs.player import FleetWorker, IdleReason
 from runner.transcript import shown_line
 
-__all__ = ["joined", "workers_shown"]
+__all__ = ["joined_line", "workers_view"]
 
-ALL_COLUMNS: Final = 70
+MIN_TABLE_WIDTH: Final = 70
 """In fewer columns of the terminal only the most important figures of a worker have one."""
 
-NODE: Final = 20
+MAX_NODE_CHARS: Final = 20
 """The widest name of a node."""
 
-VERSION: Final = 12
+MAX_VERSION_CHARS: Final = 12
 """The widest version of weights."""
 
 _COLUMNS: Final = ("worker", "node", "playing", "weights", "lag", "silent", "longest wait")
 _FEWER_COLUMNS: Final = ("worker", "playing", "longest wait")
-_WORDS: Final = ("node", "weights", "longest wait")
+_LEFT_ALIGNED: Final = ("node", "weights", "longest wait")
 """The columns that begin at their left; the others are numbers, and end at their right."""
 
 Cell: TypeAlias = tuple[str, str]
 """A text and its style."""
 
 
-def workers_shown(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
+def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
     """The workers in lines: no more of them than there is room for, but one at least.
 
     Args:
@@ -47,7 +47,11 @@ def workers_shown(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
     rows = fleet.worth_a_look(max(0, room - 2))  # with those, and the line for all others
     told = {worker.number for worker in rows}
     rest = [worker for worker in fleet.workers if worker.number not in told]
-    return [*counts, *_table(rows, fleet, width), *([_rest(rest, fleet, more=bool(rows))] if rest and room > 0 else [])]
+    return [
+        *counts,
+        *_table(rows, fleet, width),
+        *([_others_line(rest, fleet, more=bool(rows))] if rest and room > 0 else []),
+    ]
 
 
 def _counts(fleet: FleetStats, width: int) -> list[Text]:
@@ -59,17 +63,17 @@ def _counts(fleet: FleetStats, width: int) -> list[Text]:
     for why, count in fleet.absent.items():
         parts.append((f"{count} {why.value}", "yellow" if why is IdleReason.RESTING else ""))
     for part in parts:
-        if joined([*lines[-1], part]).cell_len <= width:
+        if joined_line([*lines[-1], part]).cell_len <= width:
             lines[-1].append(part)
         else:
             lines.append([("  " + part[0], part[1])])
-    return [joined(line, no_wrap=True) for line in lines]
+    return [joined_line(line, no_wrap=True) for line in lines]
 
 
 def _table(workers: Sequence[FleetWorker], fleet: FleetStats, width: int) -> list[Text]:
     if not workers:
         return []
-    whole = width >= ALL_COLUMNS
+    whole = width >= MIN_TABLE_WIDTH
     columns = _COLUMNS if whole else _FEWER_COLUMNS
     rows: list[Sequence[Cell]] = [[(name, "dim") for name in columns]]
     rows += [(_cells if whole else _fewer_cells)(worker, fleet.troubles(worker), width) for worker in workers]
@@ -84,21 +88,21 @@ def _cells(worker: FleetWorker, troubles: Collection[Trouble], width: int) -> li
 
     return [
         (str(worker.number), "yellow" if troubles else ""),
-        (_short(worker.node, min(NODE, width // 6)), ""),
+        (_short(worker.node, min(MAX_NODE_CHARS, width // 6)), ""),
         (f"{worker.playing}/{worker.width}", ""),
-        (_short(worker.version, min(VERSION, width // 8)), styled(Trouble.OUTDATED)),
+        (_short(worker.version, min(MAX_VERSION_CHARS, width // 8)), styled(Trouble.OUTDATED)),
         (_lag(worker.lag), styled(Trouble.LATE)),
         (f"{worker.silent:.0f} s", styled(Trouble.SILENT)),
-        (_wait(worker), styled(Trouble.STUCK, "")),
+        (_longest_wait(worker), styled(Trouble.STUCK, "")),
     ]
 
 
 def _fewer_cells(worker: FleetWorker, troubles: Collection[Trouble], _: int) -> list[Cell]:
     # What has no column of its own is told where it is wrong.
     told = [f"silent for {worker.silent:.0f} s"] if Trouble.SILENT in troubles else []
-    told += [f"weights {_short(worker.version, VERSION)}"] if Trouble.OUTDATED in troubles else []
+    told += [f"weights {_short(worker.version, MAX_VERSION_CHARS)}"] if Trouble.OUTDATED in troubles else []
     told += [f"lag {_lag(worker.lag)}"] if Trouble.LATE in troubles else []
-    wait = _wait(worker)
+    wait = _longest_wait(worker)
     style = "yellow" if troubles else ""
     return [
         (str(worker.number), style),
@@ -111,12 +115,12 @@ def _aligned(row: Sequence[Cell], columns: Sequence[str], widths: Sequence[int])
     line = Text(no_wrap=True, overflow="ellipsis")
     for (text, style), column, wide in zip(row, columns, widths, strict=True):
         pad = " " * (wide - cell_len(text))
-        line.append("  " if line else "").append(text + pad if column in _WORDS else pad + text, style or None)
+        line.append("  " if line else "").append(text + pad if column in _LEFT_ALIGNED else pad + text, style or None)
     line.rstrip()  # else the end of a column of short words would be cut, and marked as cut
     return line
 
 
-def _wait(worker: FleetWorker) -> str:
+def _longest_wait(worker: FleetWorker) -> str:
     return f"{worker.waited:4.0f} s for {shown_line(worker.oldest)}" if worker.oldest else ""
 
 
@@ -124,7 +128,7 @@ def _lag(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms"
 
 
-def _rest(workers: Sequence[FleetWorker], fleet: FleetStats, *, more: bool) -> Text:
+def _others_line(workers: Sequence[FleetWorker], fleet: FleetStats, *, more: bool) -> Text:
     """Those that have no row, in one line."""
     nodes = {worker.node for worker in workers}
     where = shown_line(next(iter(nodes))) if len(nodes) == 1 else f"{len(nodes)} nodes"
@@ -137,7 +141,7 @@ def _rest(workers: Sequence[FleetWorker], fleet: FleetStats, *, more: bool) -> T
     parts.append((f"lag up to {_lag(max(worker.lag for worker in workers))}", "dim"))
     if len({worker.version for worker in workers}) > 1:
         parts.append((f"weights {versions_in_words(workers)}", ""))
-    return joined(parts, no_wrap=True)
+    return joined_line(parts, no_wrap=True)
 
 
 def _range(least: int, most: int) -> str:
@@ -153,7 +157,7 @@ def _short(name: str, most: int) -> str:
     return f"{name[: most - 1 - end]}…{name[-end:]}"
 
 
-def joined(parts: Sequence[Cell], *, no_wrap: bool = False) -> Text:
+def joined_line(parts: Sequence[Cell], *, no_wrap: bool = False) -> Text:
     """Texts with their styles as one line, which goes on in the next one where it is too long, or is cut there."""
     line = Text(no_wrap=no_wrap, overflow="ellipsis" if no_wrap else None)
     for text, style in parts:

@@ -21,9 +21,9 @@ __tracebackhide__ = True
 
 T = TypeVar("T")
 
-_PATIENCE = 1.0
+_BUSY_SECONDS = 1.0
 """Seconds of real time that worker threads may be at work before they are taken for ones that hang."""
-_LOOK = 0.005
+_POLL_SECONDS = 0.005
 """Seconds of real time after which a loop that waits for others looks again."""
 
 
@@ -94,11 +94,11 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._in_executor = 0
-        self._asking: dict[asyncio.Task[Any], threading.Thread] = {}
+        self._pending_calls: dict[asyncio.Task[Any], threading.Thread] = {}
         """What worker threads have called on this loop, and wait for."""
-        self._asked_by: threading.Thread | None = None
-        self._patience = _VirtualSelector(clock, self)
-        super().__init__(self._patience)
+        self._calling_thread: threading.Thread | None = None
+        self._virtual_selector = _VirtualSelector(clock, self)
+        super().__init__(self._virtual_selector)
 
     def time(self) -> float:
         return self._clock._now
@@ -120,29 +120,29 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def _call_for(self, thread: threading.Thread, callback: Any, *arguments: Any) -> None:
         # Only what the thread waits for; what it has started there by a function goes on without it.
         awaited = getattr(callback, "__qualname__", "").startswith(f"{asyncio.run_coroutine_threadsafe.__name__}.")
-        self._asked_by = thread if awaited and self._is_worker(thread) else None
+        self._calling_thread = thread if awaited and self._is_worker(thread) else None
         try:
             callback(*arguments)
         finally:
-            self._asked_by = None
+            self._calling_thread = None
 
     def create_task(self, *arguments: Any, **options: Any) -> Any:
         task = super().create_task(*arguments, **options)
-        if self._asked_by is not None:
-            self._asking[task] = self._asked_by
-            task.add_done_callback(self._answered)
+        if self._calling_thread is not None:
+            self._pending_calls[task] = self._calling_thread
+            task.add_done_callback(self._call_done)
         return task
 
-    def _answered(self, task: asyncio.Task[Any]) -> None:
-        del self._asking[task]
-        self._patience.begin_anew()
+    def _call_done(self, task: asyncio.Task[Any]) -> None:
+        del self._pending_calls[task]
+        self._virtual_selector.reset_busy_time()
 
     def _is_worker(self, thread: threading.Thread) -> bool:
         return getattr(thread, "loop", None) is self  # what anyio's worker threads on asyncio look like
 
     def busy_threads(self) -> int:
         """Worker threads of this loop that are at work."""
-        waiting = set(self._asking.values())
+        waiting = set(self._pending_calls.values())
         return self._in_executor + sum(
             self._is_worker(thread) and thread not in waiting and thread not in getattr(thread, "idle_workers", ())
             for thread in threading.enumerate()
@@ -165,11 +165,11 @@ class _VirtualSelector(selectors.DefaultSelector):
             self._busy_since = None
             return ready
         if not self._clock.autojump or self._has_to_wait():
-            return super().select(_LOOK)
+            return super().select(_POLL_SECONDS)
         self._clock._now += timeout
         return []
 
-    def begin_anew(self) -> None:
+    def reset_busy_time(self) -> None:
         """Give worker threads the whole of their time again."""
         self._busy_since = None
 
@@ -179,4 +179,4 @@ class _VirtualSelector(selectors.DefaultSelector):
             return False
         now = time.monotonic()
         self._busy_since = self._busy_since or now
-        return now - self._busy_since < _PATIENCE
+        return now - self._busy_since < _BUSY_SECONDS

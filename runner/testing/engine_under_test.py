@@ -22,26 +22,26 @@ from runner.errors import BadControl
 from runner.options import Sampling
 
 __all__ = [
-    "ENDLESS",
-    "LONG",
-    "SHORT",
+    "ENDLESS_TOKENS",
+    "LONG_TOKENS",
+    "SHORT_TOKENS",
     "EngineUnderTest",
-    "Keep",
-    "Said",
-    "ask",
-    "controlled",
+    "PartialAnswer",
+    "RunContractTest",
+    "complete",
+    "contract_test",
+    "control_test",
     "drain",
     "ids_of",
     "logprobs_of",
-    "promised",
-    "saying",
-    "until",
+    "running_request",
+    "wait_until",
 ]
 
-WATCHDOG: Final = 120.0  # seconds after which an engine that keeps a promise waiting has broken it
-SHORT: Final = 12  # ids
-LONG: Final = 32  # ids: what is asked of the engine meanwhile comes before the last of them
-ENDLESS: Final = 900  # ids: nobody waits for the last of them
+WATCHDOG_SECONDS: Final = 120.0  # seconds after which an engine that keeps a promise waiting has broken it
+SHORT_TOKENS: Final = 12  # ids
+LONG_TOKENS: Final = 32  # ids: what is asked of the engine meanwhile comes before the last of them
+ENDLESS_TOKENS: Final = 900  # ids: nobody waits for the last of them
 
 
 @dataclass
@@ -70,7 +70,7 @@ class EngineUnderTest:
 
     def request(
         self,
-        max_tokens: int = ENDLESS,
+        max_tokens: int = ENDLESS_TOKENS,
         *,
         prompt: Sequence[int] | None = None,
         adapter: str | None = None,
@@ -86,11 +86,11 @@ class EngineUnderTest:
             **fields,
         )
 
-    async def said(self, max_tokens: int) -> list[int]:
+    async def sample(self, max_tokens: int) -> list[int]:
         """What a turn that nobody disturbs says."""
-        return (await ask(self.engine, self.request(max_tokens)))[0]
+        return (await complete(self.engine, self.request(max_tokens)))[0]
 
-    async def quiet(self) -> None:
+    async def settle(self) -> None:
         """Return when what had left the engine was read, and it could have sampled more."""
         for _ in range(20):
             await (self.round_trip or self.engine.health)()
@@ -99,58 +99,58 @@ class EngineUnderTest:
     async def assert_nothing_open(self) -> None:
         """Nobody is inside the engine, nobody waits, and no conversation keeps room."""
         if self.settled is not None:
-            with anyio.fail_after(WATCHDOG):
+            with anyio.fail_after(WATCHDOG_SECONDS):
                 await self.settled()
         stats = self.engine.stats()
         assert (stats.open, stats.waiting, stats.live_sessions) == (0, 0, 0)
 
 
-Promise: TypeAlias = Callable[[Any, EngineUnderTest], Awaitable[None]]
-Keep: TypeAlias = Callable[[Callable[[EngineUnderTest], Awaitable[None]]], None]
+ContractTest: TypeAlias = Callable[[Any, EngineUnderTest], Awaitable[None]]
+RunContractTest: TypeAlias = Callable[[Callable[[EngineUnderTest], Awaitable[None]]], None]
 """Plays a function of the engine under test, on the event loop that the engine belongs to."""
 
 
-def promised(
-    promise: Promise, *, by: Mapping[str, Callable[[EngineUnderTest], Awaitable[object]]] | None = None
-) -> Callable[[Any, Keep], None]:
+def contract_test(
+    promise: ContractTest, *, by: Mapping[str, Callable[[EngineUnderTest], Awaitable[object]]] | None = None
+) -> Callable[[Any, RunContractTest], None]:
     """A test that an engine keeps a promise, and has nothing open afterwards.
 
     Args:
-        promise: what is promised.
+        promise: what is contract_test.
         by: the calls of a trainer that it takes; an engine that refuses one of them refuses it by its name instead, and
             goes on as it was.
     """
 
     async def main(test: Any, under_test: EngineUnderTest) -> None:
         refused = [call for name, call in (by or {}).items() if name in under_test.refused]
-        with anyio.fail_after(WATCHDOG):
+        with anyio.fail_after(WATCHDOG_SECONDS):
             for call in refused:
                 await _assert_refused(under_test, call)
             if not refused:
                 await promise(test, under_test)
         await under_test.assert_nothing_open()
 
-    def test(self: Any, keep: Keep) -> None:
+    def test(self: Any, keep: RunContractTest) -> None:
         keep(functools.partial(main, self))
 
     test.__name__, test.__qualname__, test.__doc__ = promise.__name__, promise.__qualname__, promise.__doc__
     return test
 
 
-def controlled(
+def control_test(
     **calls: Callable[[EngineUnderTest], Awaitable[object]],
-) -> Callable[[Promise], Callable[[Any, Keep], None]]:
+) -> Callable[[ContractTest], Callable[[Any, RunContractTest], None]]:
     """The same of a promise that takes these calls of a trainer."""
-    return functools.partial(promised, by=calls)
+    return functools.partial(contract_test, by=calls)
 
 
 async def _assert_refused(under_test: EngineUnderTest, call: Callable[[EngineUnderTest], Awaitable[object]]) -> None:
     engine = under_test.engine
-    undisturbed = await under_test.said(SHORT)
+    undisturbed = await under_test.sample(SHORT_TOKENS)
     with pytest.raises(BadControl):
         await call(under_test)
     assert engine.state is EngineState.RUNNING
-    assert await under_test.said(SHORT) == undisturbed
+    assert await under_test.sample(SHORT_TOKENS) == undisturbed
 
 
 # --- reading
@@ -174,14 +174,14 @@ def logprobs_of(deltas: Sequence[Delta]) -> list[float]:
     return [logprob for delta in deltas for logprob in delta.logprobs or ()]
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def wait_until(true: Callable[[], bool]) -> None:
     """Return when it is true."""
     while not true():
         await checkpoint()
 
 
 @dataclass
-class Said:
+class PartialAnswer:
     """What one request was answered so far."""
 
     ids: list[int]
@@ -191,9 +191,11 @@ class Said:
 
 
 @asynccontextmanager
-async def saying(engine: Engine, wanted: GenerationRequest, *, at_least: int = 3) -> AsyncIterator[Said]:
+async def running_request(
+    engine: Engine, wanted: GenerationRequest, *, at_least: int = 3
+) -> AsyncIterator[PartialAnswer]:
     """A request of which so many ids were read; it goes on beside the block, and has ended after it."""
-    said = Said([])
+    said = PartialAnswer([])
     begun = anyio.Event()
 
     async def read() -> None:
@@ -210,7 +212,7 @@ async def saying(engine: Engine, wanted: GenerationRequest, *, at_least: int = 3
         yield said
 
 
-async def ask(engine: Engine, wanted: GenerationRequest) -> tuple[list[int], Finish]:
+async def complete(engine: Engine, wanted: GenerationRequest) -> tuple[list[int], Finish]:
     """All that a request is answered, and how it ends."""
     async with engine.stream(wanted) as stream:
         ids = [token_id async for delta in stream for token_id in delta.token_ids]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from runner.cli.random_values import random_arguments, random_text, random_value
+from runner.testing.environment_linter.random_values import random_arguments, random_text, random_value
 from runner.tools.tool import Tool
 
 

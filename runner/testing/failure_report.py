@@ -13,22 +13,22 @@ from runner.engines.base import BaseEngine, Engine
 from runner.trajectory import Trajectory
 from runner.transcript import transcript
 
-__all__ = ["endings", "episodes"]
+__all__ = ["endings", "transcripts"]
 
-_MOST: Final = 3
+_MAX_LISTED: Final = 3
 """Episodes that are shown whole, and ways to end that are listed."""
 _WIDTH: Final = 120
 """Characters of a line of the report."""
 
 
-def episodes(played: Iterable[tuple[Trajectory, BaseEngine]]) -> str:
+def transcripts(played: Iterable[tuple[Trajectory, BaseEngine]]) -> str:
     """The transcripts of the last episodes, without what the template wrote."""
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, color_system=None, highlight=False, markup=False)
     shown = list(played)
-    if len(shown) > _MOST:
-        console.print(f"the last {_MOST}:")
-    for trajectory, engine in shown[-_MOST:]:
+    if len(shown) > _MAX_LISTED:
+        console.print(f"the last {_MAX_LISTED}:")
+    for trajectory, engine in shown[-_MAX_LISTED:]:
         decode = engine.tokenizer.decode if isinstance(engine, Engine) else None
         for line in transcript(trajectory, decode, brief=True):
             console.print(line, soft_wrap=True)
@@ -39,7 +39,7 @@ def endings(trajectories: Iterable[Trajectory]) -> str:
     """How episodes ended, one line for each way, the most frequent first; agents of an episode share one."""
     by_episode = {trajectory.id: _ending(trajectory) for trajectory in trajectories}
     lines = []
-    for ending, count in Counter(by_episode.values()).most_common(_MOST):
+    for ending, count in Counter(by_episode.values()).most_common(_MAX_LISTED):
         who = next(name for name, other in by_episode.items() if other == ending) if count == 1 else f"{count} episodes"
         lines.append(f"{who} ended {ending}")
     return "\n".join(lines)

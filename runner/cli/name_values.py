@@ -11,12 +11,12 @@ from runner.environment.loading import json_or_text
 from runner.errors import BadOption
 from runner.options import Limits
 
-__all__ = ["limits_of", "logit_bias_of", "pairs", "plain_value", "plain_values"]
+__all__ = ["parse_limits", "parse_logit_bias", "parse_pairs", "parse_value", "parse_values"]
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
+def parse_pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
     """The names and values of `name=value`; of an option that was not given there are none.
 
     Raises:
@@ -34,24 +34,24 @@ def pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
     return found
 
 
-def plain_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A value as JSON; true, false and none in any case; and anything else as text."""
     return _WORDS[text.lower()] if text.lower() in _WORDS else json_or_text(text)
 
 
-def plain_values(given: Iterable[str] | None, option: str) -> dict[str, Any]:
-    """`pairs`, each value as `plain_value` reads it."""
-    return {name: plain_value(value) for name, value in pairs(given, option).items()}
+def parse_values(given: Iterable[str] | None, option: str) -> dict[str, Any]:
+    """`parse_pairs`, each value as `parse_value` reads it."""
+    return {name: parse_value(value) for name, value in parse_pairs(given, option).items()}
 
 
-def limits_of(given: Iterable[str] | None) -> Limits:
+def parse_limits(given: Iterable[str] | None) -> Limits:
     """Limits from `name=value`; none lifts one.
 
     Raises:
         BadOption: there is no such limit, or its value cannot be.
     """
     known = [field.name for field in dataclasses.fields(Limits)]
-    values = plain_values(given, "--limit")
+    values = parse_values(given, "--limit")
     for name in values:
         if name not in known:
             close = get_close_matches(name, known, 1)
@@ -60,13 +60,13 @@ def limits_of(given: Iterable[str] | None) -> Limits:
     return Limits(**values)
 
 
-def logit_bias_of(given: Iterable[str] | None) -> dict[int, Any]:
+def parse_logit_bias(given: Iterable[str] | None) -> dict[int, Any]:
     """Biases from `id=bias`; what the bias is, is for `Sampling` to check.
 
     Raises:
         BadOption: what stands before the "=" is no token id.
     """
-    values = plain_values(given, "--logit-bias")
+    values = parse_values(given, "--logit-bias")
     for name in values:
         if not name.isdecimal():
             raise BadOption(f"--logit-bias {name}: write a token id and what is added, such as --logit-bias 262=-100.")

@@ -28,27 +28,27 @@ from runner.errors import BadOption
 from runner.options import Concurrency, Limits, Sampling
 from runner.tasks import Task
 from runner.testing.leaks import no_leaks
-from runner.testing.playing import Played, Said, at_once, chosen_task, engine_of
-from runner.testing.queued import QueuedEngine
+from runner.testing.playing import EngineOrReplies, EnvironmentOrClass, choose_task, engine_for, run_sync
+from runner.testing.queued_engine import QueuedEngine
 
 __all__ = ["cancel_everywhere", "play_cancelled"]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
-Check: TypeAlias = Callable[[Any], object]
+LeftoverCheck: TypeAlias = Callable[[Any], object]
 """Gets the environment that played, and raises if something is left behind."""
 
-_SLOWLY: Final = Latency(first=1, between=1)
+_DELTA_LATENCY: Final = Latency(first=1, between=1)
 """A tick before every delta, so that a turn has suspension points of its own."""
-_MOST: Final = 100_000
+_MAX_SUSPENSIONS: Final = 100_000
 """Suspension points after which a scenario is taken for one that never ends."""
-_MOST_SWALLOWED: Final = 1_000
+_MAX_SWALLOWED: Final = 1_000
 """One run may be given so many cancellations, one for each `await` of a long unwinding; then somebody swallows them."""
 
 _REASON: Final = "cancel_everywhere"
 """What our cancellations say of themselves, by which they are told from those of scopes inside of the scenario."""
-_ENDLESS: Final[list[Coroutine[Any, Any, object]]] = []
+_ABANDONED: Final[list[Coroutine[Any, Any, object]]] = []
 """Coroutines that end by nothing, kept so that Python does not try to close them."""
 
 _EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
@@ -86,11 +86,11 @@ async def cancel_everywhere(
         given.close()  # else it complains as well that nobody awaited it
     if not callable(given):
         raise BadOption(f"cancel_everywhere({given!r:.60}): give the `async def` function itself, without calling it.")
-    for at in range(1, _MOST):
+    for at in range(1, _MAX_SUSPENSIONS):
         made: Any = scenario()
         if not inspect.iscoroutine(made):
             raise BadOption(f"cancel_everywhere(): the scenario gave {made!r:.60}: give an `async def` function.")
-        run = _Run(made, at)
+        run = _CancelledRun(made, at)
         try:
             await run.play()
             result = check()
@@ -102,15 +102,15 @@ async def cancel_everywhere(
             raise
         if not run.cancelled_in:
             return at - 1
-    raise _endless()
+    raise _never_ended()
 
 
-def _endless() -> RuntimeError:
-    return RuntimeError(f"the scenario still ran after {_MOST} suspension points: it has to end")
+def _never_ended() -> RuntimeError:
+    return RuntimeError(f"the scenario still ran after {_MAX_SUSPENSIONS} suspension points: it has to end")
 
 
 @dataclass(slots=True)
-class _Run:
+class _CancelledRun:
     """One run of a scenario, cancelled at one of its suspension points."""
 
     coroutine: Coroutine[Any, Any, object]
@@ -133,7 +133,7 @@ class _Run:
 
     def _check_passed_on(self, raised: BaseException | None) -> None:
         """No cancellation was caught for good: by nobody, or by one who was then cancelled anew."""
-        left = set(map(id, _behind(raised)))
+        left = set(map(id, _causes(raised)))
         lost = [error for error in self.delivered if id(error) not in left]
         if raised is not None and len(lost) == len(self.delivered):
             return  # what left the scenario is a library's, made of one that was delivered, or a failure of its own
@@ -157,50 +157,52 @@ class _Run:
             except StopIteration:
                 return
             suspensions += 1
-            if suspensions > self.at + _MOST:
-                raise self._given_up(_endless())
-            if len(self.delivered) > _MOST_SWALLOWED:
-                raise self._given_up(self._swallowed_for_ever())
+            if suspensions > self.at + _MAX_SUSPENSIONS:
+                raise self._abandon(_never_ended())
+            if len(self.delivered) > _MAX_SWALLOWED:
+                raise self._abandon(self._always_swallowed())
             if suspensions == self.at:
                 self.cancelled_in = _where(coroutine)
                 scope.cancel(_REASON)
-            resume = yield from self._suspended(awaited)
+            resume = yield from self._suspend(awaited)
 
-    def _swallowed_for_ever(self) -> AssertionError:
+    def _always_swallowed(self) -> AssertionError:
         who = _swallower(self.delivered[-1]) or "the scenario"
         return AssertionError(
-            f"cancelled in {self.cancelled_in}, and it never ends: {who} swallowed the cancellation {_MOST_SWALLOWED} "
+            f"cancelled in {self.cancelled_in}, and it never ends: {who} swallowed the cancellation {_MAX_SWALLOWED} "
             f"times over. Clean up in `finally`, or raise it again."
         )
 
-    def _given_up(self, error: Exception) -> Exception:
+    def _abandon(self, error: Exception) -> Exception:
         """End the coroutine by an error that nobody expects, so that it still leaves what it entered; else leave it."""
-        for _ in range(_MOST_SWALLOWED):
+        for _ in range(_MAX_SWALLOWED):
             try:
                 self.coroutine.throw(error)
             except BaseException:
                 return error
-        _ENDLESS.append(self.coroutine)
+        _ABANDONED.append(self.coroutine)
         return error
 
-    def _suspended(self, awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
+    def _suspend(self, awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
         """Suspend in the coroutine's stead; gives how to go on with it."""
         try:
             value = yield awaited
         except BaseException as error:  # a cancellation among others: the coroutine is whom it was meant for
             thrown = error
-            self._note(thrown)
+            self._record_delivered(thrown)
             return lambda: self.coroutine.throw(thrown)
-        self._note(getattr(value, "error", None))  # on trio it comes as a value that the innermost frame unwraps
+        self._record_delivered(
+            getattr(value, "error", None)
+        )  # on trio it comes as a value that the innermost frame unwraps
         return lambda: self.coroutine.send(value)
 
-    def _note(self, error: BaseException | None) -> None:
+    def _record_delivered(self, error: BaseException | None) -> None:
         # By the reason: inside a shield another scope's cancellation may come, which that scope catches.
         if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
             self.delivered.append(error)
 
 
-def _behind(raised: BaseException | None) -> Iterator[BaseException]:
+def _causes(raised: BaseException | None) -> Iterator[BaseException]:
     """What was raised, what that was raised from or while handling, and so on."""
     waiting, seen = [raised], set[int]()
     while waiting:
@@ -246,11 +248,11 @@ def _where(coroutine: Any) -> str:
 
 
 def play_cancelled(
-    environment: Played,
-    says: Said,
+    environment: EnvironmentOrClass,
+    says: EngineOrReplies,
     *,
     task: Task | str | None = None,
-    check: Check | None = None,
+    check: LeftoverCheck | None = None,
     limits: Limits | None = None,
 ) -> int:
     """Play an episode again and again, cancelled when it suspends for the 1st, the 2nd, the 3rd ... time.
@@ -279,7 +281,7 @@ def play_cancelled(
     # In small deltas with ticks between them, so that there are points inside of a turn too.
     given: Any = says
     in_pieces = isinstance(says, list | tuple | str)
-    engine = ScriptedEngine(given, chunks=4, latency=_SLOWLY) if in_pieces else engine_of(says)
+    engine = ScriptedEngine(given, chunks=4, latency=_DELTA_LATENCY) if in_pieces else engine_for(says)
     if isinstance(engine, QueuedEngine) and engine is says:
         raise BadOption(
             "play_cancelled(): a queue of replies is empty after the first time. Give the replies: a list, which is "
@@ -289,13 +291,17 @@ def play_cancelled(
         raise BadOption(
             f"play_cancelled(..., {type(engine).__name__}): give replies, since the episode is played many times over."
         )
-    return at_once("play_cancelled", partial(_everywhere, environment, engine, task, check, limits), engine, None)
+    return run_sync("play_cancelled", partial(_play_everywhere, environment, engine, task, check, limits), engine, None)
 
 
-async def _everywhere(
-    environment: Played, engine: ScriptedEngine, task: Task | str | None, check: Check | None, limits: Limits | None
+async def _play_everywhere(
+    environment: EnvironmentOrClass,
+    engine: ScriptedEngine,
+    task: Task | str | None,
+    check: LeftoverCheck | None,
+    limits: Limits | None,
 ) -> int:
-    one = chosen_task(environment, task)
+    one = choose_task(environment, task)
     made = as_environment(environment)
     check_playable(made)
     async with AsyncExitStack() as opened:

@@ -21,12 +21,12 @@ from runner.testing.chunking import Inside
 from runner.testing.vocabulary import AwkwardTokenizer
 from runner.tokens.template import ChatTemplate
 
-__all__ = ["CheckedEngine", "QueuedEngine", "Saying", "check_settings", "show_reply"]
+__all__ = ["CheckedEngine", "QueuedEngine", "ReplySource", "check_settings", "show_reply"]
 
 # Pytest shows the line of the test, where the fix belongs.
 __tracebackhide__ = True
 
-Saying: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
+ReplySource: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
 """One thing to say: a text, a call, several calls of one turn, a `Reply`, token ids, or a function of the turn."""
 
 
@@ -38,7 +38,7 @@ class CheckedEngine(ScriptedEngine):
         """What went wrong, one sentence each with what to do about it."""
         name = settings.pop("template", "pythonic")
         template = _loaded(name) if isinstance(name, str) else name
-        super().__init__(self._speak, record=True, template=template, **settings)
+        super().__init__(self._answer_checked, record=True, template=template, **settings)
 
     @property
     def prompts(self) -> list[str]:
@@ -67,7 +67,7 @@ class CheckedEngine(ScriptedEngine):
             RequestRejected: nothing is.
         """
 
-    async def _speak(self, call: ModelCall) -> Reply:
+    async def _answer_checked(self, call: ModelCall) -> Reply:
         try:
             return await self._answer(call)
         except RequestRejected as rejected:
@@ -91,18 +91,18 @@ class QueuedEngine(CheckedEngine):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.to_add = "Add one with say(...)"
+        self.add_advice = "Add one with say(...)"
         """How messages say that one more reply is to be given."""
-        self.to_drop = "forget them with clear()"
+        self.drop_advice = "forget them with clear()"
         """How messages say that a reply is to be taken out."""
-        self._queues: dict[str, deque[_Saying]] = {}
-        self._always: dict[str, _Saying] = {}
+        self._queues: dict[str, deque[_QueuedReply]] = {}
+        self._always: dict[str, _QueuedReply] = {}
         super().__init__(**settings)
         self._encoder = ReplyEncoder(self.tokenizer, self.template)
 
     def say(
         self,
-        *sayings: Saying,
+        *sayings: ReplySource,
         agent: str = MAIN,
         chunks: Chunks | Inside = None,
         latency: Latency | None = None,
@@ -123,7 +123,7 @@ class QueuedEngine(CheckedEngine):
         if not sayings:
             raise BadOption("say(): give what to say: a text, call(...), a list of token ids, Reply(...), a function.")
         try:
-            made = [_Saying(_as_said(saying), chunks, latency, fault) for saying in sayings]
+            made = [_QueuedReply(_as_queued(saying), chunks, latency, fault) for saying in sayings]
             for saying in made:
                 if not callable(saying.what):
                     self._reply(saying, saying.what)  # what cannot be said is refused here, where it was written
@@ -132,14 +132,14 @@ class QueuedEngine(CheckedEngine):
         self._queues.setdefault(agent, deque()).extend(made)
         return self
 
-    def always(self, saying: Saying, *, agent: str = MAIN) -> Self:
+    def always(self, saying: ReplySource, *, agent: str = MAIN) -> Self:
         """Say this whenever nothing is enqueued, as often as it takes.
 
         Raises:
             BadOption: it is no reply.
         """
         try:
-            self._always[agent] = _Saying(_as_said(saying))
+            self._always[agent] = _QueuedReply(_as_queued(saying))
         except BadOption as error:
             raise error.with_traceback(None) from None
         return self
@@ -157,20 +157,20 @@ class QueuedEngine(CheckedEngine):
         count = "1 reply was" if len(left) == 1 else f"{len(left)} replies were"
         return (
             f"{count} never said:{listed}\n"
-            f"The episode ended before, or too many were given: take them out, or {self.to_drop}."
+            f"The episode ended before, or too many were given: take them out, or {self.drop_advice}."
         )
 
     async def _answer(self, call: ModelCall) -> Reply:
         queue = self._queues.get(call.agent)
         saying = queue.popleft() if queue else self._always.get(call.agent)
         if saying is None:
-            raise RequestRejected(self._ran_dry(call))
+            raise RequestRejected(self._no_reply_left(call))
         what = saying.what
         if not isinstance(what, Reply):
-            what = await _asked(what, call)
+            what = await _call_function(what, call)
         return self._reply(saying, what)
 
-    def _reply(self, saying: _Saying, what: Reply) -> Reply:
+    def _reply(self, saying: _QueuedReply, what: Reply) -> Reply:
         chunks: Any = saying.chunks
         if isinstance(self.tokenizer, AwkwardTokenizer) and what.ids is None:
             text = self.tokenizer.decode(self._encoder.encode(what).ids)
@@ -180,14 +180,14 @@ class QueuedEngine(CheckedEngine):
         given = {"chunks": chunks, "latency": saying.latency, "fault": saying.fault}
         return replace(what, **{name: value for name, value in given.items() if value is not None})
 
-    def _ran_dry(self, call: ModelCall) -> str:
+    def _no_reply_left(self, call: ModelCall) -> str:
         said = sum(f"/{call.agent}/" in recorded.name for recorded in self.calls) - 1  # this one is among them
         others = [agent for agent, queue in self._queues.items() if queue]
         agent = "" if call.agent == MAIN else f" for agent {call.agent!r}"
         hint = f" Replies are left for {', '.join(others)} only." if others else ""
         return (
             f"{call.request.name}: the model was asked for a reply and none is left ({said} said so far).{hint} "
-            f"{self.to_add}{agent}, or let the episode end before. It was asked after {call.prompt[-80:]!r}."
+            f"{self.add_advice}{agent}, or let the episode end before. It was asked after {call.prompt[-80:]!r}."
         )
 
 
@@ -195,7 +195,7 @@ _loaded = cache(ChatTemplate.load)  # compiled once a process: tests make many e
 
 
 @dataclass(frozen=True, slots=True)
-class _Saying:
+class _QueuedReply:
     what: Reply | Callable[[ModelCall], Any]
     chunks: Chunks | Inside = None
     latency: Latency | None = None
@@ -220,7 +220,7 @@ def show_reply(what: Any) -> str:
     return " and ".join([*([f"{what.text!r:.60}"] if what.text or not calls else []), *calls])
 
 
-def _as_said(saying: Saying) -> Reply | Callable[[ModelCall], Any]:
+def _as_queued(saying: ReplySource) -> Reply | Callable[[ModelCall], Any]:
     return saying if callable(saying) else _as_reply(saying)
 
 
@@ -229,7 +229,7 @@ def _as_reply(saying: Any) -> Reply:
     return Reply(ids=tuple(saying)) if is_listed and all(map(is_whole, saying)) else as_reply(saying)
 
 
-async def _asked(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:
+async def _call_function(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:
     """What a function says; the turn is refused where it raises or gives no reply."""
     name = getattr(speaker, "__qualname__", type(speaker).__name__)
     try:

@@ -1,4 +1,4 @@
-"""For `deltarunner check`: where an author's code hangs, and the end of a process that nothing else can end."""
+"""Finds the line where an author's code hangs, and ends the process if nothing else can."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from runner.concurrency.loop_lag import author_frame
 from runner.concurrency.threads import busy_threads
 from runner.concurrency.user_code import is_foreign
 
-__all__ = ["HangWatch", "where_threads_are"]
+__all__ = ["HangWatch", "busy_thread_places"]
 
-TELL_SECONDS: Final = 30.0
-"""Seconds without any progress after which it is said where it hangs, and again each time as many have passed."""
+REPORT_SECONDS: Final = 30.0
+"""Interval without progress after which the place is reported, again and again."""
 
 END_SECONDS: Final = 300.0
-"""Seconds without any progress after which the process is ended; what `lifespan()` and `tasks()` may take."""
+"""Time without progress after which the process ends; the limit of `lifespan()` and `tasks()`."""
 
-PLAYED_SECONDS: Final = 60.0
-"""The same while episodes are played, whose own limits are shorter: only who swallows a cancellation goes on."""
+PLAYING_SECONDS: Final = 60.0
+"""The same during episodes. Their own limits are shorter, so only code that swallows cancellations gets here."""
 
 BLOCKED_SECONDS: Final = 30.0
-"""Seconds for which the event loop stands still before the process is ended: nothing else can end that."""
+"""Time for which the event loop may be blocked before the process ends."""
 
-_LOOK: Final = 0.25
+_POLL_SECONDS: Final = 0.25
 
 
 class HangWatch:
-    """Watches a check from a thread of its own while it is entered.
+    """Watches a check from a separate thread, used with `with`.
 
     Args:
-        tell: says to people where it hangs.
-        end: ends the process, with what is wrong.
+        report: prints the place where code hangs.
+        end: ends the process, after printing the reason.
     """
 
-    def __init__(self, tell: Callable[[str], None], end: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], end: Callable[[str], None]) -> None:
         self.progress: Callable[[], object] = _none
-        """Gives another value once something has happened; may be set at any time."""
-        self.plays: Callable[[], bool] = bool
-        """Whether episodes are played now; may be set at any time."""
+        """Returns another value after each progress; may be set at any time."""
+        self.is_playing: Callable[[], bool] = bool
+        """Returns True while episodes are in flight; may be set at any time."""
         self.places: dict[str, str] = {}
-        """Where each task on the event loop was last seen to wait in an author's code, by the task's name."""
-        self._tell, self._end = tell, end
+        """The last seen place in an author's code where a task waits, by the task's name."""
+        self._report, self._end = report, end
         self._mark: float | None = None
         self._loop_thread = threading.main_thread().ident
         self._over = threading.Event()
@@ -65,7 +65,7 @@ class HangWatch:
         self._thread.join()
 
     async def mark(self) -> None:
-        """Show that the event loop runs, until this is cancelled."""
+        """Record at short intervals that the event loop runs, until cancelled."""
         self._loop_thread = threading.get_ident()
         try:
             while True:
@@ -73,37 +73,37 @@ class HangWatch:
                 for task in asyncio.all_tasks():
                     if place := _place_of(task):
                         self.places[task.get_name()] = place
-                await anyio.sleep(_LOOK)
+                await anyio.sleep(_POLL_SECONDS)
         finally:
             self._mark = None
 
     def _look(self) -> None:
-        last, since, told = self.progress(), time.monotonic(), 1
-        while not self._over.wait(_LOOK):
+        last, since, reports = self.progress(), time.monotonic(), 1
+        while not self._over.wait(_POLL_SECONDS):
             now, mark = time.monotonic(), self._mark
             if mark is not None and now - mark > BLOCKED_SECONDS:
                 self._end(
-                    f"the event loop has stood still for {BLOCKED_SECONDS:g} s{self._at_work()}: nothing can end that "
-                    "but the end of this process. Await what it waits for, or put it into a synchronous method, which "
-                    "gets a thread."
+                    f"the event loop has been blocked for {BLOCKED_SECONDS:g} s{self._place()}. Only the end of this "
+                    "process can end that. Use `await`, or move the code into a synchronous method, which runs in a "
+                    "thread."
                 )
                 return
             if (current := self.progress()) != last:
-                last, since, told = current, now, 1
-            elif now - since > (limit := PLAYED_SECONDS if self.plays() else END_SECONDS):
+                last, since, reports = current, now, 1
+            elif now - since > (limit := PLAYING_SECONDS if self.is_playing() else END_SECONDS):
                 self._end(
-                    f"nothing has happened for {limit:g} s{self._at_work()}. It has to come to an end, and to let "
-                    "cancellations through."
+                    f"nothing has happened for {limit:g} s{self._place()}. The code must end, and must not swallow "
+                    "cancellations."
                 )
                 return
-            elif now - since > told * TELL_SECONDS:
-                told += 1
-                self._tell(f"nothing has happened for {now - since:.0f} s{self._at_work()}")
+            elif now - since > reports * REPORT_SECONDS:
+                reports += 1
+                self._report(f"nothing has happened for {now - since:.0f} s{self._place()}")
 
-    def _at_work(self) -> str:
+    def _place(self) -> str:
         frame = author_frame(sys._current_frames().get(self._loop_thread or 0))
         places = [_described(frame.f_code, frame.f_lineno)] if frame is not None else []
-        places = places or where_threads_are() or list(dict.fromkeys(self.places.values()))[-1:]
+        places = places or busy_thread_places() or list(dict.fromkeys(self.places.values()))[-1:]
         return f", in {', '.join(places)}" if places else ""
 
 
@@ -111,15 +111,15 @@ def _none() -> None:
     return None
 
 
-def where_threads_are() -> list[str]:
-    """Where the code of the author's is that worker threads of any run are at work with."""
+def busy_thread_places() -> list[str]:
+    """Places in an author's code where worker threads of any run are busy."""
     frames = sys._current_frames()
     found = (author_frame(frames.get(thread.ident or 0)) for thread in busy_threads())
     return list(dict.fromkeys(_described(frame.f_code, frame.f_lineno) for frame in found if frame is not None))
 
 
 def _place_of(task: asyncio.Task[Any]) -> str:
-    """The innermost line of an author's at which a task waits; "" where there is none."""
+    """The innermost line of an author's code at which a task waits, or ""."""
     place = ""
     for code, line in _awaited(task.get_coro()):
         if not is_foreign(code.co_filename):
@@ -128,7 +128,7 @@ def _place_of(task: asyncio.Task[Any]) -> str:
 
 
 def _awaited(waits: Any) -> Iterator[tuple[CodeType, int]]:
-    """The coroutines and generators from the outermost to the innermost, each with the line at which it waits."""
+    """Coroutines and generators from the outermost to the innermost, each with its current line."""
     while waits is not None:
         frame: FrameType | None = next(
             (getattr(waits, name) for name in ("cr_frame", "gi_frame", "ag_frame") if getattr(waits, name, None)), None
@@ -136,7 +136,7 @@ def _awaited(waits: Any) -> Iterator[tuple[CodeType, int]]:
         if frame is not None:
             yield frame.f_code, frame.f_lineno
         inner = [getattr(waits, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await")]
-        if frame is None:  # what awaits the next item of an asynchronous generator, such as `lifespan()`
+        if frame is None:  # this awaits the next item of an asynchronous generator, such as `lifespan()`
             inner += filter(inspect.isasyncgen, gc.get_referents(waits))
         waits = next((each for each in inner if each is not None), None)
 

@@ -119,10 +119,10 @@ def test_the_help_names_workers_and_cluster() -> None:
 
 def test_what_ray_counts_for_a_worker_and_its_patience_reach_the_fleet(folder: Path) -> None:
     require_ray()
-    from runner.cli.workers import many_of
+    from runner.cli.worker_engines import engine_with_workers
 
     given = RunSettings(workers="2", worker_gpus=0.5, worker_cpus=3.0, stall_seconds=60.0)
-    engine: Any = many_of(given, lambda _: ScriptedEngine("hi"))
+    engine: Any = engine_with_workers(given, lambda _: ScriptedEngine("hi"))
     assert (engine.launcher._given_gpus, engine.launcher._cpus, engine._stall_seconds) == (0.5, 3.0, 60.0)
 
 
@@ -142,11 +142,11 @@ def test_vllm_is_not_demanded_of_a_machine_that_only_drives(
 
 def test_how_many_becomes_the_range_of_the_fleet(folder: Path) -> None:
     require_ray()
-    from runner.cli.workers import many_of
+    from runner.cli.worker_engines import engine_with_workers
 
     ranges = []
     for workers in ("4", "8-64"):
-        engine = many_of(RunSettings(workers=workers), lambda _: ScriptedEngine("hi"))
+        engine = engine_with_workers(RunSettings(workers=workers), lambda _: ScriptedEngine("hi"))
         assert isinstance(engine, FleetEngine)
         ranges.append((engine.least, engine.most))
     assert ranges == [(4, 4), (8, 64)]

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 
-from runner.testing import cancel_everywhere, cancelling
+from runner.testing import cancel_everywhere, cancellation_points
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
@@ -177,17 +177,17 @@ async def swallows_everything_for_ever() -> None:
 async def test_whoever_swallows_it_again_and_again_is_named_and_not_waited_for(
     scenario: Callable[[], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = rf"{scenario.__name__} \(.*test_cancelling\.py:\d+\) swallowed the cancellation 1000 times over"
+    said = rf"{scenario.__name__} \(.*test_cancellation_points\.py:\d+\) swallowed the cancellation 1000 times over"
     with anyio.fail_after(60), pytest.raises(AssertionError, match=said):
         await cancel_everywhere(scenario)
     # Python would complain of one that cannot be closed, so it is kept; here it can be.
     monkeypatch.setattr(sys.modules[__name__], "OVER", [True])
-    while cancelling._ENDLESS:
-        cancelling._ENDLESS.pop().close()
+    while cancellation_points._ABANDONED:
+        cancellation_points._ABANDONED.pop().close()
 
 
 async def test_a_shield_that_is_never_left_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.testing.cancelling._MOST", 1_000)
+    monkeypatch.setattr("runner.testing.cancellation_points._MAX_SUSPENSIONS", 1_000)
 
     async def shielded() -> None:
         with anyio.CancelScope(shield=True):

@@ -10,17 +10,17 @@ import pytest
 
 from runner.engines.base import Delta, DeltaStream, FinishReason, Session
 from runner.errors import RequestRejected
-from runner.testing.cancelling import cancel_everywhere
-from runner.testing.contract_promises import (
-    ENDLESS,
-    LONG,
-    SHORT,
+from runner.testing.cancellation_points import cancel_everywhere
+from runner.testing.engine_under_test import (
+    ENDLESS_TOKENS,
+    LONG_TOKENS,
+    SHORT_TOKENS,
     EngineUnderTest,
+    contract_test,
     drain,
     ids_of,
     logprobs_of,
-    promised,
-    until,
+    wait_until,
 )
 
 __all__ = ["StreamContract"]
@@ -69,11 +69,11 @@ async def leave_by_timeout(stream: DeltaStream, read: list[Delta]) -> None:
 class StreamContract:
     """What is promised of the streams of an engine."""
 
-    @promised
+    @contract_test
     async def test_a_turn_that_is_read_to_its_end_has_its_finish_on_the_last_delta(
         self, under_test: EngineUnderTest
     ) -> None:
-        said = await under_test.said(SHORT)
+        said = await under_test.sample(SHORT_TOKENS)
         stop = max(said, key=said.index)  # the id that comes first as late as any
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(stop_ids=(stop,))) as stream:
@@ -89,22 +89,22 @@ class StreamContract:
         assert stream.finish == finish
         assert stream.rest == []
 
-    @promised
+    @contract_test
     async def test_a_turn_that_is_cut_by_max_tokens_ends_with_length_and_no_stop(
         self, under_test: EngineUnderTest
     ) -> None:
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(7)) as stream:
             await drain(stream, read)
-        assert ids_of(read) == (await under_test.said(SHORT))[:7]
+        assert ids_of(read) == (await under_test.sample(SHORT_TOKENS))[:7]
         assert stream.finish is not None
         assert (stream.finish.reason, stream.finish.stop) == (FinishReason.LENGTH, None)
 
-    @promised
+    @contract_test
     async def test_every_exit_leaves_nothing_open_and_keeps_exactly_what_was_sampled(
         self, under_test: EngineUnderTest
     ) -> None:
-        engine, said = under_test.engine, await under_test.said(LONG)
+        engine, said = under_test.engine, await under_test.sample(LONG_TOKENS)
         for leave in (leave_by_break, leave_by_exception, leave_by_cancellation, leave_by_timeout):
             read: list[Delta] = []
             before = engine.stats().sampled_tokens
@@ -113,15 +113,15 @@ class StreamContract:
             kept = ids_of(read) + ids_of(stream.rest)
             assert engine.stats().sampled_tokens - before == len(kept)
             await under_test.assert_nothing_open()
-            assert kept[:LONG] == said[: len(kept)]
-            assert 3 <= len(kept) < ENDLESS
+            assert kept[:LONG_TOKENS] == said[: len(kept)]
+            assert 3 <= len(kept) < ENDLESS_TOKENS
             assert len(logprobs_of(read) + logprobs_of(stream.rest)) == len(kept)
             assert stream.finish is not None
             assert stream.finish.reason is FinishReason.ABORT
             assert [(span.start, span.end) for span in stream.finish.versions] == [(0, len(kept))]
             assert [delta.finish for delta in stream.rest[-1:]] == [stream.finish]
 
-    @promised
+    @contract_test
     async def test_every_delta_has_the_likeliest_ids_of_its_positions_whatever_the_exit(
         self, under_test: EngineUnderTest
     ) -> None:
@@ -135,32 +135,32 @@ class StreamContract:
                 assert delta.top is not None
                 assert (len(delta.top), delta.top.count) == (len(delta.token_ids), 3)
 
-    @promised
+    @contract_test
     async def test_nobody_is_given_likeliest_ids_who_asked_for_none(self, under_test: EngineUnderTest) -> None:
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(5)) as stream:
             await drain(stream, read)
         assert [delta.top for delta in read] == [None] * len(read)
 
-    @promised
+    @contract_test
     async def test_an_end_that_nobody_read_is_kept_as_it_was(self, under_test: EngineUnderTest) -> None:
         read: list[Delta] = []
         unread = under_test.engine.stream(under_test.request(2))
-        async with unread, under_test.engine.stream(under_test.request(LONG)) as other:
+        async with unread, under_test.engine.stream(under_test.request(LONG_TOKENS)) as other:
             await drain(other, read)
         assert ids_of(unread.rest) == ids_of(read)[:2]
         assert unread.finish is not None
         assert unread.finish.reason is FinishReason.LENGTH
 
-    @promised
+    @contract_test
     async def test_leaving_at_once_ends_the_request(self, under_test: EngineUnderTest) -> None:
         stream = under_test.engine.stream(under_test.request())
         async with stream:
-            await until(lambda: under_test.engine.stats().open == 1)
+            await wait_until(lambda: under_test.engine.stats().open == 1)
         assert stream.finish is not None
         assert stream.finish.reason is FinishReason.ABORT
 
-    @promised
+    @contract_test
     async def test_leaving_twice_changes_nothing(self, under_test: EngineUnderTest) -> None:
         stream = under_test.engine.stream(under_test.request())
         read: list[Delta] = []
@@ -170,20 +170,20 @@ class StreamContract:
         await stream.__aexit__(None, None, None)
         assert (stream.rest, stream.finish) == (rest, finish)
 
-    @promised
+    @contract_test
     async def test_a_stream_that_was_left_gives_nothing_more(self, under_test: EngineUnderTest) -> None:
         stream = under_test.engine.stream(under_test.request())
         async with stream:
             pass
         assert [delta async for delta in stream] == []
 
-    @promised
+    @contract_test
     async def test_further_requests_wait_for_a_place(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         done: list[int] = []
 
         async def play(number: int) -> None:
-            async with engine.stream(under_test.request(SHORT)) as stream:
+            async with engine.stream(under_test.request(SHORT_TOKENS)) as stream:
                 assert engine.stats().open <= engine.places
                 await drain(stream, [])
             done.append(number)
@@ -193,7 +193,7 @@ class StreamContract:
                 tasks.start_soon(play, number)
         assert sorted(done) == list(range(3 * engine.places))
 
-    @promised
+    @contract_test
     async def test_cancelling_while_it_waits_for_a_place_leaves_nothing_open(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         stream = engine.stream(under_test.request())
@@ -209,20 +209,20 @@ class StreamContract:
                 await full.enter_async_context(engine.stream(under_test.request()))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(wait_for_a_place)
-                await until(lambda: engine.stats().waiting == 1)
+                await wait_until(lambda: engine.stats().waiting == 1)
                 scope.cancel()
             assert scope.cancelled_caught
             assert engine.stats().waiting == 0
             assert engine.stats().open <= engine.places
         assert (stream.rest, stream.finish) == ([], None)
 
-    @promised
+    @contract_test
     async def test_cancelling_at_every_suspension_point_leaves_nothing_open(self, under_test: EngineUnderTest) -> None:
-        engine, said = under_test.engine, await under_test.said(SHORT)
+        engine, said = under_test.engine, await under_test.sample(SHORT_TOKENS)
         streams: list[tuple[DeltaStream, list[Delta]]] = []
 
         async def play() -> None:
-            stream, read = engine.stream(under_test.request(SHORT)), list[Delta]()
+            stream, read = engine.stream(under_test.request(SHORT_TOKENS)), list[Delta]()
             streams.append((stream, read))
             async with stream:
                 await drain(stream, read)
@@ -233,25 +233,25 @@ class StreamContract:
             assert kept == said[: len(kept)]
             assert (stream.finish is None) <= (kept == [])
 
-    @promised
+    @contract_test
     async def test_a_prompt_that_leaves_no_room_is_rejected_and_hurts_nobody_else(
         self, under_test: EngineUnderTest
     ) -> None:
         engine = under_test.engine
         read: list[Delta] = []
-        async with engine.stream(under_test.request(SHORT)) as other:
+        async with engine.stream(under_test.request(SHORT_TOKENS)) as other:
             rejected = engine.stream(under_test.request(prompt=(1,) * engine.context))
             with pytest.raises(RequestRejected, match=f"{engine.context} ids"):
                 await rejected.__aenter__()
             await drain(other, read)
-        assert ids_of(read) == await under_test.said(SHORT)
+        assert ids_of(read) == await under_test.sample(SHORT_TOKENS)
 
-    @promised
+    @contract_test
     async def test_a_session_keeps_room_until_it_is_closed(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         session: Session = engine.session()
         assert not engine.session().late
-        async with engine.stream(under_test.request(SHORT, session=session)) as stream:
+        async with engine.stream(under_test.request(SHORT_TOKENS, session=session)) as stream:
             await drain(stream, [])
         assert session.late
         assert engine.stats().live_sessions == 1

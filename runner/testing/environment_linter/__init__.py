@@ -1,0 +1,1 @@
+"""Environment linter: plays an environment without a model and reports its mistakes."""
