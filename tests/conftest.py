@@ -249,7 +249,7 @@ def doomed_float32_engine(
         max_num_batched_tokens=512,  # a longer prompt is computed in pieces
         profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
         weight_transfer_config={"backend": "file"},
-        worker_extension_cls="tests.engines.file_transfer.FileWorker",
+        worker_extension_cls="tests.engines.stale_worker.OwnWorker",
         enable_lora=True,
         max_lora_rank=8,
         max_loras=2,

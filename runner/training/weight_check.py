@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import random
-import re
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,9 +19,11 @@ from runner.engines.base import Engine, GenerationRequest
 from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, tolerance_of, why_it_fails
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine, dtype_of
-from runner.errors import BadInput, BadModel, BadOption, EngineError, one_line, unwrapped
+from runner.engines.weights import LocalTransfer
+from runner.errors import BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
 from runner.models import DEMO_MODEL, resolve_model
 from runner.options import Sampling
+from runner.training.check_inputs import ADAPTER_RANK, adapter_on, linear_kinds, local_transfer, tensor_kind
 from runner.training.tiny_model import save_tiny_model
 from runner.training.weight_proof import weight_proof
 
@@ -33,6 +34,7 @@ ID_COUNT: Final = 96
 CHANGE_SIZE: Final = 0.3
 """The change of a tensor, in standard deviations of its own values."""
 EVERYTHING: Final = "all tensors"
+ADAPTER: Final = "checked"
 TURN_COUNT: Final = 4
 """The turns that are sampled while weights are exchanged under them."""
 
@@ -50,12 +52,16 @@ class Way(enum.StrEnum):
     """A state dict while turns are sampled, which go on with it."""
     AFTER_SLEEP = "after-sleep"
     """A state dict after `sleep(2)`."""
+    TRANSFER = "transfer"
+    """A `LocalTransfer`, twice: through a file, or through the backend of `weight_transfer_config`."""
     SAME = "same"
-    """The weights that the engine has already, once more."""
+    """The weights that the engine has already."""
+    ADAPTER = "adapter"
+    """A LoRA adapter of random values on each kind of linear layer, compared with PEFT's forward pass."""
 
 
-BY_TENSOR: Final = (Way.FOLDER, Way.STATE_DICT)
-"""The ways by which each kind of tensor is tried by itself; by the others all of them are changed at once."""
+BY_TENSOR: Final = (Way.FOLDER, Way.STATE_DICT, Way.ADAPTER)
+"""The ways that change one kind of tensor at a time. The other ways change all of them at once."""
 
 
 class Verdict(enum.StrEnum):
@@ -151,8 +157,8 @@ async def check_weights_async(
         async with trial.engine_running():
             assert trial.baseline is not None, "measured at the start"
             report = WeightReport(str(model), trial.dtype, trial.baseline)
-            for way in chosen:
-                for kind in trial.kinds if way in BY_TENSOR else (EVERYTHING,):
+            for way in sorted(chosen, key=Way.ADAPTER.__eq__):  # adapters need an engine of their own: last
+                for kind in trial.kinds_of(way):
                     row = await trial.checked(kind, way)
                     report.rows.append(row)
                     told(row)
@@ -193,13 +199,24 @@ class _Trial:
     def __init__(self, folder: Path, reference: Any, scratch: Path, engine_arguments: dict[str, Any]) -> None:
         self.folder, self.reference, self._scratch = folder, reference, scratch
         self._arguments = {"max_model_len": 512, "max_num_seqs": 8, **engine_arguments}
+        if "worker_extension_cls" not in engine_arguments:
+            self._arguments.setdefault("weight_transfer_config", {"backend": "file"})
+        self._transfer: LocalTransfer | None = None
+        self._takes_adapters = False
+        self._adapters_refused = ""
         self._first = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
-        self.kinds = tuple(dict.fromkeys(_kind(name) for name, _ in reference.named_parameters()))
+        self._kinds = tuple(dict.fromkeys(tensor_kind(name) for name, _ in reference.named_parameters()))
         self.engine: VllmEngine
         self.baseline: ProofFigures | None = None
         self.dtype = ""
         self._accepted: Accepted
         self._exit = AsyncExitStack()
+
+    def kinds_of(self, way: Way) -> Sequence[str]:
+        """The kinds of tensors that a way changes, one at a time."""
+        if way is Way.ADAPTER:
+            return linear_kinds(self.reference)
+        return self._kinds if way in BY_TENSOR else (EVERYTHING,)
 
     @asynccontextmanager
     async def engine_running(self) -> AsyncIterator[None]:
@@ -218,7 +235,9 @@ class _Trial:
         """
         await self._exit.aclose()
         self._exit = AsyncExitStack()
-        self.engine = engine = VllmEngine(self.folder, **self._arguments)
+        self._transfer = None
+        adapters = {"enable_lora": True, "max_lora_rank": ADAPTER_RANK} if self._takes_adapters else {}
+        self.engine = engine = VllmEngine(self.folder, **{**adapters, **self._arguments})
         await self._exit.enter_async_context(engine)
         self.dtype = dtype_of(self.engine.vllm.llm)
         proof = await self._proof()
@@ -228,13 +247,16 @@ class _Trial:
             raise BadModel(f"vLLM and transformers compute different things with the weights that are there: {why}.")
         self._accepted = Accepted(proof, scores)
 
-    async def _proof(self) -> WeightProof:
+    async def _proof(self, model: Any = None) -> WeightProof:
+        model = self.reference if model is None else model
         rng = random.Random(0)
         ids = [rng.randrange(self.reference.config.get_text_config().vocab_size) for _ in range(ID_COUNT)]
-        return await anyio.to_thread.run_sync(partial(weight_proof, self.reference, ids=ids, dtype=self.dtype))
+        return await anyio.to_thread.run_sync(partial(weight_proof, model, ids=ids, dtype=self.dtype))
 
     async def checked(self, kind: str, way: Way) -> CheckedTensor:
-        """Change one kind of tensor, update the engine, and compare; everything is as before afterwards."""
+        """Change one kind of tensor, update the engine and compare; then restore the first weights."""
+        if way is Way.ADAPTER:
+            return await self._checked_adapter(kind)
         try:
             self._change(kind if way is not Way.SAME else "")
             proof = await self._proof()
@@ -254,6 +276,39 @@ class _Trial:
         if row.verdict is Verdict.WRONG:
             await self._start_again()
         return row
+
+    async def _checked_adapter(self, kind: str) -> CheckedTensor:
+        """Add an adapter on one kind of layer, compare scores under it with PEFT, and remove it."""
+        try:
+            await self._start_with_adapters()
+            with adapter_on(self.reference, kind) as (adapted, tensors, config):
+                proof = await self._proof(adapted)
+            await self.engine.add_adapter(ADAPTER, tensors, config=config)
+            try:
+                scores = await self.engine.score(proof.ids, sampling=Sampling(adapter=ADAPTER))
+            finally:
+                await self.engine.remove_adapter(ADAPTER)
+        except EngineError as error:
+            await self._start_again()
+            return CheckedTensor(kind, Way.ADAPTER, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
+        except BadInput as error:
+            return CheckedTensor(kind, Way.ADAPTER, Verdict.REFUSED, reason=one_line(error))
+        return self._judged(kind, Way.ADAPTER, proof, scores)
+
+    async def _start_with_adapters(self) -> None:
+        """Start the engine again with adapters, once.
+
+        Raises:
+            BadOption: it does not start with them, for each later call too.
+        """
+        if not self._takes_adapters:
+            self._takes_adapters = True
+            try:
+                await self._start()
+            except DeltarunnerError as error:
+                self._adapters_refused = f"the engine does not start with adapters: {one_line(error)}"
+        if self._adapters_refused:
+            raise BadOption(self._adapters_refused)
 
     async def _start_again(self) -> None:
         self.reference.load_state_dict(self._first)
@@ -282,7 +337,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in self.reference.named_parameters():
-                if kind in (EVERYTHING, _kind(name)):
+                if kind in (EVERYTHING, tensor_kind(name)):
                     spread = max(float(parameter.float().std()) if parameter.numel() > 1 else 0.0, 0.02)
                     noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                     parameter.add_(noise * spread * CHANGE_SIZE)
@@ -299,6 +354,10 @@ class _Trial:
                 await self._give_under_turns()
             except BaseExceptionGroup as error:
                 raise unwrapped(error) from None
+        elif way is Way.TRANSFER:
+            self._transfer = self._transfer or local_transfer(self._arguments, self.reference, self._scratch)
+            for _ in range(2):  # both ends meet once
+                await engine.update_weights(self._transfer)
         elif way is Way.AFTER_SLEEP:
             await engine.sleep(2)
             await engine.wake(["weights"])
@@ -324,7 +383,3 @@ async def _turn(engine: Engine, number: int) -> None:
     async with engine.stream(request) as deltas:
         async for _ in deltas:
             pass
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)

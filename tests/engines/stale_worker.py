@@ -16,6 +16,10 @@ class PlainWorker:
     """An extension of a user's that does not inherit from ours, so that a CPU takes no new weights."""
 
 
+class OwnWorker(WeightWorker):
+    """An extension of a user's that inherits from ours."""
+
+
 class StaleWorker(WeightWorker):
     """Loads everything but `STALE`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from runner import BadModel, BadOption
 from runner.cli import app
 from runner.training import Verdict, Way, check_weights
+from runner.training.check_inputs import adapter_on, linear_kinds, local_transfer, tensor_kind
 from runner.training.tiny_model import random_model, tiny_config
 from tests.engines.stale_worker import STALE
 
@@ -96,7 +98,48 @@ def test_an_engine_that_takes_no_weights_refuses_every_way_by_name(llama: Path) 
     report = check_weights(llama, tiny=True, ways=ways, dtype="float32", worker_extension_cls=extension)
     assert {row.verdict for row in report.rows} == {Verdict.REFUSED}
     assert {row.way for row in report.rows} == set(ways)
-    assert all("worker_extension_cls" in row.reason for row in report.rows)
+    assert all("WeightWorker" in row.reason for row in report.rows)
+
+
+@pytest.fixture
+def tiny_llama() -> Any:
+    return random_model(tiny_config(transformers.LlamaConfig(**GROUPED)))
+
+
+def test_adapter_covers_one_kind_and_leaves_the_model_as_it_was(tiny_llama: Any) -> None:
+    first = {name: tensor.clone() for name, tensor in tiny_llama.state_dict().items()}
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = tiny_llama(ids).logits
+        kinds = linear_kinds(tiny_llama)
+        assert "lm_head" not in kinds
+        assert len(kinds) == 7
+        for kind in kinds:
+            with adapter_on(tiny_llama, kind) as (adapted, tensors, config):
+                assert not torch.allclose(adapted(ids).logits, before)
+                assert {tensor_kind(name.removeprefix("base_model.model.")) for name in tensors} == {
+                    f"{kind}.lora_A.weight",
+                    f"{kind}.lora_B.weight",
+                }
+                json.dumps(config)
+            assert torch.equal(tiny_llama(ids).logits, before)
+    assert {name: tensor.equal(first[name]) for name, tensor in tiny_llama.state_dict().items()} == dict.fromkeys(
+        first, True
+    )
+
+
+def test_adapters_without_peft_are_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with (
+        pytest.raises(BadOption, match="PEFT, which is not installed: pip install peft"),
+        adapter_on(tiny_llama, linear_kinds(tiny_llama)[0]),
+    ):
+        pass
+
+
+def test_transfer_backend_across_gpus_is_refused(tiny_llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"'nccl'.*transfers are tried by 'file' and by 'ipc'"):
+        local_transfer({"weight_transfer_config": {"backend": "nccl"}}, tiny_llama, tmp_path)
 
 
 def test_a_way_that_is_not_there_is_refused_by_name(llama: Path) -> None:

@@ -120,11 +120,11 @@ class Source:
 
 
 async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Path, tmp_path: Path) -> None:
-    from tests.engines.file_transfer import FileTrainerInfo
+    from runner.engines.vllm.worker.file_transfer import FileTransferInfo
 
     llm = Llm(model, transfer=True)
     weights = VllmWeights(llm, "the model")
-    here, source = FileTrainerInfo(str(tmp_path), rank=0), Source(tensors())
+    here, source = FileTransferInfo(str(tmp_path), rank=0), Source(tensors())
     met, sent = ("init", {"folder": str(tmp_path)}), ["start", ("update", list(tensors())), "finish"]
     await load(weights, LocalTransfer(here, source))
     await load(weights, LocalTransfer(here, source))

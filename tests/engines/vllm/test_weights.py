@@ -235,7 +235,7 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
     version = engine.weight_version
     for refused, told in (
         (WeightTransfer(parcels(folder, new)), "have not met"),
-        (WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}), "do not meet: nobody is at /nowhere"),
+        (WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}), "do not meet: /nowhere is not a folder"),
         (WeightTransfer(parcels(folder, new)[:1], init=meeting), "missing '"),
     ):
         with pytest.raises(BadWeights, match=told):
@@ -266,13 +266,13 @@ class Tensors:
 
 async def local_scenario(engine: VllmEngine, old: dict[str, Any], new: dict[str, Any], place: Path) -> None:
     """Trainer and engine in one process, in one call."""
-    from tests.engines.file_transfer import FileTrainerInfo
+    from runner.engines.vllm.worker.file_transfer import FileTransferInfo
 
     other, version = await say(engine), engine.weight_version
-    here = FileTrainerInfo(str(place), rank=0)
+    here = FileTransferInfo(str(place), rank=0)
     for refused, told in (
         (LocalTransfer(here, Tensors({**new, NORM: new[NORM][1:]})), rf"LocalTransfer: the tensor '{NORM}' has shape"),
-        (LocalTransfer(FileTrainerInfo("/nowhere", rank=0), Tensors(new)), "do not meet: nobody is at /nowhere"),
+        (LocalTransfer(FileTransferInfo("/nowhere", rank=0), Tensors(new)), "do not meet: /nowhere is not a folder"),
     ):
         with pytest.raises(BadWeights, match=told):
             await engine.update_weights(refused)

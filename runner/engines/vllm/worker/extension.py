@@ -7,7 +7,8 @@ vLLM adds `WeightWorker` to its worker class, so its methods can be called in ev
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from runner.engines.vllm.worker.bitmasks import mend_bitmasks
 from runner.engines.vllm.worker.generators import mend_generators
@@ -16,7 +17,10 @@ from runner.engines.vllm.worker.prompt_scores import mend_prompt_scores
 from runner.engines.vllm.worker.reloading import mend_reloading
 from runner.engines.vllm.worker.scored_ids import give_scored_ids
 
-__all__ = ["WeightWorker"]
+__all__ = ["FILE_BACKEND", "WeightWorker"]
+
+FILE_BACKEND: Final = "file"
+"""The name of our weight transfer backend, for machines without GPUs."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -82,3 +86,14 @@ def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[st
             for name in opened.keys():  # noqa: SIM118  # it is no mapping
                 if name not in ignored:
                     yield name, opened.get_tensor(name)
+
+
+def _register_file_transfer() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    module = "runner.engines.vllm.worker.file_transfer"
+    WeightTransferEngineFactory.register_engine(FILE_BACKEND, module, "FileTransferEngine")
+
+
+with suppress(ImportError):  # a vLLM without weight transfer
+    _register_file_transfer()

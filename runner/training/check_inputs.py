@@ -1,0 +1,114 @@
+"""Transfers and adapters that `check_weights` gives an engine, made from the model in transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from runner.engines.weights import LocalTransfer
+from runner.errors import BadOption
+
+__all__ = ["ADAPTER_RANK", "adapter_on", "linear_kinds", "local_transfer", "tensor_kind"]
+
+ADAPTER_RANK: Final = 8
+
+
+def tensor_kind(name: str) -> str:
+    """The name of a tensor with * in place of the numbers of layers and experts."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def linear_kinds(model: Any) -> list[str]:
+    """The kinds of linear layers but the output layer, which PEFT leaves out too."""
+    import torch
+
+    head = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+    ]
+    return list(dict.fromkeys(map(tensor_kind, linear)))
+
+
+@contextmanager
+def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], dict[str, Any]]]:
+    """Add a LoRA adapter of random values to all linear layers of a kind, for the duration of the block.
+
+    Yields:
+        The model with its adapter, the adapter's tensors, and its configuration, all as PEFT writes them.
+
+    Raises:
+        BadOption: PEFT is not installed.
+    """
+    import torch
+
+    try:
+        import peft
+    except ImportError:
+        raise BadOption("adapters are compared with PEFT, which is not installed: pip install peft") from None
+    layers = [name for name, _ in model.named_modules() if tensor_kind(name) == kind]
+    config = peft.LoraConfig(
+        r=ADAPTER_RANK,
+        lora_alpha=2 * ADAPTER_RANK,
+        target_modules=layers,
+        init_lora_weights=False,  # else B is zero, and the adapter changes nothing
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config).eval()
+    try:
+        of_adapter = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        tensors = {name: tensor.clone() for name, tensor in of_adapter.items()}
+        yield adapted, tensors, _as_json(config)
+    finally:
+        adapted.unload()
+
+
+def _as_json(config: Any) -> dict[str, Any]:
+    settings = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return settings | {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+
+
+def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path) -> LocalTransfer:
+    """A transfer of the model's weights by the backend that the engine was started with.
+
+    Args:
+        engine_arguments: those of `VllmEngine`; `weight_transfer_config` names the backend.
+        model: its tensors are read again for each update.
+        folder: where the backend "file" writes them.
+
+    Raises:
+        BadOption: the backend needs more than this process: NCCL joins trainer and engine on two GPUs.
+    """
+    backend = dict(engine_arguments.get("weight_transfer_config") or {}).get("backend", "file")
+    match backend:
+        case "file":
+            from runner.engines.vllm.worker.file_transfer import FileTransferInfo
+
+            return LocalTransfer(FileTransferInfo(str(folder), rank=0), _Source(model, device="cpu"))
+        case "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return LocalTransfer(IPCTrainerInitInfo(rank=0), _Source(model, device="cuda"))
+    raise BadOption(
+        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried by 'file' and by 'ipc'."
+    )
+
+
+class _Source:
+    """The model's tensors as vLLM's `WeightSource`, on a device of one's choice."""
+
+    def __init__(self, model: Any, *, device: str) -> None:
+        self._tensors = model.state_dict
+        self._device = device
+
+    def metadata(self) -> list[Any]:
+        """Name, number type and shape of each tensor."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors().items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return ((name, tensor.to(self._device)) for name, tensor in self._tensors().items())
