@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from runner.engines.vllm.worker import parent_watch
 from runner.engines.vllm.worker.bitmasks import mend_bitmasks
 from runner.engines.vllm.worker.generators import mend_generators
 from runner.engines.vllm.worker.masking import mask_kernels
@@ -95,5 +96,6 @@ def _register_file_transfer() -> None:
     WeightTransferEngineFactory.register_engine(FILE_BACKEND, module, "FileTransferEngine")
 
 
-with suppress(ImportError):  # a vLLM without weight transfer
-    _register_file_transfer()
+if parent_watch.of_an_engine():  # not where this module is only named
+    with suppress(ImportError):  # a vLLM without weight transfer
+        _register_file_transfer()
