@@ -1,4 +1,4 @@
-"""The command line: `deltarunner`. Only names and help texts; what a command does is in the module of its name."""
+"""The command line `deltarunner`: names and help texts. Each command is implemented in the module of its name."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = ["app", "exit_code_of", "main"]
 Command = TypeVar("Command", bound=Callable[..., int])
 
 BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
-"""What a shell sees of a Unix tool whose reader left."""
+"""The exit code of a Unix tool whose reader closed the pipe."""
 
 EPILOG = """
-Exit codes: 0 done · 1 anything unforeseen · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
-template · 7 the run file, or weights that do not arrive · 8 the disk · 9 the engine · 10 too many episodes failed
-· 11 the run was stuck · 130 Ctrl-C · 141 nobody reads the output any more.
+Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
+template · 7 the run file, or wrong new weights · 8 the disk · 9 the engine · 10 too many episodes failed
+· 11 the run was stuck · 130 Ctrl-C · 141 the reader of the output is gone.
 """
 
 
 class Commands(TyperGroup):
-    """The commands; one that is not there is answered with those that are."""
+    """The commands; the error for an unknown one lists them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             close = get_close_matches(args[0], known, 1)
             meant = f" Did you mean {close[0]!r}?" if close else ""
-            ctx.fail(f"No such command {args[0]!r}.{meant} There are {', '.join(known)}.")
+            ctx.fail(f"No such command {args[0]!r}.{meant} The commands are {', '.join(known)}.")
         name, command, rest = super().resolve_command(ctx, args)
         if name == "show" and command is not None:
             rest = _ids_after_options(rest, [option for each in command.params for option in each.opts])
@@ -56,7 +56,7 @@ class Commands(TyperGroup):
 
 
 def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
-    """The same arguments, with ids of episodes that begin with a dash put where they are not taken for options."""
+    """The arguments, with episode ids that begin with a dash moved after `--`, so that they are not options."""
     options = [option for option in options if option.startswith("-")] + ["-h", "--help"]
     if "--" in args:
         return args
@@ -74,7 +74,7 @@ def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
 app = typer.Typer(
     cls=Commands,
     name="deltarunner",
-    help="Play many multi-turn agent episodes at once against vLLM in this process, and keep the exact token ids.",
+    help="Play many multi-turn agent episodes concurrently on vLLM in this process, and keep the exact token ids.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -84,8 +84,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from runner.version import __version__
 
         print(f"deltarunner {__version__}")
@@ -95,10 +95,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options of no command."""
+    """Options without a command."""
 
 
 def main() -> NoReturn:
@@ -107,7 +107,7 @@ def main() -> NoReturn:
         app()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    # Only who played has threads that may hang; the others need not load what plays.
+    # Only commands that played have threads that may hang; the others do not load this module.
     if "runner.runs.event_loop" in sys.modules:
         from runner.runs.event_loop import end_process
 
@@ -116,7 +116,7 @@ def main() -> NoReturn:
 
 
 def command(name: str) -> Callable[[Command], Command]:
-    """A command that returns its exit code; what it raises becomes one message and an exit code."""
+    """Register a function that returns its exit code as a command. An error becomes a message and an exit code."""
 
     def register(function: Command) -> Command:
         @functools.wraps(function)
@@ -130,10 +130,10 @@ def command(name: str) -> Callable[[Command], Command]:
 
 
 def exit_code_of(body: Callable[[], int]) -> int:
-    """The exit code of a command; what it raises is printed as one message."""
+    """Run a command and return its exit code; print an error as one message."""
     try:
         code = body()
-        sys.stdout.flush()  # now: at its end Python would complain of a reader who left
+        sys.stdout.flush()  # here, because Python prints a closed pipe as an error at exit
         return code
     except DeltarunnerError as error:
         _print_error(f"deltarunner: {error}")
@@ -147,7 +147,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
     except Exception as error:
         _print_error(
             f"{traceback.format_exc()}deltarunner: {type(error).__name__}: {error}\n"
-            f"This was not foreseen; please report it with the lines above."
+            f"This is a bug; please report it with the lines above."
         )
         return 1
 
@@ -168,7 +168,7 @@ def _discard(stream: TextIO) -> None:
 @command("run")
 @options_from(RunSettings)
 def run(settings: RunSettings) -> int:
-    """Play an environment's episodes and keep them in a run file. The same command again resumes what was cut short."""
+    """Play an environment's episodes and store them in a run file. The same command again resumes an incomplete run."""
     from runner.cli.run import run_command
 
     return run_command(settings.with_program())
@@ -177,7 +177,7 @@ def run(settings: RunSettings) -> int:
 @command("serve")
 @options_from(RunSettings, SERVED)
 def serve(settings: RunSettings) -> int:
-    """Serve episodes to agent programs that you start yourself: a key each, shown with what each program needs."""
+    """Serve episodes to agent programs that you start yourself. Each episode has a key, printed with the settings."""
     from runner.cli.serve import serve_command
 
     return serve_command(settings)
@@ -185,7 +185,7 @@ def serve(settings: RunSettings) -> int:
 
 @command("list")
 def list_environments() -> int:
-    """The environments that are installed."""
+    """List the installed environments."""
     from runner.cli.list import list_command
 
     return list_command()
@@ -195,15 +195,15 @@ def list_environments() -> int:
 def show(
     file: Annotated[Path, typer.Argument(help="A run file.")],
     episode: Annotated[str | None, typer.Argument(help="An episode's id, such as calculator-0#0.")] = None,
-    agent: Annotated[str | None, typer.Option(help="Of an episode with several agents.")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="The token ids too.")] = False,
-    brief: Annotated[bool, typer.Option("--brief", help="Leave out what the chat template wrote.")] = False,
+    agent: Annotated[str | None, typer.Option(help="Show this agent, if the episode has several.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also show the token ids.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Leave out the text of the chat template.")] = False,
     requests: Annotated[
-        bool, typer.Option("--requests", help="What somebody else's loop asked, in place of the transcript.")
+        bool, typer.Option("--requests", help="Show the chat requests of an external agent instead of the transcript.")
     ] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Rows of the table.")] = 50,
 ) -> int:
-    """What is in a run file: a table of its episodes, or the transcript of one."""
+    """Show a run file: a table of its episodes, or the transcript of one."""
     from runner.cli.show import show_command
 
     return show_command(file, episode, agent=agent, tokens=tokens, brief=brief, requests=requests, limit=limit)
@@ -214,15 +214,15 @@ def export(
     file: Annotated[Path, typer.Argument(help="A run file.")],
     format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Default: beside the run file; - is stdout.")
+        Path | None, typer.Option("-o", "--output", help="Output file; default next to the run file; - is stdout.")
     ] = None,
     outcome: Annotated[
         list[str] | None, typer.Option(help="Only episodes with this outcome, such as completed; may be repeated.")
     ] = None,
-    agent: Annotated[list[str] | None, typer.Option(help="Only what this agent saw and did; may be repeated.")] = None,
-    task: Annotated[list[str] | None, typer.Option(metavar="ID", help="Only of this task; may be repeated.")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Only with at least this reward.")] = None,
-    limit: Annotated[int | None, typer.Option("-n", "--limit", min=1, help="At most so many, the first ones.")] = None,
+    agent: Annotated[list[str] | None, typer.Option(help="Only trajectories of this agent; may be repeated.")] = None,
+    task: Annotated[list[str] | None, typer.Option(metavar="ID", help="Only this task; may be repeated.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only trajectories with at least this reward.")] = None,
+    limit: Annotated[int | None, typer.Option("-n", "--limit", min=1, help="Only the first N trajectories.")] = None,
 ) -> int:
     """Write the trajectories of a run file as JSONL or Parquet."""
     from runner.cli.export import export_command
@@ -242,11 +242,11 @@ def export(
 def verify(
     file: Annotated[Path, typer.Argument(help="A run file.")],
     model: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="The run's model, where it is not where it was.")
+        list[str] | None, typer.Option(metavar="FOLDER", help="The run's model, if its folder has moved.")
     ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Make every prompt of a run file again from its messages and sampled ids, and say what differs."""
+    """Rebuild every prompt of a run file from its messages and sampled ids, and report differences."""
     from runner.cli.verify import verify_command
 
     return verify_command(file, models=tuple(model or ()), json=json)
@@ -260,9 +260,9 @@ def check_template(
     ] = None,
     template_option: Annotated[list[str] | None, TEMPLATE_OPTION] = None,
     tool_format: Annotated[str | None, TOOL_FORMAT] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> int:
-    """What a chat template does, and what may be appended to a sampled turn with it."""
+    """Show the properties of a chat template, and which messages can be appended exactly to a sampled turn."""
     from runner.cli.check_template import check_template_command
 
     options = tuple(template_option or ())
@@ -273,7 +273,7 @@ def check_template(
 def check_weights(
     model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id, or smollm2-135m.")],
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Few layers and random weights: only the folder's config.json is read.")
+        bool, typer.Option("--tiny", help="Few layers and random weights; reads only the folder's config.json.")
     ] = False,
     way: Annotated[
         list[str] | None,
@@ -284,7 +284,7 @@ def check_weights(
     ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
-    """Update an engine with each kind of tensor by itself, and compare it with transformers. 7 where one is wrong."""
+    """Update each kind of tensor of an engine and compare with transformers. Exit code 7 if one is wrong."""
     from runner.cli.check_weights import check_weights_command
 
     return check_weights_command(
@@ -294,12 +294,12 @@ def check_weights(
 
 @command("new")
 def new(
-    name: Annotated[str, typer.Argument(help="What it is called, such as word-game.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the project, such as word-game.", show_default=False)],
     folder: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where to write it; default a folder of that name.")
+        Path | None, typer.Option(metavar="PATH", help="Folder to create; default a folder of that name.")
     ] = None,
 ) -> int:
-    """Begin a project: an environment that works, its tests, pyproject.toml and CI."""
+    """Create a project: a working environment, its tests, pyproject.toml and CI."""
     from runner.cli.new import new_command
 
     return new_command(name, folder)
@@ -311,7 +311,7 @@ def check(
     settings: Annotated[list[str] | None, SETTINGS] = None,
     episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Tasks to try.")] = 4,
 ) -> int:
-    """Try an environment without a model and say what is wrong with it."""
+    """Check an environment without a model, and report its mistakes."""
     from runner.cli.check import check_command
 
     return check_command(environment, tuple(settings or ()), episodes=episodes)

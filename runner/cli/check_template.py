@@ -1,4 +1,4 @@
-"""`deltarunner check-template`: what a chat template does, and what may be appended to a turn with it."""
+"""`deltarunner check-template`: the properties of a chat template, and the appends that are exact with it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from runner.transcript import printable
 __all__ = ["check_template_command"]
 
 PROBE_SECONDS = 30.0
-"""The time that the probes have, the second or two included in which the vocabulary is loaded."""
+"""Time limit of the probes, including one or two seconds to load the vocabulary."""
 
 DEFAULT_CONTROL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-"""The control tokens that a template in a file is given, since the file does not say what its vocabulary calls them."""
+"""Control tokens for a template in a file, which has no vocabulary."""
 
 MAX_VALUE_CHARS = 60
 STYLES = {"prompt": "dim", "sampled": "bold green", "bridge": "yellow"}
@@ -45,51 +45,51 @@ RESULT_STYLES = {Exactness.EXACT: "green", Exactness.SOFT: "yellow", Exactness.U
 
 @dataclass(frozen=True, slots=True)
 class CheckedTemplate:
-    """What is checked."""
+    """The template to check, with its model if there is one."""
 
     template: ChatTemplate
-    """The template, not compiled yet: that may never end."""
+    """The template, not compiled, because compiling may never end."""
 
     model: ResolvedModel | None = None
-    """The model whose vocabulary is used; None for bytes and the template's own control tokens."""
+    """The model whose vocabulary is used; None for bytes and the template's control tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What was found out."""
+    """Result of the probes of a template."""
 
     profile: TemplateProfile
-    """The profile of the template that was probed."""
+    """Properties of the template."""
 
     verdicts: Sequence[AppendVerdict]
-    """The verdict on each kind of append: whether it can be made, and how exactly."""
+    """For each kind of append: whether it is possible, and how exactly."""
 
     example: Sequence[ExamplePassage]
-    """A short conversation as its token log would be."""
+    """A short conversation as it would appear in the token log."""
 
     stops: Mapping[str, int]
-    """The ids that end a turn, by their names."""
+    """Ids that end a turn, by token."""
 
     turn: LearntTurn
-    """The form in which calls and thoughts are written."""
+    """The format of calls and thoughts."""
 
     lacking: Sequence[str] = ()
-    """Control tokens that the template writes and the vocabulary has not got."""
+    """Control tokens that the template writes and the vocabulary lacks."""
 
     named: ToolFormatCheck | None = None
-    """The tool format that the user named, tried on what the template writes."""
+    """Check of the tool format that the user named."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Whether schemas are fitted to the template, and what it does not show then; empty where it carries no tools."""
+    """`fitted`: schemas are rewritten for the template; `unseen`: parts that it still omits. Empty without tools."""
 
     @property
     def missing(self) -> list[AppendVerdict]:
-        """What an environment with tools needs and the template does not give exactly."""
+        """Appends that an environment with tools needs and that are not exact."""
         return [each for each in self.verdicts if each.kind.needed and each.result is not Exactness.EXACT]
 
     @property
     def unstopped(self) -> list[str]:
-        """What ends a turn by the template and holds none of the stops."""
+        """Texts that end a turn in the template but contain no stop token."""
         closes = dict.fromkeys((self.profile.close_at_end, self.profile.close_after_call))
         return [close for close in closes if close and not any(stop in close for stop in self.stops)]
 
@@ -100,14 +100,14 @@ class TemplateReport:
 
     @property
     def misread(self) -> bool:
-        """Calls cannot be read, or are read otherwise than the template writes them."""
+        """Return True if calls cannot be parsed, or are parsed differently from the template's text."""
         return not (self.turn.reads_calls if self.named is None else self.named.reads_all)
 
 
 def check_template_command(
     name: str, *, template: str | None, options: Sequence[str], tool_format: str | None = None, as_json: bool
 ) -> int:
-    """Check, print what was found, and return the exit code: that of `BadTemplate` where something is missing."""
+    """Check a template, print the result, and return the exit code: that of `BadTemplate` if anything is missing."""
     console = make_console()
     given = parse_values(options, "--template-option")
     try:
@@ -134,13 +134,13 @@ def _subject(name: str, template: str | None) -> CheckedTemplate:
 
 
 def _template(name: str) -> ChatTemplate:
-    """A bundled template or a file's, which is not compiled here: it may never end."""
+    """A bundled template, or that of a file, not compiled."""
     path = Path(name)
     if name in bundled_templates() or not path.is_file():
         return ChatTemplate.load(name)
-    with suppress(OSError, UnicodeDecodeError):  # they are met again below, where they are put into words
+    with suppress(OSError, UnicodeDecodeError):  # `load` below raises the error with a message
         return ChatTemplate(path.read_text(encoding="utf-8"), name=name)
-    return ChatTemplate.load(name)  # which says what is wrong with the file
+    return ChatTemplate.load(name)
 
 
 def _examine(subject: CheckedTemplate, options: Mapping[str, Any], tool_format: str | None) -> TemplateReport:
@@ -171,7 +171,7 @@ def _examine(subject: CheckedTemplate, options: Mapping[str, Any], tool_format: 
 
 
 def _wanted_bos(folder: Path) -> str:
-    """The token that the vocabulary's own post-processor puts before every text, or ""."""
+    """The token that the vocabulary's post-processor puts before every text, or ""."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         processor = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("post_processor") or {}
         for step in processor.get("processors", [processor]):
@@ -185,41 +185,41 @@ def _wanted_bos(folder: Path) -> str:
 
 _ANOTHER = "another template: --template, checked with this command"
 _FIXES: Mapping[Property, str] = {
-    Property.TEMPLATE_RENDERS: "append other messages in this place, or take " + _ANOTHER,
-    Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or take " + _ANOTHER,
-    Property.TURN_STAYS_BEHIND: "take " + _ANOTHER,
-    Property.TOOLS_STAY: "keep to one user message an episode, or take one that writes the tools first (mistral_nemo)",
-    Property.SYSTEM_STAYS: "say it in the first user message, or keep to one user message an episode",
-    Property.CONTENT_LOCATED: "take the control text out of the content, or History(content_safe=False)",
-    Property.CONTENT_SHOWN: "say it in a message of a user, or take " + _ANOTHER,
-    Property.STOP_IN_TAIL: "see that the model's stop ids (generation_config.json) have the template's own close",
-    Property.STOP_OPENS_NEXT: "append a message of the role that the model asked for first",
-    Property.CLOSE_KNOWN: "raise max_tokens, so that fewer turns are cut",
+    Property.TEMPLATE_RENDERS: "append other messages here, or use " + _ANOTHER,
+    Property.SENTINEL_SHOWN: "let the model make one call at a time (parallel_tool_calls=False), or use " + _ANOTHER,
+    Property.TURN_STAYS_BEHIND: "use " + _ANOTHER,
+    Property.TOOLS_STAY: "use one user message per episode, or a template that writes the tools first (mistral_nemo)",
+    Property.SYSTEM_STAYS: "put the text in the first user message, or use one user message per episode",
+    Property.CONTENT_LOCATED: "remove the control text from the content, or use History(content_safe=False)",
+    Property.CONTENT_SHOWN: "put the text in a user message, or use " + _ANOTHER,
+    Property.STOP_IN_TAIL: "add the template's end of turn to the model's stop ids (generation_config.json)",
+    Property.STOP_OPENS_NEXT: "first append a message of the role that the stop token opened",
+    Property.CLOSE_KNOWN: "raise max_tokens, so that fewer turns are cut off",
     Property.REASONING_CLOSED: "raise max_tokens, or History(close_reasoning=True)",
-    Property.TEXT_KEPT: "take the tokenizer.json that the model was published with",
-    Property.PROMPTS_ANSWER: "a template that writes its generation prompt after such a message",
-    Property.OPENED_ONCE: "take one of the two openings out of the template",
-    Property.TURNS_SAMPLED: "let the model say it, or replace() the history",
+    Property.TEXT_KEPT: "use the tokenizer.json that the model was published with",
+    Property.PROMPTS_ANSWER: "use a template that writes its generation prompt after such a message",
+    Property.OPENED_ONCE: "remove one of the two openings from the template",
+    Property.TURNS_SAMPLED: "let the model sample the text, or replace() the history",
 }
 _NEVER_FORKED = (Property.REASONING_CLOSED, Property.TEXT_KEPT)
 
 
 def _consequence(verdict: AppendVerdict) -> str:
     if verdict.result is Exactness.SOFT:
-        return "the ids at the seam may differ from those of the whole text; it is counted as seam=unverified"
+        return "the ids at the seam may differ from those of the whole text; counted as seam=unverified"
     if verdict.refusal in _NEVER_FORKED:
         return "the episode ends with token_error"
     if verdict.refusal is Property.TEMPLATE_RENDERS:
-        return "no prompt can be made at all: the episode ends with token_error under every policy"
+        return "no prompt can be built: the episode ends with token_error under every policy"
     append, refuse = HistoryPolicy.APPEND.value, HistoryPolicy.REFUSE.value
     return (
-        f"{append}: a new segment begins here, rendered anew with loss mask 0, and is counted; "
+        f"{append}: a new segment begins here, rendered again with loss mask 0, and is counted; "
         f"{refuse}: the episode ends with token_error"
     )
 
 
 def _fix(verdict: AppendVerdict) -> str:
-    return _FIXES[verdict.refusal] if verdict.refusal is not None else "take " + _ANOTHER
+    return _FIXES[verdict.refusal] if verdict.refusal is not None else "use " + _ANOTHER
 
 
 # --- JSON
@@ -268,7 +268,7 @@ def _failure(name: str, options: Mapping[str, Any], error: BadInput) -> dict[str
     return {"checked": name, "options": options, "error": kind, "exit_code": error.exit_code}
 
 
-# --- for people
+# --- text
 
 
 def _print(console: Console, subject: CheckedTemplate, findings: TemplateReport) -> None:
@@ -295,15 +295,15 @@ def _print(console: Console, subject: CheckedTemplate, findings: TemplateReport)
 
 
 _REWRITES = (
-    "rewrites: the template itself would write the past in another way than the model sampled it, or than it is "
-    "prompted.\n  append keeps what was sampled, fork follows the template in a new segment. A server that renders "
-    "every request anew follows the template."
+    "rewrites: the template itself would write the past differently from the sampled ids or from the "
+    "prompt.\n  append keeps the sampled ids, fork follows the template in a new segment. A server that renders "
+    "each request again follows the template."
 )
 
 
 def _traits(profile: TemplateProfile) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("property", "value", "what it means"):
+    for column in ("property", "value", "meaning"):
         table.add_column(column, overflow="fold", min_width=20)
     for trait, value, sentence in profile.traits():
         table.add_row(Text(trait, "bold"), Text(_shown(value)), Text(sentence, "dim"))
@@ -312,7 +312,7 @@ def _traits(profile: TemplateProfile) -> Table:
 
 def _turn(findings: TemplateReport) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("turns", "as they are written", "what it means"):
+    for column in ("turns", "format", "meaning"):
         table.add_column(column, overflow="fold", min_width=16)
     named = findings.named.lines() if findings.named is not None else ()
     for label, text, sentence in (*turn_lines(findings.turn), *named, *_arguments(findings)):
@@ -321,14 +321,14 @@ def _turn(findings: TemplateReport) -> Table:
 
 
 def _arguments(findings: TemplateReport) -> Iterator[tuple[str, str, str]]:
-    """How the model is shown the schemas of tools."""
+    """The rows about the schemas of tools in prompts."""
     if findings.arguments.get("fitted"):
         sentence = (
-            "What the template passes over is written otherwise: references in place, X or null as X, descriptions."
+            "Parts that the template omits are rewritten: references inlined, X or null as X, notes as descriptions."
         )
         yield "schemas", "fitted", sentence
     elif findings.arguments:
-        yield "schemas", "as they are", "The model is shown the schemas of arguments as their author wrote them."
+        yield "schemas", "as they are", "Prompts contain the schemas of arguments as their author wrote them."
 
 
 def _shown(value: TraitValue) -> str:
@@ -356,41 +356,41 @@ def _appends(verdicts: Sequence[AppendVerdict]) -> Table:
 
 
 _TOKENS_FIX = (
-    "take all files of the tokenizer that the model was published with (tokenizer_config.json, added_tokens.json ...), "
-    "or a template whose tokens it has: --template"
+    "use all files of the tokenizer that the model was published with (tokenizer_config.json, added_tokens.json ...), "
+    "or a template with tokens of this vocabulary: --template"
 )
 
 
-_NO_FORMAT = "leave --tool-format out where the template's own calls can be read"
-_READ_FIX = "another template (--template), or what reads this one: --tool-format vllm:NAME, a tool parser of vLLM's"
+_NO_FORMAT = "leave out --tool-format if the template's calls can be parsed without it"
+_READ_FIX = "another template (--template), or a tool parser of vLLM: --tool-format vllm:NAME"
 
 
 def _problems(findings: TemplateReport) -> Iterator[Text]:
     if not findings.profile.carries_tools:
         yield Text.assemble(("\nno tools    ", "bold red"), "definitions, calls or results are not shown (see above)")
     elif findings.named is not None and findings.misread:
-        why = f"{findings.named.name} does not read what the template writes: {findings.named.misreads}"
-        yield from _problem("calls", "yellow", why, then="right only for a model that writes otherwise", fix=_NO_FORMAT)
+        why = f"{findings.named.name} does not parse the template's calls: {findings.named.misreads}"
+        yield from _problem("calls", "yellow", why, then="right only for models with another format", fix=_NO_FORMAT)
     elif findings.misread:
-        why = f"calls cannot be read ({findings.turn.missing}): {findings.turn.why}"
+        why = f"calls cannot be parsed ({findings.turn.missing}): {findings.turn.why}"
         yield from _problem("calls", "bold red", why, then="no environment with tools can be played", fix=_READ_FIX)
     if unseen := findings.arguments.get("unseen"):
         what = f"the model is not shown {', '.join(unseen)}"
-        fix = "say it in the docstrings of tools that take such arguments, or take " + _ANOTHER
+        fix = "describe it in the docstrings of such tools, or use " + _ANOTHER
         yield from _problem("arguments", "yellow", what, then="the model has to guess it", fix=fix)
     for close in findings.unstopped:
         has = not any(token in close for token in findings.lacking)
         fix = "add it to eos_token_id in the model's generation_config.json" if has else _TOKENS_FIX
         what = f"the model does not stop at {close}, which ends its turns"
-        yield from _problem("stops", "bold red", what, then="a turn runs on past it to max_tokens", fix=fix)
+        yield from _problem("stops", "bold red", what, then="turns continue after it up to max_tokens", fix=fix)
     if findings.lacking:
         what = f"the vocabulary has no token for {' '.join(findings.lacking)}, which the template writes"
-        then = "they are letters to the model, right only where it was trained so"
+        then = "the model sees them as plain text, right only if it was trained that way"
         yield from _problem("tokens", "yellow", what, then=then, fix=_TOKENS_FIX)
     for verdict in findings.verdicts:
         if verdict.result is not Exactness.EXACT and (findings.profile.carries_tools or not verdict.kind.calls):
             name = verdict.refusal.value if verdict.refusal is not None else "seam"
-            why = printable(verdict.explanation or "no control token stands at the seam")
+            why = printable(verdict.explanation or "no control token at the seam")
             then, fix = _consequence(verdict), _fix(verdict)
             style = RESULT_STYLES[verdict.result]
             yield from _problem(verdict.kind.value, style, name, why=why, then=then, fix=fix)
@@ -403,9 +403,9 @@ def _problem(name: str, style: str, what: str, **more: str) -> Iterator[Text]:
 
 
 def _example(passages: Sequence[ExamplePassage], *, bytes_alone: bool) -> Iterator[Text]:
-    yield Text("a conversation, id by id: │ stands between two ids", "dim")
+    yield Text("a conversation, id by id: │ separates two ids", "dim")
     if bytes_alone:
-        yield Text("(in this vocabulary every other letter is an id as well)", "dim")
+        yield Text("(in this vocabulary every other character is an id as well)", "dim")
     for passage in passages:
         pieces = _joined_bytes(passage) if bytes_alone else list(passage.texts)
         text = "│".join(printable(piece).replace("\n", "⏎") for piece in pieces)
@@ -414,30 +414,30 @@ def _example(passages: Sequence[ExamplePassage], *, bytes_alone: bool) -> Iterat
 
 
 def _joined_bytes(passage: ExamplePassage) -> list[str]:
-    """The texts of its ids, bytes that follow each other as one."""
+    """The texts of the ids, with consecutive bytes joined."""
     pieces: list[str] = []
-    spoken = bytearray()
+    plain = bytearray()
     for token_id, text in zip(passage.ids, passage.texts, strict=True):
         if token_id < 256:
-            spoken.append(token_id)
+            plain.append(token_id)
             continue
-        pieces += [spoken.decode(errors="replace")] if spoken else []
+        pieces += [plain.decode(errors="replace")] if plain else []
         pieces.append(text)
-        spoken.clear()
-    return [*pieces, spoken.decode(errors="replace")] if spoken else pieces
+        plain.clear()
+    return [*pieces, plain.decode(errors="replace")] if plain else pieces
 
 
 def _conclusion(findings: TemplateReport) -> Text:
     if findings.exit_code == 0:
-        return Text("ok: everything that an environment with tools appends is exact", "bold green")
+        return Text("ok: all appends of an environment with tools are exact", "bold green")
     usable = all(v.result is Exactness.EXACT for v in findings.verdicts if v.kind.needed and not v.kind.calls)
     if findings.named is not None and findings.profile.carries_tools and findings.misread:
-        return Text(f"{findings.named.name} reads other calls than the template writes", "bold red")
+        return Text(f"{findings.named.name} parses other calls than the template writes", "bold red")
     if not findings.profile.carries_tools or findings.misread:
         ending = "; without tools everything is exact" if usable else ""
         return Text(f"no environment with tools can be played{ending}", "bold red")
     if not findings.missing:
-        return Text("the model does not stop where its turns end", "bold red")
+        return Text("the model does not stop at the end of its turns", "bold red")
     needed = sum(kind.needed for kind in Append)
     return Text(
         f"{len(findings.missing)} of {needed} appends that environments with tools make are not exact", "bold red"

@@ -1,4 +1,4 @@
-"""`deltarunner check-weights`: whether an engine takes new weights of a model, each kind of tensor by itself."""
+"""`deltarunner check-weights`: update each kind of tensor of an engine separately, and check the result."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightRepo
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
 WRONG_WEIGHTS_CODE = 7
-"""The exit code where new weights do not arrive."""
+"""Exit code if new weights are wrong."""
 LOG = Path("runs/check-weights.log")
 _STYLES = {Verdict.RIGHT: "green", Verdict.WRONG: "bold red", Verdict.UNSEEN: "yellow", Verdict.REFUSED: "yellow"}
 
 
 def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], options: Sequence[str], as_json: bool) -> int:
-    """Check the weights of a model, and print a row for each kind of tensor and way.
+    """Check the weights of a model, and print a row for each kind of tensor and way of updating.
 
     Returns:
-        0 where every row is right, refused or unseen; `WRONG_WEIGHTS_CODE` where one is wrong.
+        `WRONG_WEIGHTS_CODE` if a row is wrong, else 0.
     """
     wrong = [way for way in ways if way not in list(Way)]
     if wrong:
@@ -61,5 +61,5 @@ def show(report: WeightReport, console: Console) -> None:
         table.add_row(row.way, row.tensor, Text(row.verdict, style=_STYLES[row.verdict]), *figures, row.reason)
     console.print(table)
     counts = Counter(row.verdict for row in report.rows)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    console.print(f"\n{report.model} in {report.dtype}: {told}; with its first weights {report.baseline}")
+    counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    console.print(f"\n{report.model} in {report.dtype}: {counted}; with its first weights {report.baseline}")

@@ -1,4 +1,4 @@
-"""How the command line shows a run while it plays: a live display on a terminal, plain lines anywhere else."""
+"""Displays of a running run: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from runner.transcript import printable, shown_line
 __all__ = ["LiveDisplay", "PlainDisplay", "display_for", "live_view"]
 
 MIN_FULL_WIDTH: Final = 60
-"""In fewer columns only the most important figures are shown."""
+"""Columns below which only the most important numbers are shown."""
 
 MAX_BAR_WIDTH: Final = 100
-"""The widest bar of progress."""
+"""Columns of the widest progress bar."""
 
 
 REPEATED_LINES: Final = 20
-"""So many of the last lines are repeated where the window was cleared."""
+"""Recent lines that are printed again after the window is cleared."""
 
 
 class _ConsoleReporter(LiveReporter):
-    """Says its lines on a console."""
+    """A reporter that prints on a console."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(title)
@@ -59,7 +59,7 @@ class _ConsoleReporter(LiveReporter):
 
 
 def display_for(console: Console, title: str) -> LiveReporter:
-    """A live display where the console is a terminal that can move its cursor, else plain lines."""
+    """A live display if the console is a terminal that can move its cursor, else plain lines."""
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(console, title) if live else PlainDisplay(console, title)
 
@@ -69,14 +69,14 @@ class PlainDisplay(_ConsoleReporter, PlainReporter):
 
 
 class LiveDisplay(_ConsoleReporter):
-    """Redrawn four times a second, in as many lines and columns as there are."""
+    """A display that is redrawn four times a second, in the size of the terminal."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console, title)
         self._live: Live | None = None
         self._size = console.size
-        self._said: deque[Text] = deque(maxlen=REPEATED_LINES)
-        self._drawing = RLock()  # frames are drawn in a thread, lines are said on the event loop too
+        self._recent_lines: deque[Text] = deque(maxlen=REPEATED_LINES)
+        self._drawing = RLock()  # frames are drawn in a thread, lines are also printed on the event loop
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
@@ -88,8 +88,8 @@ class LiveDisplay(_ConsoleReporter):
             self._end()
 
     def _begin(self) -> None:
-        # Refreshed by us: a thread of its own would compete with the event loop for the interpreter.
-        # And sys.stdout is let be: who meets it now and keeps it, as a logger does, would write over the display.
+        # We refresh it: Rich's own thread would compete with the event loop for the interpreter.
+        # sys.stdout is not redirected: a logger that keeps a redirected one would write over the display.
         self._live = Live(
             console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -104,22 +104,22 @@ class LiveDisplay(_ConsoleReporter):
         with self._drawing:
             self._follow_size()
             super().say(line)
-            self._said.append(Text(printable(line)))
+            self._recent_lines.append(Text(printable(line)))
 
     def _follow_size(self) -> None:
-        """Clear a window that got another size: terminals differ in how many lines the old frame now takes."""
+        """Clear a resized window: terminals differ in the number of lines that the old frame now takes."""
         size = self.console.size
         if self._live is None or size == self._size:
             return
         self._size = size
         self._end()
         self.console.control(Control.home(), Control.clear())
-        for line in self._said:
+        for line in self._recent_lines:
             self.console.print(line, soft_wrap=True)
         self._begin()
 
     def restore(self) -> None:
-        """Show the cursor again; written straight to the terminal, since this may interrupt a redraw."""
+        """Show the cursor again. Writes directly to the terminal, since this may interrupt a redraw."""
         with suppress(OSError, ValueError):
             os.write(self.console.file.fileno(), b"\x1b[?25h\n")
 
@@ -141,7 +141,7 @@ class LiveDisplay(_ConsoleReporter):
 
 
 def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> RenderableType:
-    """What the live display shows."""
+    """A frame of the live display."""
     above: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if width >= MIN_FULL_WIDTH and stats.total:
         above.append(_bar(stats.total, stats.done, width))
@@ -156,7 +156,7 @@ def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> Rende
         below.append(Text(f"last fault: {stats.fault}", style="red", no_wrap=True, overflow="ellipsis"))
     room = height - len(above) - len(below) - 3
     if stats.fleet is not None:
-        # The episodes that have waited longest keep a third of what is left, as far as they need it.
+        # The episodes with the longest waits get up to a third of the remaining lines.
         workers = workers_view(stats.fleet, width=width, room=room - min(len(stats.slowest), max(0, room // 3)))
         above += workers
         room -= len(workers)
@@ -166,7 +166,7 @@ def live_view(stats: LiveStats, title: str, *, width: int, height: int) -> Rende
 
 
 def _bar(total: int, done: int, width: int) -> Table:
-    bar = Table.grid()  # alone it would not end its line
+    bar = Table.grid()  # a bar alone does not end its line
     bar.add_row(ProgressBar(total=total, completed=done, width=min(width, MAX_BAR_WIDTH)))
     return bar
 

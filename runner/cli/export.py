@@ -1,4 +1,4 @@
-"""`deltarunner export`: the trajectories of a run file in other formats."""
+"""`deltarunner export`: write the trajectories of a run file in other formats."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _DATABASE = b"SQLite format 3"
 
 
 def export_command(file: Path, *, format: str, output: Path | None, chosen: TrajectoryFilter) -> int:
-    """Write what is chosen beside the run file, or to `output` (`-` is stdout), and return the exit code."""
+    """Write the chosen trajectories next to the run file or to `output` (`-` is stdout); return the exit code."""
     write = _FORMATS.get(format)
     if write is None:
-        raise BadOption(f"--format {format}: there are {' and '.join(_FORMATS)}.")
+        raise BadOption(f"--format {format}: give {' or '.join(_FORMATS)}.")
     with RunFile(file) as run_file:
         if not len(run_file) and not run_file.header.has_ids("main"):
             raise BadOption(
-                f"{file} holds what servers of messages said, without token ids: there is nothing to train on. "
-                "`deltarunner show` and RunFile.rows(trained=None) have it."
+                f"{file} has only trajectories from chat APIs, without token ids: there is nothing to train on. "
+                "Use `deltarunner show` or RunFile.rows(trained=None)."
             )
         if output == _STDOUT:
             _to_stdout(run_file, write, chosen)
@@ -48,7 +48,7 @@ def _to_stdout(run_file: RunFile, write: Exporter, chosen: TrajectoryFilter) -> 
     if write is export_jsonl:
         export_jsonl(run_file, sys.stdout.buffer, chosen=chosen)
         return
-    with tempfile.TemporaryDirectory(prefix="deltarunner-") as folder:  # Parquet is written to a file, and whole
+    with tempfile.TemporaryDirectory(prefix="deltarunner-") as folder:  # Parquet needs a seekable file
         whole = Path(folder, "export")
         write(run_file, whole, chosen=chosen)
         with whole.open("rb") as file:
@@ -56,17 +56,17 @@ def _to_stdout(run_file: RunFile, write: Exporter, chosen: TrajectoryFilter) -> 
 
 
 def _check_target(file: Path, target: Path, *, named: bool) -> None:
-    """Refuse to replace a run file, or what belongs to it, or anything that nobody named."""
+    """Refuse to replace a run file or its companions, or an existing file that the user did not name."""
     own = file.resolve()
     beside = (f"{own.name}-wal", f"{own.name}-shm", f".{own.name}.lock")
     if target.resolve() in (own, *map(own.with_name, beside)) or _is_database(target):
-        raise BadOption(f"-o {target} is a run file, or belongs to one, and would be lost. Give another path (-o).")
+        raise BadOption(f"-o {target} is a run file or part of one, and would be overwritten. Give another path (-o).")
     if target.exists() and not named:
-        raise BadOption(f"{target} is there already and may be something else. To replace it give -o {target}.")
+        raise BadOption(f"{target} exists. To replace it, give -o {target}.")
 
 
 def _is_database(path: Path) -> bool:
-    with suppress(OSError):  # whether it can be replaced is found out in writing
+    with suppress(OSError):  # an unreadable target fails later, when it is written
         if path.is_file():
             with path.open("rb") as opened:
                 return opened.read(len(_DATABASE)) == _DATABASE

@@ -20,5 +20,5 @@ def list_command() -> int:
         table.add_row(Text(bundled.name, style="bold"), description)
     console = make_console()
     console.print(table)
-    console.print("\nOne of your own: deltarunner run path.py:Class", style="dim")
+    console.print("\nYour own environment: deltarunner run path.py:Class", style="dim")
     return 0

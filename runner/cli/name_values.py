@@ -1,4 +1,4 @@
-"""Options that are given as `name=value`."""
+"""Options of the form `name=value`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def parse_pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
-    """The names and values of `name=value`; of an option that was not given there are none.
+    """The values by name; empty if the option was not given.
 
     Raises:
-        BadOption: there is no "=", or a name is given twice.
+        BadOption: "=" is missing, or a name is given twice.
     """
     found: dict[str, str] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
-        # At the first "=" only: a value may hold further ones.
+        # Only at the first "=": values may contain more.
         if not equals or not name:
             raise BadOption(f"{option} {text}: write {option} name=value.")
         if name in found:
@@ -35,20 +35,20 @@ def parse_pairs(given: Iterable[str] | None, option: str) -> dict[str, str]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as JSON; true, false and none in any case; and anything else as text."""
+    """Parse true, false, none and null in any case, then JSON; anything else is text."""
     return _WORDS[text.lower()] if text.lower() in _WORDS else json_or_text(text)
 
 
 def parse_values(given: Iterable[str] | None, option: str) -> dict[str, Any]:
-    """`parse_pairs`, each value as `parse_value` reads it."""
+    """`parse_pairs`, with each value parsed by `parse_value`."""
     return {name: parse_value(value) for name, value in parse_pairs(given, option).items()}
 
 
 def parse_limits(given: Iterable[str] | None) -> Limits:
-    """Limits from `name=value`; none lifts one.
+    """Limits from `name=value`; the value `none` removes a limit.
 
     Raises:
-        BadOption: there is no such limit, or its value cannot be.
+        BadOption: a limit is unknown, or its value is invalid.
     """
     known = [field.name for field in dataclasses.fields(Limits)]
     values = parse_values(given, "--limit")
@@ -56,18 +56,18 @@ def parse_limits(given: Iterable[str] | None) -> Limits:
         if name not in known:
             close = get_close_matches(name, known, 1)
             meant = f" Did you mean {close[0]!r}?" if close else ""
-            raise BadOption(f"--limit {name}: there is no such limit.{meant} There are {', '.join(known)}.")
+            raise BadOption(f"--limit {name}: unknown limit.{meant} The limits are {', '.join(known)}.")
     return Limits(**values)
 
 
 def parse_logit_bias(given: Iterable[str] | None) -> dict[int, Any]:
-    """Biases from `id=bias`; what the bias is, is for `Sampling` to check.
+    """Biases by token id from `id=bias`; `Sampling` checks their values.
 
     Raises:
-        BadOption: what stands before the "=" is no token id.
+        BadOption: the text before "=" is not a token id.
     """
     values = parse_values(given, "--logit-bias")
     for name in values:
         if not name.isdecimal():
-            raise BadOption(f"--logit-bias {name}: write a token id and what is added, such as --logit-bias 262=-100.")
+            raise BadOption(f"--logit-bias {name}: write a token id and a bias, such as --logit-bias 262=-100.")
     return {int(name): bias for name, bias in values.items()}

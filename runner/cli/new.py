@@ -1,4 +1,4 @@
-"""`deltarunner new`: a project of one's own, with an environment, its tests and their CI."""
+"""`deltarunner new`: create a project with an environment, its tests and CI."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _LEFT_BY_TESTS: Final = frozenset({"__pycache__", ".pytest_cache", ".hypothesis"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a project is called where."""
+    """The names of a project."""
 
     project: str
-    """The name that pip installs, such as `word-game`."""
+    """Name for pip, such as `word-game`."""
 
     package: str
-    """The name that Python imports and `deltarunner run` takes, such as `word_game`."""
+    """Name for imports and `deltarunner run`, such as `word_game`."""
 
     environment: str
-    """The name of the class, such as `WordGame`."""
+    """Name of the class, such as `WordGame`."""
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """The names that follow from one: `word-game`, `word_game` and `WordGame` give the same ones.
+        """The names for one given name; `word-game`, `word_game` and `WordGame` have the same result.
 
         Raises:
-            BadOption: it is no name, or stands for something else already.
+            BadOption: the name is not valid, or is taken.
         """
         if not _NAME.fullmatch(name):
             raise BadOption(
-                f"new {name!r:.60}: a name begins with a letter and has only the letters a to z, digits, and single "
+                f"new {name!r:.60}: a name begins with a letter and contains only letters a to z, digits, and single "
                 f"hyphens or underscores between them, such as word-game."
             )
         words = [word.lower() for part in re.split("[-_]", name) for word in _WORD.findall(part)]
@@ -63,7 +63,7 @@ class Names:
         return names
 
     def render(self, text: str) -> str:
-        """A text of the skeleton, which is a project called new-environment."""
+        """A text of the template project, whose name is new-environment, with this project's names."""
         return (
             text.replace("new_environment", self.package)
             .replace("new-environment", self.project)
@@ -72,20 +72,20 @@ class Names:
 
 
 def _taken(names: Names) -> str:
-    """What already has one of these names; "" if nothing has."""
+    """A clause about the name that is taken; "" if none is."""
     if keyword.iskeyword(names.package) or keyword.iskeyword(names.environment):
         return f"{names.package} and {names.environment} cannot both be names in Python"
     if names.environment in runner.__all__ or hasattr(builtins, names.environment):
-        return f"its class would be called {names.environment}, as one that every environment uses"
+        return f"its class would be called {names.environment}, which environments use for something else"
     if names.package in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}:
         return "an environment of that name is installed (`deltarunner list`)"
     if names.package in sys.stdlib_module_names or names.package == "tests" or find_spec(names.package) is not None:
-        return f"there is a module {names.package} already, which it would hide or be hidden by"
+        return f"there is a module {names.package} already; one would hide the other"
     return ""
 
 
 def new_command(name: str, folder: Path | None) -> int:
-    """Write the project, and say what to type next."""
+    """Write the project, and print the next commands."""
     names = Names.of(name)
     folder = folder if folder is not None else Path(name)
     write_project(names, folder)
@@ -103,19 +103,17 @@ def new_command(name: str, folder: Path | None) -> int:
 
 
 def write_project(names: Names, folder: Path) -> None:
-    """Write the whole project to a folder that is not there yet, or nothing at all.
+    """Write the project to a new folder; after an error nothing is left.
 
     Raises:
-        BadOption: something is there already, or nothing that it could be in.
-        StorageFailed: it cannot be written.
+        BadOption: the folder exists, or its parent does not.
+        StorageFailed: the folder cannot be written.
     """
     if os.path.lexists(folder):
-        raise BadOption(f"{folder} is there already, and nothing is written over: give another --folder.")
+        raise BadOption(f"{folder} exists and is not overwritten: give another --folder.")
     if not folder.absolute().parent.is_dir():
-        raise BadOption(
-            f"There is no folder {folder.parent} to write {folder.name} to: make it, or give another --folder."
-        )
-    # Under another name until it is whole.
+        raise BadOption(f"The folder {folder.parent} for {folder.name} does not exist: create it, or give another --folder.")
+    # Under another name until it is complete.
     unfinished = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
     try:
         _write(names, unfinished)
@@ -127,13 +125,13 @@ def write_project(names: Names, folder: Path) -> None:
 
 
 def installed_from() -> str:
-    """The address that pip can install this very deltarunner from; "" where that is the package index."""
+    """The address from which pip can install this deltarunner; "" for the package index."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file() and (checkout / "runner" / "cli").is_dir():
         return checkout.as_uri()
     try:
-        told = distribution("deltarunner").read_text("direct_url.json")
-        found = json.loads(told) if told else {}
+        text = distribution("deltarunner").read_text("direct_url.json")
+        found = json.loads(text) if text else {}
     except (PackageNotFoundError, ValueError):
         return ""
     url, version = str(found.get("url", "")), found.get("vcs_info")
@@ -144,12 +142,12 @@ def installed_from() -> str:
 
 
 def _with_source(pyproject: str, source: str) -> str:
-    """The skeleton's pyproject.toml, whose requirements come from that address."""
+    """The pyproject.toml with requirements that install from `source`."""
     if not source:
         return pyproject
-    note = "# Where deltarunner was installed from when this was written."
+    note = "# The installation of deltarunner that created this project."
     if source.startswith("file:"):
-        note += ' Others, and CI, have no such path: give them a release\n# or a repository, "deltarunner @ git+https://...".'
+        note += ' Other machines and CI do not have this path: give\n# a release, or a repository: "deltarunner @ git+https://...".'
     needed = pyproject.replace('dependencies = ["deltarunner"]', f'{note}\ndependencies = ["deltarunner @ {source}"]')
     needed = needed.replace('["deltarunner[testing]"]', f'["deltarunner[testing] @ {source}"]')
     return needed.replace(
@@ -171,7 +169,7 @@ def _write(names: Names, folder: Path) -> None:
 
 
 def _skeleton() -> Path:
-    """The project that is copied: inside the package in a wheel, beside it in a checkout."""
+    """The folder of the template project: in a wheel inside the package, in a checkout next to it."""
     package = Path(__file__).parents[1]
     inside = package / "templates" / "environment"
     return inside if inside.is_dir() else package.parent / "templates" / "environment"

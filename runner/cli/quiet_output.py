@@ -1,4 +1,4 @@
-"""Keeps an engine's noise off the terminal: what any library or process writes goes to a log file."""
+"""Redirects the output of libraries and child processes from the terminal to a log file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ __all__ = ["Terminal", "quiet_output"]
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Where output went before; what is meant to be seen is written here."""
+    """The streams from before the redirection."""
 
     stdout: TextIO
-    """The standard output of before."""
     stderr: TextIO
-    """The standard error of before."""
 
 
 @contextmanager
 def quiet_output(path: Path) -> Iterator[Terminal]:
-    """Append everything written to descriptors 1 and 2 to the file `path`, and give back the terminal.
+    """Append everything written to descriptors 1 and 2 to the file `path`; yield the terminal's streams.
 
-    Descriptors, since an engine writes from C++ and from processes of its own, which inherit them. Put back on leaving.
+    Descriptors, since engines write from C++ and from child processes, which inherit them. Restored at the end.
 
     Raises:
         StorageFailed: the file cannot be written.
@@ -39,7 +37,7 @@ def quiet_output(path: Path) -> Iterator[Terminal]:
             path.parent.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(path.open("ab"))
         except OSError as error:
-            raise StorageFailed(f"The log {path} cannot be written: {error}. Name another file or folder.") from error
+            raise StorageFailed(f"The log {path} cannot be written: {error}. Give another file or folder.") from error
         yield Terminal(
             stdout=stack.enter_context(_redirected(1, sys.stdout, log.fileno())),
             stderr=stack.enter_context(_redirected(2, sys.stderr, log.fileno())),
@@ -55,6 +53,6 @@ def _redirected(descriptor: int, stream: TextIO, target: int) -> Iterator[TextIO
         try:
             yield terminal
         finally:
-            stream.flush()  # while its descriptor still leads to the log
+            stream.flush()  # before its descriptor is restored
             terminal.flush()
             os.dup2(terminal.fileno(), descriptor)

@@ -1,4 +1,4 @@
-"""What is printed when a run is over: summary, faults, loop lag, and what to type next."""
+"""Consoles, and the results of a run: summary, faults, loop lag."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from runner.transcript import printable, printable_line
 __all__ = ["counted", "lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
-"""The last faults that are shown; the others are counted."""
+"""Faults and causes that are shown; the others are counted."""
 NOTABLE_SECONDS = 1.0
-"""With fewer seconds of a late loop altogether nobody is named."""
+"""Total seconds of a late event loop below which no code is named."""
 PIPED_WIDTH = 200
-"""The columns of output that is no terminal: Rich would take 80, and cut paths and tables."""
-UNTRAINED = "nothing that was asked is trained: programs that offer no tools are with --train, or serve(train=True)"
+"""Columns of piped output; Rich's default of 80 would cut paths and tables."""
+UNTRAINED = "no request is trained: programs without tools are trained only with --train, or serve(train=True)"
 
 
 class _ReaderOptionalConsole(Console):
-    """Goes on without its reader, as `head` leaves: what it shows is a view of work that does not depend on it."""
+    """A console that ignores a closed pipe, such as after `head`: the run does not depend on its output."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -41,30 +41,30 @@ class _ReaderOptionalConsole(Console):
 
 
 class _PipedConsole(Console):
-    """Raises `BrokenPipeError`, which Rich would turn into an exit code of its own: nothing is left to do."""
+    """A console that raises `BrokenPipeError`; Rich itself would exit with another code."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def make_console(file: TextIO | None = None, *, reader_optional: bool = False) -> Console:
-    """The console on `file`, or stdout; what is piped is not broken into lines of eighty.
+    """A console on a stream; piped output is not wrapped at 80 columns.
 
     Args:
-        file: the stream that is written to; None stands for stdout.
-        reader_optional: a reader who leaves is not missed; by default it is a `BrokenPipeError`.
+        file: the stream; None stands for stdout.
+        reader_optional: ignore a closed pipe; by default it raises `BrokenPipeError`.
     """
     kind = _ReaderOptionalConsole if reader_optional else _PipedConsole
     return kind(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else PIPED_WIDTH)
 
 
 def summary_table(summary: Mapping[str, Any], *, earlier: int = 0, verbose: bool = False) -> Table:
-    """`Summary.as_dict()` for people.
+    """A table of `Summary.as_dict()`.
 
     Args:
-        summary: the summary.
-        earlier: the episodes that the file had already when the run began.
-        verbose: with how prompts were made from turns, and where the time of a turn went.
+        summary: the dict.
+        earlier: the number of episodes that the file had before the run.
+        verbose: also show how prompts were built, and the times of turns.
     """
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(summary, earlier, verbose):
@@ -77,7 +77,7 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
     played = f"{episodes}, {episodes - earlier} of them" if earlier else str(episodes)
     rate = summary["tokens_per_second"]
     pace = f", {rate:.0f} tokens/s" if rate else ""
-    # A launch that was killed has left no time.
+    # Unknown after a launch that was killed.
     time = f" in {as_time(summary['seconds'])}" if summary["seconds"] is not None else ""
     yield "episodes", Text(f"{played}{time}{pace}", style="bold")
     first, *others = _by_agent(summary)
@@ -118,13 +118,13 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
     if summary["retried"]:
         yield "played again", Text(_retried(summary["retried"], summary.get("retry_causes", {})))
     if summary.get("stale"):
-        yield "dropped", Text(f"{summary['stale']} whose weights were too old, and played again")
+        yield "dropped", Text(f"{summary['stale']} with weights that were too old; played again")
     if summary["faults"]:
         yield "faults", _faults(summary["faults"])
 
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The mean reward, or where several agents are trained that of each; the one behind `rewards` first."""
+    """The mean reward, or one for each trained agent if there are several; the agent of `rewards` is first."""
     agents = summary["agents"]
     if len(agents) < 2:
         return [("reward", summary["reward"])]
@@ -133,14 +133,14 @@ def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
 
 def _mean(mean: Mapping[str, Any]) -> str:
     if mean["mean"] is None:
-        return "none was scored"
+        return "no episode scored"
     error, tasks = mean["standard_error"], mean.get("tasks")
     of = counted(mean["count"], "episode") + (f" of {counted(tasks, 'task')}" if tasks is not None else "")
     return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  ({of})"
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things in words, such as "1 task" or "2 tasks"."""
+    """A number with its noun, such as "1 task" or "2 tasks"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -157,7 +157,7 @@ def _usage(usage: Mapping[str, Any]) -> str:
 
 
 def _turns(summary: Mapping[str, Any], verbose: bool) -> str:
-    """How many turns there were, and how those ended that the model did not end itself."""
+    """The number of turns, with counts of those that the model did not end itself."""
     ends = {name: count for name, count in summary["finishes"].items() if verbose or name != FinishReason.STOP}
     began = _new_segments(summary["junctions"])
     parts = [str(summary["turns"]), *(f"{name} {count}" for name, count in ends.items())]
@@ -171,7 +171,7 @@ def _tokens(tokens: Mapping[str, int], verbose: bool) -> str:
 
 
 def _new_segments(junctions: Mapping[str, int]) -> int:
-    """The turns whose prompt does not extend what was there."""
+    """The number of turns that began a new segment."""
     return sum(count for key, count in junctions.items() if not key.startswith(Result.APPENDED))
 
 
@@ -182,9 +182,9 @@ def _junctions(junctions: Mapping[str, int]) -> Iterator[str]:
 
 
 def _retried(count: int, causes: Mapping[str, int]) -> str:
-    """How many attempts the engine failed, and of what; files of older versions do not say of what."""
+    """The number of repeated attempts by cause; files of older versions have no causes."""
     if not causes:
-        return f"{count} after a failure of the engine"
+        return f"{count} after an engine failure"
     shown = [f"{n} after: {printable_line(cause)}" for cause, n in list(causes.items())[:MAX_FAULTS]]
     return "\n".join([*shown, *(["and for other causes"] if len(causes) > MAX_FAULTS else [])])
 
@@ -201,7 +201,7 @@ def _faults(faults: Sequence[str]) -> Text:
 
 
 def lag_lines(lag: LagMonitor) -> Iterator[Text]:
-    """Whose code made the event loop late, and what to do about it; nothing where it was on time."""
+    """The lag of the event loop and the code that blocked it; empty if it was on time."""
     late = lag.percentile(99)
     blockers = lag.blockers(MAX_FAULTS)
     if late > LATE_SECONDS:
@@ -213,7 +213,7 @@ def lag_lines(lag: LagMonitor) -> Iterator[Text]:
 
 
 def own_command() -> str:
-    """How this program is called from the folder one stands in."""
+    """The command that runs this program from the current folder."""
     called = Path(sys.argv[0])
     found = shutil.which("deltarunner")
     if called.name != "deltarunner" or (found is not None and Path(found).resolve() == called.resolve()):
@@ -223,5 +223,5 @@ def own_command() -> str:
 
 
 def quoted(word: object) -> str:
-    """`word` for a shell, in quotes only where it needs them: a # within a word is none."""
+    """Quote a word for a shell if necessary; a # inside a word needs no quotes."""
     return str(word) if re.fullmatch(r"[\w@%+=:,./-][\w@%+=:,./#-]*", str(word), re.ASCII) else shlex.quote(str(word))

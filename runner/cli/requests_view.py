@@ -1,4 +1,4 @@
-"""Shows people what somebody else's loop asked of an episode, and what each request was found to be."""
+"""A table of the chat requests of an external agent, and how each was matched to the episode's history."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from runner.transcript import headline, printable_line
 __all__ = ["show_requests"]
 
 FIGURES = ("", "messages", "ms")
-COLUMNS = ("", "form", "client", "label", "verdict", "goes on from", "answered by", *FIGURES[1:], "tolerated and told")
+COLUMNS = ("", "form", "client", "label", "verdict", "continues", "answered by", *FIGURES[1:], "notes")
 
 
 def show_requests(run_file: RunFile, console: Console, episode: EpisodeRow | str) -> None:
-    """The requests of all threads of an episode, in the order in which they came."""
+    """Print the requests of all threads of an episode, in order of arrival."""
     first = run_file.trajectory(episode)
     rows = run_file.rows(task_id=first.task.id, trained=None, superseded=None)
     threads = [run_file.trajectory(row) for row in rows if (row.id, row.attempt) == (first.id, first.attempt)]
-    asked = sorted(((request, thread) for thread in threads for request in thread.requests), key=_number)
+    requests = sorted(((request, thread) for thread in threads for request in thread.requests), key=_number)
     console.print(headline(first), soft_wrap=True)
-    if not asked:
-        console.print("No request: its environment asks with no Episode.chat and serves no program.", style="dim")
+    if not requests:
+        console.print("No requests: its environment neither uses Episode.chat nor serves a program.", style="dim")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in FIGURES else "left")
-    for request, thread in asked:
+    for request, thread in requests:
         table.add_row(*_cells(request, thread))
     console.print(table)
 
@@ -45,17 +45,17 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
     parent = "" if request.parent_turn is None else f"{request.parent_agent} {request.parent_turn}"
     turn = next((turn for turn in thread.turns if turn.number == request.turn), None)
     answered = f"{thread.agent} {request.turn}" if request.turn is not None else thread.agent
-    told = [each.value for each in request.tolerated]
+    notes = [each.value for each in request.tolerated]
     if request.purpose:
-        told.append(f"asks for {request.purpose}")
+        notes.append(f"purpose: {request.purpose}")
     if request.volatile:
-        told.append(f"{request.volatile} lines taken out")
+        notes.append(f"{request.volatile} lines removed")
     if request.not_granted:
-        told.append(f"not granted {encode_json(dict(request.not_granted))}")
+        notes.append(f"not granted {encode_json(dict(request.not_granted))}")
     if request.delivery is not Delivery.DELIVERED:
-        told.append(request.delivery.value)
+        notes.append(request.delivery.value)
     if request.error:
-        told.append(request.error.partition("\n")[0])
+        notes.append(request.error.partition("\n")[0])
     cells = [
         str(request.number),
         request.form,
@@ -67,11 +67,11 @@ def _cells(request: ChatRequest, thread: Trajectory) -> list[Text]:
         str(request.messages),
         _milliseconds(request, turn),
     ]
-    return [Text(printable_line(cell)) for cell in [*cells, " · ".join(told)]]
+    return [Text(printable_line(cell)) for cell in [*cells, " · ".join(notes)]]
 
 
 def _milliseconds(request: ChatRequest, turn: Turn | None) -> str:
-    """How long it took to find its place, then until the first id and the last, and until the client had it all."""
+    """Milliseconds of the alignment, and until the first id, the last id, and the end of delivery."""
     if turn is None:
         return f"{1e3 * request.align_seconds:.1f}"
     first = turn.timings.queued + turn.timings.first_token

@@ -1,4 +1,4 @@
-"""`deltarunner run`: play an environment's episodes, show how it goes, and say what came of it."""
+"""`deltarunner run`: play an environment's episodes, show the progress, and print the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
 from runner.runs.reporter import Reporter, discard
 from runner.runs.run import Run
-from runner.runs.run_header import describe_configuration, restore_choices
+from runner.runs.run_header import check_resumable, describe_configuration, restore_choices
 from runner.store.header import Header, OnChange
 from runner.store.reader import RunFile
 from runner.store.run_folder import header_to_resume, holds_run, next_run_file, stored_header
@@ -51,12 +51,12 @@ __all__ = ["ConsoleRun", "RunPlan", "play_plan", "real_engine", "run_command"]
 FOLDER = Path("runs")
 
 _SERVER_OPTIONS = ("dialect", "name", "places", "stream_interval", "timeout")
-"""The arguments of a `RemoteEngine` that --engine-option has."""
+"""Arguments of a `RemoteEngine` that --engine-option takes."""
 
 _API_OPTIONS = frozenset(
     {"context", "places", "max_tokens_field", "reasoning_field", "leave_out", "extra_body", "timeout"}
 )
-"""Those of a `ChatEngine`."""
+"""Arguments of a `ChatEngine` that --engine-option takes."""
 
 _SAMPLING = (
     *("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
@@ -65,12 +65,12 @@ _SAMPLING = (
 
 
 def real_engine(settings: RunSettings) -> BaseEngine:
-    """The engine with the model that was asked for: vLLM in this process, the server or the API that was named."""
+    """The engine that the settings select: vLLM in this process, a server, or a chat API."""
     arguments = parse_values(settings.engine_options, "--engine-option")
     if settings.api_model is not None:
         return _chat_engine(settings, arguments)
     if settings.api_url is not None:
-        raise BadOption(f"--api-url {settings.api_url}: give --api-model too, the name that the API has for the model.")
+        raise BadOption(f"--api-url {settings.api_url}: give --api-model as well, the model's name in that API.")
     for name in arguments.keys() & {"model", "template"}:
         raise BadOption(f"--engine-option {name}=...: give --{name}.")
     return _vllm_engine(settings, arguments) if settings.server is None else _remote_engine(settings, arguments)
@@ -84,8 +84,8 @@ def _remote_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     unknown = sorted(arguments.keys() - _SERVER_OPTIONS)
     if unknown:
         raise BadOption(
-            f"--engine-option {unknown[0]}=...: with --server there are {', '.join(_SERVER_OPTIONS)}; the engine's own "
-            "arguments belong to whoever starts the server."
+            f"--engine-option {unknown[0]}=...: with --server the options are {', '.join(_SERVER_OPTIONS)}; give the "
+            "arguments of vLLM where the server is started."
         )
     assert settings.server is not None
     key = settings.server_key or None
@@ -100,7 +100,7 @@ def _chat_engine(settings: RunSettings, arguments: dict[str, Any]) -> BaseEngine
     for name in ("server", "template", "template_options", "tool_format"):
         if getattr(settings, name):
             raise BadOption(
-                f"--{name.replace('_', '-')} and --api-model: the API has a template of its own; leave it out."
+                f"--{name.replace('_', '-')} and --api-model: the API applies its own template; leave this option out."
             )
     unknown = sorted(arguments.keys() - _API_OPTIONS)
     if unknown:
@@ -116,7 +116,7 @@ def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
     from runner.engines.vllm.start import require_vllm
 
     if settings.workers is None or not (settings.cluster or os.environ.get("RAY_ADDRESS")):
-        require_vllm()  # else it has to be where the workers are
+        require_vllm()  # workers on a cluster have their own installation
     interval = arguments.get("stream_interval")
     if not isinstance(interval, int | None):
         raise BadOption(f"--engine-option stream_interval={interval}: give a whole number of ids.")
@@ -124,14 +124,14 @@ def _vllm_engine(settings: RunSettings, arguments: dict[str, Any]) -> Engine:
 
 
 def run_command(settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine] = real_engine) -> int:
-    """Play, and return the exit code: 128 and the signal's number where one ended the run early."""
+    """Play, and return the exit code; after a signal, 128 plus its number."""
     return play_plan(settings, lambda: RunPlan.of(settings, make_engine))
 
 
 def play_plan(
-    settings: RunSettings, make_plan: Callable[[], RunPlan], told: Callable[[ConsoleRun], None] | None = None
+    settings: RunSettings, make_plan: Callable[[], RunPlan], on_start: Callable[[ConsoleRun], None] | None = None
 ) -> int:
-    """Play what was planned, as `run_command` does; `told` gets what shows it, before anything is played."""
+    """Play a plan and return the exit code; `on_start` is called before anything is played."""
     if settings.log_level is not None and settings.log_level not in LEVELS:
         raise BadOption(f"--log-level {settings.log_level}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}.")
     log = _log_path(settings)
@@ -141,8 +141,8 @@ def play_plan(
             plan = make_plan()
         with _console(settings, log) as console:
             shown = ConsoleRun(plan, console, log)
-            if told is not None:
-                told(shown)
+            if on_start is not None:
+                on_start(shown)
             code = shown.play()
     except DeltarunnerError as error:
         _print_json(settings, log, shown, error)
@@ -152,22 +152,22 @@ def play_plan(
 
 
 def _log_path(settings: RunSettings) -> Path:
-    """The path of the run's log. It follows from the options alone: a run file has its number only with the header."""
-    name = settings.file or FOLDER / f"{short_name(settings.played)}.db"
+    """The path of the run's log. It has no number, because the number of the run file is known only with its header."""
+    name = settings.file or FOLDER / f"{short_name(settings.environment_name)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")
 
 
 @contextmanager
 def _console(settings: RunSettings, log: Path) -> Iterator[Console]:
-    """The console of what is meant to be seen, while everything else goes to the log."""
-    # Not while debugging: then what the environment prints belongs on the terminal.
+    """The console for the user; all other output goes to the log."""
+    # With --debug the terminal shows what the environment prints.
     with nullcontext() if settings.debug else quiet_output(log) as terminal:
         stdout, stderr = (terminal.stdout, terminal.stderr) if terminal else (sys.stdout, sys.stderr)
         yield make_console(stderr if settings.json else stdout, reader_optional=True)
 
 
 def _print_json(settings: RunSettings, log: Path, shown: ConsoleRun | None, failure: DeltarunnerError | None) -> None:
-    """Print the last line of `--json`, also of a run that was refused before anything could be shown."""
+    """Print the last line of `--json`, also for a run that was refused before it began."""
     if not settings.json:
         return
     run, received = (shown.run, shown.received) if shown else (None, None)
@@ -184,36 +184,34 @@ def _print_json(settings: RunSettings, log: Path, shown: ConsoleRun | None, fail
     }
     try:
         print(orjson.dumps(outcome, option=orjson.OPT_NON_STR_KEYS).decode(), flush=True)
-    except BrokenPipeError:  # a reader who left changes nothing of what the run came to
+    except BrokenPipeError:  # a closed pipe does not change the result of the run
         discard(sys.stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What is to be played: everything that can be checked before the engine is started."""
+    """A run before its engine starts, checked as far as possible."""
 
     settings: RunSettings
-    """The settings of the command line."""
     environment: Environment[Any]
-    """The environment that is played."""
     engine: BaseEngine
-    """The engine, not entered yet."""
+    """The engine, not entered."""
     options: RunOptions
-    """All but the file, which is named by the header of the run, and what follows from there being one."""
+    """The options without `file` and `retry_failed`; the file name depends on the run's header."""
     total: int | None
-    """The number of episodes in all; None where nobody knows it."""
+    """The number of episodes; None if unknown."""
 
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> RunPlan:
-        """The plan; what cannot be used of what was given is refused here."""
-        environment = construct(find_environment(settings.played), parse_pairs(settings.settings, "--set"))
+        """The plan for these settings; invalid ones are refused."""
+        environment = construct(find_environment(settings.environment_name), parse_pairs(settings.settings, "--set"))
         return cls.of_environment(settings, environment, make_engine)
 
     @classmethod
     def of_environment(
         cls, settings: RunSettings, environment: Environment[Any], make_engine: Callable[[RunSettings], BaseEngine]
     ) -> RunPlan:
-        """The plan of an environment that was made."""
+        """The plan for an environment object."""
         check_playable(environment)
         if settings.template is not None:
             ChatTemplate.load(settings.template)
@@ -221,8 +219,8 @@ class RunPlan:
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:
-            # Now: a run of another configuration is refused before an engine takes its time to start.
-            _check_resumable(settings.file, environment, options, model=settings.model_name)
+            # Before the engine starts, which takes long.
+            check_resumable(settings.file, environment, options, model=settings.model_name)
         return cls(
             settings=settings,
             environment=environment,
@@ -239,11 +237,11 @@ class RunPlan:
         given = settings.engine_options or ()
         sizes = "".join(f", {option}" for option in given if option.partition("=")[0].endswith("_parallel_size"))
         workers = "" if settings.workers is None else f", {settings.workers} workers"
-        return f"{short_name(settings.played)} on {settings.model_name}{at}{sizes}{workers}"
+        return f"{short_name(settings.environment_name)} on {settings.model_name}{at}{sizes}{workers}"
 
 
 def _options(settings: RunSettings) -> RunOptions:
-    """The options of the run, but for its tasks and its file."""
+    """The options of the run without tasks and file."""
     limits = parse_limits(settings.limits)
     given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history", "listen")}
     options = RunOptions(
@@ -258,7 +256,7 @@ def _options(settings: RunSettings) -> RunOptions:
         return options
     size = options.group_size
     if settings.index >= size:
-        raise BadOption(f"--index {settings.index}: a group has the episodes 0 to {size - 1} (--group-size {size}).")
+        raise BadOption(f"--index {settings.index}: the episodes of a group are 0 to {size - 1} (--group-size {size}).")
     return replace(options, indices=(settings.index,))
 
 
@@ -270,12 +268,12 @@ def _sampling(settings: RunSettings) -> Sampling:
 
 
 def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> tuple[Tasks, int | None]:
-    """The tasks, in groups of `size` episodes, and how many episodes that makes where it is known.
+    """The tasks, checked as far as possible before the engine starts, and the number of episodes if known.
 
-    They are checked as far as that can be done before the engine is started.
+    Each task has `size` episodes.
     """
     if settings.retry_failed and settings.task is not None and settings.file is None:
-        raise BadOption("--retry-failed --task: a single task is kept only where --file names a file; give one.")
+        raise BadOption("--retry-failed --task: a single task is stored only with --file; give a file.")
     source: Any = settings.tasks if settings.tasks is not None else environment_tasks(environment)
     each = 1 if settings.index is not None else size
     task_class = environment.task_class()
@@ -287,7 +285,7 @@ def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> t
         return chosen, None if known is None else known * each
     if settings.episodes % each:
         raise BadOption(
-            f"--episodes {settings.episodes} is no multiple of --group-size {size}; groups are played whole."
+            f"--episodes {settings.episodes} is not a multiple of --group-size {size}; groups are played completely."
         )
     most = settings.episodes // each
     chosen, _ = check_ahead(select(source, task_class, most=most), source, environment, checks, most=most)
@@ -295,15 +293,15 @@ def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> t
 
 
 class ConsoleRun(Reporter):
-    """One run of the command line, from its first line to its last."""
+    """A run of the command line, with everything that it prints."""
 
     def __init__(self, plan: RunPlan, console: Console, log: Path) -> None:
         self.run: Run | None = None
-        """What is played; None until it could be made."""
+        """The run; None until it is created."""
         self.received: signal.Signals | None = None
-        """The signal that ended it early."""
+        """The signal that ended the run early."""
         self.earlier = 0
-        """How many episodes the run file had already."""
+        """The number of episodes that the run file had before."""
         self._plan = plan
         self._settings = plan.settings
         self._console = console
@@ -313,10 +311,10 @@ class ConsoleRun(Reporter):
         self._kept: list[Trajectory] = []
 
     def play(self) -> int:
-        """Play the run, print what came of it, also where it raises, and return the exit code."""
+        """Play the run, print the results, also after an error, and return the exit code."""
         try:
             self.say(f"log   {self._log} (what vLLM and the environment print)")
-            with quiet_output(self._log):  # a log may hold several launches
+            with quiet_output(self._log):  # a separator, since a log may contain several launches
                 print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {self._command()}")
             with log_to_file(self._log, self._settings.log_level, secrets=self._keys()):
                 self._require_tool_format()
@@ -331,7 +329,7 @@ class ConsoleRun(Reporter):
         return 0 if self.received is None else 128 + self.received
 
     def _command(self) -> str:
-        """What was typed, without keys: a log is shown to others."""
+        """The command line with keys hidden, for the log."""
         command = " ".join(sys.argv)
         for key in self._keys():
             command = command.replace(key, "***")
@@ -341,20 +339,20 @@ class ConsoleRun(Reporter):
         return [key for key in (self._settings.api_key, self._settings.server_key) if key]
 
     def _resolve_model(self) -> None:
-        """Now, since it may take long and says so: the demo model is converted once, and files may be fetched."""
+        """Download or convert the model, which may take long and prints progress."""
         from runner.engines.remote.engine import RemoteEngine
         from runner.engines.vllm.engine import VllmEngine
         from runner.models import resolve_model
         from runner.runs.player import PlayingEngine
 
         engine = self._plan.engine
-        if isinstance(engine, PlayingEngine):  # its workers find here what they look for, where they are here
+        if isinstance(engine, PlayingEngine):  # for workers on this machine
             engine = engine.engine
         if isinstance(engine, VllmEngine | RemoteEngine):
             resolve_model(self._settings.model, say=self.say)
 
     def _require_tool_format(self) -> None:
-        """Now, since a name that there is not is told before anything is fetched."""
+        """Check the name of the tool format before anything is downloaded."""
         if self._plan.options.tool_format is not None:
             from runner.engines.vllm.call_reader import require_format
 
@@ -362,12 +360,12 @@ class ConsoleRun(Reporter):
                 require_format(self._plan.options.tool_format)
 
     async def _play(self) -> signal.Signals | None:
-        # A single task is played to look at it: it is kept only where a file was named.
+        # A single task is for inspection, so it is stored only with --file.
         kept = self._settings.task is None or self._settings.file is not None
         if kept:
             self._restore_stored_choices()
         async with AsyncExitStack() as stack:
-            if self._settings.debug:  # what the engine writes goes to the log all the same, while it starts
+            if self._settings.debug:  # the output of a starting engine still goes to the log
                 self.say(f"{self._plan.title}: starting the engine")
                 with quiet_output(self._log):
                     await stack.enter_async_context(self._plan.engine)
@@ -379,13 +377,13 @@ class ConsoleRun(Reporter):
             return await supervise(self.run, self)
 
     def _restore_stored_choices(self) -> None:
-        """Let the engine choose as in the run that will be gone on with, before it starts."""
+        """Restore the engine's choices from the run that will be resumed, before the engine starts."""
         plan, settings = self._plan, self._settings
         if settings.file is not None:
             stored = stored_header(settings.file)
         else:
             given = describe_configuration(plan.environment, plan.options, now=datetime.now().astimezone())
-            name, again = short_name(settings.played), settings.retry_failed
+            name, again = short_name(settings.environment_name), settings.retry_failed
             stored = header_to_resume(FOLDER, name, given, model=settings.model_name, also_complete=again)
         if stored is not None:
             restore_choices(stored, plan.engine, {})
@@ -394,9 +392,9 @@ class ConsoleRun(Reporter):
         await self._display.watch(run)
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Keep it, if it is one of those that are shown at the end."""
+        """Keep the trajectory if it is shown at the end."""
         wanted = self._settings.show or (self._plan.options.group_size if self._settings.task is not None else 0)
-        # By id and not by time: the first to finish are the shortest, which are not typical.
+        # By id and not by time: the first to finish are the shortest ones.
         self._kept = sorted([*self._kept, trajectory], key=_by_id)[:wanted]
         self._display.finished(trajectory)
 
@@ -407,7 +405,7 @@ class ConsoleRun(Reporter):
         self._display.restore()
 
     def _name_file(self, header: Header) -> Path:
-        name, again = short_name(self._settings.played), self._settings.retry_failed
+        name, again = short_name(self._settings.environment_name), self._settings.retry_failed
         path = self._settings.file or next_run_file(FOLDER, name, header, also_complete=again)
         if not holds_run(path):
             self.say(f"file  {path}")
@@ -416,9 +414,9 @@ class ConsoleRun(Reporter):
             self.earlier = sum(n for outcome, n in stored.outcomes().items() if not outcome.played_again(failed=again))
             changes = [str(change) for change in stored.header.changes(header) if change.meaning is OnChange.WARN]
         self._display.before = self.earlier
-        self.say(f"file  {path}, which has {self.earlier} episodes already: going on")
+        self.say(f"file  {path}: resuming, {self.earlier} episodes done")
         for change in changes:
-            self.say(f"      not as it was: {change}")
+            self.say(f"      changed: {change}")
         return path
 
     def _raise_if_nothing_succeeded(self) -> None:
@@ -456,16 +454,16 @@ class ConsoleRun(Reporter):
             complete, trains = stored.complete, len(stored) > 0
             example = self._kept[0].id if self._kept else next((row.id for row in stored.rows(trained=None)), None)
         lines = []
-        if (not complete or failed) and example is not None:  # with no episode there is nothing to go on with
-            lines.append(("the same command again", "goes on from here"))
+        if (not complete or failed) and example is not None:  # without episodes there is nothing to resume
+            lines.append(("the same command again", "resumes this run"))
         if self.run is not None and self.run.summary.failed:
-            lines.append(("the same command with --retry-failed", "plays the failed ones again"))
+            lines.append(("the same command with --retry-failed", "plays the failed episodes again"))
         if example is not None:
             lines.append((f"{command} show {quoted(file)}", "all episodes"))
             lines.append((f"{command} show {quoted(file)} {quoted(example)}", "one of them, to the last token"))
             if trains:
-                lines.append((f"{command} export {quoted(file)} --format parquet", "to train on"))
-        lines.append((f"{command} list", "other environments; README.md: one of your own"))
+                lines.append((f"{command} export {quoted(file)} --format parquet", "training data"))
+        lines.append((f"{command} list", "other environments; README.md: write your own"))
         width = max(len(line) for line, _ in lines)
         for number, (line, what) in enumerate(lines):
             label = "" if number else "next"
@@ -474,21 +472,5 @@ class ConsoleRun(Reporter):
 
 
 def _by_id(trajectory: Trajectory) -> list[tuple[int, str]]:
-    """Numbers by their value: task 9 comes before task 10."""
+    """A sort key by which task 9 comes before task 10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", trajectory.id)]
-
-
-# --- a run file that was named
-
-
-def _check_resumable(path: Path, environment: Environment[Any], options: RunOptions, *, model: str) -> None:
-    """Compare a file with the run that is to go on with it, in all but what only a running engine can say."""
-    if not holds_run(path):
-        return
-    with RunFile(path) as run_file:
-        stored = run_file.header
-    given = describe_configuration(environment, options, now=datetime.now().astimezone())
-    # A scripted engine has no model.
-    asked = stored.engine.get("kind") in ("vllm", "remote", "chat")
-    engine = {**stored.engine, "model": model} if asked else stored.engine
-    stored.check_same(replace(given, engine=engine, engines=stored.engines, template=stored.template), path)

@@ -1,4 +1,4 @@
-"""`deltarunner serve`: episodes for agent programs that somebody starts by hand, a key each."""
+"""`deltarunner serve`: episodes for agent programs that a user starts by hand. Each episode has a key."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from runner.environment.open_episodes import OpenEpisodes
 __all__ = ["serve_command"]
 
 NAME = "serve"
-"""What its run files are called after."""
+"""The environment's name in the names of run files."""
 
 
 def serve_command(
     settings: RunSettings,
     make_engine: Callable[[RunSettings], BaseEngine] = real_engine,
-    told: Callable[[list[str]], None] | None = None,
+    on_key: Callable[[list[str]], None] | None = None,
 ) -> int:
-    """Serve until Ctrl-C, which ends the episodes that are open as any other; return the exit code.
+    """Serve until Ctrl-C, and return the exit code. The open episodes then end normally.
 
-    `--concurrency` is how many keys are open at once; for one that ends, another is shown. `told` gets the lines of
-    each besides.
+    `--concurrency` is the number of open keys; after one ends, the next is printed. `on_key` also receives the lines
+    of each key.
     """
     settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)
     say: list[Callable[[str], None]] = []
 
-    def tell(episode: str, endpoint: Endpoint, home: Path) -> None:
+    def print_key(episode: str, endpoint: Endpoint, home: Path) -> None:
         lines = key_lines(episode, endpoint, home)
         for line in lines:
             say[0](line)
-        if told is not None:
-            told(lines)
+        if on_key is not None:
+            on_key(lines)
 
     given = {name: value for name, value in settings.serving().items() if value is not None}
-    environment = OpenEpisodes(tell, **given)
+    environment = OpenEpisodes(print_key, **given)
     plan = partial(RunPlan.of_environment, settings, environment, make_engine)
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
 
 
 def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:
-    """What somebody needs who starts a program by hand; settings that are files are in a folder beside their own."""
+    """The settings for programs that are started by hand. Configuration files are in the folder `home`."""
     exported = _assigned(endpoint.environ)
     address = Address(endpoint.base_url, endpoint.root_url, endpoint.api_key, endpoint.model, endpoint.context)
     codex = shlex.join(flags(address)["codex"])
@@ -62,7 +62,7 @@ def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:
         *(f"  {program:12} {_assigned(named)} {program}" for program, named in pointers(home).items()),
         f"  done         curl -X POST {endpoint.base_url}/end",
         f"  reward       curl -X POST {endpoint.end_url} -d '{{\"reward\": 1}}'",
-        "               a key of its own: keep it from the program, which could reward itself with it",
+        "               a separate key: hide it from the program, which could reward itself with it",
     ]
 
 

@@ -1,4 +1,4 @@
-"""`deltarunner show`: what is in a run file."""
+"""`deltarunner show`: show a run file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def show_command(
     console = make_console()
     with RunFile(file) as run_file:
         if requests and episode is None:
-            raise BadOption("--requests: name the episode too, as in deltarunner show FILE EPISODE --requests.")
+            raise BadOption("--requests: give an episode as well: deltarunner show FILE EPISODE --requests.")
         if episode is None:
             _overview(run_file, console, limit)
         elif requests:
@@ -38,17 +38,17 @@ def show_command(
 
 def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     header = run_file.header
-    # What spoke: the model, or the kind of an engine that has none, as one of replies.
+    # A scripted engine has no model; its kind is shown.
     model = header.engine.get("model")
     model = model if isinstance(model, str) and model else f"the engine {header.engine.get('kind', '')!r}"
-    state = "complete" if run_file.complete else "not complete: the same command goes on"
+    state = "complete" if run_file.complete else "not complete: the same command resumes it"
     console.print(
         Text(f"{header.environment} on {_shortened(printable_line(model))}, {header.created:%Y-%m-%d %H:%M}, {state}"),
         soft_wrap=True,
     )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
-    # Of a run that only evaluates, what nobody trains on is all there is.
+    # An evaluation run has only untrained trajectories.
     count = len(run_file)
     rows = run_file if count else list(run_file.rows(trained=None))
     count = count or len(list(rows))
@@ -73,11 +73,11 @@ def _settings(run_file: RunFile) -> str:
 
 
 MAX_SETTING_CHARS = 60
-"""The characters of a setting that are shown; the header of the file has all of it."""
+"""Longest shown setting; the header of the file has the whole value."""
 
 
 def _shortened(text: str) -> str:
-    """The text with its middle left out where it is long: a path ends with what tells it from others."""
+    """A long text without its middle: the end of a path distinguishes it."""
     half = (MAX_SETTING_CHARS - 3) // 2
     return text if len(text) <= MAX_SETTING_CHARS else f"{text[:half]}...{text[-half:]}"
 
@@ -100,7 +100,7 @@ def _table(rows: Iterator[EpisodeRow]) -> Table:
             f"{row.seconds:.1f}",
             Text(printable(row.error.partition("\n")[0]), style="red", no_wrap=True, overflow="ellipsis"),
         )
-    if not several:  # known only now: rows are read one by one
+    if not several:  # known only after all rows
         table.columns.pop(1)
     return table
 
@@ -118,18 +118,18 @@ def _transcript(
     if decode is None and run_file.header.has_ids(trajectory.agent):
         model = run_file.header.engine.get("model", "the engine")
         console.print(
-            f"The vocabulary of {model} is not here: messages are shown, and nothing of the template.", style="dim"
+            f"The vocabulary of {model} is not here: only messages are shown, without the template.", style="dim"
         )
 
 
 def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:
-    """Those who spoke in the same episode, with how often."""
+    """The other agents of the episode, with their numbers of turns."""
     for row in run_file.rows(task_id=shown.task.id, trained=None, superseded=None):
         if (row.id, row.attempt) == (shown.id, shown.attempt) and row.agent != shown.agent:
             yield f"{printable(row.agent)} ({row.turns} {'turn' if row.turns == 1 else 'turns'})"
 
 
 def _find_row(run_file: RunFile, episode: str) -> EpisodeRow | str:
-    """The episode of that id; the id of a task stands for its first one in the file."""
+    """The episode with an id; the id of a task stands for its first episode in the file."""
     first = next(run_file.rows(task_id=episode), None) or next(run_file.rows(task_id=episode, trained=None), None)
     return episode if first is None else first

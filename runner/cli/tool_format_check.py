@@ -1,4 +1,4 @@
-"""A tool format that a user named, tried on what a chat template writes: what `check-template` says of it."""
+"""Checks a tool format that the user named against the calls that a chat template writes, for `check-template`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["ToolFormatCheck"]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormatCheck:
-    """What a tool format makes of what a template writes."""
+    """Result of parsing a template's calls with a named tool format."""
 
     name: str
-    """The name of the format, as users give it."""
+    """Name of the format, as users write it."""
     checked: CheckedReader | None
-    """The result of the battery's cases; None where the template shows no call."""
+    """Result of the test cases; None if the template writes no calls."""
 
     @classmethod
     def tried(
@@ -47,10 +47,10 @@ class ToolFormatCheck:
         profile: TemplateProfile,
         learnt: LearntTurn,
     ) -> ToolFormatCheck:
-        """Try it in this process, on a template that was seen to end.
+        """Check the format in this process. The template must have been probed before, so that it is known to end.
 
         Raises:
-            BadOption: there is no such format, or it does not work with the vocabulary.
+            BadOption: the format does not exist, or does not work with the vocabulary.
             BadModel: vLLM is not installed.
         """
         from runner.engines.vllm.call_reader import named_reader
@@ -59,7 +59,7 @@ class ToolFormatCheck:
         renderer = template.renderer(options, datetime.now())
         vocabulary: Tokenizer = byte_tokenizer(renderer, profile) if model is None else load_tokenizer(model.folder)
         tokenizer = for_template(vocabulary, renderer.written)
-        with quiet_output(Path(os.devnull)):  # what vLLM writes while it is imported
+        with quiet_output(Path(os.devnull)):  # vLLM prints during its import
             parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
         asker = asker_of(renderer)
         try:
@@ -74,27 +74,27 @@ class ToolFormatCheck:
 
     @property
     def reads_all(self) -> bool:
-        """Whether it reads all that the template writes, but for what a trait names."""
+        """True if it reads all test cases, apart from the limits that traits name."""
         return self.checked is not None and not self.checked.differences
 
     @property
     def misreads(self) -> str:
-        """What it reads wrong, as a clause; "" where it reads all."""
+        """A clause about calls that are misread, or ""."""
         if self.checked is None:
-            return "nothing can be said of it: the template shows no call"
+            return "it cannot be checked: the template writes no call"
         if not self.checked.differences:
             return ""
         first, wrong = self.checked.differences[0], len(self.checked.differences)
         return f"{wrong} of {self.checked.cases} kinds of call are misread; {first.case.what}: {first.why}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """(label, text, what it means) of each line about it."""
-        yield "tool format", self.name, f"Reads the calls in place of that. {self.misreads or _ALL}."
+        """(label, text, explanation) of each line about it."""
+        yield "tool format", self.name, f"Parses calls instead of the learnt format. {self.misreads or _ALL}."
         for trait in sorted(self.checked.traits) if self.checked is not None else ():
             yield f"  {trait}", "", SENTENCES[trait]
 
     def document(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The result as JSON values."""
         checked = self.checked
         return {
             "name": self.name,
@@ -104,4 +104,4 @@ class ToolFormatCheck:
         }
 
 
-_ALL = "It reads all that the template writes"
+_ALL = "It reads all calls that the template writes"

@@ -1,4 +1,4 @@
-"""Shows people a learnt format of turns: one call with its slots named, the marks of thoughts, what it can do."""
+"""Describes a learnt format of turns: one call with named slots, the marks of thoughts, and its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["turn_document", "turn_lines"]
 
 
 def turn_lines(learnt: LearntTurn) -> Iterator[tuple[str, str, str]]:
-    """(label, text, what it means) of each line that tells how a template writes a turn."""
+    """(label, text, meaning) of each line about the format of turns."""
     form = learnt.format
     if not learnt.reads_calls:
         yield "calls", f"refused ({learnt.missing})", f"{learnt.why}."
@@ -25,29 +25,28 @@ def turn_lines(learnt: LearntTurn) -> Iterator[tuple[str, str, str]]:
         for trait in learnt.traits:
             yield f"  {trait}", "", SENTENCES[trait]
     if form.reasoning is None:
-        yield "thoughts", "none", "The template shows none; a turn that begins with <think> has one all the same."
+        yield "thoughts", "none", "The template writes none; a turn that begins with <think> still has thoughts."
     else:
         opened = "The prompt opens it." if form.reasoning.opened_by_prompt else "The model opens it."
         yield "thoughts", f"{form.reasoning.open} ... {form.reasoning.close}", opened
 
 
 _VERDICTS = {
-    "exact": "What is read is what was meant, whatever its values: tried with sixty calls against the template.",
-    "limited": "What is read is what was meant, but for what is named below.",
+    "exact": "Calls are parsed exactly, whatever their values; checked with sixty calls against the template.",
+    "limited": "Calls are parsed exactly, apart from the limits below.",
 }
 
 
 _SOURCES = {
     FormatSource.HARMONY: (
-        "Its channels are read by hand, since the template does not show all that is written on them."
+        "A built-in parser for channels, since the template does not write everything that they contain."
     ),
-    FormatSource.LEARNT: "From what the template writes.",
+    FormatSource.LEARNT: "Learnt from the template's output.",
     FormatSource.RESPONSE_TEMPLATE: (
-        "They could not be learnt; the model's own tokenizer_config.json says how answers are read, and that reads "
-        "what the template writes."
+        "The format could not be learnt. The response template in tokenizer_config.json parses the template's output."
     ),
 }
-_READ_ONLY = ("  tool_choice", "auto, none", "Not enforced: nothing tells how calls are written.")
+_READ_ONLY = ("  tool_choice", "auto, none", "Not enforced: the written format of calls is unknown.")
 
 
 def _call_lines(form: CallFormat) -> Iterator[tuple[str, str, str]]:
@@ -55,21 +54,21 @@ def _call_lines(form: CallFormat) -> Iterator[tuple[str, str, str]]:
     yield (
         "  one call",
         f"{form.begin}{call}{form.close}",
-        "As the template writes it; what stands in «» differs from call to call.",
+        "As the template writes it; parts in «» differ from call to call.",
     )
     if isinstance(form.arguments, TaggedArguments):
-        yield "  «arguments»", _arguments(form.arguments), "One by one; a «value» is written as its type is."
+        yield "  «arguments»", _arguments(form.arguments), "One by one; the format of a «value» depends on its type."
     else:
         yield "  «arguments»", form.arguments.notation.encode({"key": ["text", 1, True, None]}), "One object."
     if form.id_pieces is not None:
-        yield "  «id»", "".join(map(_named, form.id_pieces)), "The name of a call stands in nothing else."
+        yield "  «id»", "".join(map(_named, form.id_pieces)), "The id is the only place with the call's name."
     if form.between is not None:
-        yield "  between two", form.between, "Stands between two calls of a turn."
+        yield "  between two", form.between, "Separates two calls of a turn."
     choices = ["auto", "none"]
     why = enforceable(form)
     if why is None:
         choices += ["required", "a tool's name", *(["strict"] if form.trigger else [])]
-    yield "  tool_choice", ", ".join(choices), "What can be asked for." if why is None else f"Not enforced: {why}."
+    yield "  tool_choice", ", ".join(choices), "Supported values." if why is None else f"Not enforced: {why}."
 
 
 def _named(piece: Piece) -> str:
@@ -83,7 +82,7 @@ def _arguments(form: TaggedArguments) -> str:
 
 
 def turn_document(learnt: LearntTurn) -> dict[str, Any]:
-    """The same as plain values."""
+    """The format as JSON values."""
     calls = learnt.format.calls
     return {
         **learnt.as_json(),

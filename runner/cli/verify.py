@@ -1,4 +1,4 @@
-"""`deltarunner verify`: whether every prompt of a run file follows from its messages and its sampled ids."""
+"""`deltarunner verify`: rebuild every prompt of a run file from its messages and sampled ids, and compare."""
 
 from __future__ import annotations
 
@@ -40,20 +40,18 @@ __all__ = ["verify_command"]
 
 @dataclass(slots=True)
 class VerifyResult:
-    """How many trajectories were looked at, with how many turns and ids, and the first difference."""
+    """The numbers of checked trajectories, turns and ids, and the first difference."""
 
     trajectories: int = 0
-    """The number of trajectories."""
     turns: int = 0
-    """The number of their turns."""
     ids: int = 0
-    """The number of their ids, by the table of episodes."""
+    """Number of token ids, from the table of episodes."""
     messages: int = 0
-    """How many of the trajectories are of servers that take messages: there is no prompt of theirs to make again."""
+    """Number of trajectories from chat APIs, which have no prompt ids to rebuild."""
     differing: int = 0
-    """How many of the trajectories do not follow from their messages and sampled ids."""
+    """Number of trajectories with a difference."""
     difference: Difference | None = None
-    """The first difference; None where there is none."""
+    """The first difference, if any."""
 
     @property
     def exit_code(self) -> int:
@@ -61,12 +59,12 @@ class VerifyResult:
 
 
 def verify_command(file: Path, *, models: Sequence[str] = (), json: bool = False) -> int:
-    """Make every prompt of the file again, say what differs, and return the exit code.
+    """Rebuild every prompt of the file, print the first difference, and return the exit code.
 
     Args:
         file: the run file.
-        models: folders or names of models whose vocabulary the run had, where they are not where its header says.
-        json: one line of JSON on stdout instead, also where nothing could be looked at.
+        models: folders or names of models with the run's vocabulary, if the header's path is not valid any more.
+        json: print one line of JSON instead, also after an error.
     """
     try:
         with RunFile(file) as run_file:
@@ -100,14 +98,14 @@ def _verify_file(run_file: RunFile, models: Sequence[str]) -> VerifyResult:
 
 
 def _header_difference(run_file: RunFile) -> Difference | None:
-    """What of the configuration is not as the process that began the run noted it beside."""
+    """The first change of the header since the first launch of the run recorded it."""
     noted = run_file.first_launch()
     changes = [] if noted is None else noted.changes(run_file.header)
     if not changes:
         return launch_difference(run_file.path, run_file.header)
     return Difference(
         kind=Kind.HEADER,
-        explanation=f"the run's header is not the one that it was begun with: {changes[0].path}",
+        explanation=f"the run's header has changed since the run began: {changes[0].path}",
         stored=_text(changes[0].new),
         derived=_text(changes[0].old),
     )
@@ -123,14 +121,14 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: ChatModels) -> Differ
         trajectory = run_file.trajectory(row)
     except RunFileError as error:
         cause = error.__cause__ or error
-        explanation = f"its rows hold no trajectory: {type(cause).__name__}: {cause}"
+        explanation = f"its rows are not a valid trajectory: {type(cause).__name__}: {cause}"
         return differ(kind=Kind.UNREADABLE, explanation=explanation)
-    # They stand beside the trajectory, for lists that read none: in a damaged file the two may disagree.
+    # The row repeats these counts for lists; in a damaged file they may differ from the trajectory.
     counted = {name: getattr(row, name) for name in _COUNTS}
     held = episode_row(trajectory)
     wrong = next((name for name in _COUNTS if counted[name] != held[name]), None)
     if wrong is not None:
-        explanation = f"its row counts {counted[wrong]} ({wrong}), and it holds {held[wrong]}"
+        explanation = f"its row counts {counted[wrong]} ({wrong}), but the trajectory has {held[wrong]}"
         return differ(kind=Kind.LAYOUT, explanation=explanation)
 
     def other(agent: str) -> Trajectory:
@@ -146,11 +144,11 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: ChatModels) -> Differ
 _COUNTS = ("turns", "segments", "tokens", "sampled", "prompted", "cached")
 
 
-# --- what the run spoke with
+# --- models of the run
 
 
 class ChatModels:
-    """The chat models of a run, by agent, made of what its header says."""
+    """The chat models of a run, by agent, rebuilt from its header."""
 
     def __init__(self, header: Header, models: Sequence[str]) -> None:
         self._header = header
@@ -158,7 +156,7 @@ class ChatModels:
         self._chats: dict[str | None, ChatModel] = {}
 
     def of(self, agent: str) -> ChatModel:
-        """The model that speaks for `agent`."""
+        """The chat model of an agent."""
         placed = agent if agent in self._header.engines else None
         if placed not in self._chats:
             self._chats[placed] = self._make(placed)
@@ -186,8 +184,8 @@ class ChatModels:
                 return tokenizer
         looked_at = ", ".join(self._given) or engine.get("model")
         raise BadModel(
-            f"The vocabulary of {looked_at} is not the one that the run had, whose fingerprint is "
-            f"{engine['tokenizer']}. Give the folder of the model as it was then: --model FOLDER."
+            f"The vocabulary of {looked_at} is not the run's, whose fingerprint is "
+            f"{engine['tokenizer']}. Give the folder of the run's model: --model FOLDER."
         )
 
     def _candidates(self, engine: Mapping[str, Any]) -> Iterator[Tokenizer]:
@@ -200,13 +198,13 @@ class ChatModels:
         model = engine.get("model")
         if not isinstance(model, str) or engine.get("kind") == "scripted":
             raise BadModel(
-                f"The run had a vocabulary of fingerprint {engine['tokenizer']}, and its file does not say of which "
+                f"The run had a vocabulary with fingerprint {engine['tokenizer']}, and its file does not name the "
                 f"model. Give its folder: --model FOLDER."
             )
         try:
             yield _load_vocabulary(model)
         except BadModel as error:
-            raise BadModel(f"{error} Where the run's model has moved, give its folder: --model FOLDER.") from error
+            raise BadModel(f"{error} If the run's model has moved, give its folder: --model FOLDER.") from error
 
 
 def _named_reader(header: Header) -> Callable[[Tokenizer], NamedReader] | None:
@@ -221,7 +219,7 @@ def _load_vocabulary(model: str) -> Tokenizer:
     return load_tokenizer(resolve_model(model, say=lambda line: print(line, file=sys.stderr)).folder)
 
 
-# --- what is said
+# --- output
 
 
 def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
@@ -232,18 +230,18 @@ def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
     looked_at = f"{verdict.trajectories} trajectories, {verdict.turns} turns, {verdict.ids} ids"
     if found is None:
         if verdict.messages < verdict.trajectories or not verdict.trajectories:
-            say(f"{file}: {looked_at}: all of it follows from the messages and the sampled ids")
+            say(f"{file}: {looked_at}: all follow from the messages and the sampled ids")
         if verdict.messages:
-            said = f"{verdict.messages} trajectories are of servers that take messages"
-            say(f"{file}: {said}: their turns are in their messages, and there is no prompt to make again")
+            counted = f"{verdict.messages} trajectories are from chat APIs"
+            say(f"{file}: {counted}: their turns match their messages; they have no prompt ids to rebuild")
         return
     if found.kind is Kind.HEADER:
-        say(f"{file}: its trajectories were not looked at")
+        say(f"{file}: the trajectories were not checked")
     elif verdict.differing:
-        say(f"{file}: {looked_at}: trajectories that do not follow: {verdict.differing}, first of them")
+        say(f"{file}: {looked_at}: {verdict.differing} trajectories differ; the first one:")
         say(_place(found), "bold")
     else:
-        say(f"{file}: {looked_at}: each follows, and together they are not what the run left")
+        say(f"{file}: {looked_at}: each one follows, but as a whole they are not the run's result")
         say(found.episode, "bold")
     say(f"{found.kind.value}: {found.explanation}", "red")
     sides = (("stored", found.stored, found.stored_ids), ("derived", found.derived, found.derived_ids))
@@ -263,7 +261,7 @@ def _place(found: Difference) -> str:
 
 
 def _print_json(file: Path, verdict: VerifyResult, error: DeltarunnerError | None) -> None:
-    told = {
+    document = {
         "file": str(file),
         "verified": error is None and verdict.difference is None,
         "trajectories": verdict.trajectories,
@@ -275,4 +273,4 @@ def _print_json(file: Path, verdict: VerifyResult, error: DeltarunnerError | Non
         "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
         "exit_code": verdict.exit_code if error is None else error.exit_code,
     }
-    print(encode_standard_json(told).decode())
+    print(encode_standard_json(document).decode())

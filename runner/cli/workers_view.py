@@ -1,4 +1,4 @@
-"""How the live display shows workers: a row for each where there is room, else for those that are worth a look."""
+"""Workers in the live display: a row for each if they fit, else for those with problems or extreme values."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from runner.transcript import shown_line
 __all__ = ["joined_line", "workers_view"]
 
 MIN_TABLE_WIDTH: Final = 70
-"""In fewer columns of the terminal only the most important figures of a worker have one."""
+"""Columns of the terminal below which the table has only its most important columns."""
 
 MAX_NODE_CHARS: Final = 20
-"""The widest name of a node."""
+"""Longest shown name of a node."""
 
 MAX_VERSION_CHARS: Final = 12
-"""The widest version of weights."""
+"""Longest shown version of weights."""
 
 _COLUMNS: Final = ("worker", "node", "playing", "weights", "lag", "silent", "longest wait")
 _FEWER_COLUMNS: Final = ("worker", "playing", "longest wait")
 _LEFT_ALIGNED: Final = ("node", "weights", "longest wait")
-"""The columns that begin at their left; the others are numbers, and end at their right."""
+"""Left-aligned columns; the others are numbers."""
 
 Cell: TypeAlias = tuple[str, str]
-"""A text and its style."""
+"""(text, style)."""
 
 
 def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
-    """The workers in lines: no more of them than there is room for, but one at least.
+    """The workers as lines: at most `room`, but at least one.
 
     Args:
-        fleet: what there is to be seen of them.
+        fleet: statistics of the workers.
         width: columns of the terminal.
-        room: lines.
+        room: lines that are free.
     """
     counts = _counts(fleet, width)[: max(1, room)]
     room -= len(counts)
-    if len(fleet.workers) < room:  # with the names of the columns
+    if len(fleet.workers) < room:  # one line is for the column names
         return [*counts, *_table(fleet.workers, fleet, width)]
-    rows = fleet.worth_a_look(max(0, room - 2))  # with those, and the line for all others
-    told = {worker.number for worker in rows}
-    rest = [worker for worker in fleet.workers if worker.number not in told]
+    rows = fleet.worth_a_look(max(0, room - 2))  # one line is for the column names, one for all other workers
+    shown = {worker.number for worker in rows}
+    rest = [worker for worker in fleet.workers if worker.number not in shown]
     return [
         *counts,
         *_table(rows, fleet, width),
@@ -55,11 +55,11 @@ def workers_view(fleet: FleetStats, *, width: int, room: int) -> list[Text]:
 
 
 def _counts(fleet: FleetStats, width: int) -> list[Text]:
-    """How many play, and what the others do, in as many lines as it takes."""
+    """The number of playing workers, and of the others by reason, on as many lines as needed."""
     playing = len(fleet.workers)
     style = "yellow" if fleet.few else "" if playing == fleet.most else "bold"
     lines = [[(f"{playing} of {fleet.most} workers", style)]]
-    parts = [(behind, "yellow") for behind in outdated_in_words(fleet)]
+    parts = [(outdated, "yellow") for outdated in outdated_in_words(fleet)]
     for why, count in fleet.absent.items():
         parts.append((f"{count} {why.value}", "yellow" if why is IdleReason.RESTING else ""))
     for part in parts:
@@ -77,7 +77,7 @@ def _table(workers: Sequence[FleetWorker], fleet: FleetStats, width: int) -> lis
     columns = _COLUMNS if whole else _FEWER_COLUMNS
     rows: list[Sequence[Cell]] = [[(name, "dim") for name in columns]]
     rows += [(_cells if whole else _fewer_cells)(worker, fleet.troubles(worker), width) for worker in workers]
-    # Aligned by hand: a table of rich's takes seven times as long, some times a second, beside the event loop.
+    # Aligned here, because a table of Rich takes seven times as long, several times a second.
     widths = [max(cell_len(text) for text, _ in column) for column in zip(*rows, strict=True)]
     return [_aligned(row, columns, widths) for row in rows]
 
@@ -98,16 +98,16 @@ def _cells(worker: FleetWorker, troubles: Collection[Trouble], width: int) -> li
 
 
 def _fewer_cells(worker: FleetWorker, troubles: Collection[Trouble], _: int) -> list[Cell]:
-    # What has no column of its own is told where it is wrong.
-    told = [f"silent for {worker.silent:.0f} s"] if Trouble.SILENT in troubles else []
-    told += [f"weights {_short(worker.version, MAX_VERSION_CHARS)}"] if Trouble.OUTDATED in troubles else []
-    told += [f"lag {_lag(worker.lag)}"] if Trouble.LATE in troubles else []
+    # Values without a column are shown if they are a problem.
+    problems = [f"silent for {worker.silent:.0f} s"] if Trouble.SILENT in troubles else []
+    problems += [f"weights {_short(worker.version, MAX_VERSION_CHARS)}"] if Trouble.OUTDATED in troubles else []
+    problems += [f"lag {_lag(worker.lag)}"] if Trouble.LATE in troubles else []
     wait = _longest_wait(worker)
     style = "yellow" if troubles else ""
     return [
         (str(worker.number), style),
         (f"{worker.playing}/{worker.width}", ""),
-        (", ".join([*told, wait.lstrip()]) if told else wait, style),
+        (", ".join([*problems, wait.lstrip()]) if problems else wait, style),
     ]
 
 
@@ -116,7 +116,7 @@ def _aligned(row: Sequence[Cell], columns: Sequence[str], widths: Sequence[int])
     for (text, style), column, wide in zip(row, columns, widths, strict=True):
         pad = " " * (wide - cell_len(text))
         line.append("  " if line else "").append(text + pad if column in _LEFT_ALIGNED else pad + text, style or None)
-    line.rstrip()  # else the end of a column of short words would be cut, and marked as cut
+    line.rstrip()  # otherwise Rich would cut trailing spaces and mark the line as cut
     return line
 
 
@@ -129,7 +129,7 @@ def _lag(seconds: float) -> str:
 
 
 def _others_line(workers: Sequence[FleetWorker], fleet: FleetStats, *, more: bool) -> Text:
-    """Those that have no row, in one line."""
+    """One line for all workers without a row."""
     nodes = {worker.node for worker in workers}
     where = shown_line(next(iter(nodes))) if len(nodes) == 1 else f"{len(nodes)} nodes"
     parts = [(f"{len(workers)}{' more' if more else ''} on {where}", "")]
@@ -149,7 +149,7 @@ def _range(least: int, most: int) -> str:
 
 
 def _short(name: str, most: int) -> str:
-    """A name without its middle where it is long: machines are told apart by how theirs end, and known by the start."""
+    """A long name without its middle: the start of a machine's name is common, and its end distinguishes it."""
     name = shown_line(name)
     if len(name) <= most:
         return name
@@ -158,7 +158,7 @@ def _short(name: str, most: int) -> str:
 
 
 def joined_line(parts: Sequence[Cell], *, no_wrap: bool = False) -> Text:
-    """Texts with their styles as one line, which goes on in the next one where it is too long, or is cut there."""
+    """Join styled texts into one line. With `no_wrap` a long line is cut, else it wraps."""
     line = Text(no_wrap=no_wrap, overflow="ellipsis" if no_wrap else None)
     for text, style in parts:
         line.append(" · " if line else "", "dim").append(text, style)

@@ -22,11 +22,13 @@ from runner.runs.options import RunOptions
 from runner.scoring import ScorerKind, with_weights
 from runner.store.header import Header
 from runner.store.json_values import class_name, decode_json, encode_json
+from runner.store.reader import RunFile
+from runner.store.run_folder import holds_run
 from runner.store.secrets import hide_secrets
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.version import installed_version
 
-__all__ = ["describe_configuration", "describe_run", "restore_choices"]
+__all__ = ["check_resumable", "describe_configuration", "describe_run", "restore_choices"]
 
 BYTE_VOCABULARY_SIZE: Final = 256
 """The number of byte ids; the control tokens of a byte vocabulary follow them."""
@@ -56,6 +58,28 @@ def describe_run(environment: Environment[Any], engine: BaseEngine, options: Run
         template=_template(engine, options.template_options),
         git=_git(environment) if options.file is not None else {},
     )
+
+
+def check_resumable(path: Path, environment: Environment[Any], options: RunOptions, *, model: str) -> None:
+    """Check before the engine runs that a run may resume a file; what only the engine knows is checked later.
+
+    Args:
+        path: the file; one that holds no run passes.
+        environment: the environment of the run.
+        options: the options of the run.
+        model: the name of the engine's model.
+
+    Raises:
+        ConfigurationChanged: the configuration differs in a way that does not allow it.
+    """
+    if not holds_run(path):
+        return
+    with RunFile(path) as run_file:
+        stored = run_file.header
+    given = describe_configuration(environment, options, now=datetime.now().astimezone())
+    has_model = stored.engine.get("kind") in ("vllm", "remote", "chat")
+    engine = {**stored.engine, "model": model} if has_model else stored.engine
+    stored.check_same(replace(given, engine=engine, engines=stored.engines, template=stored.template), path)
 
 
 def restore_choices(stored: Header, engine: BaseEngine, engines: Mapping[str, BaseEngine]) -> None:

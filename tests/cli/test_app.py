@@ -146,7 +146,7 @@ def test_a_named_file_is_gone_on_with(folder: Path, capfd: pytest.CaptureFixture
     assert play("mine.py:Greeting", file=file, episodes=2) == 0
     assert play("mine.py:Greeting", file=file, episodes=3) == 0
     out = capfd.readouterr().out
-    assert "which has 2 episodes already: going on" in out
+    assert ": resuming, 2 episodes done" in out
     assert "3, 1 of them in 0:0" in out
     with RunFile(file) as run_file:
         assert len(run_file) == 3
@@ -301,7 +301,7 @@ def test_show_without_the_vocabulary_shows_the_messages(run_file: str) -> None:
     output = deltarunner("show", run_file, "calculator-0#0").output
     assert "sampled    [add(a=1, b=2)]\n" in output
     assert "template " not in output
-    assert "is not here: messages are shown" in output
+    assert "is not here: only messages are shown" in output
 
 
 def test_show_of_an_unknown_episode_names_one_that_is_there(run_file: str) -> None:

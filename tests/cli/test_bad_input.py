@@ -114,7 +114,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "half a group": (
         ["mine.py:Greeting", "-n", "3", "--group-size", "2"],
         "BadOption",
-        ["no multiple of --group-size 2"],
+        ["not a multiple of --group-size 2"],
     ),
     "no such member": (
         ["mine.py:Greeting", "--group-size", "2", "--task", "t-0", "--index", "2"],

@@ -75,7 +75,7 @@ def judged(bridger: Bridger) -> dict[Append, AppendVerdict]:
 def test_a_template_that_does_everything_ends_with_ok(check: Check) -> None:
     done = check("hermes")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "ok: everything that an environment with tools appends is exact" in done.stdout
+    assert "ok: all appends of an environment with tools are exact" in done.stdout
     for kind in Append:
         assert f"{kind.value} " in done.stdout
     for name in ("parallel_results", "together", "<|im_start|>assistant⏎"):
@@ -102,7 +102,7 @@ def test_what_is_not_exact_has_a_reason_a_consequence_and_a_fix(check: Check, pu
     block = done.stdout.partition("user after an answer: tools_move\n")[2].splitlines()[:3]
     assert [line.split()[0] for line in block] == ["why", "then", "fix"]
     assert "a new segment begins here" in block[1]
-    assert "one that writes the tools first" in block[2]
+    assert "a template that writes the tools first" in block[2]
     assert "appends that environments with tools make are not exact" in done.stdout
 
 

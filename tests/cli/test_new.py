@@ -135,7 +135,7 @@ def test_a_project_requires_deltarunner_from_where_it_was_installed(tmp_path: Pa
     assert project["dependencies"] == [f"deltarunner @ {ROOT.as_uri()}"]
     assert project["optional-dependencies"] == {"tests": [f"deltarunner[testing] @ {ROOT.as_uri()}"]}
     assert tomllib.loads(text)["tool"]["hatch"]["metadata"] == {"allow-direct-references": True}
-    assert "Others, and CI, have no such path" in text
+    assert "Other machines and CI do not have this path" in text
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_is_there_is_never_written_over(there: str, tmp_path: Path) -> None
     if there == "a folder":
         (target / "mine.txt").write_text("mine")
     before = files(tmp_path)
-    with pytest.raises(BadOption, match="is there already, and nothing is written over: give another --folder"):
+    with pytest.raises(BadOption, match="exists and is not overwritten: give another --folder"):
         write_project(Names.of("word-game"), target)
     assert files(tmp_path) == before
     assert list(tmp_path.iterdir()) == [target]

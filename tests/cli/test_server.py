@@ -73,5 +73,5 @@ def test_a_wrong_key_is_refused_with_the_fix_and_without_the_key(server: Loopbac
 
 def test_an_argument_of_vllms_engine_is_refused_where_a_server_has_it(server: Loopback, tmp_path: Path) -> None:
     told = run(server, tmp_path, "--engine-option", "max_num_seqs=4")
-    assert "with --server there are dialect, name, places" in told.output + str(told.exception)
+    assert "with --server the options are dialect, name, places" in told.output + str(told.exception)
     assert server.bodies == []

@@ -107,7 +107,7 @@ def test_a_head_on_loopback_alone_is_refused_with_why(folder: Path, monkeypatch:
 
 def test_an_engine_of_messages_has_no_workers(folder: Path) -> None:
     require_ray()
-    with pytest.raises(BadOption, match="ChatEngine samples no token ids"):
+    with pytest.raises(BadOption, match="ChatEngine does not return token ids"):
         play(ChatEngine("gpt", api_key="key"), environment="mine.py:Greeting", workers="2")
 
 

@@ -287,7 +287,7 @@ def test_deltarunner_run_with_workers_plays_what_lies_in_a_file_and_agent_progra
         assert command(**asked, workers="2", file=Path("w.db"), episodes=4) == 0
         monkeypatch.delenv("RAY_ADDRESS")
         assert command(**asked, workers="1-3", cluster=cluster.address, file=Path("w.db"), json=True) == 0
-        assert "which has 4 episodes already: going on" in capfd.readouterr().err
+        assert ": resuming, 4 episodes done" in capfd.readouterr().err
     else:
         Path("tasks.jsonl").write_text("".join(f'{{"id": "{n}", "prompt": "make it"}}\n' for n in range(6)))
         Path("template").mkdir()

@@ -184,7 +184,7 @@ def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) ->
 
             os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
 
-    code = serve_command(RunSettings(file=work / "served.db"), engine_of(lambda _: "Done."), told=told)
+    code = serve_command(RunSettings(file=work / "served.db"), engine_of(lambda _: "Done."), on_key=told)
     assert code == 130
     assert shown == ["key-0#0", "key-1#0", "key-2#0"]
     assert [each["choices"][0]["message"]["content"] for each in answers] == ["Done.", "Done."]

@@ -218,7 +218,7 @@ def test_retry_failed_resumes_a_complete_file(folder: Path, capfd: pytest.Captur
     FAILING.clear()
     assert "the same command with --retry-failed" in capfd.readouterr().out
     assert command(retry_failed=True) == 0
-    assert "runs/Commanded-001.db, which has 3 episodes already: going on" in capfd.readouterr().out
+    assert "runs/Commanded-001.db: resuming, 3 episodes done" in capfd.readouterr().out
     assert [path.name for path in sorted(folder.glob("runs/*.db"))] == ["Commanded-001.db"]
     assert [row.outcome for row in rows(folder / "runs" / "Commanded-001.db")] == [Outcome.COMPLETED] * 4
     assert command() == 0

@@ -54,7 +54,7 @@ def test_unscored_runs_never_show_a_reward_of_zero(tmp_path: Path) -> None:
         kept = stored.summary()
     for told in (summary.as_dict(), kept):
         assert json.loads(json.dumps(told, allow_nan=False))["reward"]["mean"] is None
-        assert re.search(r"^reward +none was scored", printed(summary_table(told)), re.MULTILINE)
+        assert re.search(r"^reward +no episode scored", printed(summary_table(told)), re.MULTILINE)
 
 
 @pytest.mark.anyio
@@ -92,7 +92,7 @@ def test_single_trained_agent_is_shown_without_its_name() -> None:
     summary = run(Plain, ScriptedEngine("Yes"), quiet=True)
     assert list(summary.agents) == ["main"]
     assert re.search(r"^reward +1\.000", printed(summary_table(summary.as_dict())), re.MULTILINE)
-    assert "none was scored" in printed(summary_table(Summary().as_dict()))
+    assert "no episode scored" in printed(summary_table(Summary().as_dict()))
 
 
 @pytest.mark.anyio

@@ -183,7 +183,7 @@ def test_a_configuration_that_is_not_the_one_the_run_was_begun_with_is_named(pat
     assert told["difference"]["kind"] == "header"
     assert told["difference"]["explanation"].endswith(name)
     assert (
-        f"header: the run's header is not the one that it was begun with: {'engines.' * name.startswith('judge')}"
+        f"header: the run's header has changed since the run began:  {'engines.' * name.startswith('judge')}"
         in (verify(path).output)
     )
 
@@ -219,7 +219,7 @@ def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> 
     result = verify(path)
     assert result.exit_code == 7
     lines = result.output.splitlines()
-    assert lines[0].endswith(" ids: trajectories that do not follow: 1, first of them")
+    assert lines[0].endswith(" ids: 1 trajectories differ; the first one:")
     assert lines[1] == f"t1#0 · agent main · segment 0 · turn {turn.number} · index {begin + 1}"
     assert re.fullmatch(r"bridge: the file has id 126 \('~'\) where id 256 \('<\|im_start\|>'\) follows", lines[2])
     assert lines[3].startswith("  stored   '\\n~tool")
@@ -249,7 +249,7 @@ def test_a_model_that_is_not_here_or_has_another_vocabulary_ends_with_5(
     text = (demo_model_folder / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text + "\n")
     for options, message in (
-        ([], "does not say of which model. Give its folder: --model FOLDER"),
+        ([], "does not name the model. Give its folder: --model FOLDER"),
         (["--model", "nowhere/"], "no model folder 'nowhere/'"),
         (["--model", str(other)], "is not the one that the run had"),
     ):

@@ -84,7 +84,7 @@ async def test_verify_says_what_it_can_of_messages_and_fails_what_is_not_in_them
         await played(Adding, asking(api), file=file)
     told = verify(file)
     assert told.exit_code == 0
-    assert "4 trajectories are of servers that take messages" in told.output
+    assert "4 trajectories are from chat APIs" in told.output
     assert "follows from" not in told.output
     change(file, "UPDATE turns SET text = 'forged' WHERE episode = 1 AND number = 1")
     told = verify(file)
@@ -104,8 +104,8 @@ async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None
         await played(Judged, ScriptedEngine("It is 4."), engines={"judge": asking(api)}, file=file)
     told = verify(file)
     assert told.exit_code == 0
-    assert "all of it follows from" in told.output
-    assert "1 trajectories are of servers that take messages" in told.output
+    assert "all follow from" in told.output
+    assert "1 trajectories are from chat APIs" in told.output
 
 
 async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:
@@ -182,7 +182,7 @@ def test_the_command_line_serves_an_api_to_programs_that_somebody_starts(tmp_pat
         given = RunSettings(
             file=tmp_path / "served.db", api_model="some-model", api_url=api.url, engine_options=["context=4096"]
         )
-        assert serve_command(given, told=told) == 130
+        assert serve_command(given, on_key=told) == 130
     assert answers[0]["choices"][0]["message"]["content"] == "Yes"
     assert answers[1]["data"][0]["id"] == "some-model"
     with RunFile(tmp_path / "served.db") as run_file:
