@@ -112,7 +112,9 @@ def write_project(names: Names, folder: Path) -> None:
     if os.path.lexists(folder):
         raise BadOption(f"{folder} exists and is not overwritten: give another --folder.")
     if not folder.absolute().parent.is_dir():
-        raise BadOption(f"The folder {folder.parent} for {folder.name} does not exist: create it, or give another --folder.")
+        raise BadOption(
+            f"The folder {folder.parent} for {folder.name} does not exist: create it, or give another --folder."
+        )
     # Under another name until it is complete.
     unfinished = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
     try:

@@ -95,7 +95,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "an unknown limit": (
         ["mine.py:Greeting", "--limit", "turn=3"],
         "BadOption",
-        ["no such limit", "Did you mean 'turns'?"],
+        ["unknown limit", "Did you mean 'turns'?"],
     ),
     "an unknown setting": (["mine.py:Greeting", "--set", "cuont=3"], "BadOption", ["cuont", "Did you mean 'count'?"]),
     "a setting without value": (["mine.py:Greeting", "--set", "count"], "BadOption", ["write --set name=value"]),
@@ -119,7 +119,7 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "no such member": (
         ["mine.py:Greeting", "--group-size", "2", "--task", "t-0", "--index", "2"],
         "BadOption",
-        ["a group has the episodes 0 to 1"],
+        ["the episodes of a group are 0 to 1"],
     ),
     "no such task": (
         ["mine.py:Greeting", "--task", "nowhere"],
@@ -137,12 +137,12 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "a folder that cannot be made": (
         ["mine.py:Greeting", "--file", "mine.py/run.db"],
         "StorageFailed",
-        ["mine.py", "Name another"],
+        ["mine.py", "Give another"],
     ),
     "a read-only folder": (
         ["mine.py:Greeting", "--file", "/proc/deltarunner/run.db"],
         "StorageFailed",
-        ["/proc/deltarunner", "Name another"],
+        ["/proc/deltarunner", "Give another"],
     ),
     "a file that is no run file": (
         ["mine.py:Greeting", "--file", "mine.py"],

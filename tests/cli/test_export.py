@@ -53,7 +53,7 @@ def test_an_export_never_replaces_a_run_file(run_file: Path, target: str, format
     Path("other.db").write_bytes(run_file.read_bytes())
     before = {path: path.read_bytes() for path in Path().glob("*.db")}
     refused = deltarunner("export", str(run_file), "--format", format, "-o", target)
-    assert (refused.exit_code, "would be lost" in refused.output) == (2, True), refused.output
+    assert (refused.exit_code, "would be overwritten" in refused.output) == (2, True), refused.output
     assert {path: path.read_bytes() for path in Path().glob("*.db")} == before
     with RunFile(run_file) as stored:
         assert len(stored) == 2

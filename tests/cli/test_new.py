@@ -242,7 +242,7 @@ def test_what_is_there_is_never_written_over(there: str, tmp_path: Path) -> None
 
 
 def test_a_folder_in_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"There is no folder .*nowhere to write word-game to: make it"):
+    with pytest.raises(BadOption, match=r"The folder .*nowhere for word-game does not exist: create it"):
         write_project(Names.of("word-game"), tmp_path / "nowhere" / "word-game")
     assert not list(tmp_path.iterdir())
 

@@ -206,7 +206,7 @@ def test_what_can_be_refused_is_refused_before_an_engine_is_made(
     [
         ({"history": "rewrite"}, "rewrite.*give one of append, fork, refuse"),
         ({"template_options": ["messages=1"]}, "messages.*only the template reads"),
-        ({"index": 1}, "a group has the episodes 0 to 0"),
+        ({"index": 1}, "the episodes of a group are 0 to 0"),
     ],
 )
 def test_an_option_of_the_run_is_refused_before_an_engine_is_made_also_where_no_file_was_named(

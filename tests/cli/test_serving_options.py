@@ -26,7 +26,7 @@ def test_options_of_serving_reach_the_environment_of_programs() -> None:
 
 
 def test_options_of_serving_without_a_program_are_refused() -> None:
-    with pytest.raises(BadOption, match="--system-as-user goes with --agent"):
+    with pytest.raises(BadOption, match="--system-as-user needs --agent"):
         RunSettings(environment="calculator", system_as_user=True).with_program()
 
 

@@ -89,8 +89,8 @@ def test_what_is_temporary_of_a_program_and_of_its_check_goes_with_the_episode(w
 @pytest.mark.parametrize(
     ("further", "named"),
     [
-        ({"agent": None}, "--check goes with --agent"),
-        ({"agent": None, "check": None, "copy": None}, "say what is played"),
+        ({"agent": None}, "--check needs --agent"),
+        ({"agent": None, "check": None, "copy": None}, "give an environment"),
         ({"environment": "calculator"}, "calculator and --agent"),
         ({"tasks": None}, "--tasks"),
     ],
@@ -153,7 +153,7 @@ def test_a_program_that_offers_no_tools_is_trained_where_that_is_asked_for(
         played = sorted(stored.trajectories(), key=lambda each: each.id)
     assert [each.reward for each in played] == rewards
     assert [bool(each.turns) for each in played] == [bool(train)] * 2
-    assert ("nothing that was asked is trained" in capfd.readouterr().out) is not bool(train)
+    assert ("no request is trained" in capfd.readouterr().out) is not bool(train)
 
 
 def test_serve_gives_out_a_key_an_episode_until_it_is_told_to_end(work: Path) -> None:

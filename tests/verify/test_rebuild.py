@@ -61,7 +61,7 @@ def test_a_file_that_nobody_touched_follows_from_its_messages_and_sampled_ids(
         rows = list(run_file.rows(trained=None))
     assert {row.agent for row in rows} == {"main", "user", "judge"}
     counts = len(rows), sum(row.turns for row in rows), sum(row.tokens for row in rows)
-    assert "{} trajectories, {} turns, {} ids: all of it follows".format(*counts) in result.output
+    assert "{} trajectories, {} turns, {} ids: all follow".format(*counts) in result.output
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,8 @@ def test_a_configuration_that_is_not_the_one_the_run_was_begun_with_is_named(pat
     assert (told["verified"], told["exit_code"], told["trajectories"]) == (False, 7, 0)
     assert told["difference"]["kind"] == "header"
     assert told["difference"]["explanation"].endswith(name)
-    assert (
-        f"header: the run's header has changed since the run began:  {'engines.' * name.startswith('judge')}"
-        in (verify(path).output)
+    assert f"header: the run's header has changed since the run began: {'engines.' * name.startswith('judge')}" in (
+        verify(path).output
     )
 
 
@@ -251,7 +250,7 @@ def test_a_model_that_is_not_here_or_has_another_vocabulary_ends_with_5(
     for options, message in (
         ([], "does not name the model. Give its folder: --model FOLDER"),
         (["--model", "nowhere/"], "no model folder 'nowhere/'"),
-        (["--model", str(other)], "is not the one that the run had"),
+        (["--model", str(other)], "is not the run's"),
     ):
         result = verify(path, *options)
         assert result.exit_code == 5, result.output

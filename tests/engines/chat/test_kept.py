@@ -194,7 +194,7 @@ def test_the_command_line_serves_an_api_to_programs_that_somebody_starts(tmp_pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--api-url", "http://127.0.0.1:1/v1"], "give --api-model too"),
+        (["--api-url", "http://127.0.0.1:1/v1"], "give --api-model as well"),
         (["--api-model", "m", "--server", "http://127.0.0.1:1"], "--server and --api-model"),
         (["--api-model", "m", "--template", "hermes"], "--template and --api-model"),
         (["--api-model", "m", "--engine-option", "max_num_seqs=4"], "--engine-option max_num_seqs"),
