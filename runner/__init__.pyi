@@ -13,12 +13,12 @@ from .engines.base import Finish as Finish
 from .engines.base import FinishReason as FinishReason
 from .engines.base import GenerationRequest as GenerationRequest
 from .engines.chat.engine import ChatEngine as ChatEngine
-from .engines.function.calling import LogprobsKind as LogprobsKind
-from .engines.function.calling import TokenFeature as TokenFeature
-from .engines.function.calling import TokenFunction as TokenFunction
-from .engines.function.calling import TokenOutput as TokenOutput
-from .engines.function.calling import TokenSampling as TokenSampling
 from .engines.function.engine import TokenEngine as TokenEngine
+from .engines.function.token_function import LogprobsKind as LogprobsKind
+from .engines.function.token_function import TokenFeature as TokenFeature
+from .engines.function.token_function import TokenFunction as TokenFunction
+from .engines.function.token_function import TokenOutput as TokenOutput
+from .engines.function.token_function import TokenSampling as TokenSampling
 from .engines.gate import Session as Session
 from .engines.http_retries import RetryPolicy as RetryPolicy
 from .engines.message_engine import MessageEngine as MessageEngine

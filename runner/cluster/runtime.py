@@ -105,7 +105,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         update = _slowest(checked, updates.values())
         self.proof_figures = update.proof
         await driver.until(lambda: sum(hand.version == checked.version for hand in driver.hands) >= driver.fleet.least)
-        self.tell()
+        self.notify_listeners()
         return update
 
     async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
@@ -120,7 +120,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             update = _slowest(checked, updates)
             self.proof_figures = update.proof
         finally:
-            self.tell()
+            self.notify_listeners()
         return update
 
     async def reset_prefix_cache(self) -> None:

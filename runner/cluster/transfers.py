@@ -23,7 +23,7 @@ from runner.concurrency.cancellation import to_its_end
 from runner.engines.proofs import WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, TransferStep, send_parts
-from runner.engines.vllm.trainer_end import TrainerEnd, forms_of_source, worker_said
+from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.weights import LocalTransfer, WeightTransfer, forms_of_transfer
 from runner.errors import BadInput, BadWeights, DeltarunnerError, EngineError
 
@@ -55,7 +55,7 @@ class FleetTransfers:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._met: _Meeting | None = None
-        self._trainer: TrainerEnd | None = None
+        self._trainer: TrainerEndpoint | None = None
         self._party = Party(())
         self._compared: tuple[str, frozenset[Hand]] = "", frozenset()
         self._ranks: dict[Hand, int] = {}
@@ -291,7 +291,7 @@ class FleetTransfers:
             await self._part()
             if isinstance(failure, BadWeights):
                 raise failure
-            raise BadWeights(f"{name}: engines and trainer do not meet: {worker_said(failure)}") from failure
+            raise BadWeights(f"{name}: engines and trainer do not meet: {worker_error(failure)}") from failure
         else:
             ranks = {hand: self._ranks.get(hand, 1) for hand in party.hands}
             whom = transfer if isinstance(transfer, LocalTransfer) else dict(transfer.init or {})
@@ -314,7 +314,7 @@ class FleetTransfers:
         if self._has_sent_from_here:
             info = await anyio.to_thread.run_sync(_on_a_free_port, info)
         self._has_sent_from_here = True
-        self._trainer = TrainerEnd(transfer, self)
+        self._trainer = TrainerEndpoint(transfer, self)
         await self._trainer.meet(info)
 
     async def _part(self) -> None:
@@ -414,7 +414,7 @@ class FleetTransfers:
                 else:
                     await send_parts(transfer, self)
         except Exception as error:  # a trainer's code, and the border to vLLM
-            return f"the trainer failed: {worker_said(error)}"
+            return f"the trainer failed: {worker_error(error)}"
         if scope.cancelled_caught:
             return self._hangs() if party.lost else f"the trainer sent nothing for {transfer.seconds:g} s"
         return "" if party.finished else "the trainer ended before it had sent all"

@@ -81,7 +81,7 @@ class Controllable:
         return self.runtime.lag(version) if self.runtime is not None else 0
 
     @contextmanager
-    def telling(self, listener: Callable[[], None]) -> Iterator[None]:
+    def on_update(self, listener: Callable[[], None]) -> Iterator[None]:
         """While the block lasts, call `listener` after each update of the weights and each adapter that was added."""
         runtime = self.runtime
         if runtime is None:
@@ -202,10 +202,10 @@ class Controllable:
         await self.check_proof(proof)
         scores = await self.score(proof.ids)
         async with runtime.lock:
-            figures, why = runtime.judge(proof, scores)
+            figures, why = runtime.compare_proof(proof, scores)
             if why:
                 raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
-            runtime.accept(proof, scores, figures)
+            runtime.keep_proof(proof, scores, figures)
         return figures
 
     async def score(self, ids: Sequence[int]) -> list[float]:
@@ -238,7 +238,7 @@ class Controllable:
             raise BadControl("update_weights(proof=): the memory of the cache is asleep: wake() first.")
         began = time.monotonic()
         if runtime.state is EngineState.RUNNING:
-            await runtime.halt(mode)
+            await runtime.hold(mode)
         halted = time.monotonic()
         figures = await runtime.exchange(checked.weights, checked.version, checked.proof)
         seconds = checked.seconds, halted - began, time.monotonic() - halted
@@ -269,7 +269,7 @@ class Controllable:
         async with runtime.lock:
             runtime.require_weights_awake("add_adapter()")
             label = await runtime.adapters.add(name, given, config=config, number=number)
-        runtime.tell()
+        runtime.notify_listeners()
         return label
 
     async def remove_adapter(self, name: str) -> None:

@@ -24,7 +24,7 @@ BASELINE_FACTOR: Final = 3.0
 """An engine may differ from a trainer by so many times what it differed with the weights that it started with."""
 MIN_ARRIVED: Final = 0.5
 """The share of a change that has to arrive. Rounding hides some of it: with experts in bfloat16 up to a quarter."""
-CERTAIN: Final = 4.0
+MISSING_STANDARD_ERRORS: Final = 4.0
 """Standard errors below `MIN_ARRIVED` from which on a part of the change counts as missing."""
 MAX_ERROR: Final = 0.125
 """The standard error of that share above which it says nothing."""
@@ -249,7 +249,7 @@ def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tu
     return (share, error) if error < MAX_ERROR else (None, None)
 
 
-def why_it_fails(figures: ProofFigures, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> str:
+def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> str:
     """The reason for which a proof does not hold, for people; empty where it holds."""
     unmoved = (
         before is not None
@@ -262,7 +262,7 @@ def why_it_fails(figures: ProofFigures, proof: WeightProof, scores: Sequence[flo
         stale = "; its scores are those of the weights before, so that the new ones did not arrive" if unmoved else ""
         return f"the engine computes other log-probabilities than the trainer: {figures}{stale}"
     share, error = figures.arrived, figures.arrived_error
-    if share is not None and error is not None and share + CERTAIN * error < MIN_ARRIVED:
+    if share is not None and error is not None and share + MISSING_STANDARD_ERRORS * error < MIN_ARRIVED:
         return (
             f"of what the trainer changed only {share:.0%} shows in the engine's scores ({figures}): it "
             "still computes with weights from before"

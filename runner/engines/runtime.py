@@ -14,7 +14,7 @@ from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
-from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, tolerance_of, why_it_fails
+from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, failure_reason, tolerance_of
 from runner.engines.state import SLEEP_TAGS, EngineState, PauseMode
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 
@@ -137,20 +137,20 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.versions.append(version)
         self.weights_discarded = False
 
-    def noticed(self, version: str) -> None:
+    def note_version(self, version: str) -> None:
         """Take note of the version that ids came with: whoever owns the weights may have exchanged them."""
         if version not in self._ages:
             self._add_version(version)
-            self.tell()
+            self.notify_listeners()
 
-    def tell(self) -> None:
+    def notify_listeners(self) -> None:
         """Call the listeners."""
         for listener in list(self.listeners):
             listener()
 
     # --- from state to state
 
-    async def halt(self, mode: PauseMode) -> None:
+    async def hold(self, mode: PauseMode) -> None:
         """From running to paused; undone where it fails or is cancelled."""
         # The gate first, so that nobody enters who would then be cut or be waited for.
         self.gate.hold()
@@ -169,9 +169,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
     async def _undo(self) -> None:
         # Bounded, since an engine that did not pause may not answer to this either.
         with anyio.move_on_after(UNDO_SECONDS):
-            await self.go_on()
+            await self.release()
 
-    async def go_on(self) -> None:
+    async def release(self) -> None:
         """From paused to running."""
         await self.resume()
         self.state = EngineState.RUNNING
@@ -180,13 +180,13 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     async def pause_by_caller(self, mode: PauseMode) -> None:
         """From running to paused, until the trainer resumes it."""
-        await self.halt(mode)
+        await self.hold(mode)
         self.paused_by_caller = True
 
     async def resume_by_caller(self) -> None:
         """From paused to running, since the trainer says so."""
         self.paused_by_caller = False
-        await to_its_end(self.go_on)
+        await to_its_end(self.release)
 
     async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
         """Through updating to what the engine was, or to running if it stood still for the new weights alone.
@@ -214,18 +214,18 @@ class EngineRuntime(ABC, Generic[RequestT]):
             self._add_version(version)
         finally:
             self.state = before
-        await self._go_on_unless_paused()
-        self.tell()
+        await self._release_unless_paused()
+        self.notify_listeners()
 
     async def _prove(self, proof: WeightProof, version: str) -> ProofFigures:
         """Score a proof's ids on every rank while no turn goes on; where one computes others, end the engine."""
         worst: ProofFigures | None = None
         try:
-            by_rank = await self.scores_before_turns(proof.ids)
+            by_rank = await self.score_while_paused(proof.ids)
         except RequestRejected as error:
             raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
         for rank, scores in by_rank.items():
-            figures, why = self.judge(proof, scores)
+            figures, why = self.compare_proof(proof, scores)
             if why:
                 where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
                 raise self.ended_by(
@@ -234,16 +234,16 @@ class EngineRuntime(ABC, Generic[RequestT]):
                 )
             worst = figures if worst is None or figures.median > worst.median else worst
         assert worst is not None, "an engine has a rank"
-        self.accept(proof, next(iter(by_rank.values())), None)
+        self.keep_proof(proof, next(iter(by_rank.values())), None)
         return worst
 
-    def judge(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
+    def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof: the figures, and why it does not hold, empty where it does."""
         tolerance = tolerance_of(proof, self.dtype, self._baseline)
         figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
-        return figures, why_it_fails(figures, proof, scores, self._accepted)
+        return figures, failure_reason(figures, proof, scores, self._accepted)
 
-    def accept(self, proof: WeightProof, scores: Sequence[float], baseline: ProofFigures | None) -> None:
+    def keep_proof(self, proof: WeightProof, scores: Sequence[float], baseline: ProofFigures | None) -> None:
         """Keep a proof that held, for the next one to be compared with.
 
         Args:
@@ -258,7 +258,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
     async def fall_asleep(self, level: int) -> None:
         """From running or paused to asleep; what was being sampled is cut."""
         if self.state is EngineState.RUNNING:
-            await self.halt(PauseMode.ABORT)
+            await self.hold(PauseMode.ABORT)
         # To its end: memory given up by half could not be taken back.
         await to_its_end(partial(self._fall_asleep, level))
 
@@ -278,24 +278,24 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.asleep -= parts
         if not self.asleep:
             self.state = EngineState.PAUSED
-            await self._go_on_unless_paused()
+            await self._release_unless_paused()
 
-    async def _go_on_unless_paused(self) -> None:
+    async def _release_unless_paused(self) -> None:
         """Go on, unless the trainer paused the engine or some of what it needs is missing."""
         if not self.paused_by_caller and not self.weights_discarded and not self.asleep:
-            await self.go_on()
+            await self.release()
 
     # --- what cannot be now, each refused by the name of the call
 
     def require_running(self, call: str) -> None:
         """Return if the engine is running."""
         if self.state is not EngineState.RUNNING:
-            raise BadControl(f"{call}: the engine is {self.state.value} already.{self._way_out()}")
+            raise BadControl(f"{call}: the engine is {self.state.value} already.{self._recovery_hint()}")
 
     def require_paused(self, call: str) -> None:
         """Return if the engine is paused and has weights to go on with."""
         if self.state is not EngineState.PAUSED:
-            raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._way_out()}")
+            raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._recovery_hint()}")
         if self.weights_discarded:
             raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
 
@@ -304,7 +304,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         if "weights" in self.asleep:
             raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
 
-    def _way_out(self) -> str:
+    def _recovery_hint(self) -> str:
         ways = {EngineState.PAUSED: " resume() ends that.", EngineState.ASLEEP: " wake() ends that."}
         return ways.get(self.state, "")
 
@@ -344,7 +344,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         await self.load_weights(checked, version)
         return None
 
-    async def scores_before_turns(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
         """The log-probability of each id but the first, by data-parallel rank, while no turn goes on.
 
         Raises:

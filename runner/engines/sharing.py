@@ -13,7 +13,7 @@ from anyio.lowlevel import current_token
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption
 
-__all__ = ["running"]
+__all__ = ["ensure_running"]
 
 _ELSEWHERE = (
     "this {engine} was entered on another event loop, and works on that one alone. Give it unentered: then the "
@@ -42,7 +42,7 @@ _ENTERED: WeakKeyDictionary[BaseEngine, _Entered] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def running(engine: BaseEngine) -> AsyncIterator[None]:
+async def ensure_running(engine: BaseEngine) -> AsyncIterator[None]:
     """The engine runs within this block: it is entered unless it is running already.
 
     Of several such blocks at once, the one that came first enters the engine and leaves it, both in its own task;

@@ -18,7 +18,7 @@ RuntimeT = TypeVar("RuntimeT", bound=EngineRuntime[Any])
 SessionT = TypeVar("SessionT", bound=Session)
 
 
-class Stamps:
+class VersionStamps:
     """The weight versions of one request's ids: the weights change while it is sampled, its adapter does not."""
 
     __slots__ = ("_adapter", "_marks")
@@ -56,7 +56,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         """Ids that left the engine."""
         self._runtime = runtime
         self._session = session
-        self._stamps = Stamps(runtime.version)
+        self._stamps = VersionStamps(runtime.version)
         self._adapter: AdapterVersion | None = None
         self._inside = False
 
@@ -69,7 +69,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         try:
             # Only now: weights and adapters may have changed while it waited at the gate.
             self._adapter = runtime.adapters.take(request.name, request.sampling.adapter)
-            self._stamps = Stamps(runtime.version, self._adapter)
+            self._stamps = VersionStamps(runtime.version, self._adapter)
             await self._begin()
         except BaseException:
             self._leave()

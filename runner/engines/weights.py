@@ -56,7 +56,7 @@ SAFETENSORS_NAMES = {name: code for code, name in _DTYPES.items()}
 _TIED = "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "position_ids")
 _HEADER_BYTES = 100_000_000  # as long as the safetensors library reads one
-_NAMED = 3  # tensors that an error names
+_MAX_NAMED_TENSORS = 3  # tensors that an error names
 _REQUIRED = ("names", "dtype_names", "shapes")
 
 
@@ -317,8 +317,8 @@ def _in_file(form: TensorForm) -> str:
 
 
 def _first(told: Sequence[str], between: str = ", ") -> str:
-    rest = len(told) - _NAMED
-    return between.join(told[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(told) - _MAX_NAMED_TENSORS
+    return between.join(told[:_MAX_NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _kind(value: Any) -> str:

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 
 from runner import checked
 from runner.engines.base import Engine, vocabulary_size
-from runner.engines.sharing import running
+from runner.engines.sharing import ensure_running
 from runner.engines.state import EngineState
 from runner.errors import BadControl, BadOption
 from runner.generation.config import (
@@ -142,7 +142,7 @@ class Generation:
         if self._group is not None:
             raise RuntimeError("this Generation is entered already: enter it once, and share it")
         async with AsyncExitStack() as opened:
-            await opened.enter_async_context(running(self.engine))
+            await opened.enter_async_context(ensure_running(self.engine))
             self._check_stop_ids()
             self._group = await anyio.create_task_group().__aenter__()
             self._exit = opened.pop_all()

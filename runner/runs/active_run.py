@@ -194,7 +194,7 @@ class ActiveRun:
     def _recording_weights(self) -> Iterator[None]:
         with ExitStack() as listening:
             for number, engine in enumerate(self.engines):
-                listening.enter_context(engine.telling(partial(self._record_weights, number)))
+                listening.enter_context(engine.on_update(partial(self._record_weights, number)))
             yield
 
     def _record_weights(self, number: int) -> None:

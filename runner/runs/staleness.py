@@ -29,7 +29,7 @@ class Staleness:
     @contextmanager
     def cancelling(self, plays: Collection[Attempt]) -> Iterator[None]:
         """Cancel those of `plays` that are too old, after each weight update while the block lasts."""
-        with self._engine.telling(partial(self._cut_stale, plays)):
+        with self._engine.on_update(partial(self._cut_stale, plays)):
             yield
 
     def _cut_stale(self, plays: Iterable[Attempt]) -> None:

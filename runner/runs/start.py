@@ -15,7 +15,7 @@ from typing import Any
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job
 from runner.engines.base import BaseEngine, width_of
-from runner.engines.sharing import running
+from runner.engines.sharing import ensure_running
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import TaskFeed, Tasks, environment_tasks
 from runner.episode.shared import RunShared
@@ -97,7 +97,7 @@ class Start:
             log.info("engine %s is already running", name)
         began = time.monotonic()
         try:
-            await exit_stack.enter_async_context(running(engine))
+            await exit_stack.enter_async_context(ensure_running(engine))
         except Exception as error:
             log.error("engine %s failed to start after %.1f s: %s", name, time.monotonic() - began, error)
             raise

@@ -10,7 +10,7 @@ from typing import Any, Self
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from runner.engines.base import Engine
-from runner.engines.wrapping import WrappedEngine
+from runner.engines.wrapped_engine import WrappedEngine
 from runner.errors import BadOption
 
 __all__ = ["EnginePool", "PooledEngine", "make_engine"]

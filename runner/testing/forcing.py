@@ -14,9 +14,9 @@ from runner.engines.base import Delta, DeltaStream, Engine, Finish, GenerationRe
 from runner.engines.function.engine import TokenEngine
 from runner.engines.scripted.script import ModelCall
 from runner.engines.scripted.stream import RecordedCall
-from runner.engines.sharing import running
+from runner.engines.sharing import ensure_running
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.wrapping import WrappedEngine
+from runner.engines.wrapped_engine import WrappedEngine
 from runner.errors import BadOption, RequestRejected
 
 __all__ = ["FORCING", "ForcedEngine", "ForcedScript", "ForcedTurn", "force"]
@@ -69,7 +69,7 @@ class ForcedEngine(WrappedEngine):
         self._running: Any = None
 
     async def __aenter__(self) -> Self:
-        self._running = running(self.inner)
+        self._running = ensure_running(self.inner)
         await self._running.__aenter__()
         return self
 

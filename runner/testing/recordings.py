@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.engines.scripted.script import ModelCall, Reply
-from runner.engines.wrapping import WrappedEngine
+from runner.engines.wrapped_engine import WrappedEngine
 from runner.errors import BadInput, BadOption, RequestRejected
 from runner.testing.queued_engine import CheckedEngine
 from runner.testing.recording_file import RERECORD_ADVICE, RecordedRequest, Recording, read_recording, write_recording

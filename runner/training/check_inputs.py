@@ -11,9 +11,9 @@ from typing import Any, Final
 from runner.engines.weights import LocalTransfer
 from runner.errors import BadOption
 
-__all__ = ["ADAPTER_RANK", "adapter_on", "linear_kinds", "local_transfer", "tensor_kind"]
+__all__ = ["DEFAULT_ADAPTER_RANK", "adapter_on", "linear_kinds", "local_transfer", "tensor_kind"]
 
-ADAPTER_RANK: Final = 8
+DEFAULT_ADAPTER_RANK: Final = 8
 
 
 def tensor_kind(name: str) -> str:
@@ -50,8 +50,8 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
         raise BadOption("adapters are compared with PEFT, which is not installed: pip install peft") from None
     layers = [name for name, _ in model.named_modules() if tensor_kind(name) == kind]
     config = peft.LoraConfig(
-        r=ADAPTER_RANK,
-        lora_alpha=2 * ADAPTER_RANK,
+        r=DEFAULT_ADAPTER_RANK,
+        lora_alpha=2 * DEFAULT_ADAPTER_RANK,
         target_modules=layers,
         init_lora_weights=False,  # else B is zero, and the adapter changes nothing
         task_type="CAUSAL_LM",

@@ -28,7 +28,7 @@ CHANGING: Final[Mapping[str, Any]] = {
 }
 """The fields of `Sampling` that change what is sampled from and that no trainer applies, and what each is when off."""
 
-_COOLEST = 0.01  # vLLM takes this for anything between 0 and it
+_MIN_TEMPERATURE = 0.01  # vLLM takes this for anything between 0 and it
 
 
 def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
@@ -67,7 +67,7 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
     values = np.ones(len(row), dtype=np.float32)
     for turn in _trained(row):
         if turn.sampling is not None and turn.sampling.temperature > 0:
-            values[turn.start : turn.end] = max(turn.sampling.temperature, _COOLEST)
+            values[turn.start : turn.end] = max(turn.sampling.temperature, _MIN_TEMPERATURE)
     return values
 
 

@@ -20,7 +20,7 @@ from runner import models
 from runner.errors import BadBatch, BadInput, BadModel, BadOption, first_line
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.grammar_compiler import TokenGrammarCompiler
-from runner.training.token_masks import UNCONSTRAINED, WORD, MaskTable, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, WORD_BITS, MaskTable, TokenMasks
 from runner.trajectory import Turn
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class GrammarMasks:
             layout: the layout of the batch; `index` gets its shape, [sequences, length].
         """
         table = MaskTable(self.vocabulary)
-        index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED, np.int32)
+        index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED_INDEX, np.int32)
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
@@ -137,19 +137,19 @@ class GrammarMasks:
         return TokenMasks(table.array(), np.array(index, dtype=np.int32), self.vocabulary)
 
     def _row_index(self, row: TrainingRow, table: MaskTable) -> NDArray[np.int32]:
-        index = np.full(len(row), UNCONSTRAINED, dtype=np.int32)
+        index = np.full(len(row), UNCONSTRAINED_INDEX, dtype=np.int32)
         for turn in row.turns:
             trained = row.loss_mask[turn.start : turn.end]
             if turn.constraint is not None and trained.any():
                 name = f"{row.trajectory.id}/{turn.agent}/{turn.number}"
-                index[turn.start : turn.end] = np.where(trained, self._walk(turn, table, name), UNCONSTRAINED)
+                index[turn.start : turn.end] = np.where(trained, self._walk(turn, table, name), UNCONSTRAINED_INDEX)
         return index
 
     def _walk(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32]:
         """Follow the sampled ids through the grammar: the index of the mask before each of them."""
         assert turn.constraint is not None
         matcher = self._matcher(turn, name)
-        index = np.full(turn.end - turn.start, UNCONSTRAINED, dtype=np.int32)
+        index = np.full(turn.end - turn.start, UNCONSTRAINED_INDEX, dtype=np.int32)
         mask = np.full((1, table.words), -1, dtype=np.int32)
         for position, token_id in enumerate(turn.token_ids):
             # As in vLLM: an end that does not end the turn, since it is no stop id of ours, frees what comes after it.
@@ -161,7 +161,7 @@ class GrammarMasks:
             else:
                 mask.fill(-1)
             # The mask is asked first, since the matcher prints a line about an id that it refuses.
-            allowed = 0 <= token_id < self.vocabulary and mask[0, token_id // WORD] >> token_id % WORD & 1
+            allowed = 0 <= token_id < self.vocabulary and mask[0, token_id // WORD_BITS] >> token_id % WORD_BITS & 1
             if not allowed or not matcher.accept_token(token_id):
                 raise BadBatch(_misfit(turn.constraint, name, position, token_id))
         return index

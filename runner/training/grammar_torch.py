@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from runner.errors import BadBatch
-from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["apply_bitmask", "head_logprobs", "masked_logprobs"]
 
-_NARROW = 1 / 16  # of a vocabulary: a mask that allows no more is worth looking at its own ids alone
+_NARROW_COLUMNS = 1 / 16  # of a vocabulary: a mask that allows no more is worth looking at its own ids alone
 
 _Scores = Callable[[Any, Any], Any]  # the logits of some positions, at some ids or at all where that is None
 
@@ -37,7 +37,7 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
     """
     _check(masks, logits.shape[0], logits.shape[1])
     logits = _precise(logits)
-    constrained = masks.index != UNCONSTRAINED
+    constrained = masks.index != UNCONSTRAINED_INDEX
     if constrained.any():
         rows = _indices(constrained, logits.device)
         logits = logits.index_copy(
@@ -113,7 +113,7 @@ def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any
         inside = torch.from_numpy(columns).to(like.device) if columns is not None else None
         logits = _precise(scores(rows, inside))
         part = masks.take(chosen)
-        if (part.index != UNCONSTRAINED).all():
+        if (part.index != UNCONSTRAINED_INDEX).all():
             logits = logits.masked_fill(~_allowed(part, like.device, columns), -torch.inf)
         logits = logits / scale[rows]
         logprobs = logprobs.index_copy(0, rows, _gathered(logits, targets[rows], inside) - logits.logsumexp(-1))
@@ -122,8 +122,8 @@ def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any
 
 def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64] | None]]:
     """Positions without a mask, with one that allows many ids, and with one that allows few; for these, which."""
-    free = masks.index == UNCONSTRAINED
-    narrow = ~free & (masks.allowed <= max(1, masks.vocabulary * _NARROW))
+    free = masks.index == UNCONSTRAINED_INDEX
+    narrow = ~free & (masks.allowed <= max(1, masks.vocabulary * _NARROW_COLUMNS))
     for chosen in (free, ~free & ~narrow):
         if chosen.any():
             yield chosen, None

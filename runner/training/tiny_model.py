@@ -12,7 +12,7 @@ from runner.errors import BadModel, one_line
 __all__ = ["random_model", "save_tiny_model", "tiny_config"]
 
 HIDDEN_SIZE: Final = 256
-HEADS: Final = 4
+HEAD_COUNT: Final = 4
 MAX_CONTEXT: Final = 4096
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES: Final = {"intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
@@ -32,11 +32,11 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
     text = tiny.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
-    hidden = HIDDEN_SIZE if getattr(text, "head_dim", None) else HEADS * head_size
+    hidden = HIDDEN_SIZE if getattr(text, "head_dim", None) else HEAD_COUNT * head_size
     changes: dict[str, Any] = {
         "hidden_size": hidden,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2 if grouped else HEADS,
+        "num_attention_heads": HEAD_COUNT,
+        "num_key_value_heads": HEAD_COUNT // 2 if grouped else HEAD_COUNT,
         "max_position_embeddings": min(MAX_CONTEXT, getattr(text, "max_position_embeddings", MAX_CONTEXT)),
         "vocab_size": vocabulary,
         "num_experts_per_tok": 2,

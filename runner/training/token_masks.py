@@ -10,12 +10,12 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["UNCONSTRAINED", "WORD", "MaskTable", "TokenMasks"]
+__all__ = ["UNCONSTRAINED_INDEX", "WORD_BITS", "MaskTable", "TokenMasks"]
 
-UNCONSTRAINED = -1
+UNCONSTRAINED_INDEX = -1
 """The index of a position where every id was allowed."""
 
-WORD = 32
+WORD_BITS = 32
 """The number of ids in one word of a packed mask."""
 
 
@@ -44,7 +44,9 @@ class TokenMasks:
     def allowed(self) -> NDArray[np.int64]:
         """The number of ids that each position allows, in the shape of `index`."""
         counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
-        return np.append(counts, self.vocabulary).take(self.index, mode="wrap")  # -1, UNCONSTRAINED, is the last one
+        return np.append(counts, self.vocabulary).take(
+            self.index, mode="wrap"
+        )  # -1, UNCONSTRAINED_INDEX, is the last one
 
     @property
     def forced(self) -> NDArray[np.bool_]:
@@ -64,11 +66,11 @@ class MaskTable:
     """The distinct masks of some positions while they are worked out, in the order of their first use."""
 
     def __init__(self, vocabulary: int) -> None:
-        self.words = -(-vocabulary // WORD)
+        self.words = -(-vocabulary // WORD_BITS)
         """The number of words in one mask."""
         self._rows: dict[bytes, int] = {}
-        padding = self.words * WORD - vocabulary
-        self._last_word = np.uint32((1 << (WORD - padding)) - 1).view(np.int32)
+        padding = self.words * WORD_BITS - vocabulary
+        self._last_word = np.uint32((1 << (WORD_BITS - padding)) - 1).view(np.int32)
 
     def add(self, mask: NDArray[np.int32]) -> int:
         """The index of a mask, shape [1, words]; what it says of ids past the vocabulary is forgotten."""

@@ -17,7 +17,7 @@ from runner.training.rows import TrainingRow
 
 __all__ = ["LossTerms", "Saving", "TokenTree"]
 
-_NO_PARENT = -1
+_NO_PARENT_INDEX = -1
 _TERM_KINDS = (np.int32, np.int32, np.int32, np.int32, np.float32, np.float32, np.int32)
 
 _Nodes: TypeAlias = NDArray[np.int32]
@@ -239,7 +239,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
     paths = dict(zip(order, _paths([len(rows[index]) for index in order], shared), strict=True))
     nodes = max((int(path[-1]) + 1 for path in paths.values() if len(path)), default=0)
     ids, positions, leave = (np.empty(nodes, dtype=np.int32) for _ in range(3))
-    parents = np.full(nodes, _NO_PARENT, dtype=np.int32)
+    parents = np.full(nodes, _NO_PARENT_INDEX, dtype=np.int32)
     # Rows that share nodes write the same there, so each may write its whole path.
     for index, path in paths.items():
         ids[path] = rows[index].ids

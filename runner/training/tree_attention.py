@@ -18,7 +18,7 @@ TREE_ATTENTION = "token_tree"
 """`AutoModelForCausalLM.from_pretrained(..., attn_implementation=TREE_ATTENTION)`: work and memory of a tree then grow
 with its nodes times what each sees, not with the square of its nodes. Anything but a tree is computed as by sdpa."""
 
-_BLOCK = 256  # nodes: fewer look at less that they do not see, more are fewer calls
+_BLOCK_SIZE = 256  # nodes: fewer look at less that they do not see, more are fewer calls
 _CHANGES = ("softcap", "s_aux")  # what else a layer may ask of its scores, and sdpa leaves out
 
 
@@ -66,7 +66,7 @@ def tree_attention(
 def _blocks(leave: Any) -> Iterator[tuple[slice, Any, Any]]:
     """Each block of queries, the nodes that any of them sees, and who sees which, shape [1, 1, queries, nodes]."""
     every = torch.arange(len(leave), device=leave.device)
-    for block in (slice(start, start + _BLOCK) for start in range(0, len(leave), _BLOCK)):
+    for block in (slice(start, start + _BLOCK_SIZE) for start in range(0, len(leave), _BLOCK_SIZE)):
         ancestors = (leave[: block.start] > block.start).nonzero()[:, 0]
         queries = every[block]
         nodes = torch.cat([ancestors, queries])

@@ -16,14 +16,14 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.base import Engine, GenerationRequest
-from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, tolerance_of, why_it_fails
+from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, failure_reason, tolerance_of
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine, dtype_of
 from runner.engines.weights import LocalTransfer
 from runner.errors import BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
 from runner.models import DEMO_MODEL, resolve_model
 from runner.options import Sampling
-from runner.training.check_inputs import ADAPTER_RANK, adapter_on, linear_kinds, local_transfer, tensor_kind
+from runner.training.check_inputs import DEFAULT_ADAPTER_RANK, adapter_on, linear_kinds, local_transfer, tensor_kind
 from runner.training.tiny_model import save_tiny_model
 from runner.training.weight_proof import weight_proof
 
@@ -236,14 +236,14 @@ class _Trial:
         await self._exit.aclose()
         self._exit = AsyncExitStack()
         self._transfer = None
-        adapters = {"enable_lora": True, "max_lora_rank": ADAPTER_RANK} if self._takes_adapters else {}
+        adapters = {"enable_lora": True, "max_lora_rank": DEFAULT_ADAPTER_RANK} if self._takes_adapters else {}
         self.engine = engine = VllmEngine(self.folder, **{**adapters, **self._arguments})
         await self._exit.enter_async_context(engine)
         self.dtype = dtype_of(self.engine.vllm.llm)
         proof = await self._proof()
         scores = await self.engine.score(proof.ids)
         self.baseline = self._compared(proof, scores, None)
-        if why := why_it_fails(self.baseline, proof, scores, None):
+        if why := failure_reason(self.baseline, proof, scores, None):
             raise BadModel(f"vLLM and transformers compute different things with the weights that are there: {why}.")
         self._accepted = Accepted(proof, scores)
 
@@ -316,7 +316,7 @@ class _Trial:
 
     def _judged(self, kind: str, way: Way, proof: WeightProof, scores: Sequence[float]) -> CheckedTensor:
         figures = self._compared(proof, scores, self._accepted)
-        why = why_it_fails(figures, proof, scores, self._accepted)
+        why = failure_reason(figures, proof, scores, self._accepted)
         verdict = Verdict.WRONG if why else Verdict.RIGHT
         if not why and way is not Way.SAME and figures.arrived is None and not self._shows(proof):
             verdict = Verdict.UNSEEN

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from runner import VllmEngine, WeightProof
-from runner.engines.proofs import Accepted, ProofFigures, compare_scores, tolerance_of, why_it_fails
+from runner.engines.proofs import Accepted, ProofFigures, compare_scores, failure_reason, tolerance_of
 from runner.models import demo_model
 from runner.training import weight_proof
 
@@ -139,7 +139,7 @@ class Trial:
             tolerance = tolerance_of(proof, self.dtype, self.baselines.get(size))
             before = self.accepted.get(size)
             figures = compare_scores(proof, scores, tolerance, before, engine_dtype=self.dtype)
-            judged[size] = figures, why_it_fails(figures, proof, scores, before)
+            judged[size] = figures, failure_reason(figures, proof, scores, before)
             if first:
                 self.baselines[size] = figures
             if first or not judged[size][1]:

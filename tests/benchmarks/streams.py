@@ -23,7 +23,7 @@ from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.runtime import VllmRuntime
-from runner.engines.vllm.settings import RequestMaker
+from runner.engines.vllm.settings import RequestConverter
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.episode.sample import Sample, sample
@@ -149,7 +149,7 @@ def _engine(frontend: Frontend, stream_interval: int) -> VllmEngine:
         VllmWeights(frontend, "none"),
         gate=AdmissionGate(STREAMS, 16_000_000, block=16),
         context=4096,
-        as_vllm=RequestMaker(stream_interval, ByteTokenizer().encode),
+        as_vllm=RequestConverter(stream_interval, ByteTokenizer().encode),
         version="0",
     )
     engine.running = True

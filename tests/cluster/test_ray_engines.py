@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from runner import Outcome, RayEngines, Run, Trajectory, VllmEngine
-from runner.engines.vllm.keeper import FOLDER, shared_memory_of
+from runner.engines.vllm.cleanup_process import FOLDER, shared_memory_of
 from tests.cluster.playing import until
 from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import TalksLong

@@ -22,7 +22,7 @@ from runner import EngineDead, Outcome, RayEngines, Run, RunFile, ScriptedEngine
 from runner.cluster import driver
 from runner.cluster.ray_calls import RayWorker
 from runner.cluster.words import Played
-from runner.engines.vllm.keeper import shared_memory_of
+from runner.engines.vllm.cleanup_process import shared_memory_of
 from tests.cluster.ray_cluster import Standing, actors, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hungry, crowd, slow_crowd
 from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played, without_attempts

@@ -12,7 +12,7 @@ from runner.engines.base import Engine, Finish, GenerationRequest
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Latency
 from runner.engines.state import PauseMode
-from runner.engines.wrapping import WrappedEngine
+from runner.engines.wrapped_engine import WrappedEngine
 from runner.options import Sampling
 from runner.testing import ScriptedEngine, engine_under_test
 from runner.testing.engine_under_test import PartialAnswer

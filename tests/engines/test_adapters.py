@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.vllm.adapters import VllmAdapters
-from runner.engines.vllm.worker.masking import mask_kernels
+from runner.engines.vllm.worker.lora_kernel_patch import patch_lora_kernels
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
 from runner.models import ResolvedModel
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter
@@ -63,7 +63,7 @@ class FakeVllm:
         return True
 
     async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> list[bool]:
-        assert (method, kwargs) == ("mask_adapters", {})
+        assert (method, kwargs) == ("patch_adapters", {})
         assert not self.loaded
         if isinstance(self.fails, Exception):
             raise self.fails
@@ -292,7 +292,7 @@ async def test_on_a_cpu_the_kernels_are_mended_before_the_first_adapter_and_only
 async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
-    vllm.fails = EngineError("no attribute 'mask_adapters'")
+    vllm.fails = EngineError("no attribute 'patch_adapters'")
     with pytest.raises(BadOption, match=r"inherit from runner\.engines\.vllm\.worker\.extension\.WeightWorker"):
         await book.add("poet", folder)
     vllm.fails, vllm.masks = None, False
@@ -306,8 +306,8 @@ def test_kernels_for_cpus_leave_turns_without_an_adapter_alone() -> None:
     import torch
     from vllm.lora.punica_wrapper import punica_cpu
 
-    assert mask_kernels()
-    assert mask_kernels()
+    assert patch_lora_kernels()
+    assert patch_lora_kernels()
     inputs, slots = torch.rand(4, 3), torch.rand(2, 1, 2, 3)
     indices = torch.tensor([1, -1, 0, -1])
     shrunk, expanded = torch.zeros(4, 2), torch.ones(4, 5)

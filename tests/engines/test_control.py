@@ -235,9 +235,9 @@ async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens()
 async def updated_in_the_midst() -> int:
     """How many ids of a request were sampled by the old weights, where they were exchanged between two deltas."""
     async with ScriptedEngine(TEXT, chunks=8, latency=Latency(between=1)) as engine, saying(engine) as said:
-        ticker = engine.runtime.ticker
-        begun = ticker.now
-        while ticker.now < begun + 3:
+        clock = engine.runtime.tick_clock
+        begun = clock.now
+        while clock.now < begun + 3:
             await checkpoint()
         await engine.update_weights(None, version="new")
     assert said.finish is not None

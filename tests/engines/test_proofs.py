@@ -15,7 +15,7 @@ import pytest
 
 from runner import BadControl, BadWeights, EngineDead, Outcome, ProofTolerance, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
-from runner.engines.proofs import Accepted, compare_scores, tolerance_of, why_it_fails
+from runner.engines.proofs import Accepted, compare_scores, failure_reason, tolerance_of
 from runner.engines.state import EngineState, PauseMode
 from runner.testing import Latency, ScriptedEngine
 from runner.testing.engine_pool import PooledEngine
@@ -107,7 +107,7 @@ def test_scores_that_are_not_finite_hold_no_proof() -> None:
     scores = [-1.0] * 38 + [math.nan]
     figures = compare_scores(proof, scores, ProofTolerance(0.1, 1.0), engine_dtype="float32")
     assert not figures.holds
-    assert "NaN or infinity" in why_it_fails(figures, proof, scores, None)
+    assert "NaN or infinity" in failure_reason(figures, proof, scores, None)
 
 
 SIZE = 400
@@ -129,7 +129,7 @@ class Update:
         scores = (np.asarray(self.before.scores) + seen).tolist()
         figures = compare_scores(self.proof, scores, WIDE, self.before, engine_dtype=engine_dtype)
         assert figures.holds, "the difference by itself is within the noise"
-        return figures.arrived, why_it_fails(figures, self.proof, scores, self.before)
+        return figures.arrived, failure_reason(figures, self.proof, scores, self.before)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])

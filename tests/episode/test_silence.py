@@ -11,10 +11,10 @@ import pytest
 
 from runner import Environment, Limits, Outcome, Run, Task, TokenEngine, TokenOutput, TokenSampling, reward
 from runner.concurrency.clocks import Clock, Progress
-from runner.engines.vllm.scheduler_count import SchedulerCount
+from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.testing import VirtualClock
 from runner.tokens.byte_tokenizer import ByteTokenizer
-from tests.engines.vllm.test_scheduler_count import stats
+from tests.engines.vllm.test_scheduler_stats import stats
 
 pytestmark = pytest.mark.anyio
 
@@ -96,7 +96,7 @@ async def test_a_retry_says_of_what() -> None:
 
 
 async def test_steps_that_compute_prompts_restart_clocks() -> None:
-    count, progress = SchedulerCount(), Progress()
+    count, progress = SchedulerStats(), Progress()
     count.on_progress = progress.note
     with Clock(STALL) as clock, progress.watched(clock):
         for _ in range(40):
@@ -107,7 +107,7 @@ async def test_steps_that_compute_prompts_restart_clocks() -> None:
 
 
 async def test_steps_that_compute_nothing_restart_no_clock() -> None:
-    count, progress = SchedulerCount(), Progress()
+    count, progress = SchedulerStats(), Progress()
     count.on_progress = progress.note
     with Clock(STALL) as clock, progress.watched(clock):
         for _ in range(40):

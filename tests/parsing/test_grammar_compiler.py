@@ -69,15 +69,15 @@ def test_text_and_schemas_are_compiled_by_the_library_as_ever() -> None:
 
 def test_vllms_backend_compiles_so_in_processes_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = pytest.importorskip("vllm.v1.structured_output.backend_xgrammar")
-    from runner.engines.vllm.worker.grammars import mend_grammars
+    from runner.engines.vllm.worker.grammar_patch import patch_grammar_compiler
 
     def plain(backend: Any) -> None:
         backend.compiler = own()
 
     monkeypatch.setattr(backends.XgrammarBackend, "__post_init__", plain)
-    mend_grammars()
+    patch_grammar_compiler()
     mended = backends.XgrammarBackend.__post_init__
-    mend_grammars()
+    patch_grammar_compiler()
     assert backends.XgrammarBackend.__post_init__ is mended
     backend = object.__new__(backends.XgrammarBackend)
     mended(backend)

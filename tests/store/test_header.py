@@ -193,7 +193,7 @@ class Account:
     password: str
 
 
-class Greeter:
+class ServerProbe:
     """As much of an environment as the header reads."""
 
     system_prompt = "Be kind."
@@ -239,8 +239,8 @@ def header_of(environment: object, now: datetime = CLOCK) -> Header:
 
 
 def test_header_has_the_whole_configuration() -> None:
-    written = Header.from_json(header_of(Greeter()).to_json())
-    assert written.environment.endswith(":Greeter")
+    written = Header.from_json(header_of(ServerProbe()).to_json())
+    assert written.environment.endswith(":ServerProbe")
     assert written.arguments["highest"] == 20
     assert written.arguments["path"] == "a"
     assert written.arguments["b"] == [1, 2]
@@ -260,7 +260,7 @@ def test_header_has_the_whole_configuration() -> None:
 
 
 def test_header_describes_every_vocabulary() -> None:
-    written = Header.from_json(header_of(Greeter()).to_json())
+    written = Header.from_json(header_of(ServerProbe()).to_json())
     for engine in (written.engine, written.engines["judge"]):
         again = ByteTokenizer(engine["control_tokens"], eos_token=engine["eos_token"])
         assert again.fingerprint == engine["tokenizer"] == ByteTokenizer(["<|call|>"]).fingerprint
@@ -268,14 +268,14 @@ def test_header_describes_every_vocabulary() -> None:
 
 
 def test_the_clock_of_a_run_prints_as_the_one_in_its_file_does() -> None:
-    begun = header_of(Greeter(), now=datetime(2026, 3, 1, 12, tzinfo=ZoneInfo("America/New_York")))
+    begun = header_of(ServerProbe(), now=datetime(2026, 3, 1, 12, tzinfo=ZoneInfo("America/New_York")))
     stored = Header.from_json(begun.to_json())
     assert begun.clock.strftime("%c %Z") == stored.clock.strftime("%c %Z")
     assert stored.clock.utcoffset() == timedelta(hours=-5)
 
 
 def test_no_secret_is_in_the_header_of_a_run() -> None:
-    text = header_of(Greeter()).to_json()
+    text = header_of(ServerProbe()).to_json()
     for secret in ("sk-123", "hunter2", "hf_123"):
         assert secret not in text
 
@@ -286,18 +286,18 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def test_the_revision_is_that_of_the_environments_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "greeting.py"
-    source.write_text("from tests.store.test_header import Greeter\n\nclass Mine(Greeter):\n    pass\n")
+    source = tmp_path / "info.py"
+    source.write_text("from tests.store.test_header import ServerProbe\n\nclass Mine(ServerProbe):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import greeting  # type: ignore[import-not-found]
+    import info  # type: ignore[import-not-found]
 
-    assert header_of(greeting.Mine()).git == {}
+    assert header_of(info.Mine()).git == {}
     git(tmp_path, "init")
-    git(tmp_path, "add", "greeting.py")
+    git(tmp_path, "add", "info.py")
     git(tmp_path, "commit", "-m", "first")
     (tmp_path / ".gitignore").write_text("__pycache__\n.gitignore\n")
-    clean = header_of(greeting.Mine()).git
+    clean = header_of(info.Mine()).git
     assert len(clean["revision"]) == 40
     assert clean["dirty"] is False
     source.write_text(source.read_text() + "# changed\n")
-    assert header_of(greeting.Mine()).git == {"revision": clean["revision"], "dirty": True}
+    assert header_of(info.Mine()).git == {"revision": clean["revision"], "dirty": True}

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, GenerationRequest
-from runner.engines.wrapping import WrappedEngine
+from runner.engines.wrapped_engine import WrappedEngine
 from runner.errors import EngineError
 from runner.testing import Latency, ScriptedEngine
 from runner.testing.engine_contract import EngineContract, EngineUnderTest

@@ -27,7 +27,7 @@ from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
-from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 from tests.parsing.learnt import CLASSES, learnt
 from tests.parsing.parsers import bundled
 from tests.repository import DOCS
@@ -81,7 +81,7 @@ def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) 
     def difference(trajectories: Sequence[Trajectory]) -> Difference:
         batch = TrainingBatch.padded(trajectories, pad_id=END_OF_TEXT)
         masks = grammar.masks_for(batch.rows, batch.layout)
-        none = replace(masks, index=np.full_like(masks.index, UNCONSTRAINED))
+        none = replace(masks, index=np.full_like(masks.index, UNCONSTRAINED_INDEX))
         of_page = page["masks_of"](batch)
         assert np.array_equal(of_page.table, masks.table)
         assert np.array_equal(of_page.index, masks.index)
@@ -98,7 +98,7 @@ def assert_exact_under_masks(found: Difference) -> None:
     """At every sampled position; and it is the masks that make it so."""
     assert len(found.masked) > 0
     assert found.largest < TOLERANCE
-    constrained = found.masks.index != UNCONSTRAINED
+    constrained = found.masks.index != UNCONSTRAINED_INDEX
     assert constrained.any()
     assert (found.recorded[found.masks.forced] == 0).all()
     assert np.abs(found.unmasked[constrained]).max() > 100 * TOLERANCE
@@ -260,7 +260,7 @@ def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(float32_engine: Any
     turns = float32_engine.home.call(generated, float32_engine, requests)
     assert any(STOP in trajectory.turns[0].token_ids[:-1] for trajectory in turns)
     found = compare(turns)
-    assert (found.masks.index == UNCONSTRAINED).any()
+    assert (found.masks.index == UNCONSTRAINED_INDEX).any()
     assert_exact_under_masks(found)
 
 

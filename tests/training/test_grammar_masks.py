@@ -31,7 +31,7 @@ from runner.training import grammar as module
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
 from runner.training.rows import TrainingRow, rows_of, version_table
-from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 from runner.training.tree import TokenTree
 from tests.parsing.learnt import CLASSES, learnt
 from tests.parsing.parsers import bundled
@@ -189,7 +189,7 @@ def test_what_follows_an_end_that_did_not_end_the_turn_is_unconstrained() -> Non
     trajectory = made([prompt(START), said(*b"ab", STOP, *b"zz", SPECIAL)])
     masks = bytewise().masks_of(constrained(trajectory, constraint("regex", "ab")).turns[0])
     assert masks is not None
-    assert (masks.index != UNCONSTRAINED).tolist() == [True] * 3 + [False] * 3
+    assert (masks.index != UNCONSTRAINED_INDEX).tolist() == [True] * 3 + [False] * 3
     assert masks.allowed.tolist() == [1, 1, 1] + [VOCABULARY] * 3
     assert not masks.forced[3:].any()
     assert masks.unpacked()[3:].all()
@@ -207,7 +207,7 @@ def test_a_turn_without_a_constraint_has_no_masks() -> None:
     assert bytewise().masks_of(trajectory.turns[0]) is None
     masks = bytewise().masks_for_row(row_of(trajectory))
     assert masks.table.shape == (0, 9)
-    assert (masks.index == UNCONSTRAINED).all()
+    assert (masks.index == UNCONSTRAINED_INDEX).all()
     assert masks.allowed.tolist() == [VOCABULARY] * 4
 
 
@@ -216,7 +216,7 @@ def test_a_row_has_masks_where_constrained_ids_are_trained_and_nowhere_else() ->
     trajectory.turns[0].constraint = trajectory.turns[1].constraint = constraint("regex", "ab.*")
     masks = bytewise().masks_for_row(row_of(trajectory))
     assert masks.index.shape == (13,)
-    assert np.flatnonzero(masks.index != UNCONSTRAINED).tolist() == [4, 5, 6, 7]
+    assert np.flatnonzero(masks.index != UNCONSTRAINED_INDEX).tolist() == [4, 5, 6, 7]
     assert [written(mask) for mask in masks.take([4, 5]).unpacked()] == ["a", "b"]
     assert masks.unpacked()[np.arange(4, 8), row_of(trajectory).ids[4:8]].all()
 
@@ -225,7 +225,7 @@ def test_every_turn_begins_its_grammar_anew() -> None:
     trajectory = made([prompt(START), said(*b"ab"), said(*b"ab", STOP)])
     masks = bytewise().masks_for_row(row_of(constrained(trajectory, constraint("regex", "ab"))))
     assert [written(mask) for mask in masks.unpacked()[1:]] == ["a", "b", "a", "b", "$"]
-    assert masks.index.tolist() == [UNCONSTRAINED, 0, 1, 0, 1, 2]
+    assert masks.index.tolist() == [UNCONSTRAINED_INDEX, 0, 1, 0, 1, 2]
 
 
 def three_rows() -> list[TrainingRow]:
@@ -255,7 +255,7 @@ def test_the_masks_of_a_batch_stand_where_its_ids_do(packed: bool) -> None:
         batch = TrainingBatch.padded(trajectories, pad_id=0)
     masks = bytewise().masks_for(batch.rows, batch.layout)
     assert masks.index.shape == batch.input_ids.shape
-    assert ((masks.index != UNCONSTRAINED) == batch.loss_mask).all()
+    assert ((masks.index != UNCONSTRAINED_INDEX) == batch.loss_mask).all()
     trained = masks.take(batch.loss_mask)
     assert trained.unpacked()[np.arange(batch.trained), batch.input_ids[batch.loss_mask]].all()
     for row, alone in zip(batch.unpadded(masks.index), bytewise().masks_for_rows(batch.rows), strict=True):
@@ -366,7 +366,7 @@ def test_a_thousand_calls_take_the_room_of_a_few_masks(of_model: GrammarMasks, d
     trajectories = [made([prompt(1), said(*ids, 2)], id=f"t0#{n}") for n, ids in enumerate(calls)]
     rows = [row_of(constrained(trajectory, enforced)) for trajectory in trajectories]
     masks = of_model.masks_for_rows(rows)
-    trained = sum(int((mask.index != UNCONSTRAINED).sum()) for mask in masks)
+    trained = sum(int((mask.index != UNCONSTRAINED_INDEX).sum()) for mask in masks)
     kept = masks[0].table.nbytes + sum(mask.index.nbytes for mask in masks)
     assert len(rows) > 900
     assert len(masks[0].table) < 20

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runner.errors import BadBatch
-from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 
 torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")
@@ -28,7 +28,7 @@ def masks_of(*allowed: list[int] | None, vocabulary: int = VOCABULARY) -> TokenM
     for row, ids in zip(table, allowed, strict=True):
         for token_id in ids or ():
             row[token_id // 32] |= np.uint32(1 << token_id % 32)
-    index = [place if ids is not None else UNCONSTRAINED for place, ids in enumerate(allowed)]
+    index = [place if ids is not None else UNCONSTRAINED_INDEX for place, ids in enumerate(allowed)]
     return TokenMasks(table.view(np.int32), np.array(index, dtype=np.int32), vocabulary)
 
 
@@ -100,7 +100,7 @@ def test_a_bitmask_is_applied_as_xgrammar_applies_it_and_the_given_logits_stay()
     before = logits.clone()
     bitmask = torch.from_numpy(np.array(case.masks.table))
     theirs = logits.clone()
-    constrained = np.flatnonzero(case.masks.index != UNCONSTRAINED)
+    constrained = np.flatnonzero(case.masks.index != UNCONSTRAINED_INDEX)
     xgrammar.apply_token_bitmask_inplace(theirs, bitmask, vocab_size=VOCABULARY, indices=constrained.tolist())
     ours = apply_bitmask(logits, case.masks, 0.7)
     assert torch.equal(ours, theirs / torch.tensor(0.7))

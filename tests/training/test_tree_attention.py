@@ -27,7 +27,7 @@ def rows(request: pytest.FixtureRequest) -> Rows:
 
 @pytest.fixture(params=[1, 7, 256])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(tree_attention, "_BLOCK", request.param)
+    monkeypatch.setattr(tree_attention, "_BLOCK_SIZE", request.param)
     return int(request.param)
 
 

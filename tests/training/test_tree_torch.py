@@ -19,7 +19,7 @@ from runner.training.advantages import grpo
 from runner.training.batch import TrainingBatch
 from runner.training.rows import TrainingRow
 from runner.training.selection import Selection
-from runner.training.token_masks import UNCONSTRAINED, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 from runner.training.tree import TokenTree
 from runner.trajectory import Group, Turn
 from tests.repository import DOCS
@@ -153,7 +153,7 @@ def test_rows_that_share_a_node_may_be_held_to_different_grammars() -> None:
     rows = [row([1, 2, 3], 2, random), sampled_at(row([1, 2, 3], 2, random), 0.5), row([1, 2, 3], 2, random)]
     model, tree = llama(), TokenTree.of(rows)
     table = np.array([[1 << 3, 0], [1 << 3 | 1 << 4, 0]], dtype=np.int32)
-    masks = TokenMasks(table, np.array([0, 1, UNCONSTRAINED], dtype=np.int32), VOCABULARY)
+    masks = TokenMasks(table, np.array([0, 1, UNCONSTRAINED_INDEX], dtype=np.int32), VOCABULARY)
     logits = tree_logits(model, tree)
     first, second, third = tree_logprobs(logits, tree, masks).tolist()
     assert first == 0
@@ -171,7 +171,9 @@ def test_hidden_states_and_head_give_the_same_log_probabilities() -> None:
 
 
 def unmasked(tree: TokenTree) -> TokenMasks:
-    return TokenMasks(np.empty((0, 2), dtype=np.int32), np.full(len(tree.terms), UNCONSTRAINED, np.int32), VOCABULARY)
+    return TokenMasks(
+        np.empty((0, 2), dtype=np.int32), np.full(len(tree.terms), UNCONSTRAINED_INDEX, np.int32), VOCABULARY
+    )
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under autocast"])

@@ -15,7 +15,7 @@ from runner.engines.base import EngineStats, Session
 from runner.engines.chat.runtime import ChatRuntime
 from runner.engines.chat.server import ChatServer, check_url, require_openai
 from runner.engines.chat.stream import ChatStream
-from runner.engines.chat.wire import FIELDS, Wording, check_sampling
+from runner.engines.chat.wire import FIELDS, RequestFormat, check_sampling
 from runner.engines.http_retries import FailureKind, Retries, RetryPolicy
 from runner.engines.message_engine import MessageEngine, MessageRequest
 from runner.errors import BadOption, EngineDead
@@ -95,7 +95,7 @@ class ChatEngine(MessageEngine):
         self._headers = dict(headers or {})
         self._policy = retries
         self._timeout = timeout
-        self._wording = Wording(
+        self._format = RequestFormat(
             model=model,
             max_tokens=max_tokens_field or ("max_completion_tokens" if base_url is None else "max_tokens"),
             reasoning=reasoning_field,
@@ -127,7 +127,7 @@ class ChatEngine(MessageEngine):
         )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(server)
-            self._running = ChatRuntime(server, self._wording, self.retries, places=self.places, context=self.context)
+            self._running = ChatRuntime(server, self._format, self.retries, places=self.places, context=self.context)
             self._open = stack.pop_all()
         self.running, self.loop = True, current_token()
         return self
@@ -149,7 +149,7 @@ class ChatEngine(MessageEngine):
         Raises:
             BadOption: names the field.
         """
-        check_sampling(sampling, self._wording.leave_out)
+        check_sampling(sampling, self._format.leave_out)
 
     def stream(self, request: MessageRequest) -> ChatStream:
         """What one turn says; nothing happens before the block is entered."""
@@ -186,7 +186,7 @@ class ChatEngine(MessageEngine):
 
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine."""
-        server, wording = self._asked.server, self._wording
+        server, request_format = self._asked.server, self._format
         return {
             "kind": "chat",
             "takes": "messages",
@@ -195,7 +195,7 @@ class ChatEngine(MessageEngine):
             "versions": server.software,
             "context": None if self.context == sys.maxsize else self.context,
             "places": self.places,
-            "reasoning_field": wording.reasoning,
-            "leave_out": list(wording.leave_out),
-            "extra_body": dict(wording.extra_body),
+            "reasoning_field": request_format.reasoning,
+            "leave_out": list(request_format.leave_out),
+            "extra_body": dict(request_format.extra_body),
         }

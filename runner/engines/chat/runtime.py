@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import sys
 
-from runner.engines.asked_server import AskedServer
 from runner.engines.chat.rate_limit import RateLimiter
 from runner.engines.chat.server import ChatServer, too_long
-from runner.engines.chat.wire import Wording
+from runner.engines.chat.wire import RequestFormat
 from runner.engines.gate import AdmissionGate
+from runner.engines.http_engine import HttpRuntime
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.engines.message_engine import MessageRequest
 from runner.errors import EngineError, PromptTooLong
@@ -17,20 +17,22 @@ from runner.errors import EngineError, PromptTooLong
 __all__ = ["ChatRuntime"]
 
 
-class ChatRuntime(AskedServer[ChatServer]):
+class ChatRuntime(HttpRuntime[ChatServer]):
     """What an engine and its streams share while it runs.
 
     Args:
         server: the server.
-        wording: how it is spoken to.
+        request_format: how it is spoken to.
         retries: what may be sent again.
         places: how many requests it is asked at once at most.
         context: the most tokens that prompt and turn may have together.
     """
 
-    def __init__(self, server: ChatServer, wording: Wording, retries: Retries, *, places: int, context: int) -> None:
+    def __init__(
+        self, server: ChatServer, request_format: RequestFormat, retries: Retries, *, places: int, context: int
+    ) -> None:
         self.server = server
-        self.wording = wording
+        self.request_format = request_format
         self.retries = retries
         self.context = context
         self.gate = AdmissionGate(places, sys.maxsize)
@@ -62,4 +64,4 @@ class ChatRuntime(AskedServer[ChatServer]):
             prompt, context = too_long(failure.text)
             return PromptTooLong(f"{request.name}: {self.server.url}: {failure}", prompt=prompt, context=context)
         # What it takes of others is wrong in this one alone.
-        return self.failed_for_good(request.name, failure, alone=self._answered)
+        return self.permanent_error(request.name, failure, alone=self._answered)

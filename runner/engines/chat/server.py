@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import anyio
 
-from runner.engines.asked_server import server_address
+from runner.engines.http_engine import server_address
 from runner.engines.http_retries import FailureKind, HttpFailure, kind_of_status, retry_after_seconds
 from runner.errors import BadOption
 from runner.version import installed_version
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatAnswer", "ChatServer", "check_url", "require_openai", "too_long"]
 
-_LONGEST_ERROR: Final = 600
+_MAX_ERROR_CHARS: Final = 600
 """Characters of a server's error that are kept."""
 _CLOSE_SECONDS: Final = 1.0
 """The seconds that closing a connection may take; it is shielded, and a network may not answer."""
@@ -267,7 +267,7 @@ class ChatServer:
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return " ".join(text.split())[:_LONGEST_ERROR]
+        return " ".join(text.split())[:_MAX_ERROR_CHARS]
 
 
 def _message(error: openai.APIError) -> str:

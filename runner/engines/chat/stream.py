@@ -9,11 +9,11 @@ from typing import Any, Self
 import anyio
 
 from runner.concurrency.clocks import Waiting
-from runner.engines.asked_server import RetriedStream
 from runner.engines.base import FinishReason, Session
 from runner.engines.chat.runtime import ChatRuntime
 from runner.engines.chat.server import ChatAnswer
-from runner.engines.chat.wire import AnswerReader, body_of
+from runner.engines.chat.wire import ChatAnswerReader, body_of
+from runner.engines.http_engine import RetriedStream
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.engines.message_engine import MessageFinish, MessagePiece, MessageRequest, MessageStream
 from runner.errors import EngineError
@@ -32,14 +32,14 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
     def __init__(self, runtime: ChatRuntime, request: MessageRequest) -> None:
         self.finish: MessageFinish | None = None
         self.waited = 0.0
-        self.seed = None if "seed" in runtime.wording.leave_out else request.seed
+        self.seed = None if "seed" in runtime.request_format.leave_out else request.seed
         self._runtime = runtime
         self._request = request
         self._session = request.session or Session()
-        self._body = body_of(request, runtime.wording)
+        self._body = body_of(request, runtime.request_format)
         self._inside = False
         self._answer: ChatAnswer | None = None
-        self._reader = AnswerReader(request)
+        self._reader = ChatAnswerReader(request)
         self._pieces: deque[MessagePiece] = deque()
         self._attempts = 0
         self._sent = 0
@@ -69,7 +69,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
                 self._runtime.asking -= 1
                 raise
             else:
-                self._reader = AnswerReader(self._request)
+                self._reader = ChatAnswerReader(self._request)
                 return
 
     async def _enter(self) -> None:

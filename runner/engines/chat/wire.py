@@ -16,7 +16,7 @@ from runner.options import Sampling, ToolChoice
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.parsing.foreign import as_call
 
-__all__ = ["FIELDS", "AnswerReader", "Wording", "body_of", "check_sampling"]
+__all__ = ["FIELDS", "ChatAnswerReader", "RequestFormat", "body_of", "check_sampling"]
 
 FIELDS: Final = (
     *("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
@@ -41,7 +41,7 @@ _REASONING: Final = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
+class RequestFormat:
     """How one server is spoken to, where servers differ."""
 
     model: str
@@ -85,12 +85,12 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
 # --- what is asked
 
 
-def body_of(request: MessageRequest, wording: Wording) -> dict[str, Any]:
+def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str, Any]:
     """The body of a request."""
     sampling = request.sampling
     body: dict[str, Any] = {
-        "model": wording.model,
-        "messages": [_sent(message, wording.reasoning) for message in request.messages],
+        "model": request_format.model,
+        "messages": [_sent(message, request_format.reasoning) for message in request.messages],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": sampling.max_tokens,
@@ -107,10 +107,10 @@ def body_of(request: MessageRequest, wording: Wording) -> dict[str, Any]:
     if request.tools:
         body["tools"] = list(request.tools)
         body["tool_choice"] = _choice(request.tool_choice)
-    body = {name: value for name, value in body.items() if value is not None and name not in wording.leave_out}
+    body = {name: value for name, value in body.items() if value is not None and name not in request_format.leave_out}
     if "max_tokens" in body:
-        body[wording.max_tokens] = body.pop("max_tokens")
-    return {**body, **wording.extra_body}
+        body[request_format.max_tokens] = body.pop("max_tokens")
+    return {**body, **request_format.extra_body}
 
 
 def _choice(choice: ToolChoice) -> Any:
@@ -142,7 +142,7 @@ def _sent_call(call_id: str, function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Call:
+class _PartialCall:
     """A call as far as it came."""
 
     id: Any = None
@@ -150,7 +150,7 @@ class _Call:
     arguments: list[str] = field(default_factory=list)
 
 
-class AnswerReader:
+class ChatAnswerReader:
     """Reads the chunks of one answer.
 
     A chunk that is not as the protocol says raises what Python raises for it: ValueError, TypeError, AttributeError,
@@ -164,7 +164,7 @@ class AnswerReader:
         self.ended = False
         """Whether the server said why the turn ended; what it took may still come."""
         self._request = request
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PartialCall] = {}
         self._told = 0
         self._ids: set[str] = set()
         self._reason = ""
@@ -213,7 +213,7 @@ class AnswerReader:
             raise TypeError(f"a call of index {index!r:.40}")
         if index not in self._calls:
             yield from self._whole_calls(index)
-        call = self._calls.setdefault(index, _Call())
+        call = self._calls.setdefault(index, _PartialCall())
         call.id = call.id or part.get("id")
         call.name = call.name or function.get("name") or ""
         arguments = function.get("arguments")
@@ -227,7 +227,7 @@ class AnswerReader:
                 self._told += 1
                 yield self._call(self._calls[index])
 
-    def _call(self, said: _Call) -> ToolCall:
+    def _call(self, said: _PartialCall) -> ToolCall:
         read = as_call(said.name, "".join(said.arguments))
         call_id = said.id if isinstance(said.id, str) and said.id and said.id not in self._ids else ""
         if not call_id:  # the results could not be told apart otherwise

@@ -17,9 +17,9 @@ from anyio.lowlevel import current_token
 
 from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
-from runner.engines.function.calling import LogprobsKind, TokenFeature, TokenFunction
 from runner.engines.function.runtime import FunctionAdapters, FunctionRuntime
 from runner.engines.function.stream import FunctionSession, FunctionStream
+from runner.engines.function.token_function import LogprobsKind, TokenFeature, TokenFunction
 from runner.engines.gate import AdmissionGate, affinity_beside
 from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
 from runner.models import absolute_paths, chat_template, resolve_sent, sendable_template, stop_ids

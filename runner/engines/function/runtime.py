@@ -9,7 +9,7 @@ import anyio
 import anyio.abc
 
 from runner.engines.adapters import Adapters
-from runner.engines.function.calling import LogprobsKind, TokenFunction
+from runner.engines.function.token_function import LogprobsKind, TokenFunction
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import PauseMode
@@ -126,13 +126,13 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
         if self._stopped:
             raise EngineDead("the engine is not running")
         if self._death is not None:
-            raise self.died(self._death)
+            raise self.death_error(self._death)
 
-    def died(self, error: EngineDead) -> EngineDead:
+    def death_error(self, error: EngineDead) -> EngineDead:
         """The error for one request of an engine that is dead: the same words and cause for all of them."""
         if self._death is None:
             self._death = error
-            self.gate.fail(lambda: self.died(error))
+            self.gate.fail(lambda: self.death_error(error))
         # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__

@@ -16,10 +16,10 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.concurrency.cancellation import forget_native_cancellation
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
-from runner.engines.exactness import is_unchanged
-from runner.engines.function.answers import AnswerReader
-from runner.engines.function.calling import LogprobsKind, TokenSampling
+from runner.engines.function.output_reader import OutputReader
 from runner.engines.function.runtime import FunctionRuntime
+from runner.engines.function.token_function import LogprobsKind, TokenSampling
+from runner.engines.raw_logprobs import samples_raw_distribution
 from runner.engines.stream import GatedStream
 from runner.errors import EngineDead, EngineError, one_line
 from runner.tokens.top_logprobs import TopLogprobs
@@ -38,7 +38,7 @@ class FunctionSession(Session):
     """The name that the function gets as `session`."""
 
 
-class _Call:
+class _CancellableCall:
     """The function while it is called, which can be cancelled as it expects.
 
     On asyncio it is cancelled once, as by `Task.cancel()`, and not anew wherever it waits afterwards, as a scope of
@@ -80,14 +80,14 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
     def __init__(self, runtime: FunctionRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request, request.session or FunctionSession())
         kind = runtime.logprobs
-        self._exact = kind is LogprobsKind.PROCESSED or (kind is LogprobsKind.RAW and is_unchanged(request))
-        self._reader = AnswerReader(
+        self._exact = kind is LogprobsKind.PROCESSED or (kind is LogprobsKind.RAW and samples_raw_distribution(request))
+        self._reader = OutputReader(
             TokenSampling.of(request),
             vocabulary=runtime.vocabulary,
             context=runtime.context,
             logprobs=kind is not LogprobsKind.NONE,
         )
-        self._call: _Call | None = None
+        self._call: _CancellableCall | None = None
         self._cut = False
         self._over = anyio.Event()
         self._news: anyio.Event | None = None
@@ -97,7 +97,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._end: Finish | None = None
         """How the call ended; `finish` says so once it was read."""
         self._failure: EngineError | None = None
-        self._told = ""
+        self._last_version = ""
 
     @property
     def sent_all(self) -> bool:
@@ -106,7 +106,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
 
     def stamp(self, version: str) -> None:
         """The weights were exchanged, as far as is known here: by what came last of any request."""
-        if not self._told:
+        if not self._last_version:
             self._stamps.mark(version, self.sent)
 
     # --- the call
@@ -119,10 +119,10 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         """Call the function; whatever it raises is this stream's alone."""
         try:
             if not self._cut:
-                self._call = _Call()
+                self._call = _CancellableCall()
                 await self._call.run(self._ask)
         except EngineDead as error:
-            self._fail(self._runtime.died(error))
+            self._fail(self._runtime.death_error(error))
         except EngineError as error:
             self._fail(error)
         except Exception as error:  # the border to somebody else's code
@@ -147,7 +147,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
                 self._reader.end()
                 return
         if not hasattr(answer, "__aiter__"):
-            self._reader.refuse_kind(answer)
+            self._reader.refuse_type(answer)
         async with AsyncExitStack() as stack:
             if inspect.isasyncgen(answer):
                 await stack.enter_async_context(aclosing(answer))
@@ -160,9 +160,9 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             return
         reader = self._reader
         delta = reader.read(output)
-        if reader.version is not None and reader.version != self._told:
-            self._told = reader.version
-            self._runtime.noticed(reader.version)
+        if reader.version is not None and reader.version != self._last_version:
+            self._last_version = reader.version
+            self._runtime.note_version(reader.version)
             self._stamps.mark(reader.version, self.sent)
         self.sent = reader.count
         self._runtime.sampled += len(delta.token_ids)

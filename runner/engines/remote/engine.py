@@ -18,13 +18,13 @@ from anyio.lowlevel import current_token
 
 from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
-from runner.engines.exactness import is_unchanged
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
+from runner.engines.raw_logprobs import samples_raw_distribution
 from runner.engines.remote.dialect import ServerDialect
 from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.server import Server, base_url, require_aiohttp
-from runner.engines.remote.start import Greeter, Greeting, probe_request
+from runner.engines.remote.server_probe import ServerInfo, ServerProbe, probe_request
 from runner.engines.remote.stream import RemoteStream
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.models import DEMO_MODEL, ResolvedModel, load_language, resolve_model
@@ -32,9 +32,9 @@ from runner.tokens.template import ChatTemplate
 
 __all__ = ["RemoteEngine"]
 
-_PLACES = 128
+_DEFAULT_PLACES = 128
 """The places where the server does not say how many requests it runs at once."""
-_STREAM_INTERVAL = 8
+_STREAM_INTERVAL_IDS = 8
 """Ids in a delta unless told otherwise, as for vLLM in this process."""
 _CERTAIN = math.log(0.99)
 """The log-probability above which the id of the first request has all the probability. Its bias gives it that in the
@@ -103,11 +103,11 @@ class RemoteEngine(Engine):
         self._dialect = None if dialect is None else ServerDialect(dialect)
         self._api_key = api_key
         self._places = places
-        self._stream_interval = stream_interval or _STREAM_INTERVAL
+        self._stream_interval = stream_interval or _STREAM_INTERVAL_IDS
         self._policy = retries
         self._timeout = timeout
         self._processed = True
-        self._greeting: Greeting | None = None
+        self._info: ServerInfo | None = None
         self._open = AsyncExitStack()
         self.runtime: RemoteRuntime | None = None
 
@@ -129,12 +129,12 @@ class RemoteEngine(Engine):
         async with AsyncExitStack() as stack:
             server = Server(self.url, api_key=self._api_key, seconds=self._timeout)
             await stack.enter_async_context(server)
-            greeter = Greeter(server, self._wait_to_retry, self._dialect, self._name)
-            self._greeting = greeting = await greeter.greet(model.folder, self.tokenizer)
-            self.context = greeting.context
-            self.places = self._places or greeting.places or _PLACES
-            version = await self._ask_for_one_id(server, greeting)
-            self.runtime = self._runtime(server, greeting, version)
+            probe = ServerProbe(server, self._wait_to_retry, self._dialect, self._name)
+            self._info = info = await probe.probe(model.folder, self.tokenizer)
+            self.context = info.context
+            self.places = self._places or info.places or _DEFAULT_PLACES
+            version = await self._ask_for_one_id(server, info)
+            self.runtime = self._runtime(server, info, version)
             self._open = stack.pop_all()
         self.running, self.loop = True, current_token()
         return self
@@ -153,29 +153,29 @@ class RemoteEngine(Engine):
         await anyio.sleep(seconds)
         return True
 
-    def _runtime(self, server: Server, greeting: Greeting, version: str) -> RemoteRuntime:
-        room = greeting.room or sys.maxsize
+    def _runtime(self, server: Server, info: ServerInfo, version: str) -> RemoteRuntime:
+        room = info.room or sys.maxsize
         return RemoteRuntime(
             server,
-            greeting.dialect,
+            info.dialect,
             self.retries,
             gate=AdmissionGate(self.places, room),
-            adapters=RemoteAdapters(name for name in greeting.model.adapters if _ADAPTER.fullmatch(name)),
+            adapters=RemoteAdapters(name for name in info.model.adapters if _ADAPTER.fullmatch(name)),
             context=self.context,
             version=version,
-            model=greeting.model.name,
-            controlled=greeting.controlled,
+            model=info.model.name,
+            controlled=info.controlled,
             stream_interval=self._stream_interval,
         )
 
-    async def _ask_for_one_id(self, server: Server, greeting: Greeting) -> str:
+    async def _ask_for_one_id(self, server: Server, info: ServerInfo) -> str:
         """The version of the server's weights, by sampling one id, which also says what its log-probabilities are."""
-        runtime, request = self._runtime(server, greeting, ""), probe_request(self.tokenizer)
+        runtime, request = self._runtime(server, info, ""), probe_request(self.tokenizer)
         try:
             async with RemoteStream(runtime, request, exact=True) as stream:
                 deltas = [delta async for delta in stream]
         except EngineDead as error:
-            raise BadOption(f"{error} ({greeting.dialect.missing})") from error
+            raise BadOption(f"{error} ({info.dialect.missing})") from error
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
         self._processed = bool(logprobs) and logprobs[0] > _CERTAIN
         assert stream.finish is not None
@@ -195,7 +195,7 @@ class RemoteEngine(Engine):
 
     def stream(self, request: GenerationRequest) -> RemoteStream:
         """The deltas of one request; nothing happens before the block is entered."""
-        exact = self._processed or is_unchanged(request)
+        exact = self._processed or samples_raw_distribution(request)
         return RemoteStream(self.remote, request, exact=exact)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
@@ -231,16 +231,16 @@ class RemoteEngine(Engine):
 
     def describe(self) -> dict[str, Any]:
         """What a run's header keeps of the engine."""
-        greeting, runtime = self._greeting, self.remote
-        assert greeting is not None
-        software = "sglang" if greeting.dialect.name is ServerDialect.SGLANG else "vllm"
+        info, runtime = self._info, self.remote
+        assert info is not None
+        software = "sglang" if info.dialect.name is ServerDialect.SGLANG else "vllm"
         return {
             "kind": "remote",
             "model": os.fspath(self.model),
             "server": self.url,
-            "served_as": greeting.model.name,
-            "dialect": greeting.dialect.name.value,
-            "versions": {} if greeting.software is None else {software: greeting.software},
+            "served_as": info.model.name,
+            "dialect": info.dialect.name.value,
+            "versions": {} if info.software is None else {software: info.software},
             "context": self.context,
             "places": self.places,
             "stream_interval": self._stream_interval,

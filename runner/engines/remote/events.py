@@ -9,7 +9,7 @@ __all__ = ["DONE", "EventReader"]
 DONE = b"[DONE]"
 """The data of the last event of a stream."""
 
-_LONGEST = 64 << 20  # bytes without the end of a line
+_MAX_LINE_BYTES = 64 << 20  # bytes without the end of a line
 
 
 class EventReader:
@@ -31,8 +31,8 @@ class EventReader:
             ValueError: the line has no end.
         """
         *lines, self._open = (self._open + data).split(b"\n")
-        if len(self._open) > _LONGEST:
-            raise ValueError(f"a line of more than {_LONGEST} bytes")
+        if len(self._open) > _MAX_LINE_BYTES:
+            raise ValueError(f"a line of more than {_MAX_LINE_BYTES} bytes")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()

@@ -10,9 +10,9 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.concurrency.clocks import Waiting
 from runner.engines.adapters import Adapters, AdapterVersion
-from runner.engines.asked_server import AskedServer
 from runner.engines.base import GenerationRequest, Session
 from runner.engines.gate import AdmissionGate
+from runner.engines.http_engine import HttpRuntime
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.engines.remote.dialect import Call, Dialect
 from runner.engines.remote.server import Server
@@ -44,7 +44,7 @@ class RemoteAdapters(Adapters):
         raise BadControl(f"remove_adapter({name!r}): a server's adapters are taken away by whoever runs it.")
 
 
-class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
+class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
     """A server from when the engine was entered to when it is left; a request is inside until its stream is left."""
 
     def __init__(
@@ -71,8 +71,8 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         self.controlled = controlled
         """Whether the server can be paused."""
         self._stream_interval = stream_interval
-        self._going = anyio.Event()
-        self._going.set()
+        self._resumed = anyio.Event()
+        self._resumed.set()
 
     # --- one request
 
@@ -103,14 +103,14 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         try:
             while True:
                 attempts += 1
-                await self.going()
+                await self.wait_until_resumed()
                 try:
                     answer = await self.server.ask(call)
                     return self._scores(answer, request)
                 except HttpFailure as failure:
                     if not await self.wait_to_retry(failure, attempts):
                         # What the server may not like of it is in no turn.
-                        raise self.failed_for_good("score()", failure, alone=True) from failure
+                        raise self.permanent_error("score()", failure, alone=True) from failure
         finally:
             self.gate.leave(session, room)
             self.gate.close(session)
@@ -122,10 +122,10 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
             problem = f"{type(error).__name__}: {error}"
             raise HttpFailure(FailureKind.GARBAGE, f"the answer has no scores ({problem})") from error
 
-    async def going(self) -> None:
+    async def wait_until_resumed(self) -> None:
         """Return when the server does not stand still for its trainer."""
-        if not self._going.is_set():
-            await self._going.wait()
+        if not self._resumed.is_set():
+            await self._resumed.wait()
 
     async def wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
         """Wait until a request may be sent again; no clock of its episode goes on meanwhile.
@@ -144,7 +144,7 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
     def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
         """The error for a request that failed for good; one that all would meet ends the engine."""
         # What it may not like of a constraint is in this request, and in no other.
-        return self.failed_for_good(request.name, failure, alone=request.constraint is not None)
+        return self.permanent_error(request.name, failure, alone=request.constraint is not None)
 
     # --- what its trainer has it do
 
@@ -156,7 +156,7 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         super().require_running(call)
 
     async def pause(self, mode: PauseMode) -> None:
-        self._going = anyio.Event()
+        self._resumed = anyio.Event()
         if mode is PauseMode.WAIT:
             # Waited for here: vLLM's own keeps the requests that it had queued, which then are of two versions.
             await self._until_sent()
@@ -167,7 +167,7 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
 
     async def _pause(self, mode: PauseMode) -> None:
         while True:
-            await self._told(self.dialect.pause(mode))
+            await self._call_control(self.dialect.pause(mode))
             if mode is not PauseMode.ABORT:
                 return
             with anyio.move_on_after(_LOOK_SECONDS):
@@ -178,8 +178,8 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
     async def resume(self) -> None:
         # Shielded: a server that goes on while it is said to stand still would be updated under its requests.
         with anyio.CancelScope(shield=True):
-            await self._told(self.dialect.resume())
-        self._going.set()
+            await self._call_control(self.dialect.resume())
+        self._resumed.set()
 
     async def check_weights(self, given: Any) -> Any:
         raise BadControl(
@@ -190,7 +190,7 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         """Not reached: `check_weights` refuses."""
 
     async def reset_prefix_cache(self) -> None:
-        said = await self._told(self.dialect.reset_prefix_cache())
+        said = await self._call_control(self.dialect.reset_prefix_cache())
         if isinstance(said, Mapping) and said.get("success") is False:
             raise EngineError("reset_prefix_cache(): the server kept its cached prompts")
 
@@ -202,19 +202,19 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
         await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
         call = self.dialect.sleep(level)
         assert call is not None
-        await self._told(call)
+        await self._call_control(call)
 
     async def wake(self, tags: Collection[str]) -> None:
         call = self.dialect.wake(sorted(tags))
         assert call is not None
-        await self._told(call)
+        await self._call_control(call)
         # With the last part of its memory the server goes on by itself; whether it may is for the trainer to say.
         await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:
         raise BadControl("a server is profiled by whoever runs it: profile a VllmEngine.")
 
-    async def _told(self, call: Call) -> Any:
+    async def _call_control(self, call: Call) -> Any:
         """What the server answers to a call of its trainer.
 
         Raises:
@@ -249,6 +249,6 @@ class RemoteRuntime(AskedServer[Server], EngineRuntime[RemoteRequest]):
                 await (await self.server.open(self.dialect.health)).finished()
             except HttpFailure as failure:
                 if not await self.wait_to_retry(failure, attempt):
-                    raise self.died(f"The server at {self.server.url} is gone: {failure}") from failure
+                    raise self.death_error(f"The server at {self.server.url} is gone: {failure}") from failure
             else:
                 return

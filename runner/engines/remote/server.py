@@ -12,7 +12,7 @@ import anyio
 import orjson
 from anyio.lowlevel import checkpoint
 
-from runner.engines.asked_server import server_address
+from runner.engines.http_engine import server_address
 from runner.engines.http_retries import FailureKind, HttpFailure, kind_of_status, retry_after_seconds
 from runner.engines.remote.dialect import Call
 from runner.errors import BadOption
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Server", "base_url", "failure_in", "require_aiohttp"]
 
 _KEEPALIVE_SECONDS = 2.0  # less than servers keep an idle connection (uvicorn 5 s): none is used as it is closed
-_BUFFER = 1 << 20  # bytes of an answer that wait to be read before its server has to
-_LONGEST_ERROR = 600  # characters of a server's error that are kept
+_BUFFER_BYTES = 1 << 20  # bytes of an answer that wait to be read before its server has to
+_MAX_ERROR_CHARS = 600  # characters of a server's error that are kept
 
 
 def require_aiohttp() -> None:
@@ -120,7 +120,7 @@ class Server:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers=self._headers,
-            read_bufsize=_BUFFER,
+            read_bufsize=_BUFFER_BYTES,
             max_line_size=1 << 16,
             max_field_size=1 << 16,
         )
@@ -207,7 +207,7 @@ def failure_in(error: Any) -> HttpFailure:
     code = said.get("code")
     # Without a code it is SGLang, which tells so of what it could not take.
     kind = kind_of_status(code) if isinstance(code, int) and code >= 400 else FailureKind.BAD_REQUEST
-    return HttpFailure(kind, str(said.get("message", said))[:_LONGEST_ERROR])
+    return HttpFailure(kind, str(said.get("message", said))[:_MAX_ERROR_CHARS])
 
 
 def _said(text: bytes) -> str:
@@ -219,12 +219,12 @@ def _said(text: bytes) -> str:
     for name in ("error", "detail", "message"):
         if isinstance(said, Mapping) and name in said:
             said = said[name]
-    return " ".join(str(said).split())[:_LONGEST_ERROR]
+    return " ".join(str(said).split())[:_MAX_ERROR_CHARS]
 
 
 def _cut(text: bytes) -> str:
-    return " ".join(text[:_LONGEST_ERROR].decode(errors="replace").split())
+    return " ".join(text[:_MAX_ERROR_CHARS].decode(errors="replace").split())
 
 
 def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_LONGEST_ERROR] or type(error).__name__
+    return " ".join(str(error).split())[:_MAX_ERROR_CHARS] or type(error).__name__

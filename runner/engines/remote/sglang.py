@@ -55,7 +55,7 @@ class SglangGenerate(Dialect):
         return body if adapter is None else {**body, "lora_path": adapter}
 
     def reader(self, request: GenerationRequest) -> PieceReader:
-        return _Reader(request.sampling.logprobs or 0)
+        return _SglangReader(request.sampling.logprobs or 0)
 
     def scoring(self, request: GenerationRequest, *, model: str, adapter: str | None) -> Call:
         body = self.body(request, model=model, adapter=adapter, stream_interval=1)
@@ -121,7 +121,7 @@ def _grammar(constraint: Constraint) -> dict[str, str]:
     return {_GRAMMARS[constraint.kind]: constraint.value}
 
 
-class _Reader:
+class _SglangReader:
     """Reads the chunks of `/generate`.
 
     A server that was started with `--incremental-streaming-output` sends what is new, any other all that there is. Both

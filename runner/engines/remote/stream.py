@@ -10,8 +10,8 @@ from dataclasses import replace
 import anyio
 import orjson
 
-from runner.engines.asked_server import RetriedStream
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
+from runner.engines.http_engine import RetriedStream
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.engines.remote.dialect import Call, Piece, PieceReader
 from runner.engines.remote.events import DONE, EventReader
@@ -44,7 +44,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         self._call: Call | None = None
         self._attempts = 0
         self._sending = False
-        self._told = ""
+        self._last_version = ""
         self._events = EventReader()
         self._reader: PieceReader
         self._pieces: deque[Delta] = deque()
@@ -61,7 +61,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
 
     def stamp(self, version: str) -> None:
         """The weights were exchanged, as far as is known here: by what came last of any request."""
-        if not self._told:
+        if not self._last_version:
             self._stamps.mark(version, self.sent)
 
     # --- the way in
@@ -74,7 +74,9 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         assert self._call is not None
         while True:
             self._attempts += 1
-            await self._runtime.going()  # one that is sent again must not begin while the server stands still
+            await (
+                self._runtime.wait_until_resumed()
+            )  # one that is sent again must not begin while the server stands still
             self._sending = True
             try:
                 self._answer = await self._runtime.server.open(self._call)
@@ -155,9 +157,9 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
             self._pieces.append(self._delta(piece))
 
     def _note(self, version: str) -> None:
-        if version != self._told:
-            self._told = version
-            self._runtime.noticed(version)
+        if version != self._last_version:
+            self._last_version = version
+            self._runtime.note_version(version)
             self._stamps.mark(version, self.sent)
 
     def _delta(self, piece: Piece, finish: Finish | None = None) -> Delta:
@@ -193,7 +195,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         if last is None or last.versions is None:
             return self._stamps.spans(self.sent)
         for span in last.versions:
-            self._runtime.noticed(span.version)
+            self._runtime.note_version(span.version)
         return tuple(VersionSpan(self._stamps.named(span.version), span.start, span.end) for span in last.versions)
 
     async def __aexit__(self, *_: object) -> None:

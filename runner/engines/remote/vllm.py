@@ -21,7 +21,7 @@ from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["Completions", "VllmGenerate"]
 
-_NEVER = -9999.0  # what vLLM writes for minus infinity, which JSON does not have
+_MIN_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON does not have
 _TOKEN = "token_id:"  # what `return_tokens_as_token_ids` writes before an id
 
 _Row: TypeAlias = Mapping[int, float]
@@ -111,7 +111,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     return {name: value for name, value in parameters.items() if value is not None}
 
 
-class _Reader:
+class _VllmReader:
     """Reads chunks."""
 
     def __init__(self, count: int) -> None:
@@ -139,7 +139,7 @@ class _Reader:
         """The ids, the log-probability of each, and those of the likeliest in its place."""
 
 
-class _GenerateReader(_Reader):
+class _GenerateReader(_VllmReader):
     """Reads the chunks of `/inference/v1/generate`."""
 
     def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
@@ -183,7 +183,7 @@ class Completions(_Vllm):
         return _CompletionsReader(request.sampling.logprobs or 0)
 
 
-class _CompletionsReader(_Reader):
+class _CompletionsReader(_VllmReader):
     """Reads the chunks of `/v1/completions`."""
 
     def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
@@ -205,7 +205,7 @@ def _likeliest(rows: Sequence[_Row], count: int) -> TopLogprobs:
 
 
 def _logprob(value: float) -> float:
-    return value if value > _NEVER else -math.inf
+    return value if value > _MIN_LOGPROB else -math.inf
 
 
 def _reason(name: str | None) -> FinishReason | None:

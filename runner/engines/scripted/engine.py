@@ -15,7 +15,7 @@ from runner import checked
 from runner.engines.adapters import Adapters
 from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
 from runner.engines.gate import AdmissionGate, affinity_beside
-from runner.engines.scripted.delivery import Planner
+from runner.engines.scripted.delivery_plan import DeliveryPlanner
 from runner.engines.scripted.replies import Replies, ReplyEncoder, scripted_model
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Chunks, Faults, Latency, Scores, check_chunks
@@ -98,7 +98,7 @@ class ScriptedEngine(Engine):
         self.calls: list[RecordedCall] = []
         """What was recorded, a `RecordedCall` for each request; empty without `record=True`."""
         self._model = scripted_model(replies, ReplyEncoder(self.tokenizer, self.template))
-        self._planner = Planner(
+        self._planner = DeliveryPlanner(
             model=self._model,
             faults=faults,
             tokenizer=self.tokenizer,
@@ -137,7 +137,7 @@ class ScriptedEngine(Engine):
         self._reset()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self.runtime.ticker.run, name="scripted engine")
+        self._tasks.start_soon(self.runtime.tick_clock.run, name="scripted engine")
         self.runtime.start()
         self.running, self.loop = True, current_token()
         return self

@@ -95,22 +95,22 @@ def scripted_model(replies: Any, encoder: ReplyEncoder) -> ScriptedModel:
     """
     match replies:
         case str() | Reply():
-            return _Always(replies, encoder)
+            return _ConstantModel(replies, encoder)
         case Mapping() if replies:
-            return _ByAgent({agent: scripted_model(own, encoder) for agent, own in replies.items()})
+            return _PerAgentModel({agent: scripted_model(own, encoder) for agent, own in replies.items()})
         case Sequence() if replies:
-            return _Listed(replies, encoder)
+            return _ListModel(replies, encoder)
         case Path() | RecordedRun():
             return RecordedReplies(replies)
     if callable(replies):
-        return _Spoken(replies, encoder)
+        return _FunctionModel(replies, encoder)
     raise BadOption(
         f"ScriptedEngine({replies!r:.80}): give a text, a list of replies (not an empty one), a function, "
         "a dict of these by agent, or the path of a run file."
     )
 
 
-class _Always(ScriptedModel):
+class _ConstantModel(ScriptedModel):
     def __init__(self, answer: Answer, encoder: ReplyEncoder) -> None:
         self._encoded = encoder.encode(answer)
 
@@ -121,7 +121,7 @@ class _Always(ScriptedModel):
         return {"always": repr(self._encoded.reply)}
 
 
-class _Listed(ScriptedModel):
+class _ListModel(ScriptedModel):
     def __init__(self, answers: Sequence[Answer], encoder: ReplyEncoder) -> None:
         self._encoded = [encoder.encode(answer) for answer in answers]
 
@@ -138,7 +138,7 @@ class _Listed(ScriptedModel):
         return {"list": len(self._encoded), "digest": digest.hexdigest()[:16]}
 
 
-class _ByAgent(ScriptedModel):
+class _PerAgentModel(ScriptedModel):
     def __init__(self, agents: Mapping[str, ScriptedModel]) -> None:
         self._agents = agents
 
@@ -157,7 +157,7 @@ class _ByAgent(ScriptedModel):
         return {"agents": {agent: model.describe() for agent, model in self._agents.items()}}
 
 
-class _Spoken(ScriptedModel):
+class _FunctionModel(ScriptedModel):
     def __init__(self, speaker: Speaker, encoder: ReplyEncoder) -> None:
         self._speaker = speaker
         self._encoder = encoder

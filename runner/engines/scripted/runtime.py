@@ -10,8 +10,8 @@ import anyio
 from runner.engines.adapters import Adapters
 from runner.engines.gate import AdmissionGate
 from runner.engines.runtime import EngineRuntime, OpenRequest
-from runner.engines.scripted.delivery import Planner
-from runner.engines.scripted.ticker import Ticker
+from runner.engines.scripted.delivery_plan import DeliveryPlanner
+from runner.engines.scripted.tick_clock import TickClock
 from runner.engines.state import PauseMode
 from runner.engines.transfers import RelayedTransfer, TransferStep
 from runner.errors import BadControl, EngineDead
@@ -27,7 +27,7 @@ class ScriptedRequest(OpenRequest, Protocol):
     def fail(self, error: EngineDead) -> None: ...
 
 
-class _Nowhere:
+class _DiscardingReceiver:
     """Receives weights that nobody keeps."""
 
     async def meet(self, init: Mapping[str, Any]) -> None: ...
@@ -42,11 +42,18 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     """
 
     def __init__(
-        self, gate: AdmissionGate, planner: Planner, adapters: Adapters, *, context: int, tick: float, version: str
+        self,
+        gate: AdmissionGate,
+        planner: DeliveryPlanner,
+        adapters: Adapters,
+        *,
+        context: int,
+        tick: float,
+        version: str,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
         self.planner = planner
-        self.ticker: Ticker[ScriptedRequest] = Ticker(self._deliver, seconds=tick)
+        self.tick_clock: TickClock[ScriptedRequest] = TickClock(self._deliver, seconds=tick)
         """The engine's virtual time."""
         self.admitted = 0
         """How many requests were asked of the model."""
@@ -75,10 +82,10 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
             await self._all_sent.wait()
         if mode is PauseMode.ABORT:
             self._cut_all()
-        self.ticker.hold()
+        self.tick_clock.hold()
 
     async def resume(self) -> None:
-        self.ticker.release()
+        self.tick_clock.release()
 
     async def check_weights(self, given: Any) -> Any:
         """A scripted engine has no weights to compare with."""
@@ -87,9 +94,9 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     async def load_weights(self, checked: Any, version: str) -> None:
         """A scripted engine has no weights to exchange; what is brought step by step it hears to the end."""
         if isinstance(checked, RelayedTransfer):
-            await checked.receive(_Nowhere())
+            await checked.receive(_DiscardingReceiver())
 
-    async def scores_before_turns(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
         return {0: self.planner.scored(ids)}
 
     def ended_by(self, why: str) -> EngineDead:

@@ -11,7 +11,7 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, Session
-from runner.engines.scripted.delivery import Delivery
+from runner.engines.scripted.delivery_plan import DeliveryPlan
 from runner.engines.scripted.model import EncodedReply
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Fault, FaultKind
@@ -67,7 +67,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         super().__init__(runtime, request, _session_of(request))
         self._calls = calls
         self._record: RecordedCall | None = None
-        self._delivery: Delivery | None = None  # until the request is admitted
+        self._delivery: DeliveryPlan | None = None  # until the request is admitted
         self._is_cut = False
         self._arrived = 0  # deltas
         self._read = 0  # of those
@@ -76,9 +76,9 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
 
     async def _begin(self) -> None:
         self._delivery = await self._plan()
-        self._runtime.ticker.schedule(self, self._delivery.first - self._runtime.ticker.now)
+        self._runtime.tick_clock.schedule(self, self._delivery.first - self._runtime.tick_clock.now)
 
-    async def _plan(self) -> Delivery:
+    async def _plan(self) -> DeliveryPlan:
         runtime, request = self._runtime, self.request
         if self._calls is not None:
             self._record = RecordedCall.of(request)
@@ -93,7 +93,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
             said = await said
             if self._failure is not None:  # the engine died meanwhile
                 raise self._failure
-        return runtime.planner.plan(call, said, fault, runtime.ticker.now)
+        return runtime.planner.plan(call, said, fault, runtime.tick_clock.now)
 
     async def __aexit__(self, *_: object) -> None:
         # Nothing here waits, so there is nothing to shield.
@@ -155,7 +155,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
 
     def stamp(self, version: str) -> None:
         """What is sampled from now on is of these weights."""
-        sampled = 0 if self._delivery is None else self._delivery.sampled(self._runtime.ticker.now)
+        sampled = 0 if self._delivery is None else self._delivery.sampled(self._runtime.tick_clock.now)
         self._stamps.mark(version, max(sampled, self.sent))
 
     def _next(self) -> Delta:
@@ -178,10 +178,10 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         elif self._delivery is not None:
             self.rest.append(self._abort(self._delivery))
 
-    def _abort(self, delivery: Delivery) -> Delta:
+    def _abort(self, delivery: DeliveryPlan) -> Delta:
         """End the request; ids that were sampled and wait for others to make a delta come at once."""
         start = self.sent
-        self._count(delivery.sampled(self._runtime.ticker.now))
+        self._count(delivery.sampled(self._runtime.tick_clock.now))
         whole = delivery.finish is not None and self.sent == len(delivery.ids)
         finish = delivery.finish if whole and delivery.finish is not None else Finish(FinishReason.ABORT)
         self.finish = replace(finish, versions=self._stamps.spans(self.sent))

@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.vllm.adapter_files import AdapterRules, check_adapter, keep_adapter
-from runner.engines.vllm.parallel import answers_of_workers
+from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.weights import TensorForm, read_folder
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError
 from runner.models import ResolvedModel
@@ -71,7 +71,7 @@ class VllmAdapters(Adapters):
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
-            masked = await self._answered("add_adapter()", answers_of_workers(self._llm, "mask_adapters"))
+            masked = await self._answered("add_adapter()", call_all_workers(self._llm, "patch_adapters"))
         except EngineDead:
             raise
         except EngineError as error:

@@ -21,23 +21,23 @@ from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import WeightProof
-from runner.engines.vllm.lent import (
-    LentProcess,
-    LentRuntime,
-    LentStream,
+from runner.engines.vllm.external_llm import (
+    ExternalProcess,
+    ExternalRuntime,
+    ExternalStream,
+    arguments_of,
     check_constraint,
     check_llm,
     check_sampling,
-    given_to,
 )
 from runner.engines.vllm.own_scores import OwnScores
 from runner.engines.vllm.parallel import ParallelSizes, ranks_of
 from runner.engines.vllm.runtime import VllmRuntime, first_version
-from runner.engines.vllm.settings import RequestMaker
+from runner.engines.vllm.settings import RequestConverter
 from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.engines.vllm.worker import set_aside
+from runner.engines.vllm.worker import turn_hold
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.models import DEMO_MODEL, absolute_paths, load_language, resolve_sent, sendable_template
 from runner.options import Constraint, Sampling
@@ -46,7 +46,7 @@ from runner.version import installed_version
 
 __all__ = ["VllmEngine"]
 
-_STREAM_INTERVAL = 8
+_STREAM_INTERVAL_IDS = 8
 """Ids in a delta unless told otherwise. At 1,000 streams an id costs 14 us so, and 25 us where each is a delta
 (docs/benchmarks.md)."""
 
@@ -89,14 +89,14 @@ class VllmEngine(Engine):
         self.model = model
         """The model that was given."""
         self._template = template
-        self._stream_interval = stream_interval or _STREAM_INTERVAL
+        self._stream_interval = stream_interval or _STREAM_INTERVAL_IDS
         self._reload_check = reload_check
         self._sizes = ParallelSizes.of(engine_arguments)
         self.given = engine_arguments
         """The engine arguments that were given."""
         self.runtime: VllmRuntime | None = None
         self._paths: dict[str, str] = {}
-        self._lent: Any = None
+        self._external: Any = None
         self._given_places: int | None = None
         self._kept_dtype: str | None = None
         self._scores_as_sampled = False
@@ -142,8 +142,8 @@ class VllmEngine(Engine):
             checked.whole(f"VllmEngine.over(places={places!r})", places, least=1)
         config = llm.vllm_config.model_config
         engine = cls(config.model if model is None else model, template=template, stream_interval=stream_interval)
-        engine.given = given_to(llm)
-        engine._lent, engine._given_places = llm, places
+        engine.given = arguments_of(llm)
+        engine._external, engine._given_places = llm, places
         return engine
 
     async def __aenter__(self) -> Self:
@@ -163,12 +163,16 @@ class VllmEngine(Engine):
         require_vllm()
         model = await anyio.to_thread.run_sync(resolve_sent, self.model, self._paths, abandon_on_cancel=True)
         self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
-        lent = self._lent
+        external = self._external
         given = dict(self.given)
         if (tokenizer := given.get("tokenizer")) is not None:
             given["tokenizer"] = self._paths.get(os.fspath(tokenizer), tokenizer)
         kept = self._kept_dtype
-        process = VllmProcess(model, given, kept_dtype=kept) if lent is None else LentProcess(model, given, llm=lent)
+        process = (
+            VllmProcess(model, given, kept_dtype=kept)
+            if external is None
+            else ExternalProcess(model, given, llm=external)
+        )
         self._starting = process
         try:
             llm = await process.start()
@@ -194,34 +198,34 @@ class VllmEngine(Engine):
         cache = config.cache_config
         room = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else self.places * self.context
         weights = VllmWeights(llm, process.model.name)
-        if self._lent is None:
+        if self._external is None:
             await weights.prepare()
         if weights.extended:
-            await llm.collective_rpc("mend_cpu")
-            self._scores_as_sampled = all(await llm.collective_rpc("prepare_scores"))
-        self.runtime = (VllmRuntime if self._lent is None else LentRuntime)(
+            await llm.collective_rpc("patch_cpu_worker")
+            self._scores_as_sampled = all(await llm.collective_rpc("patch_scoring"))
+        self.runtime = (VllmRuntime if self._external is None else ExternalRuntime)(
             process,
             llm,
             weights,
             gate=AdmissionGate(self.places, room, block=cache.block_size, ranks=ranks),
             context=self.context,
-            as_vllm=RequestMaker(self._stream_interval, self.tokenizer.encode),
+            as_vllm=RequestConverter(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
         self.runtime.dtype = dtype_of(llm)
-        if self._lent is None:
+        if self._external is None:
             await self._compare_updates(llm)
 
     async def _compare_updates(self, llm: Any) -> None:
         """Have the engine compare its own scores around each update, where this vLLM can score while turns are held."""
         try:
-            can = await llm.engine_core.call_utility_async(set_aside.CAN_SET_ASIDE)
+            can = await llm.engine_core.call_utility_async(turn_hold.CAN_HOLD_TURNS)
         except Exception:  # the border to vLLM: a core without our calls raises anything
             can = False
         if not can:
             return
         self.vllm.own_scores = OwnScores(
-            self.vllm.scores_before_turns, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
+            self.vllm.score_while_paused, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
         )
         config = llm.vllm_config.model_config
         derived = config.is_moe or config.has_inner_state  # what vLLM packs or fuses, and forgets at a reload
@@ -241,17 +245,19 @@ class VllmEngine(Engine):
     def stream(self, request: GenerationRequest) -> VllmStream:
         """The deltas of one request; nothing happens before the block is entered."""
         runtime = self.vllm
-        return LentStream(runtime, request) if isinstance(runtime, LentRuntime) else VllmStream(runtime, request)
+        return (
+            ExternalStream(runtime, request) if isinstance(runtime, ExternalRuntime) else VllmStream(runtime, request)
+        )
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuse what somebody else's `AsyncLLM` was not started for."""
-        if self._lent is not None:
-            check_sampling(self._lent, sampling)
+        if self._external is not None:
+            check_sampling(self._external, sampling)
 
     def check_constraint(self, constraint: Constraint) -> None:
         """Refuse a grammar that somebody else's `AsyncLLM` could not take."""
-        if self._lent is not None:
-            check_constraint(self._lent, constraint)
+        if self._external is not None:
+            check_constraint(self._external, constraint)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
         """Refuse to score as sampled where our worker extension is missing, or ids are drafted."""
@@ -267,7 +273,7 @@ class VllmEngine(Engine):
 
     async def check_proof(self, proof: WeightProof) -> None:
         """Refuse a proof that could not be scored before any turn goes on."""
-        if self._lent is None and self.vllm.own_scores is None:
+        if self._external is None and self.vllm.own_scores is None:
             raise BadControl(
                 "update_weights(proof=): this version of vLLM cannot hold its turns while ids are scored; update "
                 "without a proof, and compare `await engine.score(proof.ids)` with it afterwards."
@@ -276,7 +282,7 @@ class VllmEngine(Engine):
 
     def stats(self) -> EngineStats:
         """What the engine does now; open requests by the scheduler's count after its last step."""
-        count, gate = self.vllm.process.count, self.vllm.gate
+        count, gate = self.vllm.process.stats, self.vllm.gate
         return EngineStats(
             open=count.open,
             running=count.running,
@@ -298,7 +304,7 @@ class VllmEngine(Engine):
 
     async def idle(self) -> None:
         """Return when the scheduler has no open request."""
-        await self.vllm.process.count.until_idle()
+        await self.vllm.process.stats.until_idle()
 
     def processes(self) -> list[int]:
         """Process ids of the engine cores."""
@@ -318,7 +324,7 @@ class VllmEngine(Engine):
         try:
             await self.vllm.llm.check_health()
         except Exception as error:  # vLLM has one of its own for a death that it has just noticed
-            raise self.vllm.died(error) from error
+            raise self.vllm.death_error(error) from error
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:
         """Compute in the dtype of a run that is resumed, where none was given and the engine does not run yet."""
@@ -350,7 +356,7 @@ class VllmEngine(Engine):
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
             "versions_stamped_by": "vllm" if vllm.stamps_itself else "deltarunner",
-            **({} if self._lent is None else {"started_by": "somebody else"}),
+            **({} if self._external is None else {"started_by": "somebody else"}),
         }
 
 

@@ -18,16 +18,16 @@ SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 """The variable that names the folder where vLLM binds its sockets."""
 
 _PREFIX: Final = "deltarunner-engine-"
-_LONGEST: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-1234-1234-123456789abc")
+_MAX_PATH_BYTES: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-1234-1234-123456789abc")
 """Bytes of the folder around it: the address of a socket has no room for more."""
 
 
 class EngineFolder:
-    """The folder; it goes when the engine is stopped, and where this process is killed, by its keeper."""
+    """The folder; it goes when the engine is stopped, and where this process is killed, by its cleanup."""
 
     def __init__(self) -> None:
         around = os.environ.get(SOCKETS) or tempfile.gettempdir()
-        if len(os.fsencode(around)) > _LONGEST:
+        if len(os.fsencode(around)) > _MAX_PATH_BYTES:
             around = "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=around)).absolute()
         """Where it is."""

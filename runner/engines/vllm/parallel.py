@@ -21,12 +21,12 @@ __all__ = [
     "BINDING",
     "UNIPROC",
     "ParallelSizes",
-    "answers_of_workers",
+    "call_all_workers",
     "check_machine",
     "cores_by_worker",
-    "is_here",
-    "one_process",
+    "is_local",
     "ranks_of",
+    "single_process_variables",
 ]
 
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
@@ -34,7 +34,7 @@ BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
 
 UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor of one worker inside the engine core's own process. By its short name, "uni", vLLM refuses it on a CPU,
-since nothing would bind the worker's threads to their cores: `one_process` has the variables for that."""
+since nothing would bind the worker's threads to their cores: `single_process_variables` has the variables for that."""
 
 _ARGUMENTS: Final = {
     "data": "data_parallel_size",
@@ -110,33 +110,33 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
             f"tensor_parallel_size={sizes.pipeline}, which shares a large model out too, or data_parallel_size="
             f"{sizes.pipeline}, which plays more episodes at once."
         )
-    if sizes.workers > devices and is_here(given):
+    if sizes.workers > devices and is_local(given):
         device = "CPU core" if cpu else "GPU"
         raise BadOption(
             f"VllmEngine({sizes.as_given()}): these are {sizes.workers} workers, each on a {device} of its own, and "
             f"this process may use {devices}. Give smaller sizes."
         )
     bound = os.environ.get(BINDING, "")
-    if cpu and is_here(given) and bound and bound not in _UNBOUND and len(bound.split("|")) != sizes.workers:
+    if cpu and is_local(given) and bound and bound not in _UNBOUND and len(bound.split("|")) != sizes.workers:
         raise BadOption(
             f"the variable {BINDING}={bound!r} has CPU cores for {len(bound.split('|'))} workers, and the engine has "
             f"{sizes.workers}: part theirs by a bar, as '0-3|4-7', or unset it."
         )
 
 
-def is_here(given: Mapping[str, Any]) -> bool:
+def is_local(given: Mapping[str, Any]) -> bool:
     """Whether all ranks and workers are processes of this machine."""
     backends = (given.get("data_parallel_backend"), given.get("distributed_executor_backend"))
     return "ray" not in backends and all(given.get(name) is None for name in _ELSEWHERE)
 
 
-def one_process(given: Mapping[str, Any]) -> dict[str, str]:
+def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that bind the threads of a CPU engine whose only worker is inside the engine core.
 
     One process less imports vLLM, and no message has to be passed between the two. Empty where there are several
     workers, where an executor was given, and where the variable `BINDING` leaves the cores to vLLM.
     """
-    if ParallelSizes.of(given).workers > 1 or not is_here(given) or given.get("distributed_executor_backend"):
+    if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
     bound = os.environ.get(BINDING) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     preloaded = os.environ.get("LD_PRELOAD", "")
@@ -175,7 +175,7 @@ def ranks_of(llm: Any) -> int:
     return len(getattr(getattr(llm, "engine_core", None), "engine_ranks_managed", None) or (0,))
 
 
-async def answers_of_workers(llm: Any, method: str, **arguments: Any) -> list[Any]:
+async def call_all_workers(llm: Any, method: str, **arguments: Any) -> list[Any]:
     """What every worker of every rank answers, in their order.
 
     vLLM asks all of them by `collective_rpc` too, and gives no more than what the first rank's workers say.

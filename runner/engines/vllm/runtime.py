@@ -18,10 +18,10 @@ from runner.engines.runtime import EngineRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.own_scores import OwnScores
-from runner.engines.vllm.parallel import answers_of_workers
+from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.engines.vllm.worker import set_aside
+from runner.engines.vllm.worker import turn_hold
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
 from runner.logs import logger_for
 from runner.options import Sampling
@@ -66,7 +66,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         super().__init__(gate, VllmAdapters(llm, process.model, self.answered), context=context, version=version)
         self.process = process
         if self.progress is not None:
-            process.count.on_progress = self.progress.note
+            process.stats.on_progress = self.progress.note
         self.llm = llm
         """The `AsyncLLM`; None once the engine was left."""
         self.weights = weights
@@ -111,7 +111,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             sent = True
         except Exception as error:  # the border to vLLM, which refuses with errors of many kinds
             if llm.errored:
-                raise self.died(error) from error
+                raise self.death_error(error) from error
             raise RequestRejected(f"{request.name}: {error}") from error
         finally:
             if not sent:
@@ -147,7 +147,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             if mode is not PauseMode.ABORT or self.sent_all:
                 break  # else a request was on its way, and came after what was to cut it
         if mode is not PauseMode.KEEP:
-            self.process.count.clear()  # a scheduler that does not step would go on to count what was ended
+            self.process.stats.clear()  # a scheduler that does not step would go on to count what was ended
 
     async def resume(self) -> None:
         # Shielded: vLLM that goes on while it is said to stand still would be updated under its requests.
@@ -206,7 +206,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
                 "new weights for each update; `deltarunner check-weights MODEL` tells which tensors are wrong"
             )
 
-    async def scores_before_turns(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
         """Score ids while the engine is paused; running turns lose their place in the cache and keep their ids.
 
         Raises:
@@ -217,13 +217,13 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         request = GenerationRequest(name="proof", prompt=ids, sampling=how, scores_prompt=True)
         with self._ended_by_failure("its turns could not be held while ids are scored"):
             await self.reset_prefix_cache()
-            await self._call_core(set_aside.TURNS_ASIDE)
+            await self._call_core(turn_hold.HOLD_TURNS)
             try:
                 return {rank: await self._scored(request, rank) for rank in range(max(1, len(self.gate.ranks)))}
             except RequestRejected as error:
                 refused = error
             finally:
-                await self._call_core(set_aside.TURNS_BACK)
+                await self._call_core(turn_hold.RETURN_TURNS)
         raise refused
 
     async def _call_core(self, name: str) -> None:
@@ -245,7 +245,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
     def ended_by(self, why: str) -> EngineDead:
         if self._death is None:
             self.process.kill()
-        return self.died(None, why)
+        return self.death_error(None, why)
 
     async def reset_prefix_cache(self) -> None:
         # Without the running ones vLLM forgets nothing while anything runs, and answers no more than False.
@@ -286,12 +286,12 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
 
     async def devices(self) -> list[str]:
         """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU."""
-        names: list[str] = await self.answered("devices()", answers_of_workers(self.llm, "device_name"))
+        names: list[str] = await self.answered("devices()", call_all_workers(self.llm, "device_name"))
         return names
 
     async def _until_sent(self) -> None:
         while not self.sent_all:
-            await self.process.count.news()
+            await self.process.stats.wait_for_step()
 
     # --- its life
 
@@ -303,7 +303,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         if self._stopped:
             raise EngineDead("the engine is not running")
         if not self.is_alive():
-            raise self.died(None)
+            raise self.death_error(None)
 
     async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
         """What vLLM answers to a call; a dead one would let us wait for ever.
@@ -326,7 +326,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         if isinstance(failure, BadInput | EngineDead):
             raise failure
         if failure is None or self.llm.errored:
-            raise self.died(failure) from failure
+            raise self.death_error(failure) from failure
         if isinstance(failure, EngineError):
             raise failure
         raise EngineError(f"{what}: {' '.join(str(failure).split())[:500]}") from failure
@@ -344,17 +344,17 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         except EngineError as error:
             if self._death is None:
                 self.process.kill()
-            raise self.died(error, f"{why}: {error}") from error
+            raise self.death_error(error, f"{why}: {error}") from error
 
-    def died(self, error: Exception | None, why: str = "") -> EngineDead:
+    def death_error(self, error: Exception | None, why: str = "") -> EngineDead:
         """The error for one request of an engine that is dead: the same words and cause for all of them."""
         if self._death is None and self._stopped:
             return EngineDead("the engine was stopped")
         if self._death is None:
             self._death = EngineDead(f"The engine died: {why or self.process.cause_of_death()}")
             self._death.__cause__ = error
-            self.gate.fail(lambda: self.died(None))
-            self.process.count.clear()
+            self.gate.fail(lambda: self.death_error(None))
+            self.process.stats.clear()
         # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__

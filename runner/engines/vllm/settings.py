@@ -12,11 +12,25 @@ from typing import Any, Final
 
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.dtypes import gives_dtype
-from runner.engines.vllm.parallel import BINDING, UNIPROC, ParallelSizes, cores_by_worker, is_here, one_process
+from runner.engines.vllm.parallel import (
+    BINDING,
+    UNIPROC,
+    ParallelSizes,
+    cores_by_worker,
+    is_local,
+    single_process_variables,
+)
 from runner.errors import BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind
 
-__all__ = ["RequestMaker", "VllmSettings", "choose_settings", "constraint_arguments", "sampling_arguments", "spellings"]
+__all__ = [
+    "RequestConverter",
+    "VllmSettings",
+    "bad_word_ids",
+    "choose_settings",
+    "constraint_arguments",
+    "sampling_arguments",
+]
 
 _EVERYWHERE: dict[str, Any] = {
     # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
@@ -38,7 +52,7 @@ _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
 _RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
-_GIGABYTE = 1 << 30
+_GIB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +87,7 @@ def choose_settings(
         if name not in known:
             raise BadOption(f"VllmEngine({name}=...): this vLLM has no such engine argument.")
     ours = _EVERYWHERE | (_CPU if cpu else _GPU)
-    alone = one_process(given) if cpu else {}
+    alone = single_process_variables(given) if cpu else {}
     if alone:
         ours["distributed_executor_backend"] = UNIPROC
     if dtype is not None and not gives_dtype(given):
@@ -91,7 +105,7 @@ def choose_settings(
 def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
     workers, cores = ParallelSizes.of(given).workers, os.sched_getaffinity(0)
     variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes(workers))}
-    if is_here(given) and workers <= len(cores):
+    if is_local(given) and workers <= len(cores):
         # By default vLLM leaves a CPU core of each pair idle for serving, which here happens in our process, and gives
         # all ranks the same cores, or several workers none where there is one memory node.
         variables[BINDING] = cores_by_worker(workers, cores)
@@ -100,7 +114,7 @@ def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 def _cache_gigabytes(workers: int) -> int:
     # vLLM fills its cache with zeros at the start, which takes seconds where it is large.
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIGABYTE
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB_BYTES
     return max(1, min(4, memory // 6 // workers))
 
 
@@ -147,7 +161,7 @@ def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
     return {constraint.kind.value: value}
 
 
-def spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
+def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
     """The ids of each word at the beginning and after a space.
 
     VLLM leaves the second out where it has another number of ids, and then keeps few words out.
@@ -157,11 +171,11 @@ def spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> l
     return [list(each) for each in ids if each]
 
 
-CHECKED_CONSTRAINTS: Final = 1024
+CONSTRAINT_CACHE_ENTRIES: Final = 1024
 """Constraints that are remembered as valid; a run has few of them."""
 
 
-def checked_once(kind: type[Any]) -> type[Any]:
+def cache_constraint_checks(kind: type[Any]) -> type[Any]:
     """Make a subclass of vLLM's `SamplingParams` that checks each constraint once, and not for every request.
 
     vLLM parses a grammar in the caller's event loop for each request, which is a quarter of what a short turn costs.
@@ -189,7 +203,7 @@ def checked_once(kind: type[Any]) -> type[Any]:
             return
         getattr(kind, method)(self, *arguments)
         if key is not None:
-            if len(valid) >= CHECKED_CONSTRAINTS:
+            if len(valid) >= CONSTRAINT_CACHE_ENTRIES:
                 valid.clear()
             valid[key] = dict(vars(constraint))
 
@@ -198,7 +212,7 @@ def checked_once(kind: type[Any]) -> type[Any]:
     return checked
 
 
-class RequestMaker:
+class RequestConverter:
     """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM.
 
     Args:
@@ -212,11 +226,11 @@ class RequestMaker:
 
         self._stream_interval = stream_interval
         self._prompt = tokens_input
-        self._parameters = checked_once(SamplingParams)
+        self._parameters = cache_constraint_checks(SamplingParams)
         self._constraint = StructuredOutputsParams
         self._kind = RequestOutputKind.DELTA
         self._known = frozenset(SamplingParams.__struct_fields__)
-        self._spellings = lru_cache(16)(partial(spellings, encode=encode))
+        self._bad_word_ids = lru_cache(16)(partial(bad_word_ids, encode=encode))
 
     def __call__(self, request: GenerationRequest) -> tuple[Any, Any]:
         arguments = sampling_arguments(request, stream_interval=self._stream_interval, known=self._known)
@@ -232,4 +246,4 @@ class RequestMaker:
     def _bad_words(self, words: tuple[str, ...]) -> dict[str, Any]:
         # Where vLLM keeps what it makes of the words: what is there already it takes as it is.
         name = "_bad_words_token_ids"
-        return {name: self._spellings(words)} if name in self._known else {"bad_words": list(words)}
+        return {name: self._bad_word_ids(words)} if name in self._known else {"bad_words": list(words)}

@@ -25,15 +25,15 @@ import anyio
 import anyio.to_thread
 
 from runner.concurrency.threads import Job, WorkerThread
+from runner.engines.vllm.cleanup_process import FOLDER, CleanupProcess, release, shared_memory_of
 from runner.engines.vllm.dtypes import choose_dtype, gives_dtype, is_fast
-from runner.engines.vllm.ending import expected_end
 from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
-from runner.engines.vllm.keeper import FOLDER, Keeper, release, shared_memory_of
 from runner.engines.vllm.parallel import ParallelSizes, check_machine
-from runner.engines.vllm.scheduler_count import SchedulerCount
+from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.engines.vllm.settings import VllmSettings, choose_settings
-from runner.engines.vllm.worker import grammars, parent_watch, waiting
-from runner.engines.vllm.worker.phases import read_phase
+from runner.engines.vllm.shutdown_logging import suppress_shutdown_warnings
+from runner.engines.vllm.worker import grammar_patch, parent_watch, spin_wait_patch
+from runner.engines.vllm.worker.start_phases import read_phase
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
@@ -83,7 +83,7 @@ class VllmProcess:
     dtype_reason: str = ""
     """Why the engine computes in its dtype, where that was chosen for this processor or a resumed run; set by the
     start."""
-    count: SchedulerCount = field(default_factory=SchedulerCount)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
     """The counts of vLLM's schedulers."""
     llm: Any = None
     """The `AsyncLLM`, once it was started."""
@@ -93,7 +93,7 @@ class VllmProcess:
     """The processes of the engine cores."""
     folder: EngineFolder | None = None
     """The folder of the files that its processes leave; None before the start."""
-    keeper: Keeper | None = None
+    cleanup: CleanupProcess | None = None
     """Who removes what they leave, should this process be killed together with them."""
     _memory: set[str] = field(default_factory=set)  # shared memory of the cores, as it was when they had started
     _given_up: bool = False  # set on the event loop, looked at by the thread that starts
@@ -121,7 +121,7 @@ class VllmProcess:
 
     async def stop(self) -> None:
         """End every process; twice is allowed."""
-        with anyio.CancelScope(shield=True), expected_end():
+        with anyio.CancelScope(shield=True), suppress_shutdown_warnings():
             await anyio.to_thread.run_sync(self._stop)
             if self._thread is not None:
                 self._thread.end()
@@ -176,15 +176,15 @@ class VllmProcess:
         _refuse_import_by_child()
         self.folder = EngineFolder()
         try:
-            self.keeper = Keeper(self.folder.path)
+            self.cleanup = CleanupProcess(self.folder.path)
         except (OSError, subprocess.SubprocessError) as error:
             logging.getLogger("vllm").warning("deltarunner has nobody remove what a killed engine leaves: %s", error)
         with _VARIABLES:
             self._others = _children()
             try:
                 self.llm = self._construct()
-                if self.keeper is not None:
-                    self.keeper.engine_runs()
+                if self.cleanup is not None:
+                    self.cleanup.engine_started()
             except BadInput:
                 raise
             except Exception as error:  # vLLM raises anything; each is about this model and these arguments
@@ -215,7 +215,7 @@ class VllmProcess:
                 if self._given_up:
                     raise BadModel(f"the start of {self.model.name!r} was cancelled")
                 return AsyncLLM.from_engine_args(
-                    arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.count.logger()]
+                    arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[self.stats.logger()]
                 )
 
     def _arguments(self) -> Any:
@@ -253,14 +253,14 @@ class VllmProcess:
     def _variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         assert self.folder is not None
         ours = {
-            parent_watch.PARENT: parent_watch.own_name(),
+            parent_watch.PARENT: parent_watch.own_process_name(),
             FOLDER: str(self.folder.path),
             parent_watch.FAILURES: str(self.folder.failures),
             SOCKETS: str(self.folder.path),
         }
         if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep ours out
             ours["VLLM_PLUGINS"] = ",".join(
-                [allowed, *(each.ENTRY_POINT for each in (parent_watch, waiting, grammars))]
+                [allowed, *(each.ENTRY_POINT for each in (parent_watch, spin_wait_patch, grammar_patch))]
             )
         return {**_log_variables(), **environment, **ours}
 
@@ -278,8 +278,8 @@ class VllmProcess:
         release(memory)
         if self.folder is not None:
             self.folder.remove()
-        if self.keeper is not None:
-            self.keeper.dismiss()
+        if self.cleanup is not None:
+            self.cleanup.dismiss()
 
     def _mapped(self) -> set[str]:
         return {name for core in self.cores if core.pid for name in shared_memory_of(core.pid)}

@@ -59,7 +59,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
 
     def _leave(self) -> None:
         super()._leave()
-        self._runtime.process.count.tell()
+        self._runtime.process.stats.tell()
 
     async def __anext__(self) -> Delta:
         if self.finish is not None:
@@ -128,7 +128,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             self.finish = Finish(FinishReason.ABORT, versions=self._unstamped())
 
     def _died(self, error: Exception) -> EngineDead:
-        death = self._runtime.died(error)
+        death = self._runtime.death_error(error)
         self.finish = Finish(FinishReason.ERROR, stop=str(death), versions=self._unstamped())
         return death
 

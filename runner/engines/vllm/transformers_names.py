@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["CheckpointSource", "as_in_checkpoint"]
+__all__ = ["CheckpointSource", "to_checkpoint_names"]
 
 
-def as_in_checkpoint(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
+def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
     """The same tensors as transformers would save them, mostly views; None where it changes nothing.
 
     Args:
@@ -49,12 +49,12 @@ class CheckpointSource:
 
         kinds = list(self._source.metadata())
         empty = {one.name: torch.empty(tuple(one.shape), dtype=one.dtype, device="meta") for one in kinds}
-        converted = as_in_checkpoint(self._config, empty) or empty
+        converted = to_checkpoint_names(self._config, empty) or empty
         return [type(kinds[0])(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         tensors = dict(iter(self._source))
-        yield from (as_in_checkpoint(self._config, tensors) or tensors).items()
+        yield from (to_checkpoint_names(self._config, tensors) or tensors).items()
 
 
 class _Once:

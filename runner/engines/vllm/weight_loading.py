@@ -12,8 +12,8 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer
-from runner.engines.vllm.trainer_end import worker_said
-from runner.engines.vllm.transformers_names import as_in_checkpoint
+from runner.engines.vllm.trainer_endpoint import worker_error
+from runner.engines.vllm.transformers_names import to_checkpoint_names
 from runner.engines.vllm.weight_memory import WeightMemory, form_of
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
@@ -130,7 +130,7 @@ class VllmWeights:
         except EngineError:
             raise
         except Exception as error:  # the border to vLLM, whose workers raise anything
-            raise EngineError(worker_said(error)) from error
+            raise EngineError(worker_error(error)) from error
         finally:
             checked.close()
 
@@ -181,7 +181,7 @@ class VllmWeights:
                 f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
         if not given.keys() <= model.forms.keys():
-            given = as_in_checkpoint(self._llm.vllm_config.model_config.hf_config, given) or given
+            given = to_checkpoint_names(self._llm.vllm_config.model_config.hf_config, given) or given
         forms = {name: form_of(name, tensor) for name, tensor in given.items()}
         compare(forms, model, given_as="the state dict")
         _compare_tied(given, model)

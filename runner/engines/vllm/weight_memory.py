@@ -26,8 +26,8 @@ from runner.errors import BadWeights
 __all__ = ["WeightMemory", "form_of"]
 
 _NAME = "deltarunner-weights"
-_AT_ONCE = 512  # parts of one call; Linux takes 1,024
-_BYTES_AT_ONCE = 32 * 1024**2  # written by one call, or looked at for what is no number
+_MAX_PARTS = 512  # parts of one call; Linux takes 1,024
+_BATCH_BYTES = 32 * 1024**2  # written by one call, or looked at for what is no number
 _EXPONENTS = {
     "float64": ("int64", 0x7FF0_0000_0000_0000),
     "float32": ("int32", 0x7F80_0000),
@@ -139,7 +139,7 @@ def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
     for tensor, dtype in tensors:
         batch.append(bytes_of(tensor, dtype).data)
         size += batch[-1].nbytes
-        if len(batch) == _AT_ONCE or size >= _BYTES_AT_ONCE:
+        if len(batch) == _MAX_PARTS or size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
     yield batch
@@ -166,7 +166,7 @@ def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorFor
         if dtype in _EXPONENTS:
             kind, exponent = _EXPONENTS[dtype]
             bits = np.frombuffer(memory, kind, ends[-1], begin)
-            at_once = _BYTES_AT_ONCE // bits.itemsize
+            at_once = _BATCH_BYTES // bits.itemsize
             exponents = np.empty(min(ends[-1], at_once), kind)
             for start in range(0, ends[-1], at_once):
                 from_thread.check_cancelled()

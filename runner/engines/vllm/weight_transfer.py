@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer, TransferStep, send_parts
-from runner.engines.vllm.trainer_end import TrainerEnd, forms_of_source, worker_said
+from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.vllm.transformers_names import CheckpointSource
 from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, compare, forms_of_transfer
 from runner.errors import BadWeights, EngineError
@@ -31,7 +31,7 @@ class VllmTransfers:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._joined: Mapping[str, Any] | None = None  # the init info of a trainer elsewhere that was met
-        self._trainer: TrainerEnd | None = None  # vLLM's trainer end, where it is in this process
+        self._trainer: TrainerEndpoint | None = None  # vLLM's trainer end, where it is in this process
 
     async def check(self, transfer: Transfer, model: Checkpoint) -> None:
         """Compare what is announced, and let both ends meet where they have not yet.
@@ -93,14 +93,14 @@ class VllmTransfers:
         except TimeoutError as error:
             raise BadWeights(f"{name}: engine and trainer do not meet: not within {seconds:g} s") from error
         except Exception as error:  # the border to vLLM; no weight was touched
-            raise BadWeights(f"{name}: engine and trainer do not meet: {worker_said(error)}") from error
+            raise BadWeights(f"{name}: engine and trainer do not meet: {worker_error(error)}") from error
 
     async def _join(self, init: Mapping[str, Any]) -> None:
         await self.meet(init)
         self._joined = dict(init)
 
     async def _join_here(self, transfer: LocalTransfer, source: Any) -> None:
-        trainer = TrainerEnd(transfer, self, source)
+        trainer = TrainerEndpoint(transfer, self, source)
         await trainer.meet(transfer.info)
         self._trainer = trainer
 

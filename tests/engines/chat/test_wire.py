@@ -11,7 +11,7 @@ from runner import BadOption, Sampling
 from runner.engines.base import FinishReason
 from runner.engines.chat.engine import ChatEngine
 from runner.engines.chat.server import too_long
-from runner.engines.chat.wire import FIELDS, Wording, body_of, check_sampling
+from runner.engines.chat.wire import FIELDS, RequestFormat, body_of, check_sampling
 from runner.engines.message_engine import MessagePiece
 from runner.messages import ToolCall
 from runner.parsing.events import ContentPiece, ReasoningPiece
@@ -40,8 +40,8 @@ def anyio_backend() -> str:
 
 
 def sent(**options: Any) -> dict[str, Any]:
-    wording = options.pop("wording", {})
-    return body_of(wanted(**options), Wording(model="model", **wording))
+    request_format = options.pop("request_format", {})
+    return body_of(wanted(**options), RequestFormat(model="model", **request_format))
 
 
 def text_of(pieces: list[MessagePiece]) -> tuple[str, str, list[ToolCall]]:
@@ -79,7 +79,7 @@ def test_messages_are_sent_as_servers_take_them() -> None:
 
 def test_earlier_reasoning_is_sent_in_the_field_that_was_named_and_else_left_out() -> None:
     assert "Adding." not in str(sent(messages=CALLED))
-    called = sent(messages=CALLED, wording={"reasoning": "reasoning"})["messages"][1]
+    called = sent(messages=CALLED, request_format={"reasoning": "reasoning"})["messages"][1]
     assert called["reasoning"] == "Adding."
 
 
@@ -114,11 +114,11 @@ def test_each_field_that_a_server_does_not_know_can_be_left_out(name: str) -> No
         "frequency_penalty": 1,
     }
     assert name in sent(**options)
-    assert name not in sent(**options, wording={"leave_out": (name,)})
+    assert name not in sent(**options, request_format={"leave_out": (name,)})
 
 
 def test_what_every_request_has_goes_over_what_is_made_of_the_sampling() -> None:
-    body = sent(wording={"extra_body": {"reasoning_effort": "low", "temperature": 0.2}})
+    body = sent(request_format={"extra_body": {"reasoning_effort": "low", "temperature": 0.2}})
     assert (body["reasoning_effort"], body["temperature"]) == ("low", 0.2)
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from runner.engines.base import Delta, Engine, Session
-from runner.engines.function.calling import TokenFeature, TokenFunction, TokenOutput, TokenSampling
 from runner.engines.function.engine import TokenEngine
+from runner.engines.function.token_function import TokenFeature, TokenFunction, TokenOutput, TokenSampling
 
 __all__ = ["Behind", "engine_over", "output_of"]
 

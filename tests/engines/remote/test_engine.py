@@ -16,7 +16,7 @@ from runner import Outcome, RequestRejected, Run, RunFile, Sampling, Task, ToolC
 from runner.engines.base import FinishReason
 from runner.engines.remote.dialect import ServerDialect
 from runner.engines.remote.engine import RemoteEngine
-from runner.engines.remote.start import served_models
+from runner.engines.remote.server_probe import served_models
 from runner.engines.scripted.script import ModelCall
 from runner.errors import BadControl, BadModel, BadOption
 from runner.options import Constraint, ConstraintKind
@@ -175,7 +175,7 @@ async def test_log_probabilities_behind_all_that_changes_them_are_taken_as_they_
 async def test_new_weights_of_a_server_are_seen_by_what_it_samples(tmp_path: Path, dialect: str) -> None:
     told: list[str] = []
     async with asked(tmp_path, dialect=ServerDialect(dialect)) as (server, engine):
-        with engine.telling(lambda: told.append(engine.weight_version)):
+        with engine.on_update(lambda: told.append(engine.weight_version)):
             assert engine.weight_version == "scripted"
             await server.engine.update_weights("new", version="7")
             stream = engine.stream(wanted())

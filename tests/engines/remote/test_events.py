@@ -21,6 +21,6 @@ def test_events_are_the_same_however_their_bytes_are_cut(cuts: list[int]) -> Non
 
 
 def test_a_line_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_LONGEST", 100)
+    monkeypatch.setattr(events, "_MAX_LINE_BYTES", 100)
     with pytest.raises(ValueError, match="line of more than 100 bytes"):
         list(EventReader().feed(b"data: " + b"x" * 100))

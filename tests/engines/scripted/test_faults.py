@@ -156,7 +156,7 @@ async def test_nothing_is_kept_of_requests_that_ended() -> None:
             await say(engine)
         assert engine.calls == []
         assert not engine.runtime.requests
-        assert not engine.runtime.ticker._due
+        assert not engine.runtime.tick_clock._due
         assert engine.stats().sampled_tokens == 12
 
 

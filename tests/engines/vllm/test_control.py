@@ -157,7 +157,7 @@ async def begun(engine: VllmEngine) -> None:
     """Return when something is being sampled."""
     sampled = engine.stats().sampled_tokens
     while engine.vllm.sent_all or engine.stats().sampled_tokens < sampled + 8:
-        await engine.vllm.process.count.news()
+        await engine.vllm.process.stats.wait_for_step()
 
 
 def assert_stamped(trajectory: Trajectory) -> None:

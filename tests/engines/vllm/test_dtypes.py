@@ -11,7 +11,7 @@ import pytest
 
 from runner.engines.vllm.dtypes import ChosenDtype, choose_dtype, gives_dtype, weight_bytes
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.parallel import BINDING, UNIPROC, one_process
+from runner.engines.vllm.parallel import BINDING, UNIPROC, single_process_variables
 from runner.engines.vllm.settings import choose_settings
 
 KNOWN = frozenset({"dtype", "distributed_executor_backend", "tensor_parallel_size", "data_parallel_size"})
@@ -168,7 +168,7 @@ def test_the_only_worker_of_a_cpu_engine_is_inside_the_engine_core_on_all_cores(
 
 def test_threads_are_bound_to_the_cores_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BINDING, "4-6,9")
-    assert one_process({})["OMP_PLACES"] == "{4,5,6,9}"
+    assert single_process_variables({})["OMP_PLACES"] == "{4,5,6,9}"
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_other_workers_are_processes_of_their_own(given: dict[str, Any]) -> None
 @pytest.mark.parametrize("bound", ["auto", "nobind", "0|1"])
 def test_cores_that_are_left_to_vllm_leave_it_the_executor(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BINDING, bound)
-    assert one_process({}) == {}
+    assert single_process_variables({}) == {}
 
 
 def test_another_openmp_leaves_vllm_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libiomp5.so")
-    assert one_process({}) == {}
+    assert single_process_variables({}) == {}

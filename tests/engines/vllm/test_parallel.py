@@ -12,7 +12,7 @@ from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import (
     BINDING,
     ParallelSizes,
-    answers_of_workers,
+    call_all_workers,
     check_machine,
     cores_by_worker,
     ranks_of,
@@ -114,8 +114,8 @@ class Llm:
 
 @pytest.mark.anyio
 async def test_the_workers_of_every_rank_answer() -> None:
-    assert await answers_of_workers(Llm(Client()), "name", of="device") == ["a", "b", "c", "d"]
-    assert await answers_of_workers(Llm(SimpleNamespace()), "name", of="device") == ["a", "b"], "an older vLLM"
+    assert await call_all_workers(Llm(Client()), "name", of="device") == ["a", "b", "c", "d"]
+    assert await call_all_workers(Llm(SimpleNamespace()), "name", of="device") == ["a", "b"], "an older vLLM"
 
 
 def test_an_engine_has_the_ranks_that_vllm_sends_requests_to() -> None:

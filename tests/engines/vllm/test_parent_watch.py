@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.engines.vllm.keeper import process_name
+from runner.engines.vllm.cleanup_process import process_name
 from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG = 600.0
@@ -57,7 +57,7 @@ def test_another_process_that_took_the_id_is_not_the_parent() -> None:
         assert child.wait(WATCHDOG) == 1
 
 
-@pytest.mark.parametrize("parent", [None, parent_watch.own_name()], ids=["not ours", "parent alive"])
+@pytest.mark.parametrize("parent", [None, parent_watch.own_process_name()], ids=["not ours", "parent alive"])
 def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) -> None:
     with child_of(parent) as child:
         assert child.stdout is not None
@@ -66,7 +66,7 @@ def test_a_process_with_nothing_to_fear_ends_by_itself_only(parent: str | None) 
         assert child.returncode == 0
 
 
-@pytest.mark.parametrize("parent", [None, parent_watch.own_name()], ids=["not ours", "the parent itself"])
+@pytest.mark.parametrize("parent", [None, parent_watch.own_process_name()], ids=["not ours", "the parent itself"])
 def test_no_thread_where_there_is_nothing_to_watch(parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(parent_watch.PARENT, raising=False)
     if parent is not None:
@@ -79,7 +79,7 @@ def test_no_thread_where_there_is_nothing_to_watch(parent: str | None, monkeypat
 def test_the_first_failure_of_a_process_is_noted_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     logger = logging.Logger("vllm of this test")
-    logger.addHandler(parent_watch._FailureNotes(str(path)))
+    logger.addHandler(parent_watch._FailureLogHandler(str(path)))
     for cause, words in [("out of\nmemory", "WorkerProc failed to start."), ("later", "EngineCore failed to start.")]:
         try:
             raise ValueError(cause)

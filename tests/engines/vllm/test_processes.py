@@ -102,7 +102,7 @@ def _session(pid: int) -> int | None:
 
 def assert_no_engine_process_is_left() -> None:
     """Those that an engine of ours started name us in their environment."""
-    assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_name()])
+    assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_process_name()])
 
 
 def assert_nothing_is_left_in(folder: Path) -> None:

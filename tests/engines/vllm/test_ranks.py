@@ -22,7 +22,7 @@ from runner.engines.base import DeltaStream, Finish, GenerationRequest, Session
 from runner.engines.state import PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import BINDING
-from runner.engines.wrapping import WrappedEngine
+from runner.engines.wrapped_engine import WrappedEngine
 from runner.errors import EngineDead
 from runner.testing import FORCING
 from runner.tokens.log import VersionSpan

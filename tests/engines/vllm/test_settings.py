@@ -15,11 +15,11 @@ from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import BINDING
 from runner.engines.vllm.settings import (
-    checked_once,
+    bad_word_ids,
+    cache_constraint_checks,
     choose_settings,
     constraint_arguments,
     sampling_arguments,
-    spellings,
 )
 from runner.errors import BadModel, BadOption
 from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind, Sampling
@@ -188,8 +188,8 @@ def test_as_many_likeliest_ids_can_be_asked_for_as_a_sampling_takes() -> None:
 
 def test_a_bad_word_is_spelled_alone_and_after_a_space() -> None:
     encode = ByteTokenizer().encode
-    assert spellings(("moon", " sun"), encode) == [list(text.encode()) for text in ("moon", " moon", "sun", " sun")]
-    assert spellings(("moon", "moon"), encode) == spellings(("moon",), encode)
+    assert bad_word_ids(("moon", " sun"), encode) == [list(text.encode()) for text in ("moon", " moon", "sun", " sun")]
+    assert bad_word_ids(("moon", "moon"), encode) == bad_word_ids(("moon",), encode)
 
 
 class Parameters:
@@ -219,7 +219,7 @@ class Parameters:
     ],
 )
 def test_a_constraint_is_checked_once_by_all_of_its_text(constraints: list[dict[str, Any]], checks: int) -> None:
-    kind = checked_once(type("Fresh", (Parameters,), {}))
+    kind = cache_constraint_checks(type("Fresh", (Parameters,), {}))
     for constraint in constraints:
         made = kind(**constraint)
         if constraint["grammar"] == "wrong":
@@ -233,20 +233,20 @@ def test_a_constraint_is_checked_once_by_all_of_its_text(constraints: list[dict[
 
 def test_engines_check_constraints_each_for_itself() -> None:
     base = type("Fresh", (Parameters,), {})
-    kinds = [checked_once(base), checked_once(base)]
+    kinds = [cache_constraint_checks(base), cache_constraint_checks(base)]
     for kind in kinds:
         kind(grammar="one")._validate_structured_outputs()
     assert [kind.checks for kind in kinds] == [1, 1]
 
 
 def test_a_vllm_that_checks_elsewhere_is_left_as_it_is() -> None:
-    assert checked_once(dict) is dict
+    assert cache_constraint_checks(dict) is dict
 
 
 def test_what_is_sent_to_the_core_is_what_vllm_itself_sends() -> None:
     sampling_params = pytest.importorskip("vllm.sampling_params")
     encode = importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder().encode
-    kinds = sampling_params.SamplingParams, checked_once(sampling_params.SamplingParams)
+    kinds = sampling_params.SamplingParams, cache_constraint_checks(sampling_params.SamplingParams)
     sent = []
     for kind in kinds:
         constraint = sampling_params.StructuredOutputsParams(grammar='root ::= "a"')

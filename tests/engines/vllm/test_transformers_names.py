@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.transformers_names import CheckpointSource, as_in_checkpoint
+from runner.engines.vllm.transformers_names import CheckpointSource, to_checkpoint_names
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -61,7 +61,7 @@ def test_names_and_values_are_those_of_save_pretrained(name: str, tmp_path: Path
     import torch
 
     model = tiny(name)
-    wanted, converted = saved(model, tmp_path), as_in_checkpoint(model.config, model.state_dict())
+    wanted, converted = saved(model, tmp_path), to_checkpoint_names(model.config, model.state_dict())
     assert converted is not None
     assert converted.keys() == wanted.keys()
     assert all(torch.equal(converted[each], tensor) for each, tensor in wanted.items())
@@ -70,14 +70,14 @@ def test_names_and_values_are_those_of_save_pretrained(name: str, tmp_path: Path
 def test_a_model_whose_names_are_the_checkpoints_is_left_alone() -> None:
     config = transformers.LlamaConfig(**COMMON)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert as_in_checkpoint(config, model.state_dict()) is None
+    assert to_checkpoint_names(config, model.state_dict()) is None
 
 
 def test_a_model_that_transformers_does_not_have_is_left_alone() -> None:
     class Own:
         architectures = ("OwnForCausalLM",)
 
-    assert as_in_checkpoint(Own(), {"a": [1.0]}) is None
+    assert to_checkpoint_names(Own(), {"a": [1.0]}) is None
 
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-NeoX"])

@@ -250,7 +250,7 @@ async def test_many_small_tensors_are_written_by_few_calls_that_may_write_by_hal
         return writev(descriptor, [whole[: max(1, len(whole) - 5)]])
 
     monkeypatch.setattr("os.writev", by_half)
-    monkeypatch.setattr("runner.engines.vllm.weight_memory._AT_ONCE", 500)
+    monkeypatch.setattr("runner.engines.vllm.weight_memory._MAX_PARTS", 500)
     weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
     assert same(await load(weights, given), given)
     assert calls[0] == 1, "the header"
@@ -270,7 +270,7 @@ async def test_the_tensor_of_a_value_that_is_no_number_is_named_wherever_it_lies
     }
     names = [name for name in given if given[name].numel()]
     weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
-    monkeypatch.setattr("runner.engines.vllm.weight_memory._BYTES_AT_ONCE", 24)
+    monkeypatch.setattr("runner.engines.vllm.weight_memory._BATCH_BYTES", 24)
     for name in names:
         bad = given[name].clone()
         bad[{"first": 0, "middle": len(bad) // 2, "last": -1}[at]] = value

@@ -11,12 +11,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from runner.engines.vllm.worker import parent_watch
-from runner.engines.vllm.worker.bitmasks import mend_bitmasks
-from runner.engines.vllm.worker.generators import mend_generators
-from runner.engines.vllm.worker.masking import mask_kernels
-from runner.engines.vllm.worker.prompt_scores import mend_prompt_scores
-from runner.engines.vllm.worker.reloading import mend_reloading
-from runner.engines.vllm.worker.scored_ids import give_scored_ids
+from runner.engines.vllm.worker.bitmask_patch import patch_bitmasks
+from runner.engines.vllm.worker.generator_patch import patch_generators
+from runner.engines.vllm.worker.lora_kernel_patch import patch_lora_kernels
+from runner.engines.vllm.worker.prompt_score_patch import patch_prompt_scores
+from runner.engines.vllm.worker.reload_patch import patch_reload
+from runner.engines.vllm.worker.scored_ids_patch import patch_sampler
 
 __all__ = ["FILE_BACKEND", "WeightWorker"]
 
@@ -54,29 +54,29 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         uuid: str = current_platform.get_device_uuid(self.device.index or 0)
         return uuid
 
-    def mask_adapters(self) -> bool:
+    def patch_adapters(self) -> bool:
         """Keep adapters away from turns that asked for none; gives whether they are."""
-        return mask_kernels()
+        return patch_lora_kernels()
 
-    def prepare_scores(self) -> bool:
+    def patch_scoring(self) -> bool:
         """Let requests name the ids whose log-probabilities they want as sampled, and score prompts with adapters.
 
         Returns:
             Whether this vLLM allows it.
         """
         try:
-            give_scored_ids(self.model_runner)
-            mend_prompt_scores(self.model_runner)
+            patch_sampler(self.model_runner)
+            patch_prompt_scores(self.model_runner)
         except (AttributeError, ImportError):
             return False
         return True
 
-    def mend_cpu(self) -> None:
+    def patch_cpu_worker(self) -> None:
         """On a CPU, mend what vLLM does wrong there: seeded turns, masks and the reload of weights."""
         if self.device.type == "cpu":
-            mend_generators()
-            mend_bitmasks()
-            mend_reloading()
+            patch_generators()
+            patch_bitmasks()
+            patch_reload()
 
 
 def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -96,6 +96,6 @@ def _register_file_transfer() -> None:
     WeightTransferEngineFactory.register_engine(FILE_BACKEND, module, "FileTransferEngine")
 
 
-if parent_watch.of_an_engine():  # not where this module is only named
+if parent_watch.started_by_engine():  # not where this module is only named
     with suppress(ImportError):  # a vLLM without weight transfer
         _register_file_transfer()

@@ -18,18 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from runner.engines.vllm.keeper import FOLDER, is_alive, process_name
-from runner.engines.vllm.worker.phases import note_phases
+from runner.engines.vllm.cleanup_process import FOLDER, is_alive, process_name
+from runner.engines.vllm.worker.start_phases import note_phases
 
 __all__ = [
     "ENTRY_POINT",
     "FAILURES",
     "PARENT",
     "note_failure",
-    "of_an_engine",
-    "own_name",
+    "own_process_name",
     "rank_named",
     "read_failure",
+    "started_by_engine",
     "watch_parent",
 ]
 
@@ -48,14 +48,14 @@ _THREAD = "deltarunner-orphan-watch"
 _FATAL = ("WorkerProc", "EngineCore")  # how vLLM's words begin when a process of its fails
 
 
-def own_name() -> str:
+def own_process_name() -> str:
     """This process for the variable `PARENT`."""
     return process_name(os.getpid())
 
 
-def of_an_engine() -> bool:
+def started_by_engine() -> bool:
     """Whether an engine of ours started this process."""
-    return os.environ.get(PARENT) not in (None, own_name())
+    return os.environ.get(PARENT) not in (None, own_process_name())
 
 
 def watch_parent() -> None:
@@ -64,7 +64,7 @@ def watch_parent() -> None:
     Returns None, by which a platform plugin says that its platform is not there.
     """
     parent = os.environ.get(PARENT)
-    if parent is None or not of_an_engine():
+    if parent is None or not started_by_engine():
         return
     rank = rank_named(multiprocessing.current_process().name)
     if rank is not None:
@@ -77,8 +77,8 @@ def watch_parent() -> None:
         note_phases(Path(folder) / "phase")
     logger = logging.getLogger("vllm")
     path = os.environ.get(FAILURES)
-    if path and not any(isinstance(handler, _FailureNotes) for handler in logger.handlers):
-        logger.addHandler(_FailureNotes(path))
+    if path and not any(isinstance(handler, _FailureLogHandler) for handler in logger.handlers):
+        logger.addHandler(_FailureLogHandler(path))
 
 
 def _meet_in(folder: str | None) -> None:
@@ -94,7 +94,7 @@ def _exit_without(parent: str) -> None:
     os._exit(1)
 
 
-class _FailureNotes(logging.Handler):
+class _FailureLogHandler(logging.Handler):
     """Appends the exception a process dies of to a file, a line each; the first is the root cause."""
 
     def __init__(self, path: str) -> None:

@@ -1,7 +1,7 @@
-"""What an engine's processes leave in the system where they are killed, and the keeper that removes it then.
+"""Process that removes what the processes of an engine leave in the system when they are killed.
 
-The keeper is this file run as a script, which needs nothing but Python. It has a session of its own and is nobody's
-child, since Ray kills all that a worker has started together with it, and who stops a job kills its process group.
+This file is run as a script and needs only Python. The process has its own session and is not a child of the engine's
+process, since Ray kills all processes that a worker started, and stopping a job kills its process group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FOLDER", "Keeper", "is_alive", "process_name", "release", "shared_memory_of"]
+__all__ = ["FOLDER", "CleanupProcess", "is_alive", "process_name", "release", "shared_memory_of"]
 
 FOLDER: Final = "DELTARUNNER_ENGINE_FOLDER"
 """The variable that names the engine's own folder to its processes, which are known by it."""
@@ -26,12 +26,12 @@ FOLDER: Final = "DELTARUNNER_ENGINE_FOLDER"
 _FOLDER: Final = "/dev/shm/"
 _SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # as Python names its own, and vLLM's CPU workers theirs
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
-_RUNS, _ENDED = b"r", b"e"  # what the keeper is told
-_SECONDS: Final = 1.0  # from one look of the keeper to the next
+_RUNS, _ENDED = b"r", b"e"  # what the cleanup process is told
+_SECONDS: Final = 1.0  # from one look of the cleanup process to the next
 _ORPHAN_SECONDS: Final = 60.0  # orphans see within one that their parent is gone, unless the machine is very busy
 
 
-class Keeper:
+class CleanupProcess:
     """A process that waits for the end of this one, and removes what its engine has left by then.
 
     Args:
@@ -43,7 +43,7 @@ class Keeper:
         hears, tells = os.pipe()
         self._told = os.fdopen(tells, "wb", buffering=0)
         with open(hears, "rb") as stdin:
-            # What is started here ends at once, and its child is the keeper.
+            # What is started here ends at once, and its child is the cleanup process.
             subprocess.run(
                 command,
                 stdin=stdin,
@@ -54,8 +54,8 @@ class Keeper:
                 check=True,
             )
 
-    def engine_runs(self) -> None:
-        """Say that the engine's processes are complete; while they start, the keeper looks for new ones."""
+    def engine_started(self) -> None:
+        """Say that the engine's processes are complete; while they start, the cleanup process looks for new ones."""
         self._tell(_RUNS)
 
     def dismiss(self) -> None:
@@ -126,15 +126,15 @@ def release(names: Iterable[str]) -> None:
             memory.unlink()
 
 
-# --- in the keeper
+# --- in the cleanup process
 
 
-def _keep(owner: str, folder: str) -> None:
+def _run(owner: str, folder: str) -> None:
     processes, memory = set[str](), set[str]()
     starts = hears = True
     while is_alive(owner):
         if starts:
-            _look(owner, folder, processes, memory)
+            _scan(owner, folder, processes, memory)
         if not hears:  # whoever could tell it anything has closed the pipe, and may live on
             time.sleep(_SECONDS)
         elif select.select([0], [], [], _SECONDS)[0]:
@@ -142,7 +142,7 @@ def _keep(owner: str, folder: str) -> None:
             if word == _ENDED:
                 return
             if word == _RUNS:
-                _look(owner, folder, processes, memory)
+                _scan(owner, folder, processes, memory)
                 starts = False
             hears = bool(word)
     give_up = time.monotonic() + _ORPHAN_SECONDS
@@ -157,7 +157,7 @@ def _keep(owner: str, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _look(owner: str, folder: str, processes: set[str], memory: set[str]) -> None:
+def _scan(owner: str, folder: str, processes: set[str], memory: set[str]) -> None:
     """Add those of the engine's processes that are there, and the shared memory that they use."""
     mark = os.fsencode(f"{FOLDER}={folder}")
     for pid in _below(int(owner.partition(":")[0])):
@@ -169,4 +169,4 @@ def _look(owner: str, folder: str, processes: set[str], memory: set[str]) -> Non
 
 if __name__ == "__main__":
     if os.fork() == 0:
-        _keep(*sys.argv[1:])
+        _run(*sys.argv[1:])

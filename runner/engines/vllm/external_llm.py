@@ -11,20 +11,28 @@ import anyio
 
 from runner.engines.adapters import base_and_adapter
 from runner.engines.base import Delta, Finish, GenerationRequest
-from runner.engines.exactness import is_unchanged
+from runner.engines.raw_logprobs import samples_raw_distribution
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.runtime import ABORT_SECONDS, VllmRuntime
-from runner.engines.vllm.scheduler_count import SchedulerCount
+from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.engines.vllm.settings import VllmSettings
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.engines.vllm.worker.bitmasks import WORD
+from runner.engines.vllm.worker.bitmask_patch import WORD_BITS
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.options import Constraint, Sampling
 
-__all__ = ["LentProcess", "LentRuntime", "LentStream", "check_constraint", "check_llm", "check_sampling", "given_to"]
+__all__ = [
+    "ExternalProcess",
+    "ExternalRuntime",
+    "ExternalStream",
+    "arguments_of",
+    "check_constraint",
+    "check_llm",
+    "check_sampling",
+]
 
 _LISTEN_SECONDS = 1.0
 """How soon it is heard that the owner shut it down, of which vLLM tells nobody who waits for an id."""
@@ -58,7 +66,7 @@ def check_llm(llm: Any) -> None:
         )
 
 
-def given_to(llm: Any) -> dict[str, Any]:
+def arguments_of(llm: Any) -> dict[str, Any]:
     """The engine arguments of its owner that others ask an engine for: who forces ids, and who makes token masks."""
     config = llm.vllm_config
     processors = getattr(config.model_config, "logits_processors", None) or ()
@@ -92,14 +100,14 @@ def check_constraint(llm: Any, constraint: Constraint) -> None:
         BadOption: says how it is to be started.
     """
     config = llm.vllm_config
-    if _bare_on_cpu(llm) and config.model_config.get_vocab_size() % WORD:
+    if _bare_on_cpu(llm) and config.model_config.get_vocab_size() % WORD_BITS:
         raise BadOption(
             f"a turn under a grammar ({constraint.kind.value}): on a CPU, masks write behind a vocabulary that is no "
-            f"multiple of {WORD}, unless the AsyncLLM is started with {_EXTENSION}."
+            f"multiple of {WORD_BITS}, unless the AsyncLLM is started with {_EXTENSION}."
         )
 
 
-class LentProcess(VllmProcess):
+class ExternalProcess(VllmProcess):
     """What is there of vLLM's processes where somebody else has them: nothing is started, and nothing ended."""
 
     async def start(self) -> Any:
@@ -149,7 +157,7 @@ def _bare_on_cpu(llm: Any) -> bool:
     return llm.vllm_config.device_config.device_type == "cpu" and not VllmWeights(llm, "").extended
 
 
-class LentCount(SchedulerCount):
+class ExternalStats(SchedulerStats):
     """The count of our own requests: what the scheduler has besides are its owner's."""
 
     def __init__(self, requests: Collection[Request]) -> None:
@@ -161,12 +169,12 @@ class LentCount(SchedulerCount):
         """Our requests that vLLM has and has not finished."""
         return sum(not request.sent_all for request in self._requests)
 
-    async def news(self) -> None:
+    async def wait_for_step(self) -> None:
         """Return a little later: no logger of ours tells of steps."""
         await anyio.sleep(_LOOK_SECONDS)
 
 
-class LentAdapters(VllmAdapters):
+class ExternalAdapters(VllmAdapters):
     """No adapters: what adapters there are is known to the owner alone."""
 
     async def add(
@@ -178,15 +186,15 @@ class LentAdapters(VllmAdapters):
         _not_ours(f"remove_adapter({name!r})", "adapters are its owner's")
 
 
-class LentRuntime(VllmRuntime):
+class ExternalRuntime(VllmRuntime):
     """An `AsyncLLM` while an engine of ours uses it; only requests of ours are ever ended."""
 
     def __init__(self, process: VllmProcess, llm: Any, weights: VllmWeights, *, version: str, **named: Any) -> None:
         super().__init__(process, llm, weights, version=version, **named)
         if not self.stamps_itself:  # then its owner alone knows
             self.versions, self._ages = [""], {"": 0}
-        self.adapters = LentAdapters(llm, process.model, self.answered)
-        process.count = LentCount(self._streams())
+        self.adapters = ExternalAdapters(llm, process.model, self.answered)
+        process.stats = ExternalStats(self._streams())
 
     def _streams(self) -> Any:
         return self.requests
@@ -241,15 +249,15 @@ class LentRuntime(VllmRuntime):
             collector.put(EngineDead("the engine was stopped"))
 
 
-class LentStream(VllmStream):
+class ExternalStream(VllmStream):
     """The deltas of one request to somebody else's vLLM."""
 
-    _runtime: LentRuntime
+    _runtime: ExternalRuntime
 
-    def __init__(self, runtime: LentRuntime, request: GenerationRequest) -> None:
+    def __init__(self, runtime: ExternalRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request)
         mode = runtime.llm.vllm_config.model_config.logprobs_mode if runtime.llm is not None else ""
-        self._exact = mode == "processed_logprobs" or is_unchanged(request)
+        self._exact = mode == "processed_logprobs" or samples_raw_distribution(request)
 
     @property
     def collector(self) -> Any:
@@ -266,7 +274,7 @@ class LentStream(VllmStream):
     def _finished(self, output: Any, completion: Any) -> Finish:
         finish = super()._finished(output, completion)
         for span in finish.versions:
-            self._runtime.noticed(base_and_adapter(span.version)[0])
+            self._runtime.note_version(base_and_adapter(span.version)[0])
         return finish
 
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Final
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
-from runner.engines.scripted.likeliest import given, made_up
 from runner.engines.scripted.model import EncodedReply, ScriptedModel
 from runner.engines.scripted.script import (
     Chunks,
@@ -24,17 +23,18 @@ from runner.engines.scripted.script import (
     Scores,
     cut_points,
 )
+from runner.engines.scripted.top_logprobs import given, synthetic_top
 from runner.errors import RequestRejected
 from runner.tokens.tokenizer import Tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["Delivery", "Planner"]
+__all__ = ["DeliveryPlan", "DeliveryPlanner"]
 
-_NOISE: Final = 1 << 13  # log-probabilities that are drawn for a seed
+_NOISE_COUNT: Final = 1 << 13  # log-probabilities that are drawn for a seed
 
 
 @dataclass(slots=True)
-class Delivery:
+class DeliveryPlan:
     """What one request will be sent; the ticker only moves on in it."""
 
     ids: list[int]
@@ -77,7 +77,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planner:
+class DeliveryPlanner:
     """Knows what each request is to be sent, by the settings of one engine, which `ScriptedEngine` explains."""
 
     model: ScriptedModel
@@ -118,7 +118,7 @@ class Planner:
             return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
         return call, fault, self.model.reply(call)
 
-    def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> Delivery:
+    def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> DeliveryPlan:
         """What the request of `call` will be sent from the tick after `now`.
 
         Raises:
@@ -138,7 +138,7 @@ class Planner:
         logprobs = self._logprobs(call, reply, len(ids))
         latency = self.latency if reply.latency is None else reply.latency
         wait = latency.first + (_rng(call).randint(0, latency.jitter) if latency.jitter else 0)
-        return Delivery(
+        return DeliveryPlan(
             ids=ids,
             logprobs=logprobs,
             top=None if logprobs is None else self._top(call.request, reply, ids, logprobs),
@@ -157,7 +157,7 @@ class Planner:
         """
         if self.scores is None:
             drawn = _noise(self.seed)
-            return [drawn[(before * 7919 + token_id * 104_729) % _NOISE] for before, token_id in pairwise(prompt)]
+            return [drawn[(before * 7919 + token_id * 104_729) % _NOISE_COUNT] for before, token_id in pairwise(prompt)]
         values = [float(value) for value in self.scores(prompt)]
         if len(values) != len(prompt) - 1:
             raise RequestRejected(
@@ -226,7 +226,7 @@ class Planner:
             return None
         drawn = _noise(self.seed)
         # The factor is odd, so that 8,192 keys in a row have as many starts; neighbours begin 273 draws apart.
-        start = (call.key * 7919 + self.seed) % _NOISE
+        start = (call.key * 7919 + self.seed) % _NOISE_COUNT
         noise = drawn[start : start + length]
         while len(noise) < length:
             noise += drawn[: length - len(noise)]
@@ -241,7 +241,7 @@ class Planner:
         count = request.sampling.logprobs
         if not count:
             return None
-        top = made_up(ids, logprobs, count, self.tokenizer.size)
+        top = synthetic_top(ids, logprobs, count, self.tokenizer.size)
         if reply.top_logprobs is None:
             return top
         said = given(request.name, reply.top_logprobs, count).part(0, len(ids))
@@ -263,4 +263,4 @@ def _rng(call: ModelCall) -> random.Random:
 def _noise(seed: int) -> list[float]:
     """Log-probabilities, each turn's from a place of its own on: drawing them anew would cost more than the turn."""
     rng = random.Random(seed)
-    return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE))).tolist()
+    return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE_COUNT))).tolist()

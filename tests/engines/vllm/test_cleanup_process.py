@@ -1,4 +1,4 @@
-"""The keeper beside an engine: nothing of it stays in the system where all that know of it are killed at once."""
+"""The cleanup beside an engine: nothing of it stays in the system where all that know of it are killed at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from runner.engines.vllm import keeper as keeping
+from runner.engines.vllm import cleanup_process
 from runner.engines.vllm.start import VllmProcess
 from runner.models import ResolvedModel
 
@@ -33,7 +33,7 @@ import os, subprocess, sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from runner.engines.vllm.keeper import FOLDER, Keeper
+from runner.engines.vllm.cleanup_process import FOLDER, CleanupProcess
 
 HOLDER = '''
 import sys
@@ -49,16 +49,16 @@ def started(environment):
     return process, process.stdout.readline().strip()
 
 folder = sys.argv[1]
-keeper = Keeper(Path(folder))
+cleanup = CleanupProcess(Path(folder))
 engines, name = started({**os.environ, FOLDER: folder})
 other, others_name = started(dict(os.environ))
 if sys.argv[2] == "it runs":
-    keeper.engine_runs()
+    cleanup.engine_started()
 print(name, others_name, flush=True)
 for line in sys.stdin:
     if line == "dismiss\\n":
-        keeper.dismiss()
-        keeper.dismiss()
+        cleanup.dismiss()
+        cleanup.dismiss()
         print("dismissed", flush=True)
 """
 
@@ -91,13 +91,13 @@ def owner_of(folder: Path, state: str = "it runs") -> Iterator[tuple[subprocess.
                 path.unlink(missing_ok=True)
 
 
-def keepers(folder: Path) -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if _is_a_keeper(each, folder)]
+def cleanup_processes(folder: Path) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter() if _is_cleanup_process(each, folder)]
 
 
-def _is_a_keeper(process: psutil.Process, folder: Path) -> bool:
+def _is_cleanup_process(process: psutil.Process, folder: Path) -> bool:
     try:
-        return {keeping.__file__, str(folder)} <= set(process.cmdline())
+        return {cleanup_process.__file__, str(folder)} <= set(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 
@@ -117,16 +117,16 @@ def test_nothing_of_an_engine_stays_where_its_whole_family_is_killed_and_nothing
     folder: Path, state: str
 ) -> None:
     with owner_of(folder, state) as (owner, (memory, of_another)):
-        (keeper,) = keepers(folder)
+        (cleanup,) = cleanup_processes(folder)
         if state == "it starts":
-            time.sleep(2 * keeping._SECONDS)  # it looks once a second
+            time.sleep(2 * cleanup_process._SECONDS)  # it looks once a second
         family = kill_all(owner.pid)
         assert len(family) > 3, "the owner, its engine, another one, and Python's trackers"
-        assert keeper not in family
-        assert os.getsid(keeper.pid) != os.getsid(0), "nor in the group that somebody ends"
+        assert cleanup not in family
+        assert os.getsid(cleanup.pid) != os.getsid(0), "nor in the group that somebody ends"
         owner.wait(WATCHDOG)
         assert memory.exists(), "nobody else removes it"
-        keeper.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG)
         assert not memory.exists()
         assert not folder.exists()
         assert of_another.exists()
@@ -134,30 +134,30 @@ def test_nothing_of_an_engine_stays_where_its_whole_family_is_killed_and_nothing
 
 def test_while_a_process_of_the_engine_lives_it_keeps_what_it_uses(folder: Path) -> None:
     with owner_of(folder) as (owner, (memory, _)):
-        (keeper,) = keepers(folder)
+        (cleanup,) = cleanup_processes(folder)
         children = psutil.Process(owner.pid).children(recursive=True)
-        (engine, *its_own) = (child for child in children if child.environ().get(keeping.FOLDER) == str(folder))
+        (engine, *its_own) = (child for child in children if child.environ().get(cleanup_process.FOLDER) == str(folder))
         for process in (engine, *its_own):
             process.suspend()  # else it would end with its owner
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(WATCHDOG)
         with pytest.raises(psutil.TimeoutExpired):
-            keeper.wait(4 * keeping._SECONDS)
+            cleanup.wait(4 * cleanup_process._SECONDS)
         assert memory.exists()
         assert folder.exists()
         for process in (engine, *its_own):
             process.kill()
-        keeper.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG)
         assert not memory.exists()
         assert not folder.exists()
 
 
 def test_memory_that_somebody_else_still_uses_is_let_be(folder: Path) -> None:
     with owner_of(folder) as (owner, (memory, _)):
-        (keeper,) = keepers(folder)
+        (cleanup,) = cleanup_processes(folder)
         with memory.open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
             kill_all(owner.pid)
-            keeper.wait(WATCHDOG)
+            cleanup.wait(WATCHDOG)
         assert memory.exists()
         assert not folder.exists()
 
@@ -167,9 +167,9 @@ def test_names_of_any_bytes_do_not_end_a_keeper(tmp_path: Path) -> None:
     folder = tmp_path / "of an engine \udcff"
     folder.mkdir()
     with owner_of(folder) as (owner, (memory, _)):
-        (keeper,) = keepers(folder)
+        (cleanup,) = cleanup_processes(folder)
         kill_all(owner.pid)
-        keeper.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG)
         assert not memory.exists()
         assert not folder.exists()
 
@@ -207,7 +207,7 @@ def test_an_engine_that_stops_frees_what_its_core_had_also_where_that_is_dead(
 ) -> None:
     process, memory = started(monkeypatch)
     assert process.folder is not None
-    (keeper,) = keepers(process.folder.path)
+    (cleanup,) = cleanup_processes(process.folder.path)
     if dead:
         process.kill()
         process.cores[0].join(WATCHDOG)
@@ -215,7 +215,7 @@ def test_an_engine_that_stops_frees_what_its_core_had_also_where_that_is_dead(
     process._stop()
     assert not memory.exists()
     assert not process.folder.path.exists()
-    keeper.wait(WATCHDOG)
+    cleanup.wait(WATCHDOG)
 
 
 def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
@@ -224,7 +224,7 @@ def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
     def none(_: Path) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("runner.engines.vllm.start.Keeper", none)
+    monkeypatch.setattr("runner.engines.vllm.start.CleanupProcess", none)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     process, memory = started(monkeypatch)
     assert "nobody remove what a killed engine leaves: [Errno 11]" in caplog.text
@@ -236,10 +236,10 @@ def test_a_keeper_that_is_dismissed_goes_and_leaves_the_folder_to_whoever_dismis
     with owner_of(folder) as (owner, _):
         assert owner.stdin is not None
         assert owner.stdout is not None
-        (keeper,) = keepers(folder)
+        (cleanup,) = cleanup_processes(folder)
         print("dismiss", file=owner.stdin, flush=True)
         assert owner.stdout.readline() == "dismissed\n"
-        keeper.wait(WATCHDOG)
+        cleanup.wait(WATCHDOG)
         assert owner.poll() is None
     assert folder.exists()
 
@@ -248,31 +248,31 @@ def test_a_keeper_that_was_killed_is_missed_by_nobody(folder: Path) -> None:
     with owner_of(folder) as (owner, _):
         assert owner.stdin is not None
         assert owner.stdout is not None
-        (keeper,) = keepers(folder)
-        keeper.kill()
-        keeper.wait(WATCHDOG)
+        (cleanup,) = cleanup_processes(folder)
+        cleanup.kill()
+        cleanup.wait(WATCHDOG)
         print("dismiss", file=owner.stdin, flush=True)
         assert owner.stdout.readline() == "dismissed\n"
 
 
 def test_a_process_that_took_the_id_of_another_is_not_that_one_and_a_dead_one_is_none() -> None:
-    assert keeping.is_alive(keeping.process_name(os.getpid()))
-    assert not keeping.is_alive(f"{os.getpid()}:1")
+    assert cleanup_process.is_alive(cleanup_process.process_name(os.getpid()))
+    assert not cleanup_process.is_alive(f"{os.getpid()}:1")
     with subprocess.Popen(["sleep", "1000"]) as process:
-        name = keeping.process_name(process.pid)
-        assert keeping.is_alive(name)
+        name = cleanup_process.process_name(process.pid)
+        assert cleanup_process.is_alive(name)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not keeping.is_alive(name), "nobody has reaped it yet"
+        assert not cleanup_process.is_alive(name), "nobody has reaped it yet"
     with pytest.raises(OSError, match="No such file"):
-        keeping.process_name(process.pid)
+        cleanup_process.process_name(process.pid)
 
 
 def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning() -> None:
     script = """
     import multiprocessing, os
     from multiprocessing.shared_memory import SharedMemory
-    from runner.engines.vllm.keeper import release, shared_memory_of
+    from runner.engines.vllm.cleanup_process import release, shared_memory_of
 
     def hold(pipe):
         memory = SharedMemory(create=True, size=64)

@@ -15,13 +15,13 @@ from runner.engines.transfers import Receiver, TransferStep
 from runner.engines.weights import LocalTransfer, TensorForm
 from runner.errors import BadWeights
 
-__all__ = ["TrainerEnd", "forms_of_source", "worker_said"]
+__all__ = ["TrainerEndpoint", "forms_of_source", "worker_error"]
 
 SHUTDOWN_SECONDS = 10.0
 """How long vLLM's trainer end may take to leave those whom it met; a connection that hangs is left as it is."""
 
 
-class TrainerEnd:
+class TrainerEndpoint:
     """Sends the weights of one source to one receiver, as often as it is asked to.
 
     Args:
@@ -34,7 +34,7 @@ class TrainerEnd:
         self._transfer = transfer
         self._source = transfer.source if source is None else source
         self._receiver = receiver
-        self._client: _Client | None = None
+        self._client: _WeightSyncClient | None = None
         self._trainer: Any = None
 
     def is_for(self, transfer: LocalTransfer) -> bool:
@@ -52,7 +52,7 @@ class TrainerEnd:
         """
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        client = self._client = _Client(self._receiver, current_token())
+        client = self._client = _WeightSyncClient(self._receiver, current_token())
 
         def join() -> Any:
             return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
@@ -87,7 +87,7 @@ def _shut_down(trainer: Any) -> None:
         trainer.shutdown()
 
 
-class _Client:
+class _WeightSyncClient:
     """What vLLM's trainer end asks for, from whichever thread; vLLM's `VLLMWeightSyncClient`."""
 
     def __init__(self, receiver: Receiver, loop: EventLoopToken) -> None:
@@ -115,7 +115,7 @@ class _Client:
         from_thread.run(call, *given, token=self._loop)
 
 
-def worker_said(error: BaseException) -> str:
+def worker_error(error: BaseException) -> str:
     """The message of the error that vLLM's worker raised, without what vLLM puts around it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     _, found, rest = text.partition("Worker failed with error '")
@@ -137,5 +137,5 @@ def forms_of_source(source: Any) -> dict[str, TensorForm]:
     except Exception as error:  # a trainer's code, before anything was touched
         raise BadWeights(
             f"LocalTransfer(source=...) is {type(source).__name__}, which cannot say what it sends "
-            f"({worker_said(error)}): give vLLM's ModuleSource(model)."
+            f"({worker_error(error)}): give vLLM's ModuleSource(model)."
         ) from error

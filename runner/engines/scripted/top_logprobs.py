@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from runner.errors import RequestRejected
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["given", "made_up"]
+__all__ = ["given", "synthetic_top"]
 
 
 def given(name: str, top: TopLogprobs | Sequence[Mapping[int, float]], count: int) -> TopLogprobs:
@@ -26,7 +26,7 @@ def given(name: str, top: TopLogprobs | Sequence[Mapping[int, float]], count: in
     return top.narrowed(count) if isinstance(top, TopLogprobs) else TopLogprobs.of(top, count)
 
 
-def made_up(ids: Sequence[int], logprobs: Sequence[float], count: int, vocabulary: int) -> TopLogprobs:
+def synthetic_top(ids: Sequence[int], logprobs: Sequence[float], count: int, vocabulary: int) -> TopLogprobs:
     """Half of what each sampled id leaves is the next id's of the vocabulary, half of the rest the one's after, ..."""
     rows = []
     for token_id, logprob in zip(ids, logprobs, strict=True):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["SCORE", "give_scored_ids"]
+__all__ = ["SCORE", "patch_sampler"]
 
 SCORE = "score"
 """The key of the ids in `SamplingParams(extra_args=)`."""
 
 
-def give_scored_ids(model_runner: Any) -> None:
+def patch_sampler(model_runner: Any) -> None:
     """Replace the sampled ids of requests with `SamplingParams(extra_args={"score": ids})`; once for a worker.
 
     Raises:

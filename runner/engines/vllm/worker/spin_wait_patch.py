@@ -12,29 +12,29 @@ from typing import Any
 
 from runner.engines.vllm.worker import parent_watch
 
-__all__ = ["ENTRY_POINT", "mend_waiting", "wait_asleep"]
+__all__ = ["ENTRY_POINT", "patch_spin_wait", "patch_waiting_processes"]
 
 ENTRY_POINT = "deltarunner_waiting"
-"""The name under which vLLM knows `wait_asleep`."""
+"""The name under which vLLM knows `patch_waiting_processes`."""
 
-_MILLISECONDS = 5  # the most that a step can be late by a note that was lost
+_MAX_WAIT_MS = 5  # the most that a step can be late by a note that was lost
 
 
-def wait_asleep() -> None:
+def patch_waiting_processes() -> None:
     """Mend the waiting of this process, if it is one of an engine of ours, on a CPU."""
-    if not parent_watch.of_an_engine():
+    if not parent_watch.started_by_engine():
         return
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     try:
-        mend_waiting()
+        patch_spin_wait()
     except (ImportError, AttributeError) as error:  # another vLLM, which may wait as it likes
         logging.getLogger("vllm").warning("deltarunner cannot let this vLLM's processes sleep: %s", error)
 
 
-def mend_waiting() -> None:
+def patch_spin_wait() -> None:
     """From now on this process waits for messages at a socket, as vLLM does by itself behind a second of silence."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -45,7 +45,7 @@ def mend_waiting() -> None:
     def wait_at_the_socket(condition: Any, timeout_ms: int | None = None) -> None:
         condition.busy_loop_s = float("-inf")
         # A note that was sent before this process listened is lost, so that it has to look by itself now and then.
-        wait(condition, _MILLISECONDS if timeout_ms is None else min(timeout_ms, _MILLISECONDS))
+        wait(condition, _MAX_WAIT_MS if timeout_ms is None else min(timeout_ms, _MAX_WAIT_MS))
 
     vars(wait_at_the_socket)["sleeps"] = True
     SpinCondition.wait = wait_at_the_socket

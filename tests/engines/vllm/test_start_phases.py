@@ -12,8 +12,8 @@ import pytest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.engine_folder import EngineFolder
 from runner.engines.vllm.start import VllmProcess, import_of_vllm
-from runner.engines.vllm.worker import phases
-from runner.engines.vllm.worker.phases import PHASES, note_phases, read_phase
+from runner.engines.vllm.worker import start_phases
+from runner.engines.vllm.worker.start_phases import PHASES, note_phases, read_phase
 from runner.models import ResolvedModel
 
 MODULE = "vllm.v1.worker.worker_base"
@@ -48,7 +48,7 @@ def wrapper() -> type[Any]:
 def test_each_phase_of_a_worker_is_noted(gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, path = wrapper(), tmp_path / "phase"
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(WorkerWrapperBase=kind))
-    monkeypatch.setattr(phases, "_on_gpu", lambda: gpu)
+    monkeypatch.setattr(start_phases, "_on_gpu", lambda: gpu)
     note_phases(path)
     note_phases(path)
     worker = kind()
@@ -68,7 +68,7 @@ def test_a_worker_of_an_engine_that_is_gone_starts_all_the_same(
 ) -> None:
     kind = wrapper()
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(WorkerWrapperBase=kind))
-    monkeypatch.setattr(phases, "_on_gpu", lambda: False)
+    monkeypatch.setattr(start_phases, "_on_gpu", lambda: False)
     note_phases(tmp_path / "gone" / "phase")
     assert kind().load_model() == "loaded"
 

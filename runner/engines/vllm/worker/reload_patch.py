@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-__all__ = ["mend_reloading"]
+__all__ = ["patch_reload"]
 
 _SHARED = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm._custom_ops")
 """Modules of classes whose objects belong to no layer: settings, groups of processes, handles of packed weights."""
@@ -24,7 +24,7 @@ _RUNNING_STATE = frozenset({"kv_cache"})
 """Attributes of layers that hold the state of requests, not weights."""
 
 
-def mend_reloading() -> None:
+def patch_reload() -> None:
     """Replace vLLM's reload in this process."""
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.model_loader.reload import inplace

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from runner.engines.base import EngineStats
-from runner.engines.vllm.scheduler_count import Rate, SchedulerCount
+from runner.engines.vllm.scheduler_stats import Rate, SchedulerStats
 
 
 class Clock:
@@ -31,7 +31,7 @@ def stats(running: int = 0, waiting: int = 0, *, usage: float = 0.0, queries: in
 
 
 def test_the_cores_of_a_data_parallel_engine_are_counted_together() -> None:
-    count = SchedulerCount()
+    count = SchedulerStats()
     count.record(0, stats(3, 2, usage=0.25, queries=100, hits=40))
     count.record(1, stats(5, 0, usage=0.5, queries=50, hits=10))
     count.record(1, stats(4, 0, usage=0.4, queries=7))
@@ -40,7 +40,7 @@ def test_the_cores_of_a_data_parallel_engine_are_counted_together() -> None:
 
 
 def test_where_every_request_was_ended_none_is_open_and_none_holds_room_in_the_cache() -> None:
-    count = SchedulerCount()
+    count = SchedulerStats()
     count.clear()
     assert (count.open, count.kv_usage) == (0, None)
     for core in (0, 1):
@@ -51,7 +51,7 @@ def test_where_every_request_was_ended_none_is_open_and_none_holds_room_in_the_c
 
 
 def test_a_scheduler_without_a_prefix_cache_counts_none() -> None:
-    count = SchedulerCount()
+    count = SchedulerStats()
     said = stats(1)
     said.prefix_cache_stats = None
     count.record(0, said)
@@ -92,11 +92,11 @@ def test_a_rate_keeps_little_however_many_steps_there_are() -> None:
 
 @pytest.mark.anyio
 async def test_news_come_with_a_step_and_with_a_request_that_was_left() -> None:
-    count = SchedulerCount()
+    count = SchedulerStats()
     told: list[int] = []
 
     async def listen() -> None:
-        await count.news()
+        await count.wait_for_step()
         told.append(count.open)
 
     tellers: list[Callable[[], None]] = [lambda: count.record(0, stats(3)), count.tell, count.clear]

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-__all__ = ["expected_end"]
+__all__ = ["suppress_shutdown_warnings"]
 
 
 @contextmanager
-def expected_end() -> Iterator[None]:
+def suppress_shutdown_warnings() -> Iterator[None]:
     """Keep from vLLM's log in this process what it warns of while an engine ends that was told to."""
     with ExitStack() as stack:
         for handler in _handlers(logging.getLogger("vllm")):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from runner.engines.base import GenerationRequest
 from runner.options import Sampling
 
-__all__ = ["is_unchanged"]
+__all__ = ["samples_raw_distribution"]
 
 _UNCHANGED = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def is_unchanged(request: GenerationRequest) -> bool:
+def samples_raw_distribution(request: GenerationRequest) -> bool:
     """Whether the model's own log-probabilities are those of what is sampled from."""
     sampling, off = request.sampling, Sampling.defaults()
     return (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.worker import parent_watch, waiting
+from runner.engines.vllm.worker import parent_watch, spin_wait_patch
 
 pytest.importorskip("vllm")
 
@@ -20,11 +20,11 @@ WATCHDOG = 600.0
 
 
 @pytest.fixture
-def mended(monkeypatch: pytest.MonkeyPatch) -> None:
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         shm_broadcast.SpinCondition, "wait", shm_broadcast.SpinCondition.wait
     )  # put back behind the test
-    waiting.mend_waiting()
+    spin_wait_patch.patch_spin_wait()
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def queues() -> Iterator[tuple[Any, Any]]:
     reader.shutdown()
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], asked: list[int]) -> None:
     writer, reader = queues
     got: list[int] = []
@@ -71,7 +71,7 @@ def test_whoever_waits_sleeps_and_gets_every_message(queues: tuple[Any, Any], as
     assert (got, asked) == (list(range(50)), [])
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 def test_a_message_whose_note_was_lost_is_found(queues: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader = queues
     monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
@@ -80,10 +80,10 @@ def test_a_message_whose_note_was_lost_is_found(queues: tuple[Any, Any], monkeyp
     assert reader.dequeue(timeout=WATCHDOG) == "a message"
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 def test_mending_twice_is_mending_once() -> None:
     once = shm_broadcast.SpinCondition.wait
-    waiting.mend_waiting()
+    spin_wait_patch.patch_spin_wait()
     assert shm_broadcast.SpinCondition.wait is once
 
 
@@ -94,16 +94,16 @@ def test_only_an_engine_of_ours_on_a_cpu_waits_so(
 ) -> None:
     from vllm.platforms import current_platform
 
-    mended: list[bool] = []
-    monkeypatch.setattr(waiting, "mend_waiting", lambda: mended.append(True))
+    patched: list[bool] = []
+    monkeypatch.setattr(spin_wait_patch, "patch_spin_wait", lambda: patched.append(True))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: cpu)
     monkeypatch.delenv(parent_watch.PARENT, raising=False)
     if parent is not None:
         monkeypatch.setenv(parent_watch.PARENT, f"{os.getppid()}:1")
-    waiting.wait_asleep()
-    assert bool(mended) == (cpu and parent is not None)
+    spin_wait_patch.patch_waiting_processes()
+    assert bool(patched) == (cpu and parent is not None)
 
 
 def test_vllm_knows_it_by_its_name() -> None:
-    (entry_point,) = entry_points(group="vllm.general_plugins", name=waiting.ENTRY_POINT)
-    assert entry_point.load() is waiting.wait_asleep
+    (entry_point,) = entry_points(group="vllm.general_plugins", name=spin_wait_patch.ENTRY_POINT)
+    assert entry_point.load() is spin_wait_patch.patch_waiting_processes

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["mend_generators", "rewinding"]
+__all__ = ["patch_generators", "rewinding"]
 
 
-def mend_generators() -> None:
+def patch_generators() -> None:
     """From now on this process's requests have generators that can be taken back."""
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -21,13 +21,13 @@ def mend_generators() -> None:
         return
 
     @functools.wraps(begin)
-    def mended(state: Any) -> None:
+    def patched(state: Any) -> None:
         begin(state)
         if state.generator is not None and state.generator.device.type == "cpu":
             state.generator = rewinding(state.generator.initial_seed(), state.output_token_ids)
 
-    vars(mended)["rewinds"] = True
-    CachedRequestState.__post_init__ = mended
+    vars(patched)["rewinds"] = True
+    CachedRequestState.__post_init__ = patched
 
 
 def rewinding(seed: int, sampled: list[int]) -> Any:

@@ -11,7 +11,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.errors import BadOption, EngineDead, EngineError, RequestRejected
 
-__all__ = ["AskedServer", "RetriedStream", "server_address"]
+__all__ = ["HttpRuntime", "RetriedStream", "server_address"]
 
 PieceT = TypeVar("PieceT")
 FinishT = TypeVar("FinishT")
@@ -45,7 +45,7 @@ class _HasUrl(Protocol):
 ServerT = TypeVar("ServerT", bound=_HasUrl)
 
 
-class AskedServer(Generic[ServerT]):
+class HttpRuntime(Generic[ServerT]):
     """Whether a server can be asked, and the errors for requests that it failed."""
 
     gate: AdmissionGate
@@ -65,21 +65,21 @@ class AskedServer(Generic[ServerT]):
             EngineDead: they cannot, with the cause.
         """
         if self._death is not None:
-            raise self.died("")
+            raise self.death_error("")
 
-    def died(self, why: str) -> EngineDead:
+    def death_error(self, why: str) -> EngineDead:
         """The error for one request of an engine that cannot be used any more: the same words for all of them."""
         if self._death is None:
             self._death = EngineDead(why)
-            self.gate.fail(lambda: self.died(""))
+            self.gate.fail(lambda: self.death_error(""))
         # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
         return EngineDead(*self._death.args)
 
     def stop(self) -> None:
         """Ask nothing more; whoever waits at the gate is sent away."""
-        self.died("the engine is not running")
+        self.death_error("the engine is not running")
 
-    def failed_for_good(self, name: str, failure: HttpFailure, *, alone: bool) -> EngineError:
+    def permanent_error(self, name: str, failure: HttpFailure, *, alone: bool) -> EngineError:
         """The error for a request that failed for good; one that all would meet ends the engine.
 
         Args:
@@ -88,11 +88,11 @@ class AskedServer(Generic[ServerT]):
             alone: whether what the server does not take of it is in no other request.
         """
         if failure.kind is FailureKind.REFUSED:
-            return self.died(f"The server at {self.server.url} refuses what it is asked: {failure}")
+            return self.death_error(f"The server at {self.server.url} refuses what it is asked: {failure}")
         if failure.kind is FailureKind.BAD_REQUEST:
             if alone:
                 return RequestRejected(f"{name}: {self.server.url} refuses the request: {failure}")
-            return self.died(f"The server at {self.server.url} does not take the requests: {failure}")
+            return self.death_error(f"The server at {self.server.url} does not take the requests: {failure}")
         return EngineError(f"{name}: {self.server.url}: {failure}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-__all__ = ["Rate", "SchedulerCount"]
+__all__ = ["Rate", "SchedulerStats"]
 
 _WINDOW_SECONDS = 10.0
 _BUCKETS_PER_SECOND = 10  # so that a window has a hundred of them, however many steps a second there are
@@ -49,7 +49,7 @@ class Rate:
             self._buckets.popleft()
 
 
-class SchedulerCount:
+class SchedulerStats:
     """The schedulers' own counts, of all engine cores; the front end's says 0 for a request that leaked in one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,7 +129,7 @@ class SchedulerCount:
             self._changed.set()
             self._changed = None
 
-    async def news(self) -> None:
+    async def wait_for_step(self) -> None:
         """Return at the next step, or when a request was left."""
         self._changed = self._changed or anyio.Event()
         await self._changed.wait()
@@ -137,7 +137,7 @@ class SchedulerCount:
     async def until_idle(self) -> None:
         """Return when the scheduler has no open request."""
         while self.open:
-            await self.news()
+            await self.wait_for_step()
 
     def logger(self) -> type:
         """The class that vLLM makes its statistics logger of."""

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["CAN_SET_ASIDE", "TURNS_ASIDE", "TURNS_BACK", "add_set_aside"]
+__all__ = ["CAN_HOLD_TURNS", "HOLD_TURNS", "RETURN_TURNS", "add_turn_hold"]
 
-CAN_SET_ASIDE: Final = "deltarunner_can_set_turns_aside"
+CAN_HOLD_TURNS: Final = "deltarunner_can_hold_turns"
 """The call that returns whether this vLLM's scheduler has what the other two need."""
 
-TURNS_ASIDE: Final = "deltarunner_turns_aside"
+HOLD_TURNS: Final = "deltarunner_hold_turns"
 """The call of an engine core that sets all turns aside and goes on; it is paused, and no turn has a place in its
 cache."""
-TURNS_BACK: Final = "deltarunner_turns_back"
+RETURN_TURNS: Final = "deltarunner_return_turns"
 """The call that ends it: the engine core is paused again, and has its turns."""
 
 
-def add_set_aside() -> None:
+def add_turn_hold() -> None:
     """Give the engine cores of this process these calls."""
     from vllm.v1.engine.core import EngineCore
 
-    setattr(EngineCore, CAN_SET_ASIDE, _can_set_aside)
-    setattr(EngineCore, TURNS_ASIDE, _set_aside)
-    setattr(EngineCore, TURNS_BACK, _put_back)
+    setattr(EngineCore, CAN_HOLD_TURNS, _can_set_aside)
+    setattr(EngineCore, HOLD_TURNS, _set_aside)
+    setattr(EngineCore, RETURN_TURNS, _put_back)
 
 
 def _can_set_aside(core: Any) -> bool:

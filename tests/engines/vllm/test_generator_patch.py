@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.worker.generators import mend_generators, rewinding
+from runner.engines.vllm.worker.generator_patch import patch_generators, rewinding
 
 torch = pytest.importorskip("torch")
 
@@ -49,9 +49,9 @@ def test_a_turn_that_is_computed_anew_does_not_repeat_its_numbers() -> None:
 def test_requests_of_vllm_get_such_generators_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     states = pytest.importorskip("vllm.v1.worker.gpu_input_batch")
     monkeypatch.setattr(states.CachedRequestState, "__post_init__", states.CachedRequestState.__post_init__)
-    mend_generators()
+    patch_generators()
     once = states.CachedRequestState.__post_init__
-    mend_generators()
+    patch_generators()
     assert states.CachedRequestState.__post_init__ is once
 
     def made(generator: Any) -> Any:

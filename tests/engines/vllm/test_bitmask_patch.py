@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.worker.bitmasks import mend_bitmasks
+from runner.engines.vllm.worker.bitmask_patch import patch_bitmasks
 
 torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")
@@ -28,28 +28,28 @@ def masked(apply: Any, size: int, forbidden: set[int], indices: list[int] | None
 
 
 @pytest.fixture
-def mended(monkeypatch: pytest.MonkeyPatch) -> Any:
+def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(xgrammar, "apply_token_bitmask_inplace", xgrammar.apply_token_bitmask_inplace)
-    mend_bitmasks()
+    patch_bitmasks()
     return xgrammar.apply_token_bitmask_inplace
 
 
 def test_the_kernel_itself_writes_behind_a_vocabulary_that_is_all_let_through() -> None:
     _, behind = masked(xgrammar.apply_token_bitmask_inplace, 70, set())
-    assert behind.any(), "it was mended there: take ours away"
+    assert behind.any(), "it was patched there: take ours away"
 
 
 @pytest.mark.parametrize("indices", [None, [1]], ids=["all turns", "one turn"])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_forbidden_and_nothing_else_is_masked(mended: Any, size: int, indices: list[int] | None) -> None:
+def test_what_is_forbidden_and_nothing_else_is_masked(patched: Any, size: int, indices: list[int] | None) -> None:
     for forbidden in (set(), {0}, {size - 1}, {0, size // 2}, set(range(size))):
-        logits, behind = masked(mended, size, forbidden, indices)
+        logits, behind = masked(patched, size, forbidden, indices)
         assert not behind.any()
         for turn in range(TURNS):
             found = {at for at, value in enumerate(logits[turn].tolist()) if value != 0}
             assert found == (forbidden if indices is None or turn in indices else set())
 
 
-def test_it_is_mended_once(mended: Any) -> None:
-    mend_bitmasks()
-    assert xgrammar.apply_token_bitmask_inplace is mended
+def test_it_is_mended_once(patched: Any) -> None:
+    patch_bitmasks()
+    assert xgrammar.apply_token_bitmask_inplace is patched

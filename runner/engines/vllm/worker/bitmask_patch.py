@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["mend_bitmasks"]
+__all__ = ["patch_bitmasks"]
 
-WORD = 32
+WORD_BITS = 32
 
 
-def mend_bitmasks() -> None:
+def patch_bitmasks() -> None:
     """From now on what no id stands for is let through in this process, so that nothing is looked for there."""
     import xgrammar
 
@@ -24,17 +24,17 @@ def mend_bitmasks() -> None:
         return
 
     @functools.wraps(apply)
-    def mended(logits: Any, bitmask: Any, **named: Any) -> None:
+    def patched(logits: Any, bitmask: Any, **named: Any) -> None:
         if logits.device.type == "cpu":
             _fill(bitmask, logits.shape[-1])
         apply(logits, bitmask, **named)
 
-    vars(mended)["fills"] = True
-    xgrammar.apply_token_bitmask_inplace = mended
+    vars(patched)["fills"] = True
+    xgrammar.apply_token_bitmask_inplace = patched
 
 
 def _fill(bitmask: Any, size: int) -> None:
-    whole, ids = divmod(size, WORD)
+    whole, ids = divmod(size, WORD_BITS)
     if ids and whole < bitmask.shape[-1]:
         bitmask[..., whole] |= -1 << ids
         whole += 1

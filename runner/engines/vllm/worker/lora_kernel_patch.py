@@ -10,12 +10,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["mask_kernels", "masks"]
+__all__ = ["masks", "patch_lora_kernels"]
 
 _KERNELS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 
-def mask_kernels() -> bool:
+def patch_lora_kernels() -> bool:
     """Mend this process's kernels where they need it; gives whether they are right now."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu

@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from runner.engines.base import Delta, FinishReason
-from runner.engines.function.calling import TokenOutput, TokenSampling
+from runner.engines.function.token_function import TokenOutput, TokenSampling
 from runner.errors import EngineError
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["AnswerReader"]
+__all__ = ["OutputReader"]
 
 _ENDS: Final = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
-_ROUNDING: Final = 0.01
+_ROUNDING_TOLERANCE: Final = 0.01
 """How far above 0 a log-probability may be that was reckoned in few bits."""
 
 
-class AnswerReader:
+class OutputReader:
     """Reads the answer to one turn, an output after the other.
 
     Args:
@@ -79,7 +79,7 @@ class AnswerReader:
         if self.finish is None:
             self._refuse("ended without a finish", "say with the last output how the turn ended")
 
-    def refuse_kind(self, given: object) -> NoReturn:
+    def refuse_type(self, given: object) -> NoReturn:
         """Refuse what a call of the function gave, which is neither awaited nor iterated over."""
         self._refuse(f"gave {_kind(given)} in place of an answer", "make it an `async def`, or an async generator")
 
@@ -113,7 +113,7 @@ class AnswerReader:
         for value in values:
             if not math.isfinite(value):
                 self._refuse(f"gave the log-probability {value}", "an id that was sampled has a finite one")
-            if value > _ROUNDING:
+            if value > _ROUNDING_TOLERANCE:
                 self._refuse(f"gave the log-probability {value:g}", "give logarithms, which are at most 0")
         return values
 

@@ -8,15 +8,15 @@ from typing import Final, Generic, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint
 
-__all__ = ["BATCH", "Ticker"]
+__all__ = ["BATCH_SIZE", "TickClock"]
 
 ItemT = TypeVar("ItemT")
 
-BATCH: Final = 128
+BATCH_SIZE: Final = 128
 """Deliveries between two yields to the loop; vLLM's own output loop takes as many."""
 
 
-class Ticker(Generic[ItemT]):
+class TickClock(Generic[ItemT]):
     """Delivers items at the tick they are due, with no timer and no task of their own.
 
     Args:
@@ -80,5 +80,5 @@ class Ticker(Generic[ItemT]):
             ticks = self._deliver(item)
             if ticks is not None:
                 self.schedule(item, ticks)
-            if count % BATCH == 0:
+            if count % BATCH_SIZE == 0:
                 await checkpoint()

@@ -17,7 +17,7 @@ from runner.errors import BadModel, BadOption, EngineError
 from runner.options import Sampling
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Greeter", "Greeting", "ServedModel", "compare_vocabularies", "probe_request", "served_models"]
+__all__ = ["ServedModel", "ServerInfo", "ServerProbe", "compare_vocabularies", "probe_request", "served_models"]
 
 _DIALECTS: Final[Mapping[ServerDialect, Dialect]] = {
     dialect.name: dialect for dialect in (VllmGenerate(), Completions(), SglangGenerate())
@@ -73,7 +73,7 @@ def served_models(answer: Mapping[str, Any]) -> list[ServedModel]:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class ServerInfo:
     """What a server said when it was asked who it is."""
 
     dialect: Dialect
@@ -93,7 +93,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeter:
+class ServerProbe:
     """Asks a server who it is.
 
     Args:
@@ -123,14 +123,14 @@ class Greeter:
                 if not await self.retry(failure, attempt):
                     raise _unusable(self.server.url, failure) from failure
 
-    async def ask_if_there(self, call: Call) -> Any:
+    async def call_if_supported(self, call: Call) -> Any:
         """What it answers, or None where it has no such path."""
         try:
             return await self.server.ask(call)
         except HttpFailure:
             return None
 
-    async def greet(self, folder: Path, tokenizer: Tokenizer) -> Greeting:
+    async def probe(self, folder: Path, tokenizer: Tokenizer) -> ServerInfo:
         """What the server says of itself; one that is not the model in the folder is refused.
 
         Raises:
@@ -148,11 +148,14 @@ class Greeter:
             context = context or said.get("max_model_len")
         if not context:
             raise BadModel(f"{self.server.url} does not say how long the context of {model.name!r} is.")
-        settings, software = await self.ask_if_there(dialect.settings), await self.ask_if_there(dialect.version)
+        settings, software = (
+            await self.call_if_supported(dialect.settings),
+            await self.call_if_supported(dialect.version),
+        )
         places, room = (None, None) if not isinstance(settings, Mapping) else dialect.places_in(settings)
-        controlled = dialect.paused is not None and await self.ask_if_there(dialect.paused) is not None
+        controlled = dialect.paused is not None and await self.call_if_supported(dialect.paused) is not None
         version = dialect.version_in(software) if isinstance(software, Mapping) else None
-        return Greeting(dialect, model, context, places, room, version, controlled)
+        return ServerInfo(dialect, model, context, places, room, version, controlled)
 
     def _chosen(self, answer: Any, folder: Path) -> ServedModel:
         try:

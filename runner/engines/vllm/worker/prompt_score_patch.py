@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["mend_prompt_scores"]
+__all__ = ["patch_prompt_scores"]
 
 
-def mend_prompt_scores(model_runner: Any) -> None:
+def patch_prompt_scores(model_runner: Any) -> None:
     """Mend the prompt log-probabilities of a worker with adapters; once, and nothing where there are none."""
     compute = model_runner._get_prompt_logprobs_dict
     if model_runner.lora_config is None or hasattr(compute, "has_adapters"):
