@@ -139,7 +139,7 @@ UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_at
 """Names of those that only the library itself imports."""
 WITHIN = (
     "runner.cluster.driver.Driver",
-    "runner.cluster.sent_run.SentRun",
+    "runner.cluster.run_setups.RunSetups",
     "runner.concurrency.clocks.Progress",
     "runner.endpoint.answering.Door",
     "runner.endpoint.clients.Address",

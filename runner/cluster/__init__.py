@@ -1,1 +1,1 @@
-"""Many engines, many machines: whole episodes are played on workers, and one run keeps what came of them."""
+"""Whole episodes on many machines: a driver, its workers, and the messages between them."""

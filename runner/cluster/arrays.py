@@ -1,4 +1,4 @@
-"""Tensors as plain arrays and back: Ray's store hands arrays out as views, and pickles tensors by the slow way."""
+"""Conversion of tensors to plain arrays and back: Ray's store reads arrays without a copy, tensors slowly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["as_arrays", "as_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class _TensorBytes:
-    """A tensor's bytes; numpy has no bfloat16 and no float8, so the type goes by its name."""
+    """The bytes of a tensor, and its type by name: numpy has no bfloat16 and no float8."""
 
     bytes_: Bytes
     dtype: str
@@ -23,15 +23,15 @@ class _TensorBytes:
 
 
 def as_arrays(value: Any) -> Any:
-    """The same value; where it is a mapping, its tensors are arrays of bytes, shape [bytes]."""
-    torch = sys.modules.get("torch")  # without torch nobody has a tensor
+    """Replace the tensors of a mapping by arrays of bytes, shape [bytes]. Any other value is returned as it is."""
+    torch = sys.modules.get("torch")  # without torch, no value is a tensor
     if torch is None or not isinstance(value, Mapping):
         return value
     return {name: _as_bytes(item) if isinstance(item, torch.Tensor) else item for name, item in value.items()}
 
 
 def as_tensors(value: Any) -> Any:
-    """The value that `as_arrays` was given; its tensors are views of the arrays and must not be written to."""
+    """Undo `as_arrays`. The tensors are views of the arrays and must not be written to."""
     if not isinstance(value, dict):
         return value
     return {name: _as_tensor(item) if isinstance(item, _TensorBytes) else item for name, item in value.items()}
@@ -43,6 +43,6 @@ def _as_bytes(tensor: Any) -> _TensorBytes:
 
 def _as_tensor(item: _TensorBytes) -> Any:
     with warnings.catch_warnings():
-        # A view of the store is read-only, and so is what the engine does with new weights.
+        # A view of the store is read-only, and the engine only reads new weights.
         warnings.simplefilter("ignore", UserWarning)
         return tensor_of(item.bytes_, item.dtype, item.shape)

@@ -1,4 +1,4 @@
-"""The driver of a fleet: starts workers, hears their pulses, seats episodes, and starts others where one is lost."""
+"""The driver of a fleet: it starts workers, reads their heartbeats, assigns episodes, and replaces lost workers."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from typing import Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
-from runner.cluster.asking import ask
-from runner.cluster.fleet import Fleet, Seat, SeatState, Ticket
-from runner.cluster.hand import Hand, absence, answer_within, at_once
-from runner.cluster.likeness import require_like_the_first, require_like_this_process
-from runner.cluster.seating import Seating
-from runner.cluster.words import Catch, EngineKnown, Joined, Launcher, Pulse, WorkerLost
+from runner.cluster.broadcast import ask
+from runner.cluster.fleet import Assignment, Fleet, WorkerSlot, WorkerSlotState
+from runner.cluster.protocol import EngineKnown, FleetSnapshot, Heartbeat, Launcher, WorkerInfo, WorkerLost
+from runner.cluster.slot_queue import SlotQueue
+from runner.cluster.version_check import require_like_the_first, require_like_this_process
+from runner.cluster.worker_handle import WorkerHandle, absence, answer_within, at_once
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, EngineDead, unwrapped
 from runner.runs.player import IdleReason
 
 __all__ = ["Driver"]
 
-PULSE_SECONDS: Final = 1.0
-"""A worker is asked how it does this often."""
+HEARTBEAT_SECONDS: Final = 1.0
+"""Seconds between two heartbeats of a worker."""
 
-CALM_PULSE_SECONDS: Final = 5.0
-"""The same of a fleet of more than `MANY` workers."""
+CALM_HEARTBEAT_SECONDS: Final = 5.0
+"""The same for a fleet of more than `MANY_WORKERS_COUNT` workers."""
 
-MANY: Final = 200
+MANY_WORKERS_COUNT: Final = 200
 
 SILENT_SECONDS: Final = 90.0
-"""A worker that does not answer for so long is taken for dead."""
+"""Seconds without an answer after which a worker counts as dead."""
 
-TOLD: Final = 100
-"""So much of what happened to workers is kept."""
+MAX_LISTED_EPISODES: Final = 100
+"""Number of fleet events that are kept."""
 
-UNLOCKED_ROUNDS: Final = 3
-"""So often a worker that joins catches up with the others while these go on."""
+MAX_UNLOCKED_ROUNDS: Final = 3
+"""Number of times that a new worker catches up without the lock, before it takes the lock."""
 
 END_SECONDS: Final = 30.0
-"""How long workers may take to end by themselves."""
+"""Seconds that workers may take to end by themselves."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,40 +55,39 @@ class _Run:
 
 
 class Driver:
-    """Keeps a fleet of workers at work, while its block lasts.
+    """The workers of a fleet while the block of `at_work` is entered.
 
     Args:
         launcher: starts workers.
-        engine: what each worker is to have; entered by nobody.
-        fleet: the books.
-        stall_seconds: how long the fleet may have fewer workers than the least before it counts as dead, and a worker
-            may hang in a call that another one has answered before it is dismissed.
+        engine: the engine of each worker, not entered.
+        fleet: the slots and the assignments.
+        stall_seconds: seconds that the fleet may have too few workers before it counts as dead, and that a worker may
+            hang in a call that another one has answered before it is dismissed.
     """
 
     def __init__(self, launcher: Launcher, engine: BaseEngine, fleet: Fleet, *, stall_seconds: float) -> None:
         self.launcher = launcher
         self.fleet = fleet
-        self.catch = Catch()
-        """What brings a worker that joins to where the others are; changed under `settled`."""
+        self.snapshot = FleetSnapshot()
+        """The state that a new worker is brought to; changed under `settled`."""
         self.settled = anyio.Lock()
-        """Held by whoever changes what all workers have in common, or brings one in."""
-        self.first: Joined | None = None
-        """What the first worker said of itself; the others have to be like it."""
+        """Lock for changes of the state that all workers share, and for adding a worker."""
+        self.first: WorkerInfo | None = None
+        """The first worker's description of itself, which the others must match."""
         self.lost_count = 0
-        """How many workers were lost so far."""
         self.sampled_by_the_gone = 0
-        """Ids that workers sampled that are gone."""
-        self.told: deque[str] = deque(maxlen=TOLD)
-        """What happened to workers last, for people."""
+        """Ids that workers sampled which have ended since."""
+        self.told: deque[str] = deque(maxlen=MAX_LISTED_EPISODES)
+        """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
-        """How long the fleet may lack workers, and how much later than others one of them may answer."""
+        """Seconds that the fleet may lack workers, and that a worker may answer later than others."""
         self._engine = engine
         self._numbers = itertools.count()
         self._attempts = itertools.count()
         self._run_numbers = itertools.count()
-        self._hands: dict[Seat, Hand] = {}
+        self._handles: dict[WorkerSlot, WorkerHandle] = {}
         self._runs: dict[int, _Run] = {}
-        self._seating = Seating(fleet)
+        self._slot_queue = SlotQueue(fleet)
         self._width_listeners: dict[object, Callable[[], None]] = {}
         self._told_listeners: dict[object, Callable[[str], None]] = {}
         self._changed = anyio.Event()
@@ -103,10 +102,10 @@ class Driver:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """The fleet is there within this block, with as many workers as it has to have.
+        """Run the fleet within this block, with at least as many workers as required.
 
         Raises:
-            BadInput, EngineError: a worker does not start, or is unlike the others.
+            BadInput, EngineError: a worker does not start, or does not match the others.
         """
         await self.launcher.open()
         try:
@@ -121,7 +120,7 @@ class Driver:
                         await self._end_workers()
                     self._group.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            raise unwrapped(group) from None  # nobody outside asked for a task group
+            raise unwrapped(group) from None  # callers did not ask for a task group
         finally:
             with anyio.CancelScope(shield=True):
                 await self.launcher.close()
@@ -131,26 +130,27 @@ class Driver:
         while not self.fleet.enough:
             if self._failure is not None:
                 raise self._failure
-            # How long an engine takes to start is its own affair; a worker that no machine has room for is not there.
+            # The time that an engine takes to start is not limited. A worker without a machine does not count as
+            # started.
             if anyio.current_time() - began > self.stall_seconds and self._there < self.fleet.least:
                 raise EngineDead(
                     f"for {self.stall_seconds:g} s there was room for {self._there} of at least {self.fleet.least} "
                     f"workers: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
                 )
-            with anyio.move_on_after(PULSE_SECONDS):
+            with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._next_change()
         self._begun = True
 
     @property
     def _there(self) -> int:
-        """How many workers have a machine, whether their engines run or not."""
-        return sum(hand.placed for hand in self._hands.values())
+        """Number of workers with a machine, whether their engines run or not."""
+        return sum(handle.placed for handle in self._handles.values())
 
     async def _next_change(self) -> None:
         await self._changed.wait()
 
     def _change(self) -> None:
-        """Tell whoever waits for something that something is different."""
+        """Wake all tasks that wait for a change."""
         self._changed.set()
         self._changed = anyio.Event()
         now = anyio.current_time()
@@ -158,83 +158,83 @@ class Driver:
         self._short_since = None if self.fleet.enough else since
         for listener in list(self._width_listeners.values()):
             listener()
-        self._seating.give_out()
+        self._slot_queue.give_out()
 
     async def _fill_seats(self) -> None:
         while True:
-            for seat in self.fleet.to_start(anyio.current_time()):
-                self._group.start_soon(self._tend, seat, name=f"deltarunner seat {seat.number}")
+            for slot in self.fleet.to_start(anyio.current_time()):
+                self._group.start_soon(self._tend, slot, name=f"deltarunner slot {slot.number}")
             until = self.fleet.next_start()
             wait = math.inf if until is math.inf else max(0.0, until - anyio.current_time())
             with anyio.move_on_after(wait):
                 await self._next_change()
 
-    async def _tend(self, seat: Seat) -> None:
-        """One worker in a seat, from its start until it is gone."""
+    async def _tend(self, slot: WorkerSlot) -> None:
+        """Run one worker in a slot, from its start until it is gone."""
         number = next(self._numbers)
         try:
             process = self.launcher.start(self._engine, number)
         except DeltarunnerError as error:
             self._fail_start(error)
             return
-        hand = self._hands[seat] = Hand(number, seat, process)
-        why = await self._until_gone(hand)
-        hand.why = hand.why or str(why)
+        handle = self._handles[slot] = WorkerHandle(number, slot, process)
+        why = await self._until_gone(handle)
+        handle.why = handle.why or str(why)
         process.kill()
-        del self._hands[seat]
-        if hand.pulse is not None:
-            self.sampled_by_the_gone += hand.pulse.stats.sampled_tokens
+        del self._handles[slot]
+        if handle.heartbeat is not None:
+            self.sampled_by_the_gone += handle.heartbeat.stats.sampled_tokens
         if not self._ending:
-            self._note_loss(hand, why)
-        hand.gone.set()
+            self._note_loss(handle, why)
+        handle.gone.set()
         self._change()
 
-    async def _until_gone(self, hand: Hand) -> Exception:
+    async def _until_gone(self, handle: WorkerHandle) -> Exception:
         errors: list[Exception] = []
 
-        async def until_lost(step: Callable[[Hand], Awaitable[None]]) -> None:
+        async def until_lost(step: Callable[[WorkerHandle], Awaitable[None]]) -> None:
             try:
-                await step(hand)
+                await step(handle)
             except (WorkerLost, DeltarunnerError) as error:
                 errors.append(error)
                 steps.cancel_scope.cancel()
 
-        async def bring_in(hand: Hand) -> None:
-            await hand.process.send("hello")
-            hand.placed, self._not_placed = True, ""
+        async def bring_in(handle: WorkerHandle) -> None:
+            await handle.process.send("hello")
+            handle.placed, self._not_placed = True, ""
             steps.start_soon(until_lost, self._hear_its_start)
-            await self._meet(hand)
-            # Listened to from here on: it is waited for by whoever wants something of all workers.
+            await self._meet(handle)
+            # Read its heartbeats from here on: calls to all workers include it.
             steps.start_soon(until_lost, self._listen)
-            await self._admit(hand)
+            await self._admit(handle)
 
         async with anyio.create_task_group() as steps:
             steps.start_soon(until_lost, _live)
             steps.start_soon(until_lost, bring_in)
-        return WorkerLost(hand.why) if hand.why else errors[0]
+        return WorkerLost(handle.why) if handle.why else errors[0]
 
-    def _note_loss(self, hand: Hand, error: Exception) -> None:
-        if not hand.placed and isinstance(error, WorkerLost):
-            self._note_not_placed(hand, str(error))
+    def _note_loss(self, handle: WorkerHandle, error: Exception) -> None:
+        if not handle.placed and isinstance(error, WorkerLost):
+            self._note_not_placed(handle, str(error))
             return
-        lost = self.fleet.lost(hand.seat, anyio.current_time())
+        lost = self.fleet.lost(handle.slot, anyio.current_time())
         self.lost_count += 1
-        self.launcher.forget(hand.number)
+        self.launcher.forget(handle.number)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
-        self._tell(f"{hand.name} is lost: {error}{playing}")
-        if hand.seat.state is SeatState.RESTING:
-            self._tell(f"{len(hand.seat.deaths)} workers were lost in one seat within an hour: it stays empty")
+        self._tell(f"{handle.name} is lost: {error}{playing}")
+        if handle.slot.state is WorkerSlotState.RESTING:
+            self._tell(f"{len(handle.slot.deaths)} workers were lost in one slot within an hour: it stays empty")
         if isinstance(error, DeltarunnerError):
             self._fail_start(error)
         elif self.fleet.hopeless:
             self._fail_start(EngineDead(f"workers die as they start: {error}"))
 
-    def _note_not_placed(self, hand: Hand, why: str) -> None:
-        self.fleet.not_placed(hand.seat, anyio.current_time())
-        # Once a reason: it is tried again every moment, as long as the machines are elsewhere.
+    def _note_not_placed(self, handle: WorkerHandle, why: str) -> None:
+        self.fleet.not_placed(handle.slot, anyio.current_time())
+        # Report each reason once: while machines are missing, this is tried again and again.
         if why != self._not_placed:
             self._not_placed = why
-            self._tell(f"{hand.name} was not started: {why}")
+            self._tell(f"{handle.name} was not started: {why}")
 
     def _tell(self, event: str) -> None:
         self.told.append(event)
@@ -242,7 +242,7 @@ class Driver:
             listener(event)
 
     def _fail_start(self, error: DeltarunnerError) -> None:
-        """What keeps one worker from starting will keep the others too; once the fleet has begun it is that one's."""
+        """Handle a failed start. Before the fleet has begun it fails the fleet; afterwards only this worker."""
         if not self._begun:
             self._failure = self._failure or error
             self._change()
@@ -250,155 +250,157 @@ class Driver:
     async def _end_workers(self) -> None:
         """Let all workers end by themselves, and kill those that take too long."""
         with anyio.move_on_after(END_SECONDS):
-            for hand in self._hands.values():
-                if hand.joined is None:
-                    hand.process.kill()
+            for handle in self._handles.values():
+                if handle.info is None:
+                    handle.process.kill()
                 else:
-                    hand.process.send("end")
-            while self._hands:
+                    handle.process.send("end")
+            while self._handles:
                 await self._next_change()
-        for hand in self._hands.values():
-            hand.process.kill()
+        for handle in self._handles.values():
+            handle.process.kill()
 
     # --- a worker comes in
 
-    async def _meet(self, hand: Hand) -> None:
-        joined: Joined = await hand.process.send("join")
+    async def _meet(self, handle: WorkerHandle) -> None:
+        info: WorkerInfo = await handle.process.send("join")
         if self.first is None:
-            require_like_this_process(joined, hand.number)
-            self.first = joined
-        require_like_the_first(joined, self.first, hand.number)
-        hand.joined, hand.version, hand.heard = joined, joined.weight_version, anyio.current_time()
+            require_like_this_process(info, handle.number)
+            self.first = info
+        require_like_the_first(info, self.first, handle.number)
+        handle.info, handle.version, handle.heard = info, info.weight_version, anyio.current_time()
 
-    async def _admit(self, hand: Hand) -> None:
+    async def _admit(self, handle: WorkerHandle) -> None:
         opened: set[int] = set()
-        caught = Catch()
+        caught = FleetSnapshot()
         for rounds in itertools.count():
-            # Outside the lock, since it takes as long as an engine loads: many join at once, and no update waits.
-            # One that others overtake again and again is brought in under it in the end.
-            if rounds < UNLOCKED_ROUNDS and not caught.has_what(self.catch):
-                caught = await self._catch_up(hand, self.catch)
-            if await self._admitted(hand, opened, caught, waits=rounds < UNLOCKED_ROUNDS):
+            # Without the lock, since loading an engine takes long: many workers start at once, and updates do not wait.
+            # A worker that is overtaken again and again catches up under the lock in the end.
+            if rounds < MAX_UNLOCKED_ROUNDS and not caught.has_weights_of(self.snapshot):
+                caught = await self._catch_up(handle, self.snapshot)
+            if await self._admitted(handle, opened, caught, waits=rounds < MAX_UNLOCKED_ROUNDS):
                 break
-            # Outside it as well: what an author does in `lifespan()` may take its time, or never end.
+            # Also without the lock: an author's `lifespan()` may take long, or never end.
             for number, run in list(self._runs.items()):
                 if number not in opened:
                     opened.add(number)
-                    await self._open_on(hand, number, run)
+                    await self._open_on(handle, number, run)
         self._change()
 
-    async def _catch_up(self, hand: Hand, catch: Catch) -> Catch:
+    async def _catch_up(self, handle: WorkerHandle, snapshot: FleetSnapshot) -> FleetSnapshot:
         with anyio.move_on_after(self.stall_seconds) as limit:
-            await hand.process.send("catch_up", catch)
+            await handle.process.send("catch_up", snapshot)
         if limit.cancelled_caught:
-            raise WorkerLost(f"it did not catch up with the others in {self.stall_seconds:g} s")
-        return catch
+            raise WorkerLost(f"it did not snapshot up with the others in {self.stall_seconds:g} s")
+        return snapshot
 
-    async def _admitted(self, hand: Hand, opened: set[int], caught: Catch, *, waits: bool) -> bool:
-        """Let a worker play that is where the others are; not where these have gone on meanwhile, or begun a run.
+    async def _admitted(self, handle: WorkerHandle, opened: set[int], caught: FleetSnapshot, *, waits: bool) -> bool:
+        """Let a worker play if its state matches the fleet, and return whether it does.
 
         Args:
-            hand: the worker.
+            handle: the worker.
             opened: the runs that it has set up.
-            caught: what it has been brought to.
-            waits: whether it may be brought further before.
+            caught: the state that it was brought to.
+            waits: whether it may catch up once more before.
         """
         async with self.settled:
             if not opened >= self._runs.keys():
                 return False
-            if not caught.has_what(self.catch):
+            if not caught.has_weights_of(self.snapshot):
                 if waits:
                     return False
-                await self._catch_up(hand, self.catch)
-            if self.catch.paused or self.catch.asleep:
-                await hand.process.send("stand", self.catch)
+                await self._catch_up(handle, self.snapshot)
+            if self.snapshot.paused or self.snapshot.asleep:
+                await handle.process.send("stand", self.snapshot)
             for number in opened - self._runs.keys():
-                hand.process.send("close_run", number)
+                handle.process.send("close_run", number)
             for number, run in self._runs.items():
                 if run.is_draining:
-                    hand.process.send("drain", number)
-            if self.catch.readable:
-                self.has_weights(hand, self.catch.version or hand.version)
+                    handle.process.send("drain", number)
+            if self.snapshot.readable:
+                self.has_weights(handle, self.snapshot.version or handle.version)
             else:
-                self.fleet.waits(hand.seat)
-                self._tell(f"{hand.name} waits for the next weights: a transfer brought those of the others")
+                self.fleet.waits(handle.slot)
+                self._tell(f"{handle.name} waits for the next weights: a transfer brought those of the others")
         return True
 
-    def has_weights(self, hand: Hand, version: str) -> None:
-        """A worker has the weights of this version, and plays from now on where it did not."""
-        if hand.gone.is_set():
-            return  # it died between its answer and the hearing of it, and another one may have its seat
-        hand.version = version
-        if hand.seat.state is not SeatState.READY:
-            assert hand.joined is not None, "it has an engine"
-            # As wide as a run of one process: while some wait for tools, others are sampled.
-            self.fleet.joined(hand.seat, 2 * hand.joined.places)
+    def has_weights(self, handle: WorkerHandle, version: str) -> None:
+        """Note that a worker has the weights of this version. It plays from now on, if it did not before."""
+        if handle.gone.is_set():
+            return  # it died after it had answered, and its slot may have a new worker
+        handle.version = version
+        if handle.slot.state is not WorkerSlotState.READY:
+            assert handle.info is not None, "it has an engine"
+            # Twice as many episodes as requests, as in a run of one process: while some wait for tools, others are
+            # sampled.
+            self.fleet.mark_ready(handle.slot, 2 * handle.info.places)
             self._change()
 
-    async def _hear_its_start(self, hand: Hand) -> None:
-        # Its engine may take its time, and hold up its loop meanwhile; a process that stands still starts nothing.
+    async def _hear_its_start(self, handle: WorkerHandle) -> None:
+        # An engine may start slowly and block its event loop, but a process that does not answer starts
+        # nothing.
         limit = max(self.stall_seconds, SILENT_SECONDS)
-        while hand.joined is None:
-            await answer_within(limit, hand.process.send("hello"), " while it started")
-            await anyio.sleep(CALM_PULSE_SECONDS)
+        while handle.info is None:
+            await answer_within(limit, handle.process.send("hello"), " while it started")
+            await anyio.sleep(CALM_HEARTBEAT_SECONDS)
 
-    async def _listen(self, hand: Hand) -> None:
+    async def _listen(self, handle: WorkerHandle) -> None:
         while True:
-            pulse: Pulse = await answer_within(SILENT_SECONDS, hand.process.send("pulse"))
-            hand.hear(pulse)
-            await anyio.sleep(PULSE_SECONDS if len(self._hands) <= MANY else CALM_PULSE_SECONDS)
+            heartbeat: Heartbeat = await answer_within(SILENT_SECONDS, handle.process.send("heartbeat"))
+            handle.hear(heartbeat)
+            await anyio.sleep(HEARTBEAT_SECONDS if len(self._handles) <= MANY_WORKERS_COUNT else CALM_HEARTBEAT_SECONDS)
 
     # --- all workers
 
     @property
-    def hands(self) -> list[Hand]:
-        """The workers that play, in the order in which they were started."""
-        return [hand for hand in self.members if hand.seat.state is SeatState.READY]
+    def handles(self) -> list[WorkerHandle]:
+        """The workers that play, in the order of their start."""
+        return [handle for handle in self.members if handle.slot.state is WorkerSlotState.READY]
 
     @property
-    def members(self) -> list[Hand]:
-        """The same, and those that play once they have the next weights."""
-        states = SeatState.READY, SeatState.WAITING
-        return [hand for seat, hand in self._hands.items() if seat.state in states and not hand.why]
+    def members(self) -> list[WorkerHandle]:
+        """The workers that play, and those that will play after the next update of the weights."""
+        states = WorkerSlotState.READY, WorkerSlotState.WAITING
+        return [handle for slot, handle in self._handles.items() if slot.state in states and not handle.why]
 
     @property
     def absent(self) -> Counter[IdleReason | None]:
-        """Why the workers of the other seats do not play, in counts."""
-        return Counter(absence(seat, self._hands.get(seat)) for seat in self.fleet.seats)
+        """Number of other slots that do not play, by reason."""
+        return Counter(absence(slot, self._handles.get(slot)) for slot in self.fleet.slots)
 
     async def known(self) -> EngineKnown:
-        """What is known of the engine, from the first worker that answers.
+        """Return the properties of the engine, from the first worker that answers.
 
         Raises:
-            EngineDead: none does.
+            EngineDead: no worker answers.
         """
-        for hand in self.hands:
+        for handle in self.handles:
             try:
-                known: EngineKnown = await hand.process.send("engine_known")
+                known: EngineKnown = await handle.process.send("engine_known")
             except WorkerLost:
                 continue
             return known
         raise EngineDead("every worker was lost while the fleet began")
 
-    async def ask_all(self, call: str, *arguments: Any) -> dict[Hand, Any]:
-        """`ask` all workers."""
+    async def ask_all(self, call: str, *arguments: Any) -> dict[WorkerHandle, Any]:
+        """Call a method on all workers, by `ask`."""
         return await ask(self.members, call, *arguments, patience=self.stall_seconds)
 
     def require_alive(self) -> None:
-        """Return if there are enough workers, or may be soon.
+        """Return if there are enough workers, or may soon be.
 
         Raises:
-            EngineDead: there are not; says why.
+            EngineDead: there are not enough workers; the message has the reason.
         """
         fleet = self.fleet
         waiting = f" {len(fleet.behind)} wait for the next weights." if fleet.behind else ""
-        # Two of them: a worker that is not started says little without the loss before it.
-        last = waiting + (f" What happened last: {'; '.join(list(self.told)[-2:])}" if self.told else "")
+        # Two events: the failure to start a worker is unclear without the loss before it.
+        last = waiting + (f" Latest events: {'; '.join(list(self.told)[-2:])}" if self.told else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         too_long = self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds
-        starting = sum(hand.is_starting for hand in self._hands.values())
-        # As at the beginning an engine's start is waited for; the first one that fails after that time ends it.
+        starting = sum(handle.is_starting for handle in self._handles.values())
+        # As at the beginning, an engine that starts is waited for. The first failure after that time ends the fleet.
         if too_long and not (starting and len(fleet.ready) + len(fleet.behind) + starting >= fleet.least):
             raise EngineDead(
                 f"for {self.stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
@@ -406,24 +408,24 @@ class Driver:
             )
 
     async def until(self, enough: Callable[[], bool]) -> None:
-        """Wait until something is so of the fleet.
+        """Wait until a condition on the fleet holds.
 
         Raises:
-            EngineDead: the fleet died over it.
+            EngineDead: the fleet died before that.
         """
         while not enough():
             self.require_alive()
-            with anyio.move_on_after(PULSE_SECONDS):
+            with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._next_change()
 
     # --- runs
 
     def run_number(self) -> int:
-        """A number for a run, which no other one of the fleet has."""
+        """Return a new number for a run, unique in this fleet."""
         return next(self._run_numbers)
 
     async def open_run(self, number: int, packed: bytes, clock: datetime) -> None:
-        """Have every worker set a run up, also those that join later.
+        """Set a run up on every worker, including those that start later.
 
         Raises:
             BadInput: a worker cannot play it.
@@ -431,33 +433,33 @@ class Driver:
         run = _Run(packed, clock)
         async with self.settled:
             try:
-                await at_once(self.members, lambda hand: self._open_on(hand, number, run))
+                await at_once(self.members, lambda handle: self._open_on(handle, number, run))
             except DeltarunnerError:
                 await self.ask_all("close_run", number)
                 raise
             self._runs[number] = run
 
-    async def _open_on(self, hand: Hand, number: int, run: _Run) -> None:
-        hand.process.send("keep_run", number, run.packed, run.clock)
-        with suppress(WorkerLost):  # whoever tends it knows
-            await hand.process.send("run_opened", number)
+    async def _open_on(self, handle: WorkerHandle, number: int, run: _Run) -> None:
+        handle.process.send("keep_run", number, run.packed, run.clock)
+        with suppress(WorkerLost):  # the task that runs this worker handles it
+            await handle.process.send("run_opened", number)
 
     async def close_run(self, number: int) -> list[str]:
-        """Have every worker leave a run; gives what went wrong there on the way out, for people."""
+        """End a run on every worker, and return its faults on the way out, for people."""
         async with self.settled:
             del self._runs[number]
             self.launcher.forget_run(number)
             return [fault for faults in (await self.ask_all("close_run", number)).values() for fault in faults]
 
     def drain(self, number: int) -> None:
-        """Tell every worker that no further episode of a run begins."""
+        """Notify every worker that no further episode of a run begins."""
         self._runs[number].is_draining = True
-        for hand in self.members:
-            hand.process.send("drain", number)
+        for handle in self.members:
+            handle.process.send("drain", number)
 
     @asynccontextmanager
     async def listening(self, listener: Callable[[], None], told: Callable[[str], None]) -> AsyncIterator[None]:
-        """Call the first listener whenever workers came or went, and the other with what is to be said of that."""
+        """Call the first listener when workers come or go, and the second one with a description of it."""
         token = object()
         self._width_listeners[token], self._told_listeners[token] = listener, told
         try:
@@ -468,18 +470,18 @@ class Driver:
     # --- episodes
 
     def attempt_number(self) -> int:
-        """A number for an attempt, which no other one of the fleet has."""
+        """Return a new number for an attempt, unique in this fleet."""
         return next(self._attempts)
 
-    async def seat(self, ticket: Ticket) -> Hand:
-        """Wait until a worker can play this, and give that."""
-        return self._hands[await self._seating.seat(ticket)]
+    async def slot(self, assignment: Assignment) -> WorkerHandle:
+        """Wait for a free slot, and return its worker."""
+        return self._handles[await self._slot_queue.slot(assignment)]
 
-    def done(self, ticket: Ticket) -> None:
-        """An episode is over, or is not to be played any more."""
-        self._seating.done(ticket)
+    def done(self, assignment: Assignment) -> None:
+        """Release the slot of an episode that is over or no longer wanted."""
+        self._slot_queue.done(assignment)
 
 
-async def _live(hand: Hand) -> None:
-    await hand.process.send("live")
+async def _live(handle: WorkerHandle) -> None:
+    await handle.process.send("live")
     raise WorkerLost("it ended")

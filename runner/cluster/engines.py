@@ -1,4 +1,4 @@
-"""Engines on many machines, as one engine that plays whole episodes: `FleetEngine`, which knows no Ray."""
+"""`FleetEngine`: engines on many machines as one engine that plays whole episodes. It does not know Ray."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from anyio.lowlevel import current_token
 
 from runner import checked
 from runner.cluster.driver import Driver
+from runner.cluster.engine_client import HostedEngine
 from runner.cluster.fleet import Fleet
-from runner.cluster.hand import Hand
-from runner.cluster.hosted import HostedEngine
+from runner.cluster.protocol import Launcher, RunSpec
+from runner.cluster.run_setups import RunSetups
 from runner.cluster.runtime import FleetRuntime
-from runner.cluster.sent_run import SentRun
-from runner.cluster.words import Launcher, RunSent
+from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
@@ -30,7 +30,7 @@ from runner.runs.run_setup import RunSetup
 __all__ = ["FleetEngine"]
 
 STALL_SECONDS = 600.0
-"""How long a fleet waits for machines by default."""
+"""Seconds that a fleet waits for machines by default."""
 
 _SENDABLE = "give values that can be sent, such as functions of a module"
 
@@ -44,11 +44,11 @@ class FleetEngine(PlayingEngine):
     """Many engines of one kind, each in a process with the environments that it plays.
 
     Args:
-        engine: what every worker has; nobody has entered it.
+        engine: the engine of each worker, not entered.
         launcher: starts workers.
-        workers: how many; or the least to begin with and the most.
-        stall_seconds: how long there may be fewer workers than the least before the fleet counts as dead; engines that
-            start are waited for.
+        workers: their number, or the least to begin with and the most.
+        stall_seconds: seconds that the fleet may have too few workers before it counts as dead; engines that start are
+            waited for.
     """
 
     runtime: FleetRuntime | None
@@ -69,7 +69,7 @@ class FleetEngine(PlayingEngine):
                 "as VllmEngine('MODEL'); a server or an API can be asked by one process, without workers."
             )
         if engine.running:
-            raise BadOption(f"{kind}(engine): it was entered here, and cannot be sent; give one that nobody entered.")
+            raise BadOption(f"{kind}(engine): it was entered here and cannot be sent; pass one that was not entered.")
         self.engine = engine
         self.least, self.most = _range(kind, workers)
         self.launcher = launcher
@@ -86,10 +86,10 @@ class FleetEngine(PlayingEngine):
         async with AsyncExitStack() as exit_stack:
             fleet = Fleet(self.least, self.most)
             driver = Driver(self.launcher, self.engine, fleet, stall_seconds=self._stall_seconds)
-            self._driver = driver  # now: whoever watches sees workers come
+            self._driver = driver  # before the block, so that the display shows workers as they start
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
-            assert first is not None, "there is a worker, so it joined"
+            assert first is not None, "there is a worker, so it info"
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
             self.vocabulary, self.context = known.vocabulary, first.context
             self.notes = first.notes
@@ -106,12 +106,12 @@ class FleetEngine(PlayingEngine):
         await self._exit.__aexit__(kind, error, traceback)
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:
-        """Have every worker's engine choose as in the run that is resumed."""
+        """Make every worker's engine use the choices of the run that is resumed."""
         self.engine.go_on_with(described)
 
     @property
     def driver(self) -> Driver:
-        """What keeps the workers; not for authors."""
+        """The driver of the workers; not for authors."""
         if self._driver is None:
             raise BadControl(f"{type(self).__name__} is not running: use it as `async with`, or give it to a run.")
         return self._driver
@@ -120,48 +120,48 @@ class FleetEngine(PlayingEngine):
 
     @property
     def places(self) -> int:  # type: ignore[override]  # workers come and go
-        """How many requests run at once on all workers."""
+        """Number of requests that run at once on all workers."""
         return max(1, self.driver.fleet.width // 2)
 
     @property
     def is_deserted(self) -> bool:
-        """Whether no worker plays."""
-        return self._driver is not None and not self._driver.hands
+        """True if no worker plays."""
+        return self._driver is not None and not self._driver.handles
 
     @property
     def events(self) -> Sequence[str]:
-        """What happened to workers so far, for people: those that were lost, and why."""
+        """The events of the fleet so far, for people: lost workers and the reasons."""
         return self._driver.told if self._driver is not None else ()
 
     def workers(self) -> list[FleetWorker]:
-        """The workers that play, in the order of their numbers, as they were when they were last heard."""
+        """The workers that play, in the order of their numbers, as of their last heartbeats."""
         if self._driver is None:
             return []
         now, newest = anyio.current_time(), self.weight_version
-        return [_shown(hand, now, newest) for hand in self._driver.hands]
+        return [_shown(handle, now, newest) for handle in self._driver.handles]
 
     def absent(self) -> Mapping[IdleReason, int]:
-        """Why the other workers do not play, and of how many that is so."""
+        """Number of workers that do not play, by reason."""
         if self._driver is None:
             return {}
         counted = self._driver.absent
         return {why: counted[why] for why in IdleReason if counted[why]}
 
     def stats(self) -> EngineStats:
-        """What all workers' engines do, added up."""
-        pulses = [hand.pulse.stats for hand in self.driver.hands if hand.pulse is not None]
-        usages = [stats.kv_usage for stats in pulses if stats.kv_usage is not None]
+        """The sum of the statistics of all workers' engines."""
+        heartbeats = [handle.heartbeat.stats for handle in self.driver.handles if handle.heartbeat is not None]
+        usages = [stats.kv_usage for stats in heartbeats if stats.kv_usage is not None]
         return EngineStats(
-            **{name: sum(getattr(stats, name) for stats in pulses) for name in _SUMMED},
+            **{name: sum(getattr(stats, name) for stats in heartbeats) for name in _SUMMED},
             kv_usage=max(usages, default=None),
-            sampled_tokens=self.driver.sampled_by_the_gone + sum(stats.sampled_tokens for stats in pulses),
-            tokens_per_second=sum(stats.tokens_per_second for stats in pulses),
+            sampled_tokens=self.driver.sampled_by_the_gone + sum(stats.sampled_tokens for stats in heartbeats),
+            tokens_per_second=sum(stats.tokens_per_second for stats in heartbeats),
             weight_version=self.weight_version,
             state=self.state,
         )
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """Refused: its engines are where its workers are.
+        """Not possible: the engines run on the workers.
 
         Raises:
             BadControl: always.
@@ -172,15 +172,15 @@ class FleetEngine(PlayingEngine):
         )
 
     async def health(self) -> None:
-        """Return when there are enough workers, or may be soon.
+        """Return when there are enough workers, or may soon be.
 
         Raises:
-            EngineDead: there are not; says why.
+            EngineDead: there are not enough workers; the message has the reason.
         """
         self.driver.require_alive()
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps: the first worker's engine, and how many there are."""
+        """The first worker's description of its engine, and the number of workers, for the header of a run file."""
         first = self.driver.first
         assert first is not None, "a fleet that runs has a worker"
         return {**first.description, "workers": [self.least, self.most]}
@@ -192,7 +192,7 @@ class FleetEngine(PlayingEngine):
         await self._fleet_runtime.control("check_proof", proof)
 
     async def prove(self, proof: WeightProof) -> ProofFigures:
-        """Compare the weights that every worker has now with a proof; the figures are the worst."""
+        """Compare the weights of every worker with a proof. The figures are the worst ones."""
         figures: Mapping[Any, ProofFigures] = await self._fleet_runtime.control("prove", proof)
         return max(figures.values(), key=lambda each: each.median)
 
@@ -217,11 +217,11 @@ class FleetEngine(PlayingEngine):
 
     # --- runs
 
-    def sent(self, setup: RunSetup) -> SentRun:
-        """A run in the form in which workers get it.
+    def sent(self, setup: RunSetup) -> RunSetups:
+        """Pack a run for the workers.
 
         Raises:
-            BadOption: something of it cannot be sent.
+            BadOption: a part of it cannot be sent.
         """
         options, environment = setup.options, setup.environment
         kind = type(self).__name__
@@ -231,7 +231,7 @@ class FleetEngine(PlayingEngine):
             if engine.running and not isinstance(engine, HostedEngine):
                 raise BadOption(
                     f"engines[{name!r}]: it was entered here, and every worker needs one of its own: give one that "
-                    "nobody entered."
+                    "was not entered."
                 )
         for_workers = replace(options, tasks=None, file=None, retry_failed=False)
         what = f"{kind}: the run goes to its workers, but"
@@ -241,16 +241,16 @@ class FleetEngine(PlayingEngine):
         for name, value in environment.construction().items():
             fix = "make it in lifespan() or setup(), on the worker"
             self.launcher.pack(value, f"{what} {type(environment).__name__}({name}=) cannot", fix)
-        run = RunSent(environment=type(environment), arguments=(arguments, named), options=for_workers)
+        run = RunSpec(environment=type(environment), arguments=(arguments, named), options=for_workers)
         fix = "put the class into a module that every worker can import"
         packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot", fix)
         others = {name: each for name, each in options.engines.items() if not isinstance(each, HostedEngine)}
-        sent = SentRun(lambda: self.driver, packed, others)
+        sent = RunSetups(lambda: self.driver, packed, others)
         self._enter_besides(sent.elsewhere)
         return sent
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
-        """Workers enter these too, each its own; raises BadOption where they have no room for them."""
+        """Let each worker enter these engines too, one of its own each; raises BadOption for lack of room."""
 
 
 def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
@@ -262,21 +262,22 @@ def _range(kind: str, workers: int | tuple[int, int]) -> tuple[int, int]:
     return least, most
 
 
-def _shown(hand: Hand, now: float, newest: str) -> FleetWorker:
-    assert hand.joined is not None, "it plays"
-    pulse = hand.pulse
-    oldest = pulse.oldest[0] if pulse is not None and pulse.oldest else None
-    # An update is over when all have answered, and who has exchanged its weights before says so by its pulse.
-    exchanged = pulse is not None and pulse.stats.weight_version == newest
+def _shown(handle: WorkerHandle, now: float, newest: str) -> FleetWorker:
+    assert handle.info is not None, "it plays"
+    heartbeat = handle.heartbeat
+    oldest = heartbeat.oldest[0] if heartbeat is not None and heartbeat.oldest else None
+    # An update is over when all workers have answered. The heartbeat of a worker shows earlier that it has the new
+    # weights.
+    exchanged = heartbeat is not None and heartbeat.stats.weight_version == newest
     return FleetWorker(
-        number=hand.number,
-        node=hand.joined.node,
-        pid=hand.joined.pid,
-        playing=len(hand.seat.tickets),
-        width=hand.seat.width,
-        version=newest if exchanged else hand.version,
-        lag=pulse.lag if pulse is not None else 0.0,
-        silent=now - hand.heard,
+        number=handle.number,
+        node=handle.info.node,
+        pid=handle.info.pid,
+        playing=len(handle.slot.assignments),
+        width=handle.slot.width,
+        version=newest if exchanged else handle.version,
+        lag=heartbeat.lag if heartbeat is not None else 0.0,
+        silent=now - handle.heard,
         oldest=oldest.activity if oldest is not None else "",
-        waited=now - hand.ahead - oldest.since if oldest is not None else 0.0,
+        waited=now - handle.ahead - oldest.since if oldest is not None else 0.0,
     )

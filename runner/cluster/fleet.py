@@ -1,4 +1,4 @@
-"""The fleet's books: which workers there are, who plays what, who is started again. Pure: no clock, no Ray, no loop."""
+"""Slots for workers and the assignment of episodes to them. Pure: without clock, event loop or Ray."""
 
 from __future__ import annotations
 
@@ -9,251 +9,258 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Fleet", "Seat", "SeatState", "Ticket"]
+__all__ = ["Assignment", "Fleet", "WorkerSlot", "WorkerSlotState"]
 
-HOUR: Final = 3600.0
+HOUR_SECONDS: Final = 3600.0
 
-RESTARTS: Final = 3
-"""So often within an hour a worker is started again in one seat."""
+MAX_RESTARTS: Final = 3
+"""Restarts of the worker of one slot within an hour."""
 
 BACK_OFF_SECONDS: Final = 1.0
-"""How long a seat stays empty after its worker's first death; twice as long after each further one."""
+"""Seconds that a slot stays empty after the first death of its worker; doubled after each further death."""
 
-ROOM_SECONDS: Final = 2.0
-"""How long a seat stays empty whose worker no machine took."""
+UNPLACED_RETRY_SECONDS: Final = 2.0
+"""Seconds until a worker without a machine is tried again."""
 
-KEPT_SHARE: Final = 4
-"""While other episodes wait, one worker of so many, and at least one, is kept for last tries."""
+KEPT_WORKER_RATIO: Final = 4
+"""While other episodes wait, one of this many workers, and at least one, is kept for last tries."""
 
-COMPANY: Final = 2
-"""An episode goes where others of its task are played while that worker has at most so many more than the idlest."""
+MAX_AFFINITY_IMBALANCE: Final = 2
+"""An episode goes to the worker that plays its group, unless that one has more than this many episodes more than the
+idlest."""
 
 
-class SeatState(enum.StrEnum):
-    """What a seat for a worker is doing."""
+class WorkerSlotState(enum.StrEnum):
+    """The state of a slot."""
 
     EMPTY = "empty"
-    """No worker is there: none was started yet, or the last one died and the next one waits for its time."""
+    """No worker: none was started yet, or the last one died and its back-off is not over."""
     UNPLACED = "unplaced"
-    """No machine took its worker; the next one waits for its time."""
+    """No machine had room for its worker; it is tried again."""
     STARTING = "starting"
-    """A worker was asked for; it starts, or waits for a machine."""
+    """Its worker was requested; it starts, or waits for a machine."""
     WAITING = "waiting"
-    """Its worker has all but the weights of the others, which are nowhere to be read: it waits for the next ones."""
+    """Its worker lacks only the current weights, which cannot be read any more. It waits for the next update."""
     READY = "ready"
     """Its worker plays."""
     RESTING = "resting"
-    """Its workers died too often; the next one may be started when the first of those deaths is an hour ago."""
+    """Its workers died too often. The next one may start an hour after the first of those deaths."""
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
-    """An episode that wants to be played."""
+class Assignment:
+    """An episode that is to be played."""
 
     group: Hashable = None
-    """Episodes of one group begin with the same prompt, and are better played by one worker."""
+    """Episodes of one group begin with the same prompt, so one worker plays them faster."""
     again: bool = False
-    """Whether it was on a worker that died; it goes before those that never began."""
+    """True if its worker died before; such episodes come before new ones."""
     last_chance: bool = False
-    """Whether it fails for good if a worker dies under it once more. It has a worker to itself: what kills workers must
-    not take those along that were only with it, and an episode that never began may be of that kind too."""
-    seat: Seat | None = None
-    """Where it is played; None while it waits."""
+    """True if one more dead worker fails it for good. It then has a worker to itself: an episode that kills workers
+    must not fail others that happen to be there, and a new episode may be of that kind too."""
+    slot: WorkerSlot | None = None
+    """The slot where it is played; None while it waits."""
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
-    """Where one worker is, and after it the next."""
+class WorkerSlot:
+    """The place of one worker, and of its successors."""
 
     number: int
-    state: SeatState = SeatState.EMPTY
+    state: WorkerSlotState = WorkerSlotState.EMPTY
     width: int = 0
-    """How many episodes it plays at once."""
-    tickets: set[Ticket] = field(default_factory=set)
-    """What it plays."""
+    """Number of episodes that its worker plays at once."""
+    assignments: set[Assignment] = field(default_factory=set)
     groups: Counter[Hashable] = field(default_factory=Counter)
-    """How many of each group it plays."""
+    """Number of its episodes of each group."""
     kept: bool = False
-    """Whether it is kept for a last try: it is given nothing else, and such a try as soon as it plays nothing."""
+    """True if it is kept for a last try: it gets no other episode, and the last try once it is idle."""
     deaths: deque[float] = field(default_factory=deque)
-    """When its workers died, within the last hour."""
+    """Times of its workers' deaths within the last hour."""
     free_at: float = 0.0
-    """When the next worker may be started in it."""
+    """Time from which a new worker may start."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker is there, and none starts."""
-        return self.state in (SeatState.EMPTY, SeatState.UNPLACED, SeatState.RESTING)
+        """True if it has no worker, and none starts."""
+        return self.state in (WorkerSlotState.EMPTY, WorkerSlotState.UNPLACED, WorkerSlotState.RESTING)
 
     @property
     def load(self) -> float:
-        """The share of its width that is taken."""
-        return len(self.tickets) / self.width if self.width else math.inf
+        """The share of its width in use."""
+        return len(self.assignments) / self.width if self.width else math.inf
 
 
 class Fleet:
-    """The seats of a fleet, and the episodes on them.
+    """The slots of a fleet, and the episodes on them.
 
     Args:
-        least: with fewer workers the fleet does not begin.
-        most: how many seats there are.
+        least: number of workers that the fleet needs to begin.
+        most: number of slots.
     """
 
     def __init__(self, least: int, most: int) -> None:
         self.least = least
-        self.seats = [Seat(number) for number in range(most)]
-        self._waiting: tuple[deque[Ticket], ...] = (deque(), deque(), deque())
+        self.slots = [WorkerSlot(number) for number in range(most)]
+        self._waiting: tuple[deque[Assignment], ...] = (deque(), deque(), deque())
         self._turn = 0
         self._keeps = False
-        """Whether any seat was kept for a last try when seats were given out last."""
+        """True if the last assignment kept a slot for a last try."""
 
     # --- what there is
 
     @property
-    def ready(self) -> list[Seat]:
-        """The seats whose workers play."""
-        return [seat for seat in self.seats if seat.state is SeatState.READY]
+    def ready(self) -> list[WorkerSlot]:
+        """The slots whose workers play."""
+        return [slot for slot in self.slots if slot.state is WorkerSlotState.READY]
 
     @property
-    def behind(self) -> list[Seat]:
-        """The seats whose workers wait for the next weights."""
-        return [seat for seat in self.seats if seat.state is SeatState.WAITING]
+    def behind(self) -> list[WorkerSlot]:
+        """The slots whose workers wait for the next weights."""
+        return [slot for slot in self.slots if slot.state is WorkerSlotState.WAITING]
 
     @property
     def width(self) -> int:
-        """How many episodes all workers play at once."""
-        return sum(seat.width for seat in self.ready)
+        """Number of episodes that all workers play at once."""
+        return sum(slot.width for slot in self.ready)
 
     @property
     def enough(self) -> bool:
-        """Whether there are as many workers as there have to be; those that wait for weights count while one plays."""
+        """True if there are enough workers. Those that wait for weights count if at least one plays."""
         return bool(self.ready) and len(self.ready) + len(self.behind) >= self.least
 
     @property
     def hopeless(self) -> bool:
-        """Whether there cannot be enough workers for a long time."""
-        return sum(seat.state is not SeatState.RESTING for seat in self.seats) < self.least
+        """True if there cannot be enough workers for a long time."""
+        return sum(slot.state is not WorkerSlotState.RESTING for slot in self.slots) < self.least
 
     @property
     def waiting(self) -> int:
-        """How many episodes wait for a worker."""
+        """Number of episodes that wait for a worker."""
         return sum(map(len, self._waiting))
 
     # --- workers
 
-    def to_start(self, now: float) -> list[Seat]:
-        """Empty seats whose time has come; a worker is to be started in each."""
-        due = [seat for seat in self.seats if seat.is_empty and seat.free_at <= now]
-        for seat in due:
-            seat.state = SeatState.STARTING
+    def to_start(self, now: float) -> list[WorkerSlot]:
+        """Return the empty slots in which a worker is to be started now."""
+        due = [slot for slot in self.slots if slot.is_empty and slot.free_at <= now]
+        for slot in due:
+            slot.state = WorkerSlotState.STARTING
         return due
 
     def next_start(self) -> float:
-        """When the next empty seat's time comes; infinite where there is none."""
-        return min((seat.free_at for seat in self.seats if seat.is_empty), default=math.inf)
+        """Return the time at which the next empty slot gets a worker; infinite if all are taken."""
+        return min((slot.free_at for slot in self.slots if slot.is_empty), default=math.inf)
 
-    def joined(self, seat: Seat, width: int) -> None:
-        """The seat's worker is ready to play so many episodes at once."""
-        seat.state, seat.width = SeatState.READY, width
+    def mark_ready(self, slot: WorkerSlot, width: int) -> None:
+        """Note that the slot's worker is ready to play this many episodes at once."""
+        slot.state, slot.width = WorkerSlotState.READY, width
 
-    def waits(self, seat: Seat) -> None:
-        """The seat's worker plays nothing before it has got the next weights."""
-        seat.state = SeatState.WAITING
+    def waits(self, slot: WorkerSlot) -> None:
+        """Note that the slot's worker cannot play before the next update of the weights."""
+        slot.state = WorkerSlotState.WAITING
 
-    def lost(self, seat: Seat, now: float) -> list[Ticket]:
-        """The seat's worker is gone; gives what it played. Each of these may be asked for again."""
-        lost = list(seat.tickets)
-        for ticket in lost:
-            self._unseat(ticket)
-        seat.width, seat.kept = 0, False
-        while seat.deaths and seat.deaths[0] <= now - HOUR:
-            seat.deaths.popleft()
-        seat.deaths.append(now)
-        if len(seat.deaths) > RESTARTS:
-            seat.state, seat.free_at = SeatState.RESTING, seat.deaths[0] + HOUR
+    def lost(self, slot: WorkerSlot, now: float) -> list[Assignment]:
+        """Note that the slot's worker is gone, and return its episodes. Each may be added again."""
+        lost = list(slot.assignments)
+        for assignment in lost:
+            self._release_slot(assignment)
+        slot.width, slot.kept = 0, False
+        while slot.deaths and slot.deaths[0] <= now - HOUR_SECONDS:
+            slot.deaths.popleft()
+        slot.deaths.append(now)
+        if len(slot.deaths) > MAX_RESTARTS:
+            slot.state, slot.free_at = WorkerSlotState.RESTING, slot.deaths[0] + HOUR_SECONDS
         else:
-            seat.state = SeatState.EMPTY
-            seat.free_at = now + BACK_OFF_SECONDS * 2 ** (len(seat.deaths) - 1)
+            slot.state = WorkerSlotState.EMPTY
+            slot.free_at = now + BACK_OFF_SECONDS * 2 ** (len(slot.deaths) - 1)
         return lost
 
-    def not_placed(self, seat: Seat, now: float) -> None:
-        """No machine took the seat's worker: it never was, and is asked for again in a while."""
-        seat.state, seat.free_at = SeatState.UNPLACED, now + ROOM_SECONDS
+    def not_placed(self, slot: WorkerSlot, now: float) -> None:
+        """Note that no machine had room for the slot's worker. It is tried again later."""
+        slot.state, slot.free_at = WorkerSlotState.UNPLACED, now + UNPLACED_RETRY_SECONDS
 
     # --- episodes
 
-    def ask(self, ticket: Ticket) -> None:
-        """An episode wants to be played; `give_out` says where."""
-        self._queue_of(ticket).append(ticket)
+    def ask(self, assignment: Assignment) -> None:
+        """Add an episode; `give_out` assigns it."""
+        self._queue_of(assignment).append(assignment)
 
-    def done(self, ticket: Ticket) -> None:
-        """An episode is over, or is not to be played any more; twice is allowed."""
-        if ticket.seat is not None:
-            self._unseat(ticket)
+    def done(self, assignment: Assignment) -> None:
+        """Remove an episode that is over or no longer wanted. May be called twice."""
+        if assignment.slot is not None:
+            self._release_slot(assignment)
             return
-        queue = self._queue_of(ticket)
-        if ticket in queue:
-            queue.remove(ticket)
+        queue = self._queue_of(assignment)
+        if assignment in queue:
+            queue.remove(assignment)
 
-    def give_out(self) -> list[Ticket]:
-        """Seat those that wait, as far as there is room; gives them, each with its seat.
+    def give_out(self) -> list[Assignment]:
+        """Assign waiting episodes to free slots, and return them.
 
-        Those without another chance come first, each on a worker that plays nothing else; then those whose worker died;
-        then the others, in the order in which they asked.
+        Last tries come first, each on a worker without other episodes. Then come episodes whose worker died, and then
+        the
+        others in the order in which they were added.
         """
         last_chances, *others = self._waiting
-        seated = list(self._seat_alone(last_chances, others_wait=any(others))) if last_chances or self._keeps else []
+        assigned = (
+            list(self._assign_alone(last_chances, others_wait=any(others))) if last_chances or self._keeps else []
+        )
         for queue in others:
-            while queue and (seat := self._seat_for(queue[0])) is not None:
-                seated.append(self._take_seat(queue.popleft(), seat))
-        return seated
+            while queue and (slot := self._slot_for(queue[0])) is not None:
+                assigned.append(self._assign(queue.popleft(), slot))
+        return assigned
 
-    def _seat_alone(self, last_chances: deque[Ticket], *, others_wait: bool) -> Iterator[Ticket]:
-        """Seat those without another chance, and keep workers for them, which are given nothing else meanwhile."""
+    def _assign_alone(self, last_chances: deque[Assignment], *, others_wait: bool) -> Iterator[Assignment]:
+        """Assign last tries, and keep workers for them, which get no other episodes until then."""
         ready = self.ready
-        taken = [seat for seat in ready if any(ticket.last_chance for ticket in seat.tickets)]
-        limit = max(1, len(ready) // KEPT_SHARE) if others_wait else len(ready)
-        # The emptiest ones, and among those alike the ones that are kept already.
-        rest = sorted(set(ready).difference(taken), key=lambda seat: (len(seat.tickets), not seat.kept, seat.number))
+        taken = [slot for slot in ready if any(assignment.last_chance for assignment in slot.assignments)]
+        limit = max(1, len(ready) // KEPT_WORKER_RATIO) if others_wait else len(ready)
+        # The emptiest slots first, and among equals those that are kept already.
+        rest = sorted(
+            set(ready).difference(taken), key=lambda slot: (len(slot.assignments), not slot.kept, slot.number)
+        )
         wanted = min(len(last_chances), max(0, limit - len(taken)))
-        for place, seat in enumerate(rest):
-            seat.kept = place < wanted
-            if seat.kept and not seat.tickets:
-                yield self._take_seat(last_chances.popleft(), seat)
+        for place, slot in enumerate(rest):
+            slot.kept = place < wanted
+            if slot.kept and not slot.assignments:
+                yield self._assign(last_chances.popleft(), slot)
         self._keeps = bool(taken) or wanted > 0
 
-    def _take_seat(self, ticket: Ticket, seat: Seat) -> Ticket:
-        ticket.seat = seat
-        seat.tickets.add(ticket)
-        seat.groups[ticket.group] += 1
-        return ticket
+    def _assign(self, assignment: Assignment, slot: WorkerSlot) -> Assignment:
+        assignment.slot = slot
+        slot.assignments.add(assignment)
+        slot.groups[assignment.group] += 1
+        return assignment
 
-    def _seat_for(self, ticket: Ticket) -> Seat | None:
+    def _slot_for(self, assignment: Assignment) -> WorkerSlot | None:
         free = list(self._free())
         if not free:
             return None
-        idlest = min(seat.load for seat in free)
-        # Who was asked longest ago among those alike, so that a fleet that just began does not fill up from its front.
+        idlest = min(slot.load for slot in free)
+        # Rotate among equals, so that a new fleet does not fill up from its first slot.
         self._turn += 1
         of_its_group = [
-            seat for seat in free if seat.groups[ticket.group] and len(seat.tickets) <= idlest * seat.width + COMPANY
+            slot
+            for slot in free
+            if slot.groups[assignment.group] and len(slot.assignments) <= idlest * slot.width + MAX_AFFINITY_IMBALANCE
         ]
-        alike = of_its_group or [seat for seat in free if seat.load == idlest]
+        alike = of_its_group or [slot for slot in free if slot.load == idlest]
         return alike[self._turn % len(alike)]
 
-    def _free(self) -> Iterator[Seat]:
-        for seat in self.seats:
-            if seat.state is SeatState.READY and not seat.kept and len(seat.tickets) < seat.width:
-                yield seat
+    def _free(self) -> Iterator[WorkerSlot]:
+        for slot in self.slots:
+            if slot.state is WorkerSlotState.READY and not slot.kept and len(slot.assignments) < slot.width:
+                yield slot
 
-    def _queue_of(self, ticket: Ticket) -> deque[Ticket]:
-        return self._waiting[0 if ticket.last_chance else 1 if ticket.again else 2]
+    def _queue_of(self, assignment: Assignment) -> deque[Assignment]:
+        return self._waiting[0 if assignment.last_chance else 1 if assignment.again else 2]
 
-    def _unseat(self, ticket: Ticket) -> None:
-        seat = ticket.seat
-        assert seat is not None
-        seat.tickets.discard(ticket)
-        seat.groups[ticket.group] -= 1
-        if not seat.groups[ticket.group]:
-            del seat.groups[ticket.group]
-        ticket.seat = None
+    def _release_slot(self, assignment: Assignment) -> None:
+        slot = assignment.slot
+        assert slot is not None
+        slot.assignments.discard(assignment)
+        slot.groups[assignment.group] -= 1
+        if not slot.groups[assignment.group]:
+            del slot.groups[assignment.group]
+        assignment.slot = None

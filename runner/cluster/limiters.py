@@ -1,4 +1,4 @@
-"""Limiters that the episodes of a run share although they are played on many workers: leases from one desk."""
+"""Limiters that all episodes of a run share across workers: workers lease permits from one service."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import anyio
 
 from runner.errors import BadOption, EngineError
 
-__all__ = ["Desk", "LeasedLimiter", "LimiterDesk"]
+__all__ = ["LeasedLimiter", "LimiterDesk", "LimiterService"]
 
 
 class LimiterDesk:
-    """Gives leases out; there is one of it in a fleet, and every worker asks it."""
+    """Grants leases. A fleet has one, which every worker calls."""
 
     def __init__(self) -> None:
         self._limiters: dict[tuple[int, str], anyio.CapacityLimiter] = {}
@@ -21,12 +21,12 @@ class LimiterDesk:
         self._gone: set[int] = set()
 
     async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
-        """Wait for a lease; gives False where it was given up meanwhile, or its worker was forgotten.
+        """Wait for a lease. Returns False if the request was cancelled or its worker was forgotten.
 
         Raises:
             BadOption: the limiter was opened with another limit before.
         """
-        if worker in self._gone:  # it was said to be gone while this was on its way, and nobody would give it back
+        if worker in self._gone:  # its end was noted before this request arrived, so the lease would never be released
             return False
         limiter = self._limiters.setdefault((run, name), anyio.CapacityLimiter(limit))
         if limiter.total_tokens != limit:
@@ -37,20 +37,20 @@ class LimiterDesk:
         with anyio.CancelScope() as scope:
             self._leases[held] = limiter, scope
             await limiter.acquire_on_behalf_of(held)
-        return held in self._leases  # it may have been taken back as it was granted
+        return held in self._leases  # it may have been revoked as it was granted
 
     async def release(self, worker: int, lease: int) -> None:
-        """Give a lease back, or stop waiting for it."""
+        """Release a lease, or stop waiting for it."""
         self._release((worker, lease))
 
     async def forget(self, worker: int) -> None:
-        """Take back all leases of a worker that is gone, and give it no more; no other one gets its number."""
+        """Revoke all leases of a worker that is gone, and grant it no more. Its number is not used again."""
         self._gone.add(worker)
         for held in [held for held in self._leases if held[0] == worker]:
             self._release(held)
 
     async def close_run(self, run: int) -> None:
-        """Forget the limiters of a run that is over."""
+        """Remove the limiters of a run that is over."""
         for key in [key for key in self._limiters if key[0] == run]:
             del self._limiters[key]
 
@@ -64,21 +64,23 @@ class LimiterDesk:
             scope.cancel()
 
 
-class Desk(Protocol):
-    """How a worker reaches the desk."""
+class LimiterService(Protocol):
+    """A worker's access to the service."""
 
     def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Awaitable[bool]:
-        """As `LimiterDesk.acquire`."""
+        """Call `LimiterDesk.acquire`."""
 
     def release(self, worker: int, lease: int) -> None:
-        """As `LimiterDesk.release`, without waiting for it."""
+        """Call `LimiterDesk.release`, without waiting for it."""
 
 
 class LeasedLimiter:
-    """One limiter as the episodes on one worker see it."""
+    """One limiter as the episodes of one worker use it."""
 
-    def __init__(self, desk: Desk, leases: Iterator[int], run: int, worker: int, name: str, limit: int) -> None:
-        self._desk = desk
+    def __init__(
+        self, limiter_service: LimiterService, leases: Iterator[int], run: int, worker: int, name: str, limit: int
+    ) -> None:
+        self._limiter_service = limiter_service
         self._leases = leases
         self._run = run
         self._worker = worker
@@ -87,22 +89,22 @@ class LeasedLimiter:
         self._held: dict[object, int] = {}
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
-        """Wait until the borrower is let in.
+        """Wait until the borrower may proceed.
 
         Raises:
-            EngineError: this worker was given up, and another one plays its episodes.
+            EngineError: this worker was dismissed, and another one plays its episodes.
         """
         lease = next(self._leases)
-        asked = self._desk.acquire(self._run, self._name, self._limit, self._worker, lease)
+        asked = self._limiter_service.acquire(self._run, self._name, self._limit, self._worker, lease)
         try:
             granted = await asked
         except BaseException:
-            self._desk.release(self._worker, lease)
+            self._limiter_service.release(self._worker, lease)
             raise
         if not granted:
-            raise EngineError(f"limiter({self._name!r}, {self._limit}): worker {self._worker} was given up meanwhile.")
+            raise EngineError(f"limiter({self._name!r}, {self._limit}): worker {self._worker} was dismissed.")
         self._held[borrower] = lease
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Let the next one in."""
-        self._desk.release(self._worker, self._held.pop(borrower))
+        """Let the next borrower proceed."""
+        self._limiter_service.release(self._worker, self._held.pop(borrower))

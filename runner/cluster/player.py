@@ -1,4 +1,4 @@
-"""Has the episodes of a run played by a fleet: each goes to a worker as a whole, and comes back as trajectories."""
+"""The player of a fleet: each episode goes to a worker as a whole, and comes back as trajectories."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 import anyio
 
 from runner.cluster.driver import Driver
-from runner.cluster.fleet import Ticket
-from runner.cluster.hand import Hand
-from runner.cluster.words import Played, PlayingNow, WorkerLost
+from runner.cluster.fleet import Assignment
+from runner.cluster.protocol import AttemptResult, PlayingNow, WorkerLost
+from runner.cluster.worker_handle import WorkerHandle
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending
 from runner.episode.outcome import silent
@@ -23,7 +23,7 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["FleetPlayer"]
 
 PARTIAL_SECONDS: Final = 10.0
-"""How long a worker may take to hand over what there is of an episode that was cut."""
+"""Seconds that a worker may take to return what there is of a cut episode."""
 
 
 class FleetPlayer:
@@ -32,8 +32,8 @@ class FleetPlayer:
     Args:
         driver: has the workers.
         run: the driver's number for the run.
-        shared: what the driver has of it.
-        width: how many episodes are in flight at most; None for as many as the workers take.
+        shared: the driver's part of the run.
+        width: most episodes in flight; None for as many as the workers take.
     """
 
     def __init__(self, driver: Driver, run: int, shared: RunShared, width: int | None) -> None:
@@ -41,27 +41,27 @@ class FleetPlayer:
         self.run = run
         self.shared = shared
         self.deaths: Counter[tuple[str, int, int]] = Counter()
-        """How many workers were lost under each episode that is not over, by task, visit and index."""
+        """Number of workers lost under each unfinished episode, by task, visit and index."""
         self._width = width
         self._listener: Callable[[int], None] | None = None
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> FleetAttempt:
-        """An attempt at an episode, which waits for a worker when it is run."""
+        """Return an attempt at an episode. It waits for a worker when it is run."""
         return FleetAttempt(self, key, last_try=last_try)
 
     def watch_width(self, listener: Callable[[int], None]) -> None:
-        """Call the listener with as many episodes as all workers together take, whenever workers come or go."""
+        """Call the listener with the number of episodes that all workers take, when workers come or go."""
         self._listener = listener
         self.tell()
 
     def tell(self) -> None:
         """Call the listener now."""
         if self._listener is not None:
-            # Never none: an episode that is asked for while no worker is there waits for one, and so does the run.
+            # At least 1: an episode that starts without any worker waits for one, and so does the run.
             self._listener(self._width or max(1, self.driver.fleet.width))
 
     def drain(self) -> None:
-        """Take note that no further episode begins."""
+        """Note that no further episode begins."""
         self.driver.drain(self.run)
 
 
@@ -71,7 +71,7 @@ class FleetAttempt:
     def __init__(self, player: FleetPlayer, key: EpisodeKey, *, last_try: bool) -> None:
         self.key = key
         self.number = player.driver.attempt_number()
-        """Names the attempt to its worker."""
+        """The name of the attempt on its worker."""
         self.faults: list[str] = []
         self.permanent = False
         self.turns_taken = 0
@@ -81,73 +81,73 @@ class FleetAttempt:
         self._last_try = last_try
         self._episode = key.task.id, key.visit, key.index
         deaths = player.deaths[self._episode]
-        self._ticket = Ticket(group=self._episode[:2], again=deaths > 0, last_chance=last_try and deaths > 0)
-        self._hand: Hand | None = None
+        self._assignment = Assignment(group=self._episode[:2], again=deaths > 0, last_chance=last_try and deaths > 0)
+        self._handle: WorkerHandle | None = None
         self._waiting = anyio.CancelScope()
         self._ending: Ending | None = None
         self._trajectories: list[Trajectory] | None = None
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """None: they are where the episode is played, and its worker looks at them."""
+        """Empty: the logs are on the worker, which checks them."""
         return iter(())
 
     def trajectories(self) -> list[Trajectory]:
-        """What there is of it."""
+        """The trajectories so far."""
         if self._trajectories is None:
             self._trajectories = self._silent(self._ending or Ending(Outcome.CANCELLED))
         return self._trajectories
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut it where it stands; its worker closes it and sends what there is."""
+        """Cut the episode. Its worker closes it and returns what there is."""
         if self._ending is not None:
             return
         self._ending = ending or Ending(Outcome.CANCELLED)
-        if self._hand is None:
+        if self._handle is None:
             self._waiting.cancel()
         else:
-            self._cut(self._hand)
+            self._cut(self._handle)
 
     async def run(self) -> list[Trajectory]:
-        """Have it played, and give its trajectories."""
+        """Play the episode, and return its trajectories."""
         driver = self._player.driver
         try:
             with self._waiting:
-                self._hand = await driver.seat(self._ticket)
-            if self._hand is not None:
-                await self._play_on(self._hand)
+                self._handle = await driver.slot(self._assignment)
+            if self._handle is not None:
+                await self._play_on(self._handle)
         except WorkerLost as lost:
-            assert self._hand is not None, "it was there"
-            # Whatever failed there, it is not to be relied on; and the next attempt must not be sent to it.
-            self._hand.dismiss(str(lost))
-            await self._hand.gone.wait()
-            self._trajectories = self._lost(lost, self._hand)
+            assert self._handle is not None, "it was there"
+            # Whatever failed there, the worker cannot be trusted, and the next attempt must go elsewhere.
+            self._handle.dismiss(str(lost))
+            await self._handle.gone.wait()
+            self._trajectories = self._lost(lost, self._handle)
         finally:
-            driver.done(self._ticket)
+            driver.done(self._assignment)
         return self.trajectories()
 
-    async def _play_on(self, hand: Hand) -> None:
+    async def _play_on(self, handle: WorkerHandle) -> None:
         if self._ending is not None:  # it was cut before it began
             return
-        self._report(hand.name)
-        answer = hand.process.send("play", self._player.run, self.number, self._packed_key())
-        hand.attempts[self.number] = self
+        self._report(handle.name)
+        answer = handle.process.send("play", self._player.run, self.number, self._packed_key())
+        handle.attempts[self.number] = self
         try:
             self._take(await answer)
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + PARTIAL_SECONDS):
-                self._cut(hand)
+                self._cut(handle)
                 try:
                     self._take(await answer)
                 except (WorkerLost, DeltarunnerError) as error:
                     self.faults.append(str(error))
             raise
         finally:
-            del hand.attempts[self.number]
+            del handle.attempts[self.number]
 
-    def _cut(self, hand: Hand) -> None:
-        hand.process.send("cancel", self._player.run, self.number, self._ending)
+    def _cut(self, handle: WorkerHandle) -> None:
+        handle.process.send("cancel", self._player.run, self.number, self._ending)
 
-    def _take(self, played: Played) -> None:
+    def _take(self, played: AttemptResult) -> None:
         for trajectory in played.trajectories:
             trajectory.task = self.key.task
             self._player.shared.heard_of(trajectory.agent)
@@ -156,13 +156,13 @@ class FleetAttempt:
         self.permanent = played.permanent
         del self._player.deaths[self._episode]
 
-    def _lost(self, lost: WorkerLost, hand: Hand) -> list[Trajectory]:
+    def _lost(self, lost: WorkerLost, handle: WorkerHandle) -> list[Trajectory]:
         deaths = self._player.deaths
         deaths[self._episode] += 1
         number = deaths.pop(self._episode) if self._last_try else deaths[self._episode]
         workers = "1 worker was" if number == 1 else f"{number} workers were"
-        error = f"{workers} lost while playing it, the last one {hand.name}: {hand.why or lost}"
-        # One that the run itself ended is what it was ended as.
+        error = f"{workers} lost while playing it, the last one {handle.name}: {handle.why or lost}"
+        # If the run ended the episode, that ending is its outcome.
         return self._silent(self._ending or Ending(Outcome.ENGINE_ERROR, error=error))
 
     def _silent(self, ending: Ending) -> list[Trajectory]:
@@ -178,13 +178,13 @@ class FleetAttempt:
         return packed
 
     def hear(self, playing: PlayingNow | None, since: float) -> None:
-        """Take note of what its worker says of it."""
-        assert self._hand is not None, "it is told of what is played"
+        """Note the episode's state in a heartbeat of its worker."""
+        assert self._handle is not None, "it is notified of the episodes"
         if playing is not None:
             self.turns_taken = playing.turns
-            self.activity, self.since = f"{playing.activity}, on {self._hand.name}", since
+            self.activity, self.since = f"{playing.activity}, on {self._handle.name}", since
         elif self.since < since:
-            self.activity, self.since = self._hand.name, since
+            self.activity, self.since = self._handle.name, since
 
     def _report(self, what: str) -> None:
         self.activity, self.since = what, anyio.current_time()

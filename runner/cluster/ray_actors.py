@@ -1,4 +1,4 @@
-"""What runs inside an actor of Ray: a worker or a host, whose methods are called from elsewhere."""
+"""The code inside an actor of Ray: a worker or a host, whose methods are called from other processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from runner.cluster.engine_host import EngineHost
 from runner.cluster.engine_process import EngineProcess
-from runner.cluster.hosting import EngineHost
-from runner.cluster.ray_calls import AnsweringActor, leave_word
+from runner.cluster.ray_calls import AnsweringActor, record_exit_reason
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption
@@ -21,8 +21,8 @@ __all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "ray_modul
 
 
 def ray_module() -> Any:
-    """Ray, loaded."""
-    # Not at the top, since it takes a second; and as Any, since its types do not know its own options.
+    """Import Ray."""
+    # Not at the top, since it takes a second; as Any, since its types lack some of its own options.
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -33,15 +33,15 @@ def ray_module() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a process has of the one that drives it, where both see the same files."""
+    """The module search path and folder of the driving process, for actors that see the same files."""
 
     search: tuple[str, ...]
-    """Where modules are looked for."""
+    """The module search path."""
     folder: str
-    """Where relative paths begin; "" where Ray has brought a folder."""
+    """Base of relative paths; "" if Ray has provided a folder."""
 
     def enter(self) -> None:
-        """Have this process see what the other one sees, as far as it is here."""
+        """Set this process up like the driving one, as far as the files exist here."""
         sys.path.extend(folder for folder in self.search if folder not in sys.path and os.path.isdir(folder))
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
@@ -57,43 +57,43 @@ class EngineActor(AnsweringActor):
 
     @abstractmethod
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """The object whose methods are called."""
+        """Return the object whose methods are called."""
 
 
 class WorkerActor(EngineActor):
     """A `Worker` in an actor."""
 
-    tick = 0.01  # episodes take seconds, and short ones are many
+    tick = 0.01  # episodes take seconds, and there are many short calls
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """A worker of this number, which asks this desk for leases."""
-        number, desk = arguments
-        worker = Worker(engine, number, RayDesk(desk))
-        worker.leave_word = leave_word
+        """Return a worker with this number, which uses this limiter service."""
+        number, limiter_service = arguments
+        worker = Worker(engine, number, RayLimiterService(limiter_service))
+        worker.record_exit_reason = record_exit_reason
         return worker
 
 
 class HostActor(EngineActor):
     """An `EngineHost` in an actor."""
 
-    tick = 0.0  # who asks waits for the first id; what comes while a call of Ray's is made goes with the next one
+    tick = 0.0  # the client waits for the first id; events during a call go with the next one
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """A host."""
+        """Return a host."""
         return EngineHost(engine)
 
 
-class RayDesk:
-    """The desk of limiters, as a worker reaches it."""
+class RayLimiterService:
+    """A worker's access to the limiter service in another actor."""
 
-    def __init__(self, desk: Any) -> None:
-        self._desk = desk
+    def __init__(self, limiter_service: Any) -> None:
+        self._limiter_service = limiter_service
 
     async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
         """Wait for a lease."""
-        granted: bool = await self._desk.acquire.remote(run, name, limit, worker, lease)
+        granted: bool = await self._limiter_service.acquire.remote(run, name, limit, worker, lease)
         return granted
 
     def release(self, worker: int, lease: int) -> None:
-        """Give a lease back."""
-        self._desk.release.remote(worker, lease)
+        """Release a lease."""
+        self._limiter_service.release.remote(worker, lease)

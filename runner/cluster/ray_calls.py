@@ -1,4 +1,4 @@
-"""Calls to an actor of Ray, many in one: a call of Ray's costs half a millisecond on either side, whatever is in it."""
+"""Batches of calls to an actor of Ray. One call of Ray takes half a millisecond on each side, whatever its size."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from uuid import uuid4
 import anyio
 import anyio.to_thread
 
-from runner.cluster.words import Stored, WorkerLost
+from runner.cluster.protocol import StoredObject, WorkerLost
 from runner.errors import BadOption, DeltarunnerError, EngineError
 from runner.version import installed_version
 
-__all__ = ["AnsweringActor", "RayWorker", "leave_word"]
+__all__ = ["AnsweringActor", "RayWorker", "record_exit_reason"]
 
-WORDS_SECONDS: Final = 2.0
-"""How long last words may take to be left, or to be found."""
+EXIT_REASON_SECONDS: Final = 2.0
+"""Seconds to record or read the reason of an actor's exit."""
 
 ASK_AGAIN_SECONDS: Final = 0.2
-"""Seconds from one question why an actor is unavailable to the next."""
+"""Seconds between two requests for the reason why an actor is unavailable."""
 
 _SCRIPT: Final = b"__main__"
-"""Classes of a script are sent by value, as only Ray does."""
+"""Classes of a script must be sent by value, which only Ray's pickler does."""
 
 Call: TypeAlias = tuple[int, str, Any]
-"""Its number, the method, what it is given: pickled, or as it is where only Ray can send it."""
+"""Number, method, and arguments: pickled, or as objects where only Ray can pickle them."""
 
 Answer: TypeAlias = tuple[int, bytes]
-"""The number of the call, and what came of it, pickled."""
+"""The number of the call, and its pickled result."""
 
 
 class RayWorker:
-    """An actor as who calls it has it.
+    """The caller's side of an actor.
 
-    What is sent within a tick goes as one call, and answers come the same way: one call of Ray's is always out that
-    waits for some. It also tells of the actor's death.
+    Calls of one tick are sent as one call of Ray, and results come back the same way: one call of Ray is always pending
+    that returns results. It also fails when the actor dies.
 
     Args:
         actor: Ray's handle of an `AnsweringActor`.
-        tick: how many seconds calls wait for others that go with them.
+        tick: seconds that a call waits for others to be sent with it.
     """
 
     def __init__(self, actor: Any, *, tick: float) -> None:
@@ -66,7 +66,7 @@ class RayWorker:
         self._lost: BaseException | None = None
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        """Have a method of the actor's object called."""
+        """Call a method of the actor's object."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         if self._lost is not None:
@@ -86,7 +86,7 @@ class RayWorker:
         try:
             self._take.remote(self._name, calls)
             self._sent += 1
-        except Exception:  # Ray's, of what it cannot send
+        except Exception:  # Ray's, for a value that it cannot pickle
             for call in calls:
                 self._send_alone(call)
         if self._answers and not self._hears:
@@ -104,8 +104,8 @@ class RayWorker:
         self._hears = True
         try:
             told = self._ask()
-        except Exception as error:  # Ray's own, where it was left meanwhile
-            self._lose(WorkerLost(f"nobody can ask it any more: {error}"))
+        except Exception as error:  # Ray's, if the process has disconnected
+            self._lose(WorkerLost(f"it cannot be called any more: {error}"))
             return
         told.add_done_callback(self._heard)
 
@@ -118,27 +118,27 @@ class RayWorker:
         if (error := told.exception()) is not None:
             if type(error).__name__ == "ActorUnavailableError" and self._lost is None:
                 self._lost = error
-                asyncio.get_running_loop().call_later(WORDS_SECONDS, self._lose, error)
+                asyncio.get_running_loop().call_later(EXIT_REASON_SECONDS, self._lose, error)
                 self._ask_why()
             else:
                 self._lose(error)
         else:
             for number, packed in told.result():
-                if (answer := self._answers.pop(number, None)) is None:  # it was given up meanwhile
+                if (answer := self._answers.pop(number, None)) is None:  # its caller has given up
                     continue
                 try:
                     answer.set_result(pickle.loads(packed))
-                except Exception as error:  # of a class that is not here
+                except Exception as error:  # of a class that cannot be imported here
                     _fail(answer, WorkerLost(f"what it gave cannot be read here: {error}"))
             self._hears = False
             if self._answers:
                 self._hear()
 
     def _ask_why(self) -> None:
-        """Ask Ray again why the actor is unavailable: first it says so of a dead process too, and then what is true."""
+        """Ask Ray again why the actor is unavailable: of a dead process it says so too, until it has the cause."""
         try:
             told = self._ask()
-        except Exception:  # Ray's own, where it was left meanwhile
+        except Exception:  # Ray's, if the process has disconnected
             return
         told.add_done_callback(self._heard_why)
 
@@ -159,14 +159,14 @@ class RayWorker:
         self._answers.clear()
 
     def part(self) -> None:
-        """Leave the actor to others, once what was sent has gone there; nobody may wait for an answer any more."""
+        """Leave the actor to its other callers, once the pending calls were sent. Their results are lost."""
         if self._lost is None:
             self._send()
             self._lose(WorkerLost("it was left"))
             self._actor.part.options(num_returns=0).remote(self._name, self._sent)
 
     def kill(self) -> None:
-        """End the actor. Who waits for an answer is told at once: a machine that is silent would never tell."""
+        """Kill the actor. Pending calls fail at once: a machine that does not answer would never fail them."""
         if self._lost is None or self._answers:
             self._lose(WorkerLost("it was ended"))
         importlib.import_module("ray").kill(self._actor)
@@ -174,11 +174,11 @@ class RayWorker:
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     answer.set_exception(error)
-    answer.exception()  # looked at, so that nobody is told of one that nobody waits for
+    answer.exception()  # retrieved, so that asyncio does not warn about an exception that nothing awaits
 
 
 class RayAnswer:
-    """The answer to a call; it stays when who waits for it is cancelled."""
+    """The result of a call. Cancelling one task that awaits it does not cancel the result."""
 
     def __init__(self, answer: asyncio.Future[Any]) -> None:
         self._answer = answer
@@ -192,9 +192,9 @@ class RayAnswer:
         try:
             answer = await asyncio.shield(self._answer)
         except RayError as error:
-            if "creation task" in str(error):  # what keeps one from being made keeps them all
+            if "creation task" in str(error):  # a failure to create the actor fails for all of them
                 raise EngineError(_not_made(str(error))) from error
-            raise WorkerLost(await _last_words(error) or _why(error)) from error
+            raise WorkerLost(await _exit_reason(error) or _why(error)) from error
         if isinstance(answer, Raised | Failed):
             raise answer.error
         return answer
@@ -216,14 +216,14 @@ def _why(error: BaseException) -> str:
 
 
 def _how(told: str) -> str:
-    """How a process died, as far as Ray says it."""
+    """The way a process died, as far as Ray reports it."""
     if (code := re.search(r"exit code[ =:]+(-?\d+)", told)) is not None:
         number = int(code[1])
         try:
             return f": {signal.Signals(-number).name}" if number < 0 else f" with exit code {number}"
         except ValueError:
             return f" with exit code {number}"
-    if "connection error" in told:  # nothing but the kernel ends a process without a word
+    if "connection error" in told:  # only the kernel ends a process without a message
         return ": it was killed (SIGKILL, as by the kernel where memory is short) or crashed; its log may say more"
     return ""
 
@@ -242,42 +242,42 @@ def _not_made(told: str) -> str:
     )
 
 
-def leave_word(words: str) -> None:
-    """Leave the last words of this actor, which is about to end, where who called it finds them."""
+def record_exit_reason(words: str) -> None:
+    """Record why this actor is about to end, where its callers can read it."""
     ray = importlib.import_module("ray")
     put = importlib.import_module("ray.experimental.internal_kv")._internal_kv_put
-    key = _words_key(ray.get_runtime_context().get_actor_id())
-    # In a thread: where they cannot be left it ends all the same.
+    key = _exit_reason_key(ray.get_runtime_context().get_actor_id())
+    # In a thread, so that the process ends even if this fails.
     leaving = threading.Thread(target=put, args=(key, words.encode()), daemon=True)
     leaving.start()
-    leaving.join(WORDS_SECONDS)
+    leaving.join(EXIT_REASON_SECONDS)
 
 
-async def _last_words(error: BaseException) -> str:
-    """What the actor left to be said of its death, if anything."""
+async def _exit_reason(error: BaseException) -> str:
+    """The recorded reason of the actor's exit, if any."""
     from ray.exceptions import ActorDiedError
 
     if not isinstance(error, ActorDiedError) or error.actor_id is None:
         return ""
     get = importlib.import_module("ray.experimental.internal_kv")._internal_kv_get
-    with anyio.move_on_after(WORDS_SECONDS), suppress(Exception):  # Ray's, where it was left meanwhile
-        found = await anyio.to_thread.run_sync(get, _words_key(error.actor_id), abandon_on_cancel=True)
+    with anyio.move_on_after(EXIT_REASON_SECONDS), suppress(Exception):  # Ray's, if the process has disconnected
+        found = await anyio.to_thread.run_sync(get, _exit_reason_key(error.actor_id), abandon_on_cancel=True)
         return "" if found is None else found.decode()
     return ""
 
 
-def _words_key(actor: str) -> bytes:
+def _exit_reason_key(actor: str) -> bytes:
     return f"deltarunner-last-words-{actor}".encode()
 
 
 class Raised:
-    """An error that a method raised, on its way to who called it."""
+    """An error that a method raised, on its way to the caller."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By class and text: what it was raised from may not be pickled, and says nothing there.
+        # By class and text: its cause may not be picklable, and is not needed there.
         return _raised, (type(self.error), str(self.error))
 
 
@@ -289,54 +289,54 @@ def _raised(kind: type[DeltarunnerError], text: str) -> Raised:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A method failed in a way that is none of ours: its worker is not to be relied on."""
+    """A method failed with an error outside our tree: its worker cannot be trusted."""
 
     why: str
 
     @property
     def error(self) -> WorkerLost:
-        """What who called it gets."""
+        """The error that the caller receives."""
         return WorkerLost(f"it failed: {self.why}")
 
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """One who calls, as the actor knows it."""
+    """A caller as the actor knows it."""
 
     answers: list[Answer] = field(default_factory=list)
-    """What came of calls since it last heard."""
+    """Results since its last request for them."""
     some: anyio.Event = field(default_factory=anyio.Event)
-    """Set when there is some."""
+    """Set when there are results."""
     came: int = 0
-    """How many messages came from it."""
+    """Number of messages received from it."""
     sent: int | None = None
-    """How many messages it sent in all; `None` until it has left."""
+    """Number of messages it sent in all; None until it has left."""
 
     @property
     def gone(self) -> bool:
-        """It has left, and nothing of it is still to come."""
+        """True if it has left and all its messages have arrived."""
         return self.came == self.sent
 
 
 class AnsweringActor:
-    """The other end: calls the methods of `process`."""
+    """The actor's side: calls methods of `process`."""
 
     tick: float
-    """How many seconds answers wait for others that go with them."""
+    """Seconds that results wait for others to be sent with them."""
     process: Any
 
     def __init__(self) -> None:
         self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
 
     async def take(self, name: str, calls: Sequence[Call]) -> None:
-        """Call methods, each in a task of its own, for the caller of this name."""
+        """Call methods for the named caller, each in a task of its own."""
         caller = self._message_of(name)
         async with anyio.create_task_group() as group:
             for call in calls:
                 group.start_soon(self._answer, caller, *call)
 
     async def part(self, name: str, sent: int) -> None:
-        """Forget a caller once all the messages it sent are here: Ray may deliver this one before others."""
+        """Forget a caller once all messages it sent have arrived: Ray may deliver this one before others."""
         caller = self._callers[name]
         caller.sent = sent
         caller.some.set()
@@ -357,14 +357,14 @@ class AnsweringActor:
             answer = await getattr(self.process, call)(*arguments)
         except DeltarunnerError as error:
             answer = Raised(error)
-        except Exception as error:  # whatever it is, who called is told
+        except Exception as error:  # any error is reported to the caller
             answer = Failed(repr(error))
         finally:
             caller.answers.append((number, _packed(answer)))
             caller.some.set()
 
     async def answers(self, name: str) -> list[Answer]:
-        """What came of this caller's calls since it last heard, as soon as there is any."""
+        """Return the results of this caller's calls since its last request, as soon as there are any."""
         caller = self._message_of(name)
         await caller.some.wait()
         await anyio.sleep(self.tick)
@@ -373,15 +373,15 @@ class AnsweringActor:
 
 
 class _Packer(pickle.Pickler):
-    """Leaves to Ray what lies in its store, whose owners it counts."""
+    """Leaves references to Ray's store to Ray, which counts them."""
 
     def persistent_id(self, value: Any) -> None:
-        if isinstance(value, Stored):
+        if isinstance(value, StoredObject):
             raise pickle.PicklingError("it lies in Ray's store")
 
 
 def _wrapped(arguments: tuple[Any, ...]) -> Any:
-    """Pickled each by itself: what cannot be read at the other end is then the trouble of its own call alone."""
+    """Pickle the arguments of each call by itself, so that an unreadable one fails only its own call."""
     buffer = io.BytesIO()
     try:
         _Packer(buffer).dump(arguments)
@@ -394,7 +394,7 @@ def _wrapped(arguments: tuple[Any, ...]) -> Any:
 def _packed(answer: Any) -> bytes:
     try:
         return pickle.dumps(answer)
-    except Exception:  # what only Ray's can, such as an object of a script's own class
+    except Exception:  # only Ray can pickle it, such as an object of a script's own class
         try:
             packed: bytes = importlib.import_module("ray").cloudpickle.dumps(answer)
         except Exception as error:

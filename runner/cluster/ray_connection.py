@@ -1,4 +1,4 @@
-"""This process's connection to a cluster of Ray, which all who use it share, and who leaves last ends."""
+"""This process's connection to a Ray cluster, shared by all its users. The last user closes it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from runner.errors import BadOption
 __all__ = ["CONNECTION", "uploaded"]
 
 STORE_BYTES: Final = 512 * 1024**2
-"""The object store of a cluster of our own: weights that are put into it; what does not fit goes to a disk."""
+"""Object store of a cluster started here: room for weights. What does not fit goes to disk."""
 
-OWN_CPUS: Final = 10_000
-"""What a cluster of our own counts: all that is started by this process later finds room, as processes would."""
+OWN_CPU_COUNT: Final = 10_000
+"""CPU count of a cluster started here: large, so that everything this process starts finds room."""
 
 RIGHT_ADDRESS: Final = (
-    "Give the address that `ray start --head` told (host:port), 'auto' on a machine of a cluster that stands, or none "
+    "Give the address that `ray start --head` printed (host:port), 'auto' on a machine of a running cluster, or none "
     "for one of this machine's own."
 )
 
 CONNECT_SECONDS: Final = 10.0
-"""How long a cluster that stands may take to answer at all."""
+"""Seconds in which a running cluster must answer."""
 
 _LOOPBACK: Final = (
     "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
@@ -42,14 +42,15 @@ _LOOPBACK: Final = (
 _MISMATCH: Final = re.compile(
     r"The cluster was started with:\s+Ray: (\S+)\s+Python: (\S+)\s+This process .*:\s+Ray: (\S+)\s+Python: (\S+)"
 )
-"""Ray's words where it is of another version here than there."""
+"""Ray's error for different versions on both sides."""
 
 
 class _RayThread(threading.Thread):
-    """The thread that calls `ray.init`, and `ray.shutdown` when the connection is left.
+    """The thread that calls `ray.init`, and `ray.shutdown` at the end.
 
-    Ray asks the kernel to kill the processes of a cluster when the thread that started them ends, not the process. So
-    that thread must live as long as the connection; a thread of a pool ends once it has been idle for some seconds.
+    Ray lets the kernel kill a cluster's processes when the thread that started them ends, not the process. So that
+    thread
+    must live as long as the connection; a pool's thread ends after some idle seconds.
 
     Args:
         settings: the arguments of `ray.init`.
@@ -63,13 +64,13 @@ class _RayThread(threading.Thread):
         self._error: BaseException | None = None
 
     def connect(self) -> None:
-        """Start the thread, and return once `ray.init` has returned; raises what that raised."""
+        """Start the thread, and return once `ray.init` has returned. Raises the errors of `ray.init`."""
         self.start()
         self._connected.wait()
         self._raise_error()
 
     def disconnect(self) -> None:
-        """Call `ray.shutdown`, and end the thread; raises what that raised."""
+        """Call `ray.shutdown`, and end the thread. Raises the errors of `ray.shutdown`."""
         self._left.set()
         self.join()
         self._raise_error()
@@ -91,28 +92,28 @@ class _RayThread(threading.Thread):
 
 
 class Connection:
-    """The connection. Ray has one of it a process, so that who leaves last ends it."""
+    """The connection. Ray allows one per process, so its last user closes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users: set[object] = set()
         self._thread: _RayThread | None = None
-        """Where it was made; None where it was there before, and stays."""
+        """The thread that connected; None if the process was connected before, and stays so."""
         self._own = False
-        """Whether the cluster was started with it."""
+        """True if the cluster was started with the connection."""
         self._until_left = ExitStack()
-        """Restores how this process showed who it is to clusters before it was made."""
+        """Restores this process's authentication settings from before the connection."""
 
     def enter(self, user: object, *, who: str, address: str | None) -> None:
-        """Reach the cluster, or start one, unless this process is connected already.
+        """Connect to a cluster, or start one, unless this process is connected already.
 
         Args:
-            user: who uses it until it leaves.
-            who: what errors call that.
-            address: of a cluster that stands; None takes RAY_ADDRESS, or else starts one on this machine.
+            user: an object that uses the connection until it leaves.
+            who: the name of the user in errors.
+            address: of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
 
         Raises:
-            BadOption: there is none, or this process is connected to another one.
+            BadOption: the cluster does not exist, or this process is connected to another one.
         """
         with self._lock:
             if ray_module().is_initialized():
@@ -122,7 +123,7 @@ class Connection:
             self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """End the connection where it was made here and nobody else uses it, and the cluster where that is our own."""
+        """Close the connection if it was made here and has no other users; end a cluster that was started here."""
         with self._lock:
             self._users.discard(user)
             if self._thread is not None and not self._users:
@@ -133,7 +134,7 @@ class Connection:
                     self._until_left.close()
 
     def _require_this_one(self, who: str, address: str | None) -> None:
-        # Where somebody else connected this process, what the environment says is their affair.
+        # If other code connected this process, RAY_ADDRESS is not our concern.
         wanted = address or (os.environ.get("RAY_ADDRESS") if self._thread is not None else None)
         if wanted is None:
             return
@@ -153,7 +154,7 @@ class Connection:
         with ExitStack() as until_left:
             until_left.callback(restore_variables, {name: os.environ.get(name) for name in VARIABLES})
             if address is None:
-                settings |= {"include_dashboard": False, "num_cpus": OWN_CPUS, "object_store_memory": STORE_BYTES}
+                settings |= {"include_dashboard": False, "num_cpus": OWN_CPU_COUNT, "object_store_memory": STORE_BYTES}
                 give_own_token(until_left)
             else:
                 _require_listener(who, given, address)
@@ -167,7 +168,7 @@ class Connection:
                     raise BadOption(f"{who}: no cluster of Ray could be started on this machine: {error}") from error
                 if (versions := _MISMATCH.search(str(error))) is not None:
                     raise BadOption(f"{_given(who, given, address)}: {_told(address, *versions.groups())}") from error
-                # Our own connection found somebody there, and Ray looked elsewhere.
+                # Our own check found a listener, but Ray looked at another address.
                 loopback = f" {_LOOPBACK}" if _is_loopback(address) else ""
                 told = str(error).rstrip(".")
                 raise BadOption(f"{_nowhere(who, given, address)}: {told}. {RIGHT_ADDRESS}{loopback}") from error
@@ -178,7 +179,7 @@ CONNECTION: Final = Connection()
 
 
 def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """A `runtime_env` as an actor takes it: local folders are brought to the cluster, as Ray does for a whole process.
+    """Upload the local folders of a `runtime_env` to the cluster, as Ray does for a whole process.
 
     Raises:
         BadOption: Ray does not take it.
@@ -191,19 +192,19 @@ def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
             for kind in ("py_modules", "working_dir"):
                 module = importlib.import_module(f"ray._private.runtime_env.{kind}")
                 upload = getattr(module, f"upload_{kind}_if_needed")
-                # Some releases of Ray do that without being asked.
+                # Some releases of Ray have no such parameter and always do that.
                 asked = {"include_gitignore"} & inspect.signature(upload).parameters.keys()
                 made = upload(made, scratch_dir=scratch, **dict.fromkeys(asked, True))
         made.pop("excludes", None)
         return dict(importlib.import_module("ray.runtime_env").RuntimeEnv(**made))
-    except Exception as error:  # whatever Ray finds wrong with it
+    except Exception as error:  # any error of Ray
         raise BadOption(f"{who}(runtime_env=...): Ray does not take it: {error}") from error
 
 
 def _require_listener(who: str, given: str | None, address: str) -> None:
-    """Ask by ourselves first: Ray would go on asking for minutes."""
+    """Check the address first: Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():  # "auto" finds one on this machine, or says at once that there is none
+    if not port.isdigit():  # "auto" finds a cluster on this machine, or fails at once
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
@@ -231,13 +232,13 @@ def _told(address: str, ray_there: str, python_there: str, ray_here: str, python
 
 
 def _meet(one: str, other: str) -> bool:
-    """Whether two addresses are of one place; names have several numbers, of both kinds."""
+    """True if two addresses are of one place. A name may have several numbers, of IPv4 and IPv6."""
     return not _places(one).isdisjoint(_places(other))
 
 
 def _places(address: str) -> set[tuple[str, str]]:
     host, _, port = address.rpartition(":")
-    # Ray tells the number by which other machines know this one.
+    # Ray knows the number by which other machines reach this one.
     host = ray_module().util.get_node_ip_address() if _is_loopback(address) else host.strip("[]")
     try:
         return {(str(found[-1][0]), port) for found in socket.getaddrinfo(host, None)}

@@ -1,4 +1,4 @@
-"""`RayEngine`: one engine in an actor of Ray, which a run and all its workers ask."""
+"""`RayEngine`: one engine in an actor of Ray, shared by a run and all its workers."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from uuid import uuid4
 
 import anyio
 
+from runner.cluster.engine_client import HostedEngine
 from runner.cluster.engines import STALL_SECONDS
-from runner.cluster.hosted import HostedEngine
+from runner.cluster.protocol import WorkerLost, WorkerProcess
 from runner.cluster.ray_engines import gpus_of, require_ray
 from runner.cluster.ray_launcher import RayLauncher, host_called
-from runner.cluster.words import WorkerLost, WorkerProcess
 from runner.engines.base import Engine
 from runner.errors import BadOption, DeltarunnerError, EngineDead
 
 __all__ = ["RayEngine"]
 
 END_SECONDS: Final = 30.0
-"""How long the engine may take to end by itself."""
+"""Seconds that the engine may take to end by itself."""
 
 
 class RayEngine(HostedEngine):
-    """One engine in a process of its own, on this machine or another one, for all who are to ask the same.
+    """One engine in a process of its own, on this machine or another one, shared by all its clients.
 
         judge = RayEngine(VllmEngine("judge-70b", tensor_parallel_size=4))
         run(Game, RayEngines(VllmEngine("policy"), workers=8), engines={"judge": judge})
 
-    Judges and simulated users that many workers share, or the model of environments that cannot move. Whoever enters
-    it starts it and ends it; the workers of a run that it is given to ask the same one. Requests go there one by one,
-    the deltas of all of them come back in one message a tick. Its weights are not exchanged from here.
+    For judges and simulated users that many workers share, or for the model of environments that cannot move. The
+    process
+    that enters it starts and ends it; the workers of a run use the same one. Requests go one by one, deltas of all
+    streams
+    come back in one batch per tick. Its weights cannot be updated from here.
 
     Args:
-        engine: what the process has; nobody has entered it.
-        address: of a cluster of Ray that stands, or "auto"; by default the one that this process is connected to,
-            RAY_ADDRESS, or one that is started here.
-        cpus: what it takes of Ray's count of processor cores.
-        gpus: the same for GPUs; by default as many as the engine's arguments ask for, none where the cluster has none.
+        engine: the engine of the process, not entered.
+        address: of a running Ray cluster, or "auto"; by default the one that this process is connected to, RAY_ADDRESS,
+            or a new one on this machine.
+        cpus: number of CPUs that it takes from Ray's count.
+        gpus: number of GPUs; by default as many as the engine's arguments need, and none if the cluster has none.
         runtime_env: passed to Ray, for a machine that does not see this one's files.
-        stall_seconds: how long it may wait for a machine that has room.
+        stall_seconds: seconds that it may wait for a machine with room.
 
     Raises (when it is entered):
-        BadOption: Ray is not installed, there is no cluster, or too little of it.
+        BadOption: Ray is not installed, or the cluster is missing or too small.
         BadModel, EngineError: the engine does not start.
         EngineDead: no machine had room for it.
     """
@@ -62,11 +64,11 @@ class RayEngine(HostedEngine):
         require_ray("RayEngine", address)
         if not isinstance(engine, Engine) or isinstance(engine, HostedEngine) or engine.running:
             raise BadOption(
-                f"RayEngine({type(engine).__name__}(...)): give an engine of token ids that nobody has entered, such "
+                f"RayEngine({type(engine).__name__}(...)): pass an engine of token ids that was not entered, such "
                 "as VllmEngine('MODEL')."
             )
         self.engine = engine
-        """What the process has."""
+        """The engine of the process."""
         self._host = f"deltarunner-{uuid4().hex}"
         self._launcher = RayLauncher(
             "RayEngine",
@@ -79,13 +81,13 @@ class RayEngine(HostedEngine):
         self._stall_seconds = stall_seconds
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Guest, (self._host,)
+        return _SharedRayEngine, (self._host,)
 
     async def health(self) -> None:
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot, or the cluster's head is gone, with the cause.
+            EngineDead: it cannot, or the cluster's head is gone; with the cause.
         """
         await super().health()
         await self._launcher.require_head()
@@ -107,12 +109,12 @@ class RayEngine(HostedEngine):
     async def _until_placed(self, process: WorkerProcess) -> None:
         placed = False
         try:
-            # How long its engine takes to start is that one's affair, and waited for by whoever asks it to join.
+            # The start of an engine is not limited; the caller of `join` waits for it.
             with anyio.move_on_after(self._stall_seconds):
                 await process.send("hello")
                 placed = True
         finally:
-            if not placed:  # a process that is nowhere does not end by itself
+            if not placed:  # a process without a machine does not end by itself
                 process.kill()
         if not placed:
             raise EngineDead(
@@ -122,15 +124,15 @@ class RayEngine(HostedEngine):
             )
 
 
-class _Guest(HostedEngine):
-    """The same engine in a process that has not started it."""
+class _SharedRayEngine(HostedEngine):
+    """The same engine in a process that did not start it."""
 
     def __init__(self, host: str) -> None:
         super().__init__()
         self._host = host
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Guest, (self._host,)
+        return _SharedRayEngine, (self._host,)
 
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
         process = host_called(self._host)

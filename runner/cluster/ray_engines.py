@@ -1,4 +1,4 @@
-"""`RayEngines`: engines and environments in actors of Ray, on this machine or on a cluster, as one engine of a run."""
+"""`RayEngines`: engines and environments in actors of Ray, on this machine or a cluster, as one engine of a run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ __all__ = ["RayEngines", "require_ray"]
 
 
 class RayEngines(FleetEngine):
-    """Engines on many machines, or several on this one; whole episodes are played where they are.
+    """Engines on many machines, or several on this one. Whole episodes are played next to them.
 
         run(Weather, RayEngines(VllmEngine("Qwen/Qwen3-8B"), workers=4))
 
-    Each worker is a process with an engine and the environments of its episodes. What the run keeps stays here: tasks,
-    the run file, groups, and what is announced. A worker that dies is replaced, and its episodes are played again.
+    Each worker is a process with an engine and the environments of its episodes. Tasks, run file, groups and results
+    stay
+    in this process. A worker that dies is replaced, and its episodes are played again.
 
     Args:
-        engine: what every worker has; nobody has entered it.
-        workers: how many; or the least to begin with and the most, which join as machines come: (8, 64).
-        address: of a cluster of Ray that stands, or "auto"; by default the one that this process is connected to,
-            RAY_ADDRESS, or one that is started here.
-        cpus: what a worker takes of Ray's count of processor cores.
-        gpus: the same for GPUs; by default as many as the arguments of the engine and of those that workers enter for
-            other agents ask for, none where the cluster has none.
+        engine: the engine of each worker, not entered.
+        workers: their number; or the least to begin with and the most, which start as machines come: (8, 64).
+        address: of a running Ray cluster, or "auto"; by default the one that this process is connected to, RAY_ADDRESS,
+            or a new one on this machine.
+        cpus: number of CPUs that a worker takes from Ray's count.
+        gpus: number of GPUs of a worker; by default as many as the arguments of its engine and of the engines of other
+            agents need, and none if the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
-        stall_seconds: how long there may be fewer workers than the least before the run ends; engines that start are
+        stall_seconds: seconds that there may be fewer workers than the least before the run ends; engines that start
+            are
             waited for.
 
     Raises (when it is entered):
-        BadOption: Ray is not installed, there is no cluster, or too little of it; a worker is unlike the others.
+        BadOption: Ray is not installed, the cluster is missing or too small, or a worker does not match the others.
         BadModel, EngineError: an engine does not start.
     """
 
@@ -72,10 +74,10 @@ class RayEngines(FleetEngine):
         launcher.least = self.least
 
     async def health(self) -> None:
-        """Return when there are enough workers, or may be soon.
+        """Return when there are enough workers, or may soon be.
 
         Raises:
-            EngineDead: there are not, or the cluster's head is gone; says why.
+            EngineDead: there are not enough workers, or the cluster's head is gone; the message has the reason.
         """
         await super().health()
         await self._on_ray.require_head()
@@ -85,10 +87,10 @@ class RayEngines(FleetEngine):
 
 
 def require_ray(who: str, address: str | None = None) -> None:
-    """Refuse to go on without Ray, or with an address that it cannot be used by.
+    """Check that Ray is installed and that an address can be used.
 
     Raises:
-        BadOption: it is not installed, or the address is one of Ray Client.
+        BadOption: Ray is not installed, or the address is one of Ray Client.
     """
     if importlib.util.find_spec("ray") is None:
         raise BadOption(f"{who} needs Ray: pip install 'deltarunner[ray]'.")
@@ -104,6 +106,6 @@ def require_ray(who: str, address: str | None = None) -> None:
 
 
 def gpus_of(engine: Any) -> int:
-    """How many GPUs this engine takes by its arguments, on a machine that has any; 0 where it has none to give."""
+    """Number of GPUs that an engine needs by its arguments, on a machine with GPUs; 0 if it has no such arguments."""
     given: Mapping[str, Any] | None = getattr(engine, "given", None)
     return 0 if given is None else ParallelSizes.of(given).workers

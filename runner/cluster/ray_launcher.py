@@ -1,4 +1,4 @@
-"""Workers as actors of Ray, on a cluster that stands or one that is started here."""
+"""Workers as actors of Ray, on a running cluster or one that is started here."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ import anyio.to_thread
 
 from runner.cluster.arrays import as_arrays, as_tensors
 from runner.cluster.limiters import LimiterDesk
+from runner.cluster.protocol import StoredObject, WorkerProcess
 from runner.cluster.ray_actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
 from runner.cluster.ray_calls import RayWorker
 from runner.cluster.ray_connection import CONNECTION, uploaded
-from runner.cluster.words import Stored, WorkerProcess
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption, DeltarunnerError, EngineDead
 
 __all__ = ["RayLauncher", "host_called", "pickled"]
 
-CALLS: Final = 100_000
-"""How many calls an actor works on at once; Ray would queue the rest in silence behind a thousand."""
+MAX_CONCURRENT_CALLS: Final = 100_000
+"""Number of calls that an actor runs at once. Ray would queue calls beyond a thousand without a word."""
 
 _ONCE: Final = {"max_task_retries": 0}
-"""For words to the limiters that need not arrive: Ray would print on stdout that it tries again."""
+"""For messages to the limiters that may be lost: Ray would print its retries on stdout."""
 
 HEAD_SECONDS: Final = 5.0
-"""The head of the cluster is looked for this often, and may take so long to answer."""
+"""Seconds between two checks of the cluster's head, and the time that one may take."""
 
 HEADLESS_SECONDS: Final = 40.0
-"""A head that was not there for so long is taken for dead; Ray ends this process after a minute, without a word."""
+"""Seconds without a head after which it counts as dead. Ray ends this process after a minute, without a message."""
 
 
 class RayLauncher:
-    """Starts workers on a cluster of Ray.
+    """Starts workers on a Ray cluster.
 
     Args:
-        who: what errors call whoever wants a cluster.
-        address: of a cluster that stands; None takes RAY_ADDRESS, or else starts one on this machine.
-        cpus: what each of them takes of Ray's count.
-        gpus: the same; None takes `engine_gpus` where the cluster has any, since this machine may be one without.
-        engine_gpus: how many the engine of each takes where it finds some.
+        who: the name of the user in errors.
+        address: of a running cluster; None for RAY_ADDRESS, or else a new cluster on this machine.
+        cpus: number of CPUs that each worker takes from Ray's count.
+        gpus: number of GPUs; None for `engine_gpus` if the cluster has any, since this machine may have none.
+        engine_gpus: number of GPUs that each engine needs if there are any.
         runtime_env: passed to Ray, for workers on machines that do not see this one's files.
     """
 
     worker_kind: type[EngineActor] = WorkerActor
-    """What runs inside the actor of a worker."""
+    """The class of a worker's actor."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RayLauncher:
     ) -> None:
         self._address = address
         self.least = 1
-        """How many workers there have to be."""
+        """Number of workers that are needed."""
         self._cpus = cpus
         self._given_gpus = gpus
         self._engine_gpus = engine_gpus
@@ -72,19 +72,19 @@ class RayLauncher:
         self._who = who
         self._given_runtime_env = dict(runtime_env or {})
         self._runtime_env: dict[str, Any] = {}
-        self._desk: Any = None
+        self._limiter_service: Any = None
         self._head = ""
         self._looked = self._seen = 0.0
 
     def take_more_gpus(self, number: int) -> None:
-        """Have each take so many GPUs besides, for other engines that it enters; not where gpus= says how many.
+        """Add GPUs to each worker for other engines that it enters, unless gpus= sets their number.
 
         Raises:
-            BadOption: they have been started with fewer.
+            BadOption: the workers were started with fewer.
         """
         if self._given_gpus is not None:
             return
-        if self._desk is None:
+        if self._limiter_service is None:
             self._other_gpus = number
         elif 0 < self._gpus < self._engine_gpus + number:
             raise BadOption(
@@ -93,7 +93,7 @@ class RayLauncher:
             )
 
     async def open(self) -> None:
-        """Reach the cluster, or start one."""
+        """Connect to the cluster, or start one."""
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption(
                 f"{self._who}: Ray works on asyncio alone, and this is trio: run on asyncio (anyio.run(main, "
@@ -110,7 +110,7 @@ class RayLauncher:
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
         ray = ray_module()
-        # For what is started here alone: others of this process have environments of their own.
+        # Only for actors started here: other code of this process may use other environments.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
         there = ray.cluster_resources()
@@ -118,14 +118,14 @@ class RayLauncher:
             self._gpus = self._engine_gpus + self._other_gpus if there.get("GPU", 0) else 0
         self._require_resources(there)
         self._require_a_machine(ray.nodes())
-        # With the driver, since another machine may die, and where it is killed all the same, as Ray does with whatever
-        # is on a machine without memory, an empty one takes its place and is asked again.
-        self._desk = (
+        # Next to the driver, since another machine may be lost. If it is killed nevertheless, as Ray does on a machine
+        # short of memory, Ray starts an empty one, and the requests are sent again.
+        self._limiter_service = (
             ray.remote(LimiterDesk)
             .options(
                 num_cpus=0,
                 runtime_env=self._runtime_env,
-                max_concurrency=CALLS,
+                max_concurrency=MAX_CONCURRENT_CALLS,
                 max_restarts=-1,
                 max_task_retries=-1,
                 scheduling_strategy=_on_this_node(),
@@ -144,7 +144,7 @@ class RayLauncher:
                 )
 
     def _require_a_machine(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Ray would say nothing, and wait for a machine that is large enough."""
+        """Raise if no machine is large enough: Ray would wait for one without a message."""
 
         def has(node: Mapping[str, Any]) -> tuple[float, float]:
             there = node["Resources"]
@@ -164,7 +164,7 @@ class RayLauncher:
 
     @property
     def needs(self) -> str:
-        """What each of them takes of one machine, for people; known once the cluster is reached."""
+        """The resources that each worker needs of one machine, for people; known once connected."""
         return _counted(self._gpus, self._cpus)
 
     async def require_head(self) -> None:
@@ -187,27 +187,29 @@ class RayLauncher:
                 raise EngineDead(
                     f"{self._who}: the head of Ray's cluster, at {self._head}, has not answered for "
                     f"{HEADLESS_SECONDS:g} s. What was announced is kept; start a cluster again, and the same command "
-                    "goes on."
+                    "continues."
                 ) from None
 
     async def close(self) -> None:
-        """Leave the cluster, and end it where it is ours."""
+        """Disconnect, and end the cluster if it was started here."""
         await anyio.to_thread.run_sync(self._disconnect)
 
     def _disconnect(self) -> None:
         ray = ray_module()
-        if self._desk is not None:
-            ray.kill(self._desk)
-            self._desk = None
+        if self._limiter_service is not None:
+            ray.kill(self._limiter_service)
+            self._limiter_service = None
         CONNECTION.leave(self)
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
-        """A new worker, which may wait for a machine."""
-        actor = self._actor(self.worker_kind).remote(self._packed(engine), self._surroundings(), number, self._desk)
+        """Start a worker, which may wait for a machine."""
+        actor = self._actor(self.worker_kind).remote(
+            self._packed(engine), self._surroundings(), number, self._limiter_service
+        )
         return RayWorker(actor, tick=self.worker_kind.tick)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
-        """A process that has an engine for all who know its name."""
+        """Start a process with an engine for all clients that know its name."""
         actor = self._actor(HostActor, name=name).remote(self._packed(engine), self._surroundings())
         return RayWorker(actor, tick=HostActor.tick)
 
@@ -221,7 +223,7 @@ class RayLauncher:
                 runtime_env=self._runtime_env,
                 max_restarts=0,  # a restarted actor would have lost its engine and its weights
                 max_task_retries=0,
-                max_concurrency=CALLS,
+                max_concurrency=MAX_CONCURRENT_CALLS,
                 scheduling_strategy="SPREAD",
                 **options,
             )
@@ -239,29 +241,29 @@ class RayLauncher:
         return packed
 
     def pack(self, value: Any, what: str, fix: str) -> Any:
-        """A value pickled as Ray does, which takes classes of a script along."""
+        """Pickle a value with Ray's pickler, which includes classes of a script."""
         return pickled(value, what, fix, ray_module().cloudpickle.dumps)
 
     async def put(self, value: Any) -> Any:
-        """A large value in Ray's store; a folder is told by its path, and has to be there on every machine."""
+        """Put a large value into Ray's store. A folder is sent as its path, and must exist on every machine."""
         if isinstance(value, str | os.PathLike):
             return str(await (await anyio.Path(value).expanduser()).absolute())
         return await anyio.to_thread.run_sync(_in_store, value)
 
     def forget(self, worker: int) -> None:
-        """Give back the leases of a worker that is gone."""
-        self._desk.forget.options(**_ONCE).remote(worker)
+        """Release the leases of a worker that is gone."""
+        self._limiter_service.forget.options(**_ONCE).remote(worker)
 
     def forget_run(self, run: int) -> None:
-        """Forget the limiters of a run."""
-        self._desk.close_run.options(**_ONCE).remote(run)
+        """Remove the limiters of a run."""
+        self._limiter_service.close_run.options(**_ONCE).remote(run)
 
 
 def host_called(name: str) -> RayWorker:
-    """The host of this name, which another process of the same program has started.
+    """Return the host of this name, which another process of the same program has started.
 
     Raises:
-        EngineDead: there is none any more.
+        EngineDead: it has ended.
     """
     try:
         return RayWorker(ray_module().get_actor(name), tick=HostActor.tick)
@@ -270,10 +272,10 @@ def host_called(name: str) -> RayWorker:
 
 
 def pickled(value: Any, what: str, fix: str, dumps: Callable[[Any], bytes]) -> bytes:
-    """A value pickled.
+    """Pickle a value.
 
     Raises:
-        BadOption: it cannot be; the message begins with `what` and ends with `fix`.
+        BadOption: it cannot be pickled; the message begins with `what` and ends with `fix`.
     """
     try:
         return dumps(value)
@@ -288,23 +290,23 @@ def _counted(gpus: float, cpus: float) -> str:
 
 
 def _on_this_node() -> Any:
-    """Here, or elsewhere if need be."""
+    """Prefer this machine, and allow others."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = ray_module().get_runtime_context().get_node_id()
     return strategies.NodeAffinitySchedulingStrategy(here, soft=True)
 
 
-class StoredInRay(Stored):
+class ObjectInRay(StoredObject):
     """A value in Ray's store."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference
 
     def read(self) -> Any:
-        """The value; its tensors are views of the store and take no memory of the worker's own."""
+        """Return the value. Its tensors are views of the store and take no memory of the worker."""
         ray = ray_module()
         return as_tensors(ray.get(self._reference))
 
 
-def _in_store(value: Any) -> StoredInRay:
-    return StoredInRay(ray_module().put(as_arrays(value)))
+def _in_store(value: Any) -> ObjectInRay:
+    return ObjectInRay(ray_module().put(as_arrays(value)))

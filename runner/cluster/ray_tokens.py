@@ -1,4 +1,4 @@
-"""The token that a process shows to a cluster of Ray, which may ask for one."""
+"""The authentication token that a process shows to a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOKEN: Final = "RAY_AUTH_TOKEN"
 _PATH: Final = "RAY_AUTH_TOKEN_PATH"
 
 VARIABLES: Final = (_MODE, _PATH)
-"""The variables of the environment that are set here while this process is connected."""
+"""The environment variables that are set while this process is connected."""
 
 _FIX: Final = (
     "Copy the file ~/.ray/auth_token of the machine of `ray start --head` to the same place on this machine, or name a "
@@ -29,12 +29,13 @@ _FIX: Final = (
 
 
 def give_own_token(until_left: ExitStack) -> None:
-    """Let a cluster that is started by this process have a token that lies in no place where other clusters look.
+    """Create a token for a cluster of this process, in a place where other clusters do not look.
 
-    Ray would write one to ~/.ray/auth_token, and the next `ray start` on this machine would ask all machines for it.
+    Ray would write one to ~/.ray/auth_token, and the next `ray start` on this machine would require it from all
+    machines.
 
     Args:
-        until_left: removes the token when it is closed; `restore_variables` is called after that.
+        until_left: removes the token when it is closed, before `restore_variables` is called.
     """
     default = Path.home() / ".ray" / "auth_token"
     if os.environ.get(_MODE, "token") != "token" or {_TOKEN, _PATH} & os.environ.keys() or default.exists():
@@ -52,12 +53,12 @@ def give_own_token(until_left: ExitStack) -> None:
 
 
 def admit(address: str) -> str | None:
-    """Choose whether this process shows a token to a cluster that stands, as that one asks for.
+    """Choose whether this process shows a token to a running cluster, as the cluster requires.
 
-    By itself Ray shows one only to "auto", and there also to a cluster that knows no tokens, which ends every actor.
+    By itself Ray shows one only to "auto", and there also to a cluster without tokens, which then ends every actor.
 
     Returns:
-        Why the cluster lets this process in with no token that it has, with the fix; None where it does, or does not
+        Why the cluster refuses this process with every token it has, and the fix; None if it accepts, or does not
         answer.
     """
     raylet = importlib.import_module("ray._raylet")
@@ -67,7 +68,7 @@ def admit(address: str) -> str | None:
     try:
         services: Any = importlib.import_module("ray._private.services")
         place: str = services.canonicalize_bootstrap_address_or_die(address, None)
-    except Exception:  # there is none, which `ray.init` says too
+    except Exception:  # no cluster, which `ray.init` reports too
         return None
     has_token: bool = loader.instance().has_token(ignore_auth_mode=True)
     given = os.environ.get(_MODE)
@@ -80,7 +81,7 @@ def admit(address: str) -> str | None:
             raylet.GcsClient(address=place)
         except importlib.import_module("ray.exceptions").AuthenticationError:
             continue
-        except Exception:  # whatever else is wrong there, `ray.init` says it
+        except Exception:  # any other error is reported by `ray.init`
             pass
         if given is None and mode == "disabled" and not (address == "auto" and has_token):
             _set_mode(None)
@@ -91,10 +92,10 @@ def admit(address: str) -> str | None:
 
 
 def restore_variables(before: Mapping[str, str | None]) -> None:
-    """Have the next cluster treated as if this process had reached none before.
+    """Restore the variables, so that the next cluster is treated as the first one.
 
-    Who starts a cluster of its own asks for tokens from then on, as Ray has it; one that stands and knows no tokens
-    would end every actor as soon as it is made.
+    A process that has started its own cluster requires tokens from then on. A running cluster without tokens would end
+    every actor as soon as it is made.
     """
     mode = before[_MODE]
     path = before[_PATH]
@@ -107,7 +108,7 @@ def restore_variables(before: Mapping[str, str | None]) -> None:
 
 
 def _set_mode(mode: str | None) -> None:
-    # Ray keeps what it has read where a variable is gone, so that the default is to be said once.
+    # Ray keeps the value of a variable that was deleted, so the default must be set once.
     os.environ[_MODE] = mode or "disabled"
     _read_again()
     if mode is None:

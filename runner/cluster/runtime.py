@@ -1,4 +1,4 @@
-"""A fleet's engines as one engine to its trainer: each call goes to all workers, and to those that join later."""
+"""The trainer's calls to a fleet: each call goes to all workers, and later to those that start later."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from runner.cluster.asking import compare
+from runner.cluster.broadcast import compare
 from runner.cluster.driver import Driver
-from runner.cluster.hand import Hand
+from runner.cluster.protocol import WorkerInfo
 from runner.cluster.transfers import FleetTransfers
-from runner.cluster.words import Joined
+from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import ProofFigures
@@ -24,13 +24,12 @@ __all__ = ["FleetRuntime"]
 
 
 class FleetRuntime(EngineRuntime[OpenRequest]):
-    """What an `EngineRuntime` is, of many engines. Nothing is sampled here, so the gate stays empty.
+    """The `EngineRuntime` of many engines. Nothing is sampled in this process, so the gate stays empty.
 
-    A worker joins where the others are: the driver keeps what that takes in `catch`, and nobody joins while a call
-    is under way.
+    The driver keeps the fleet's state in `snapshot` and brings new workers to it. No worker is added during a call.
     """
 
-    def __init__(self, driver: Driver, first: Joined) -> None:
+    def __init__(self, driver: Driver, first: WorkerInfo) -> None:
         super().__init__(
             AdmissionGate(first.places, first.places * first.context),
             FleetAdapters(driver, first.adapters),
@@ -39,7 +38,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         )
         self.driver = driver
         self.transfers = FleetTransfers(driver)
-        """Where weights come from that reach all workers at once."""
+        """The connection to trainers that send weights to all workers at once."""
 
     def require_alive(self) -> None:
         self.driver.require_alive()
@@ -61,11 +60,11 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         raise NotImplementedError("a fleet exchanges weights with `apply_update`: no worker waits for another")
 
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
-        """Have every worker compare new weights with its model, and meet the trainer where one sends them.
+        """Let every worker compare new weights with its model, and connect to the trainer if one sends them.
 
         Raises:
-            BadWeights: they do not fit, or the ends do not meet; nothing was touched anywhere.
-            EngineError: a worker was lost without whom the others cannot meet.
+            BadWeights: they do not fit, or the connection fails; nothing was changed anywhere.
+            EngineError: a worker was lost that the others need for the connection.
         """
         if isinstance(given, LocalTransfer | WeightTransfer):
             began = time.monotonic()
@@ -73,47 +72,50 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             return CheckedUpdate(version, time.monotonic() - began, given)
         self.transfers.forget()
         weights = await self.driver.launcher.put(given)
-        hands = self.driver.members
+        handles = self.driver.members
         try:
-            seconds = await compare(hands, "check_weights", weights, version, patience=self.driver.stall_seconds)
+            seconds = await compare(handles, "check_weights", weights, version, patience=self.driver.stall_seconds)
         except BadInput:
-            for hand in hands:
-                hand.process.send("forget_checked")
+            for handle in handles:
+                handle.process.send("forget_checked")
             raise
         return CheckedUpdate(version, max(seconds.values(), default=0.0), weights)
 
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Have every worker exchange its weights, each when it has compared them, without waiting for the others.
+        """Let every worker update its weights, each once it has compared them, without waiting for the others.
 
-        A worker that fails is dismissed, and the one after it begins with the new weights. Returns when all have them.
-        What a trainer sends reaches all of them at once, and those who join later get the weights after these.
+        A worker that fails is dismissed, and its successor starts with the new weights. Returns when all workers have
+        them. A
+        trainer's transfer reaches all workers at once; workers that start later get the weights of the next update.
 
         Raises:
-            EngineError: fewer workers than the least have got what was sent.
+            EngineError: fewer workers than the least received the transfer.
             EngineDead: not enough workers are left.
         """
         if isinstance(checked.weights, LocalTransfer | WeightTransfer):
             return await self._apply_transfer(checked, mode)
         driver = self.driver
-        # First here: whoever comes to know an id of the new version can say how old it is.
+        # Before the workers update: an id of the new version must have a known age.
         self._add_version(checked.version)
         async with driver.settled:
             self._remember(version=checked.version, weights=checked.weights, proof=checked.proof, readable=True)
             updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
-            for hand in updates:
-                driver.has_weights(hand, checked.version)
+            for handle in updates:
+                driver.has_weights(handle, checked.version)
         update = _slowest(checked, updates.values())
         self.proof_figures = update.proof
-        await driver.until(lambda: sum(hand.version == checked.version for hand in driver.hands) >= driver.fleet.least)
+        await driver.until(
+            lambda: sum(handle.version == checked.version for handle in driver.handles) >= driver.fleet.least
+        )
         self.notify_listeners()
         return update
 
     async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        def took(hand: Hand) -> None:
+        def took(handle: WorkerHandle) -> None:
             if self.version != checked.version:  # the first one
                 self._add_version(checked.version)
                 self._remember(version=checked.version, weights=None, proof=None, readable=False)
-            self.driver.has_weights(hand, checked.version)
+            self.driver.has_weights(handle, checked.version)
 
         try:
             updates = await self.transfers.apply(checked.weights, checked.version, mode, took, checked.proof)
@@ -145,10 +147,10 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     async def devices(self) -> list[str]:
         answers = await self.driver.ask_all("control", "devices")
-        return [f"{hand.name}: {device}" for hand, devices in answers.items() for device in devices]
+        return [f"{handle.name}: {device}" for handle, devices in answers.items() for device in devices]
 
     async def control(self, call: str, *arguments: Any) -> Mapping[Any, Any]:
-        """The answers of all workers' engines to a call of a trainer."""
+        """Call a trainer's method on all workers' engines, and return the answers."""
         answers: Mapping[Any, Any] = await self.driver.ask_all("control", call, *arguments)
         return answers
 
@@ -156,11 +158,11 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         await self.driver.ask_all("control", call, *arguments)
 
     def _remember(self, **changed: Any) -> None:
-        self.driver.catch = replace(self.driver.catch, **changed)
+        self.driver.snapshot = replace(self.driver.snapshot, **changed)
 
 
 def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
-    """An update of many engines as one, which took as long as the slowest of them."""
+    """Combine the updates of many engines into one, with the times of the slowest."""
     pauses, loads, proofs, moved = [0.0], [0.0], list[ProofFigures](), list[bool | None]()
     for update in updates:
         pauses.append(update.pause_seconds)
@@ -169,13 +171,13 @@ def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightU
             proofs.append(update.proof)
         moved.append(update.moved)
     worst = max(proofs, key=lambda each: each.median, default=None)
-    # False where one worker's scores did not move: it may have kept its weights.
+    # False if the scores of one worker did not move: it may have kept its weights.
     all_moved = None if None in moved or not moved else all(moved)
     return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads), worst, all_moved)
 
 
 class FleetAdapters(Adapters):
-    """The adapters of a fleet, which each worker's engine has under the same numbers."""
+    """The adapters of a fleet, with the same numbers on each worker."""
 
     def __init__(self, driver: Driver, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -187,14 +189,14 @@ class FleetAdapters(Adapters):
         async with driver.settled:
             adapter = version.name, version.number, where, config
             await driver.ask_all("add_adapter", *adapter)
-            others = tuple(each for each in driver.catch.adapters if each[0] != version.name)
-            driver.catch = replace(driver.catch, adapters=(*others, adapter))
+            others = tuple(each for each in driver.snapshot.adapters if each[0] != version.name)
+            driver.snapshot = replace(driver.snapshot, adapters=(*others, adapter))
 
     async def remove(self, name: str) -> None:
         await super().remove(name)
         driver = self._driver
         async with driver.settled:
             await driver.ask_all("control", "remove_adapter", name)
-            driver.catch = replace(
-                driver.catch, adapters=tuple(each for each in driver.catch.adapters if each[0] != name)
+            driver.snapshot = replace(
+                driver.snapshot, adapters=tuple(each for each in driver.snapshot.adapters if each[0] != name)
             )

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends to a whole fleet at once: the one update in which workers wait for one another."""
+"""Transfers of weights from a trainer to a whole fleet: the only update in which workers wait for one another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from runner.cluster.asking import ask
+from runner.cluster.broadcast import ask
 from runner.cluster.driver import Driver
-from runner.cluster.hand import Hand
-from runner.cluster.party import GRACE_SECONDS, Party
-from runner.cluster.words import WorkerLost
+from runner.cluster.protocol import WorkerLost
+from runner.cluster.transfer_group import GRACE_SECONDS, TransferGroup
+from runner.cluster.worker_handle import WorkerHandle
 from runner.concurrency.cancellation import to_its_end
 from runner.engines.proofs import WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
@@ -33,55 +33,56 @@ __all__ = ["FleetTransfers"]
 @dataclass(frozen=True, slots=True)
 class _Meeting:
     whom: Any
-    """The init info of a trainer elsewhere, or the transfer of one that is here."""
-    ranks: Mapping[Hand, int]
-    """The workers that met it, and with how many ranks each."""
+    """The init info of a trainer elsewhere, or the transfer of one in this process."""
+    ranks: Mapping[WorkerHandle, int]
+    """The workers that are connected, and the number of ranks of each."""
     ranked: bool
-    """Whether they are of one group, which is broken where one of them is lost."""
+    """True if they form one communication group, which breaks when one of them is lost."""
 
-    def is_of(self, hands: Collection[Hand]) -> bool:
-        """Whether weights that are sent reach these and nobody else."""
-        return set(hands) == set(self.ranks) or (not self.ranked and set(hands) <= set(self.ranks))
+    def is_of(self, handles: Collection[WorkerHandle]) -> bool:
+        """True if a transfer reaches exactly these workers."""
+        return set(handles) == set(self.ranks) or (not self.ranked and set(handles) <= set(self.ranks))
 
 
 class FleetTransfers:
-    """The connection between a fleet and its trainer; the `Receiver` of what that sends.
+    """The connection between a fleet and its trainer; the `Receiver` of the transfer.
 
-    A transfer has four parts: all compare what is announced; all meet the trainer; all stand still; all receive. Until
-    the last one begins nothing was touched anywhere. One who is lost in it may keep the others in a call that never
-    returns: these are dismissed after `GRACE_SECONDS`, so that no part of the fleet stands still for ever.
+    A transfer has four parts: all workers compare the announced tensors, connect to the trainer, pause, and receive.
+    Nothing is changed until the last part. A worker that is lost there may leave the others in a call that never
+    returns.
+    They are dismissed after `GRACE_SECONDS`, so that no part of the fleet hangs for ever.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._met: _Meeting | None = None
         self._trainer: TrainerEndpoint | None = None
-        self._party = Party(())
-        self._compared: tuple[str, frozenset[Hand]] = "", frozenset()
-        self._ranks: dict[Hand, int] = {}
+        self._transfer_group = TransferGroup(())
+        self._compared: tuple[str, frozenset[WorkerHandle]] = "", frozenset()
+        self._ranks: dict[WorkerHandle, int] = {}
         self._has_sent_from_here = False
         self._numbers = itertools.count(1)
 
     async def check(self, transfer: WeightTransfer | LocalTransfer, version: str) -> None:
-        """Have all workers compare the weights, and meet their trainer where they have not.
+        """Let all workers compare the weights, and connect to the trainer if they are not connected.
 
         Raises:
-            BadWeights: they do not fit, or the ends do not meet; nothing was touched.
-            EngineError: a worker was lost over it, and the trainer elsewhere waits for it.
+            BadWeights: they do not fit, or the connection fails; nothing was changed.
+            EngineError: a worker was lost, and a trainer elsewhere waits for it.
         """
         driver = self._driver
         prepared = False
         while not prepared:
             await driver.until(lambda: bool(driver.members))
-            hands = driver.members
+            handles = driver.members
             if isinstance(transfer, WeightTransfer):
-                await self._require_fitting(transfer, hands)
-            prepared = await self._prepare(transfer, version, hands)
+                await self._require_fitting(transfer, handles)
+            prepared = await self._prepare(transfer, version, handles)
             if not prepared and isinstance(transfer, WeightTransfer):
                 raise self._broken_off()
 
     def forget(self) -> None:
-        """Other weights are compared: what was is to be compared again."""
+        """Forget the last comparison: other weights are compared."""
         self._compared = "", frozenset()
 
     async def apply(
@@ -89,23 +90,23 @@ class FleetTransfers:
         transfer: WeightTransfer | LocalTransfer,
         version: str,
         mode: PauseMode,
-        took: Callable[[Hand], None],
+        took: Callable[[WorkerHandle], None],
         proof: WeightProof | None = None,
     ) -> list[WeightUpdate]:
-        """Have the workers stand still, receive the weights and go on.
+        """Let the workers pause, receive the weights and continue.
 
         Args:
-            transfer: what was checked.
-            version: the version that they will have.
-            mode: what becomes of the turns that are being sampled.
-            took: called with each worker that has the weights, once it has.
-            proof: what each worker's engine has to pass with them.
+            transfer: the checked transfer.
+            version: the version that the weights will have.
+            mode: the fate of turns that are being sampled.
+            took: called with each worker that has the weights.
+            proof: the proof that each worker's engine must pass with them.
 
         Returns:
-            What each of them says of it.
+            The update of each worker.
 
         Raises:
-            EngineError: fewer workers have them than there have to be; says how many do, and who was lost.
+            EngineError: fewer workers received them than are needed; the message has how many did, and which were lost.
             EngineDead: too few workers are left.
         """
         if isinstance(transfer, LocalTransfer):
@@ -118,7 +119,7 @@ class FleetTransfers:
         transfer: LocalTransfer,
         version: str,
         mode: PauseMode,
-        took: Callable[[Hand], None],
+        took: Callable[[WorkerHandle], None],
         proof: WeightProof | None,
     ) -> list[WeightUpdate]:
         driver = self._driver
@@ -133,8 +134,8 @@ class FleetTransfers:
                     if not updates:
                         raise
                     raise EngineError(f"{self._shares(version)}, and the others cannot get them: {error}") from error
-            if any(hand in driver.hands for hand in self._lacking(version)):
-                continue  # one was lost before anything was sent, and the others went on as they were
+            if any(handle in driver.handles for handle in self._lacking(version)):
+                continue  # a worker was lost before anything was sent, and the others continued unchanged
             if self._having(version) >= driver.fleet.least:
                 return updates
             await driver.until(lambda: bool(self._lacking(version)))
@@ -144,55 +145,55 @@ class FleetTransfers:
         transfer: WeightTransfer,
         version: str,
         mode: PauseMode,
-        took: Callable[[Hand], None],
+        took: Callable[[WorkerHandle], None],
         proof: WeightProof | None,
     ) -> list[WeightUpdate]:
         driver = self._driver
         met = self._met_elsewhere()
-        members = [hand for hand in driver.members if hand in met.ranks]
+        members = [handle for handle in driver.members if handle in met.ranks]
         if not members or not met.is_of(members):
-            self._party = Party(members)
-            self._party.lost = {hand: hand.why for hand in met.ranks if hand not in members}
+            self._transfer_group = TransferGroup(members)
+            self._transfer_group.lost = {handle: handle.why for handle in met.ranks if handle not in members}
             raise self._broken_off()
         if not await self._prepare(transfer, version, members):
             raise self._broken_off()
         updates = await self._exchange(transfer, version, mode, took, proof)
         if updates is None:
             raise self._broken_off()
-        for hand in self._lacking(version) if updates else ():
-            if hand in driver.hands:
-                hand.dismiss("it came when the others had met their trainer, and has older weights")
-        if self._party.lost and self._having(version) < driver.fleet.least:
+        for handle in self._lacking(version) if updates else ():
+            if handle in driver.handles:
+                handle.dismiss("it came when the others had met their trainer, and has older weights")
+        if self._transfer_group.lost and self._having(version) < driver.fleet.least:
             raise EngineError(f"{self._shares(version)}, of at least {driver.fleet.least}: {self._who_was_lost()}")
         return updates
 
-    def _lacking(self, version: str) -> list[Hand]:
-        return [hand for hand in self._driver.members if hand.version != version]
+    def _lacking(self, version: str) -> list[WorkerHandle]:
+        return [handle for handle in self._driver.members if handle.version != version]
 
     def _having(self, version: str) -> int:
-        return sum(hand.version == version for hand in self._driver.hands)
+        return sum(handle.version == version for handle in self._driver.handles)
 
     # --- who meets whom
 
-    async def _require_fitting(self, transfer: WeightTransfer, hands: Sequence[Hand]) -> None:
-        """Refuse a meeting that could not be, before any worker compares anything."""
+    async def _require_fitting(self, transfer: WeightTransfer, handles: Sequence[WorkerHandle]) -> None:
+        """Refuse a connection that cannot work, before any worker compares anything."""
         given = transfer.init
         if given is None:
             met = self._met_elsewhere()
-            if not met.is_of(hands):
-                told = [f"{hand.name} has not met it" for hand in hands if hand not in met.ranks]
-                told += [f"{hand.name}, which has, is gone" for hand in met.ranks if hand not in hands]
+            if not met.is_of(handles):
+                told = [f"{handle.name} has not met it" for handle in handles if handle not in met.ranks]
+                told += [f"{handle.name}, which has, is gone" for handle in met.ranks if handle not in handles]
                 raise BadWeights(
                     f"WeightTransfer(init=...) is not given, and the workers are not those that met the trainer: "
-                    f"{', '.join(told)}. Meet anew, with init=."
+                    f"{', '.join(told)}. Connect again, with init=."
                 )
             return
         offset = given.get("rank_offset")
-        if offset is None or self._is_met(transfer, hands):
+        if offset is None or self._is_met(transfer, handles):
             return
         if not isinstance(offset, int):
-            raise BadWeights(f"WeightTransfer(init=...): rank_offset={offset!r} is no whole number.")
-        await self._count_ranks(hands)
+            raise BadWeights(f"WeightTransfer(init=...): rank_offset={offset!r} is not a whole number.")
+        await self._count_ranks(handles)
         size, there = given.get("world_size"), offset + sum(self._ranks.values())
         if size is not None and size != there:
             raise BadWeights(
@@ -208,33 +209,35 @@ class FleetTransfers:
             )
         return self._met
 
-    async def _count_ranks(self, hands: Sequence[Hand]) -> None:
-        devices = await ask(hands, "control", "devices", patience=self._driver.stall_seconds)
-        # One that has no model takes part all the same.
-        self._ranks = {hand: len(devices[hand]) or 1 for hand in hands if hand in devices}
+    async def _count_ranks(self, handles: Sequence[WorkerHandle]) -> None:
+        devices = await ask(handles, "control", "devices", patience=self._driver.stall_seconds)
+        # A worker without a model takes part all the same.
+        self._ranks = {handle: len(devices[handle]) or 1 for handle in handles if handle in devices}
 
-    async def _prepare(self, transfer: WeightTransfer | LocalTransfer, version: str, hands: Sequence[Hand]) -> bool:
-        """Have workers compare the weights and meet the trainer, as far as they have not; they are the party then.
+    async def _prepare(
+        self, transfer: WeightTransfer | LocalTransfer, version: str, handles: Sequence[WorkerHandle]
+    ) -> bool:
+        """Let workers compare the weights and connect to the trainer, as far as needed, as one transfer group.
 
         Returns:
-            Whether they have; not where one was lost without whom the others can do nothing, or all were.
+            Whether they are ready; False if a worker was lost that the others need, or all were lost.
 
         Raises:
-            BadWeights: the weights do not fit, or the ends do not meet.
+            BadWeights: the weights do not fit, or the connection fails.
         """
-        if self._compared == (version, frozenset(hands)) and self._is_met(transfer, hands):
+        if self._compared == (version, frozenset(handles)) and self._is_met(transfer, handles):
             return True
         self.forget()
-        self._party = party = Party(hands)
+        self._transfer_group = transfer_group = TransferGroup(handles)
         announced = await self._driver.launcher.put(await self._announced(transfer))
         try:
-            answers = await party.ask("check_weights", lambda _: (announced, version), compares=True)
+            answers = await transfer_group.ask("check_weights", lambda _: (announced, version), compares=True)
         except BadInput:
             self._forget_checked()
             raise
-        if not answers or (party.lost and isinstance(transfer, WeightTransfer) and self._is_ranked(transfer)):
+        if not answers or (transfer_group.lost and isinstance(transfer, WeightTransfer) and self._is_ranked(transfer)):
             return False
-        if not self._is_met(transfer, party.hands):
+        if not self._is_met(transfer, transfer_group.handles):
             try:
                 await self._meet(transfer)
             finally:
@@ -242,12 +245,12 @@ class FleetTransfers:
                     self._forget_checked()
         if self._met is None:
             return False
-        self._compared = version, frozenset(party.hands)
+        self._compared = version, frozenset(transfer_group.handles)
         return True
 
     def _forget_checked(self) -> None:
-        for hand in self._party.hands:
-            hand.process.send("forget_checked")
+        for handle in self._transfer_group.handles:
+            handle.process.send("forget_checked")
 
     async def _announced(self, transfer: WeightTransfer | LocalTransfer) -> Announced:
         if isinstance(transfer, LocalTransfer):
@@ -255,37 +258,37 @@ class FleetTransfers:
             return Announced("LocalTransfer", forms, transfer.seconds)
         return Announced("WeightTransfer(update=...)", forms_of_transfer(transfer), transfer.seconds)
 
-    def _is_met(self, transfer: WeightTransfer | LocalTransfer, hands: Collection[Hand]) -> bool:
+    def _is_met(self, transfer: WeightTransfer | LocalTransfer, handles: Collection[WorkerHandle]) -> bool:
         met = self._met
-        if met is None or not met.is_of(hands):
+        if met is None or not met.is_of(handles):
             return False
         if isinstance(transfer, LocalTransfer):
             return self._trainer is not None and self._trainer.is_for(transfer)
         return isinstance(met.whom, Mapping) and transfer.init in (None, met.whom)
 
     async def _meet(self, transfer: WeightTransfer | LocalTransfer) -> None:
-        """Have the party meet the trainer; where one is lost over it, nobody has met.
+        """Connect the transfer group to the trainer. If one worker is lost, none is connected.
 
         Raises:
-            BadWeights: the ends do not meet, and no worker is to blame.
+            BadWeights: the connection fails, and not because of a worker.
         """
-        party, name, ranked = self._party, type(transfer).__name__, self._is_ranked(transfer)
+        transfer_group, name, ranked = self._transfer_group, type(transfer).__name__, self._is_ranked(transfer)
         await self._part()
         if ranked:
-            await self._count_ranks(party.hands)
-        there = len(party.hands)
+            await self._count_ranks(transfer_group.handles)
+        there = len(transfer_group.handles)
         failure: Exception | None = None
-        with party.limited(transfer.seconds) as scope:
+        with transfer_group.limited(transfer.seconds) as scope:
             try:
                 await self._join(transfer)
-            except Exception as error:  # the border to vLLM; no weight was touched
+            except Exception as error:  # any error of vLLM; no weight was changed
                 failure = error
-        if len(party.hands) < there:
-            await party.until_answered()
-            party.dismiss(party.asked, self._hangs())
+        if len(transfer_group.handles) < there:
+            await transfer_group.until_answered()
+            transfer_group.dismiss(transfer_group.asked, self._hangs())
         elif scope.cancelled_caught:
             failure = TimeoutError(f"not within {transfer.seconds:g} s")
-        if not party.hands or (ranked and len(party.hands) < there):
+        if not transfer_group.handles or (ranked and len(transfer_group.handles) < there):
             await self._part()
         elif failure is not None:
             await self._part()
@@ -293,12 +296,12 @@ class FleetTransfers:
                 raise failure
             raise BadWeights(f"{name}: engines and trainer do not meet: {worker_error(failure)}") from failure
         else:
-            ranks = {hand: self._ranks.get(hand, 1) for hand in party.hands}
+            ranks = {handle: self._ranks.get(handle, 1) for handle in transfer_group.handles}
             whom = transfer if isinstance(transfer, LocalTransfer) else dict(transfer.init or {})
             self._met = _Meeting(whom, ranks, ranked)
 
     def _is_ranked(self, transfer: WeightTransfer | LocalTransfer) -> bool:
-        """Whether those who meet are of one group, and none of them can do without another."""
+        """True if the workers form one communication group, so that none can be missing."""
         if isinstance(transfer, LocalTransfer):
             return True
         if transfer.init is None:
@@ -318,7 +321,7 @@ class FleetTransfers:
         await self._trainer.meet(info)
 
     async def _part(self) -> None:
-        """Leave whom the workers have met: they cannot be reached together any more."""
+        """Disconnect from the trainer: the workers cannot be reached together any more."""
         self._met = None
         if self._trainer is not None:
             trainer, self._trainer = self._trainer, None
@@ -327,21 +330,21 @@ class FleetTransfers:
     # --- what a `Receiver` does
 
     async def meet(self, init: Mapping[str, Any]) -> None:
-        """Have every worker join the trainer, each by ranks of its own."""
-        inits: dict[Hand, Mapping[str, Any]] = {}
+        """Connect every worker to the trainer, each with its own ranks."""
+        inits: dict[WorkerHandle, Mapping[str, Any]] = {}
         offset = init.get("rank_offset")
-        for hand in self._party.hands:
-            inits[hand] = init if offset is None else {**init, "rank_offset": offset}
-            offset = None if offset is None else offset + self._ranks.get(hand, 1)
-        await self._party.ask("meet", lambda hand: (inits[hand],))
+        for handle in self._transfer_group.handles:
+            inits[handle] = init if offset is None else {**init, "rank_offset": offset}
+            offset = None if offset is None else offset + self._ranks.get(handle, 1)
+        await self._transfer_group.ask("meet", lambda handle: (inits[handle],))
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
-        """Have every worker take a step; returns when all of them did."""
-        party = self._party
-        await party.ask("take_step", lambda _: (step, part))
-        if not party.hands:
+        """Let every worker take a step, and return when all did."""
+        transfer_group = self._transfer_group
+        await transfer_group.ask("take_step", lambda _: (step, part))
+        if not transfer_group.handles:
             raise ConnectionError("no worker is left")
-        party.finished = step is TransferStep.FINISH
+        transfer_group.finished = step is TransferStep.FINISH
 
     # --- what is sent
 
@@ -350,79 +353,79 @@ class FleetTransfers:
         transfer: WeightTransfer | LocalTransfer,
         version: str,
         mode: PauseMode,
-        took: Callable[[Hand], None],
+        took: Callable[[WorkerHandle], None],
         proof: WeightProof | None,
     ) -> list[WeightUpdate] | None:
-        """Have the party stand still and receive the weights; None where it went on before any was sent."""
+        """Let the transfer group pause and receive the weights; None if it continued before any weight was sent."""
         assert self._met is not None, "they are prepared"
-        party = self._party = Party(self._party.hands)
+        transfer_group = self._transfer_group = TransferGroup(self._transfer_group.handles)
         number, sends = next(self._numbers), False
         try:
-            pauses = await party.ask("stand_still", lambda _: (number, mode))
-            # Nothing was sent yet: without those that are lost the others could only hang.
-            sends = bool(party.hands) and not (party.lost and self._met.ranked)
+            pauses = await transfer_group.ask("stand_still", lambda _: (number, mode))
+            # Nothing was sent yet: without the lost workers the others would only hang.
+            sends = bool(transfer_group.handles) and not (transfer_group.lost and self._met.ranked)
         finally:
             if not sends:
                 with anyio.CancelScope(shield=True):
-                    await ask(party.hands, "go_on", number, patience=GRACE_SECONDS)
+                    await ask(transfer_group.handles, "go_on", number, patience=GRACE_SECONDS)
         if not sends:
             return None
         self.forget()
-        # To its end: weights that were sent by half could neither be used nor be put back.
+        # Not cancelled half-way: partly sent weights could neither be used nor be restored.
         updates = await to_its_end(partial(self._send, transfer, version, took, proof))
-        return [replace(update, pause_seconds=pauses.get(hand, 0.0)) for hand, update in updates.items()]
+        return [replace(update, pause_seconds=pauses.get(handle, 0.0)) for handle, update in updates.items()]
 
     async def _send(
         self,
         transfer: WeightTransfer | LocalTransfer,
         version: str,
-        took: Callable[[Hand], None],
+        took: Callable[[WorkerHandle], None],
         proof: WeightProof | None,
-    ) -> dict[Hand, WeightUpdate]:
-        party = self._party
-        updates: dict[Hand, WeightUpdate] = {}
+    ) -> dict[WorkerHandle, WeightUpdate]:
+        transfer_group = self._transfer_group
+        updates: dict[WorkerHandle, WeightUpdate] = {}
 
-        async def receive(hand: Hand) -> None:
+        async def receive(handle: WorkerHandle) -> None:
             try:
-                updates[hand] = await hand.process.send("receive_weights", version, proof)
+                updates[handle] = await handle.process.send("receive_weights", version, proof)
             except (WorkerLost, DeltarunnerError) as error:
-                party.lose(hand, error)
+                transfer_group.lose(handle, error)
             else:
-                took(hand)
+                took(handle)
 
         async with anyio.create_task_group() as group:
-            for hand in party.hands:
-                group.start_soon(receive, hand)
+            for handle in transfer_group.handles:
+                group.start_soon(receive, handle)
             failure = await self._sent(transfer)
-            was_lost = bool(party.lost)
+            was_lost = bool(transfer_group.lost)
             if failure:
-                party.dismiss([hand for hand in party.hands if hand not in updates], failure)
-        if party.lost:
+                transfer_group.dismiss([handle for handle in transfer_group.handles if handle not in updates], failure)
+        if transfer_group.lost:
             await self._part()
         if failure and not was_lost:
             raise EngineError(f"{self._shares(version)}: {failure}. The others are replaced.")
         return updates
 
     async def _sent(self, transfer: WeightTransfer | LocalTransfer) -> str:
-        """Send the weights to the party, which waits for them; gives why that failed."""
-        party = self._party
+        """Send the weights to the waiting transfer group, and return why that failed, or ""."""
+        transfer_group = self._transfer_group
         try:
-            with party.limited(transfer.seconds) as scope:
+            with transfer_group.limited(transfer.seconds) as scope:
                 if isinstance(transfer, LocalTransfer):
                     assert self._trainer is not None, "they met"
                     await self._trainer.send()
                 else:
                     await send_parts(transfer, self)
-        except Exception as error:  # a trainer's code, and the border to vLLM
+        except Exception as error:  # any error of a trainer's code and of vLLM
             return f"the trainer failed: {worker_error(error)}"
         if scope.cancelled_caught:
-            return self._hangs() if party.lost else f"the trainer sent nothing for {transfer.seconds:g} s"
-        return "" if party.finished else "the trainer ended before it had sent all"
+            return self._hangs() if transfer_group.lost else f"the trainer sent nothing for {transfer.seconds:g} s"
+        return "" if transfer_group.finished else "the trainer ended before it had sent all"
 
     # --- what is said
 
     def _hangs(self) -> str:
-        first = next(iter(self._party.lost))
+        first = next(iter(self._transfer_group.lost))
         return f"it may wait for {first.name} for ever, which was lost {GRACE_SECONDS:g} s ago in the same transfer"
 
     def _shares(self, version: str) -> str:
@@ -430,28 +433,28 @@ class FleetTransfers:
         return f"the weights {version!r} are on {self._having(version)} of {there} workers"
 
     def _who_was_lost(self) -> str:
-        lost = "; ".join(f"{hand.name} was lost ({why})" for hand, why in self._party.lost.items())
+        lost = "; ".join(f"{handle.name} was lost ({why})" for handle, why in self._transfer_group.lost.items())
         return (
-            f"{lost}. Call update_weights again, with a trainer that meets the workers anew: "
+            f"{lost}. Call update_weights again, with a trainer that connects to the workers again: "
             "`len(await engines.devices())` says how many ranks they have."
         )
 
     def _broken_off(self) -> EngineError:
         self._met = None
-        for hand in self._party.hands:
-            hand.process.send("forget_checked")
+        for handle in self._transfer_group.handles:
+            handle.process.send("forget_checked")
         return EngineError(f"nothing was sent, and the weights are the old ones: {self._who_was_lost()}")
 
 
 def _for_ranks(info: Any, ranks: int) -> Any:
-    """A trainer's init info for so many ranks of workers and its own."""
+    """A trainer's init info for this many ranks of workers and its own."""
     if is_dataclass(info) and not isinstance(info, type) and hasattr(info, "world_size"):
         return replace(info, world_size=1 + ranks)
     return info
 
 
 def _on_a_free_port(info: Any) -> Any:
-    """The same, on another port where its own is taken: by an earlier meeting, whose threads may hang. Blocks."""
+    """The same on a free port, if its own is taken: an earlier connection's threads may hang. Blocks."""
     port = getattr(info, "master_port", None)
     if port is None:
         return info

@@ -1,4 +1,4 @@
-"""A worker: an engine and the environments of its episodes in one process, which does what its driver says."""
+"""A worker: an engine and the environments of its episodes in one process, controlled by its driver."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ import anyio
 import anyio.to_thread
 
 from runner.cluster.engine_process import EngineProcess, known_of
-from runner.cluster.limiters import Desk, LeasedLimiter
-from runner.cluster.words import Catch, OtherKnown, Played, PlayingNow, Pulse, RunSent, Stored
+from runner.cluster.limiters import LeasedLimiter, LimiterService
+from runner.cluster.protocol import (
+    AttemptResult,
+    FleetSnapshot,
+    Heartbeat,
+    OtherKnown,
+    PlayingNow,
+    RunSpec,
+    StoredObject,
+)
 from runner.concurrency.loop_lag import Blocker, LagMonitor
 from runner.concurrency.threads import Workers
 from runner.engines.base import BaseEngine, Engine
@@ -39,8 +47,8 @@ from runner.tasks import Task
 
 __all__ = ["Worker"]
 
-OLDEST: Final = 10
-"""So many episodes are told of in a pulse: those that have waited longest."""
+MAX_OLDEST_EPISODES: Final = 10
+"""Number of episodes in a heartbeat: those that have waited longest."""
 
 NO_TASK: Final = Task("", "")
 
@@ -54,41 +62,41 @@ class WorkerRun:
     plays: dict[int, Play] = field(default_factory=dict)
     """The attempts in flight, by the driver's numbers."""
     cut: dict[int, Ending | None] = field(default_factory=dict)
-    """Attempts that were cut when they had not begun, or had just ended."""
+    """Attempts that were cut before they began or just after they ended."""
     is_kept: bool = False
-    """Whether a task keeps it."""
+    """True if a task keeps it open."""
     others: dict[str, BaseEngine] = field(default_factory=dict)
-    """The engines of agents that have one of their own."""
+    """The engines of agents that have their own."""
     entered: anyio.Event = field(default_factory=anyio.Event)
-    """Set once those run, or cannot."""
+    """Set once those engines run, or have failed."""
     clock: datetime | None = None
     begun: anyio.Event = field(default_factory=anyio.Event)
     """Set once the clock is known, or will not be."""
     opened: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it can be played, or cannot."""
+    """Set once the run can be played, or has failed."""
     over: anyio.Event = field(default_factory=anyio.Event)
-    """Set when it is to be left."""
+    """Set when the run is to be closed."""
     closed: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it is left."""
+    """Set once it is closed."""
     failure: Exception | None = None
-    """Why it cannot be played, or could not be left."""
+    """The error that keeps it from being played, or from closing."""
 
 
 class Worker(EngineProcess):
-    """An engine and the episodes that are played on it. Its driver calls the methods, each in a task of its own.
+    """An engine and the episodes that are played on it. The driver calls the methods, each in a task of its own.
 
     Args:
-        engine: an engine that nobody entered.
-        number: what the driver calls the worker; no other one was or will be called so.
-        desk: where limiters that the whole run shares are asked for.
+        engine: an engine that was not entered.
+        number: the driver's number for the worker, never used for another one.
+        limiter_service: grants leases of limiters that the whole run shares.
     """
 
-    def __init__(self, engine: BaseEngine, number: int, desk: Desk) -> None:
+    def __init__(self, engine: BaseEngine, number: int, limiter_service: LimiterService) -> None:
         super().__init__(engine)
         self.number = number
-        self._desk = desk
+        self._limiter_service = limiter_service
         self._runs: dict[int, WorkerRun] = {}
-        self._caught = Catch()
+        self._caught = FleetSnapshot()
         self._checked: CheckedUpdate | None = None
         self._relay: RelayedTransfer | None = None
         self._halt = anyio.Lock()
@@ -96,25 +104,25 @@ class Worker(EngineProcess):
         self._called_off = 0
         self._halted = False
         self._leases = itertools.count()
-        self.leave_word: Callable[[str], None] = _to_nobody
-        """Is given the last words of a worker that ends itself."""
+        self.record_exit_reason: Callable[[str], None] = _to_nobody
+        """Called with the reason when the worker ends itself."""
 
     @property
     def name(self) -> str:
-        """What it is called, for people."""
+        """The name of the worker, for people."""
         return f"worker {self.number} on {socket.gethostname()}"
 
     async def end(self) -> None:
-        """Let `live` return; runs that are open end first."""
+        """Make `live` return; open runs end first."""
         for number in list(self._runs):
             await self.close_run(number)
         await super().end()
 
-    async def pulse(self) -> Pulse:
-        """What goes on here."""
+    async def heartbeat(self) -> Heartbeat:
+        """Return the state of this worker."""
         plays = [(number, play) for run in self._runs.values() for number, play in run.plays.items()]
-        oldest = heapq.nsmallest(OLDEST, plays, key=lambda numbered: numbered[1].since)
-        return Pulse(
+        oldest = heapq.nsmallest(MAX_OLDEST_EPISODES, plays, key=lambda numbered: numbered[1].since)
+        return Heartbeat(
             now=anyio.current_time(),
             stats=self.engine.stats(),
             lag=max((run.lag.percentile(99) for run in self._runs.values() if run.lag is not None), default=0.0),
@@ -125,16 +133,16 @@ class Worker(EngineProcess):
     # --- runs
 
     async def keep_run(self, number: int, packed: bytes, clock: datetime | None) -> None:
-        """Set a run up, and keep it until `close_run`; `run_opened` and that say what went wrong.
+        """Set a run up, and keep it until `close_run`. Faults are reported by `run_opened` and `close_run`.
 
-        Without a clock only the engines of its other agents are entered, until it is called again with one.
+        Without a clock only the engines of its other agents are entered, until this is called again with one.
 
         Args:
-            number: the driver's number for it.
-            packed: a `RunSent`.
+            number: the driver's number for the run.
+            packed: a `RunSpec`.
             clock: the time that chat templates see.
         """
-        run = self._runs.setdefault(number, WorkerRun())  # it may have been asked for already
+        run = self._runs.setdefault(number, WorkerRun())  # another call may have come first
         if clock is not None:
             run.clock = clock
             run.begun.set()
@@ -177,7 +185,7 @@ class Worker(EngineProcess):
             raise run.failure
 
     async def others_known(self, number: int) -> dict[str, OtherKnown]:
-        """What a driver has to know of those engines, by agent; nothing where they were not entered."""
+        """The properties of those engines that a driver needs, by agent; empty if they were not entered."""
         run = self._runs.get(number, WorkerRun())
         return {
             name: OtherKnown(
@@ -191,7 +199,7 @@ class Worker(EngineProcess):
 
     @asynccontextmanager
     async def _set_up(self, run: WorkerRun, number: int, packed: bytes) -> AsyncIterator[None]:
-        # In a thread: an author's constructor may read for minutes, and the driver hears this event loop meanwhile.
+        # In a thread: an author's constructor may read files for minutes, and the event loop must answer the driver.
         sent, environment = await anyio.to_thread.run_sync(self._made, packed, abandon_on_cancel=True)
         options = sent.options
         workers = Workers(options.concurrency.threads)
@@ -207,20 +215,20 @@ class Worker(EngineProcess):
                 yield
                 return
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
-            run.lag.on_stuck = partial(_end_stuck, self.number, self.leave_word)
-            run.shared, _ = await setup.open(exit_stack, run.clock)  # what is to be said of it the driver says too
-            run.shared.make_limiter = partial(LeasedLimiter, self._desk, self._leases, number, self.number)
+            run.lag.on_stuck = partial(_end_stuck, self.number, self.record_exit_reason)
+            run.shared, _ = await setup.open(exit_stack, run.clock)  # the driver prints the notes too
+            run.shared.make_limiter = partial(LeasedLimiter, self._limiter_service, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
             exit_stack.enter_context(staleness.cancelling(run.plays.values()))
             yield
 
-    def _made(self, packed: bytes) -> tuple[RunSent, Any]:
+    def _made(self, packed: bytes) -> tuple[RunSpec, Any]:
         sent = self._unpacked(packed)
         return sent, _constructed(sent)
 
-    def _unpacked(self, packed: bytes) -> RunSent:
+    def _unpacked(self, packed: bytes) -> RunSpec:
         try:
-            sent: RunSent = pickle.loads(packed)
+            sent: RunSpec = pickle.loads(packed)
         except ImportError as error:
             raise BadEnvironment(
                 f"{self.name} cannot import what the run is of ({error}): install "
@@ -233,9 +241,9 @@ class Worker(EngineProcess):
         return sent
 
     async def close_run(self, number: int) -> list[str]:
-        """End a run here, once nothing of it is played; gives what went wrong on the way out, for people."""
+        """End a run here once none of its episodes is in flight. Returns faults on the way out, for people."""
         run = self._runs.pop(number, None)
-        if run is None:  # it joined when no further worker was to have it
+        if run is None:  # this worker started when the run was closing
             return []
         run.begun.set()
         run.over.set()
@@ -243,25 +251,25 @@ class Worker(EngineProcess):
         return [f"worker {self.number}: {run.failure}"] if run.failure is not None else []
 
     async def drain(self, number: int) -> None:
-        """Take note that no further episode of this run begins."""
+        """Note that no further episode of this run begins."""
         if number in self._runs:
             self._runs[number].shared.endpoints.draining.set()
 
     # --- episodes
 
-    async def play(self, run_number: int, number: int, packed: bytes) -> Played:
-        """Play an attempt at an episode to its end; which one, is an `EpisodeKey` that was pickled."""
+    async def play(self, run_number: int, number: int, packed: bytes) -> AttemptResult:
+        """Play an attempt at an episode to its end. `packed` is a pickled `EpisodeKey`."""
         run = self._runs[run_number]
         key = self._key(packed)
         play = run.plays[number] = Play(run.shared, key)
-        if number in run.cut:  # the word of it was faster
+        if number in run.cut:  # the cut arrived first
             play.cancel(run.cut.pop(number))
         try:
             trajectories = await play.run()
         finally:
             del run.plays[number]
-        # The driver has the task, and its reader shall find the very object that it gave.
-        return Played([replace(each, task=NO_TASK) for each in trajectories], play.faults, play.permanent)
+        # The driver has the task, and returns the same object that its caller passed.
+        return AttemptResult([replace(each, task=NO_TASK) for each in trajectories], play.faults, play.permanent)
 
     def _key(self, packed: bytes) -> EpisodeKey:
         try:
@@ -274,7 +282,7 @@ class Worker(EngineProcess):
         return key
 
     async def cancel(self, run_number: int, number: int, ending: Ending | None) -> None:
-        """Cut an attempt where it stands; `play` then gives what there is of it."""
+        """Cut an attempt; `play` then returns what there is of it."""
         run = self._runs.get(run_number)
         if run is None:
             return
@@ -286,9 +294,9 @@ class Worker(EngineProcess):
     # --- the engine, for its trainer
 
     async def check_weights(self, given: Any, version: str) -> float:
-        """Compare new weights with the model, which goes on; gives the seconds that it took.
+        """Compare new weights with the model, which continues to sample. Returns the seconds that it took.
 
-        Weights that a transfer brings are only announced here; `meet` and `receive_weights` do the rest.
+        The tensors of a transfer are only announced here; `meet` and `receive_weights` do the rest.
         """
         self._checked = self._relay = None
         weights = await _read(given)
@@ -298,13 +306,15 @@ class Worker(EngineProcess):
         return self._checked.seconds
 
     async def forget_checked(self) -> None:
-        """Let go of what was compared last and was not loaded."""
+        """Release weights that were compared and not loaded."""
         self._checked = self._relay = None
 
     async def update_weights(self, fleet: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Exchange the weights for those that were checked last."""
+        """Load the weights that were checked last."""
         checked, self._checked = self._checked, None
-        if checked is None or checked.version != fleet.version:  # it joined after the others had compared theirs
+        if (
+            checked is None or checked.version != fleet.version
+        ):  # this worker started after the others had compared theirs
             checked = await self.engine.check_update(await _read(fleet.weights), version=fleet.version)
         checked = replace(checked, proof=fleet.proof)
         return await self.engine.apply_update(checked, mode=mode)
@@ -312,10 +322,10 @@ class Worker(EngineProcess):
     # --- weights that come to all workers at once
 
     async def meet(self, init: Mapping[str, Any]) -> None:
-        """Join the trainer of the transfer that was checked last.
+        """Connect to the trainer of the transfer that was checked last.
 
         Raises:
-            BadWeights: they do not meet.
+            BadWeights: the connection fails.
         """
         checked, relay = self._checked, self._relay
         self._checked = self._relay = None
@@ -326,11 +336,11 @@ class Worker(EngineProcess):
         self._relay = relay
 
     async def stand_still(self, number: int, mode: PauseMode) -> float:
-        """Pause until `receive_weights` or `go_on`, unless the engine does not run; gives the seconds that it took.
+        """Pause until `receive_weights` or `go_on`, unless the engine does not run. Returns the seconds that it took.
 
         Args:
-            number: higher each time.
-            mode: what becomes of the turns that are being sampled.
+            number: increases with each call.
+            mode: the fate of turns that are being sampled.
         """
         began = time.monotonic()
         async with self._halt:
@@ -341,7 +351,7 @@ class Worker(EngineProcess):
         return time.monotonic() - began
 
     async def go_on(self, number: int) -> None:
-        """End the `stand_still` of this number, also where that has not paused yet or comes later than this."""
+        """End the pause of this number, also one that has not begun or is requested after this call."""
         self._called_off = number
         self._halting.cancel()
         await self._end_halt()
@@ -353,10 +363,10 @@ class Worker(EngineProcess):
                 await self.engine.resume()
 
     async def receive_weights(self, version: str, proof: WeightProof | None = None) -> WeightUpdate:
-        """Exchange the weights for those that `take_step` brings, and go on.
+        """Load the weights that `take_step` brings, and continue.
 
         Raises:
-            BadControl: other weights were checked meanwhile.
+            BadControl: other weights were checked since.
         """
         checked, relay = self._checked, self._relay
         self._checked = None
@@ -370,7 +380,7 @@ class Worker(EngineProcess):
             await self._end_halt()
 
     async def take_step(self, step: TransferStep, part: Any = None) -> None:
-        """Have the engine take a step of the transfer; returns when it did."""
+        """Let the engine take a step of the transfer, and return when it did."""
         assert self._relay is not None, "it was announced"
         await self._relay.bring(step, part)
 
@@ -381,38 +391,38 @@ class Worker(EngineProcess):
         return await self.engine.add_adapter(name, await _read(given), config=config, number=number)
 
     async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
-        """One of the engine's other calls for its trainer."""
+        """Call one of the engine's other methods for its trainer."""
         return await getattr(self.engine, call)(*arguments, **named)
 
-    async def catch_up(self, catch: Catch) -> None:
-        """Bring the engine to the weights and adapters that the others have; again where these have gone on."""
+    async def catch_up(self, snapshot: FleetSnapshot) -> None:
+        """Bring the engine to the fleet's weights and adapters. May be called again if these have changed."""
         engine, caught = self.engine, self._caught
-        if catch.readable and catch.version != caught.version:
-            await engine.update_weights(await _read(catch.weights), version=catch.version, proof=catch.proof)
-        for name in {adapter[0] for adapter in caught.adapters} - {adapter[0] for adapter in catch.adapters}:
+        if snapshot.readable and snapshot.version != caught.version:
+            await engine.update_weights(await _read(snapshot.weights), version=snapshot.version, proof=snapshot.proof)
+        for name in {adapter[0] for adapter in caught.adapters} - {adapter[0] for adapter in snapshot.adapters}:
             await engine.remove_adapter(name)
-        for adapter in catch.adapters:
+        for adapter in snapshot.adapters:
             if adapter not in caught.adapters:
                 await self.add_adapter(*adapter)
-        self._caught = catch
+        self._caught = snapshot
 
-    async def stand(self, catch: Catch) -> None:
-        """Pause the engine, or have it sleep, as the others do."""
-        if catch.paused:
+    async def stand(self, snapshot: FleetSnapshot) -> None:
+        """Pause the engine, or put it to sleep, as the others are."""
+        if snapshot.paused:
             await self.engine.pause()
-        if catch.asleep:
-            await self.engine.sleep(catch.asleep)
-        if catch.awake:
-            await self.engine.wake(catch.awake)
+        if snapshot.asleep:
+            await self.engine.sleep(snapshot.asleep)
+        if snapshot.awake:
+            await self.engine.wake(snapshot.awake)
 
 
 async def _read(given: Any) -> Any:
-    """What the driver gave: where it put it, or the very thing."""
-    # In a thread: it may have to come from another machine first, and episodes go on meanwhile.
-    return await anyio.to_thread.run_sync(given.read) if isinstance(given, Stored) else given
+    """Return a value of the driver, read from its reference if it is one."""
+    # In a thread: it may come from another machine, and episodes continue during that time.
+    return await anyio.to_thread.run_sync(given.read) if isinstance(given, StoredObject) else given
 
 
-def _constructed(sent: RunSent) -> Any:
+def _constructed(sent: RunSpec) -> Any:
     arguments, named = sent.arguments
     try:
         return sent.environment(*arguments, **named)
@@ -423,16 +433,15 @@ def _constructed(sent: RunSent) -> Any:
 
 
 def _to_nobody(words: str) -> None:
-    """Nobody would find them."""
+    """Default: there is nowhere to record it."""
 
 
-def _end_stuck(number: int, leave_word: Callable[[str], None], blocker: Blocker) -> NoReturn:
-    """End the process, from the thread that watches: its event loop cannot. The driver plays its episodes again."""
+def _end_stuck(number: int, record_exit_reason: Callable[[str], None], blocker: Blocker) -> NoReturn:
+    """End the process, from the watchdog's thread, since its event loop hangs. The driver plays its episodes again."""
     words = (
-        f"the event loop stands still in {blocker.where} and cannot be freed from outside: {blocker.advice}. The "
-        "worker ends"
+        f"the event loop hangs in {blocker.where} and cannot be freed from outside: {blocker.advice}. The worker ends"
     )
     print(f"worker {number}: {words}.", file=sys.stderr, flush=True)
     with suppress(Exception):  # it ends in any case
-        leave_word(words)
+        record_exit_reason(words)
     exit_now(1)

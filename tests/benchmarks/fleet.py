@@ -13,9 +13,9 @@ import psutil
 
 from runner import Concurrency, RayEngines, Run
 from runner.cluster.engine_process import EngineProcess
+from runner.cluster.protocol import AttemptResult
 from runner.cluster.ray_actors import WorkerActor
 from runner.cluster.ray_launcher import RayLauncher
-from runner.cluster.words import Played
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.engines.scripted.script import Latency
@@ -61,16 +61,16 @@ async def _alone() -> float:
 class ReplayingWorker(Worker):
     """Plays one episode, and gives it for all others that it is asked for."""
 
-    _first: Played | None = None
+    _first: AttemptResult | None = None
 
-    async def play(self, run_number: int, number: int, packed: bytes) -> Played:
+    async def play(self, run_number: int, number: int, packed: bytes) -> AttemptResult:
         """The trajectories of the first episode, under the name of this one."""
         key = self._key(packed)
         first = self._first = self._first or await super().play(run_number, number, packed)
         renamed = [
             dataclasses.replace(each, id=key.id, index=key.index, seed=key.seed(0)) for each in first.trajectories
         ]
-        return Played(renamed, first.faults, first.permanent)
+        return AttemptResult(renamed, first.faults, first.permanent)
 
 
 class ReplayingActor(WorkerActor):

@@ -86,7 +86,7 @@ def test_ray_client_is_refused_from_the_environment_too(folder: Path, monkeypatc
 
 def test_an_address_that_is_none_is_refused_with_what_one_looks_like(folder: Path) -> None:
     require_ray()
-    with pytest.raises(BadOption, match=r"no cluster of Ray at 'nowhere'.*'auto' on a machine of a cluster"):
+    with pytest.raises(BadOption, match=r"no cluster of Ray at 'nowhere'.*'auto' on a machine of a running cluster"):
         play(environment="mine.py:Greeting", workers="2", cluster="nowhere")
 
 

@@ -11,11 +11,11 @@ import anyio
 import cloudpickle  # type: ignore[import-untyped]  # it has no types of its own
 from anyio.abc import TaskGroup
 
-from runner.cluster.hosted import HostedEngine
-from runner.cluster.hosting import EngineHost
+from runner.cluster.engine_client import HostedEngine
+from runner.cluster.engine_host import EngineHost
 from runner.cluster.limiters import LimiterDesk
+from runner.cluster.protocol import StoredObject, WorkerLost
 from runner.cluster.ray_launcher import pickled
-from runner.cluster.words import Stored, WorkerLost
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, unwrapped
@@ -28,7 +28,7 @@ class InProcess:
         self.group = group
         self.workers: dict[int, InProcessWorker] = {}
         """Every worker that was started, by number."""
-        self.desk = LimiterDesk()
+        self.limiter_service = LimiterDesk()
         self.on_start: Callable[[InProcessWorker], None] = lambda _: None
         """Called with every new worker."""
         self.most_in_use = 0
@@ -50,17 +50,17 @@ class InProcess:
         return StoredHere(value)
 
     def forget(self, worker: int) -> None:
-        self.group.start_soon(self.desk.forget, worker)
+        self.group.start_soon(self.limiter_service.forget, worker)
 
     def forget_run(self, run: int) -> None:
-        self.group.start_soon(self.desk.close_run, run)
+        self.group.start_soon(self.limiter_service.close_run, run)
 
     @property
     def alive(self) -> list[InProcessWorker]:
         return [worker for worker in self.workers.values() if not worker.killed]
 
 
-class StoredHere(Stored):
+class StoredHere(StoredObject):
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -73,18 +73,18 @@ class InProcessDesk:
         self._launcher = launcher
 
     def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> Answer:
-        answer = Answer()  # the desk is elsewhere: it goes on where nobody waits for its answer any more
+        answer = Answer()  # the limiter_service is elsewhere: it goes on where nobody waits for its answer any more
         self._launcher.group.start_soon(self._acquire, answer, run, name, limit, worker, lease)
         return answer
 
     async def _acquire(self, answer: Answer, *asked: Any) -> None:
         try:
-            answer.succeed(await self._launcher.desk.acquire(*asked))
+            answer.succeed(await self._launcher.limiter_service.acquire(*asked))
         except DeltarunnerError as error:
             answer.fail(error)
 
     def release(self, worker: int, lease: int) -> None:
-        self._launcher.group.start_soon(self._launcher.desk.release, worker, lease)
+        self._launcher.group.start_soon(self._launcher.limiter_service.release, worker, lease)
 
 
 class InProcessWorker:
@@ -131,7 +131,7 @@ class InProcessWorker:
                 result = await getattr(self.worker, call)(*pickle.loads(packed))
                 if self.silent:
                     await anyio.sleep_forever()
-                answer.succeed(pickle.loads(pickle.dumps(result)) if call in ("play", "news") else result)
+                answer.succeed(pickle.loads(pickle.dumps(result)) if call in ("play", "event") else result)
             except (DeltarunnerError, WorkerLost) as error:
                 answer.fail(error)
         self._open.pop(answer, None)

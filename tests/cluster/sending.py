@@ -78,7 +78,7 @@ def of_version(launcher: InProcess) -> list[str]:
 
 def members(engine: FleetEngine) -> set[int]:
     """The workers that play, or would if they had the weights of the others."""
-    return {hand.number for hand in engine.driver.members}
+    return {handle.number for handle in engine.driver.members}
 
 
 def by_virtual_time(scenario: Callable[[], Awaitable[None]]) -> None:

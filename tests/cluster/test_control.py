@@ -155,10 +155,10 @@ def test_a_worker_that_hangs_where_another_one_has_answered_is_replaced_and_the_
             await until(lambda: len(engine.workers()) == 2)
             assert f"{call}: it did not answer within 40 s" in engine.events[0]
             assert launcher.workers[1].killed
-            now, joined = (launcher.workers[number].worker.engine for number in (0, 2))
-            assert joined.weight_version == now.weight_version
-            assert joined.state == now.state
-            assert set(joined.adapters) == set(now.adapters)
+            now, info = (launcher.workers[number].worker.engine for number in (0, 2))
+            assert info.weight_version == now.weight_version
+            assert info.state == now.state
+            assert set(info.adapters) == set(now.adapters)
 
     VirtualClock().run(run)
 
@@ -230,20 +230,20 @@ def test_a_worker_that_is_overtaken_as_it_joins_has_the_adapters_that_are_left()
             await engine.add_adapter("poet", "folder")
             await engine.add_adapter("judge", "folder")
             await until(lambda: len(engine.workers()) == 2, within=200)
-            here, joined = (launcher.workers[number].worker.engine.adapters for number in (0, 2))
-            assert dict(joined) == dict(here)
-            assert set(joined) == {"poet", "judge"}
+            here, info = (launcher.workers[number].worker.engine.adapters for number in (0, 2))
+            assert dict(info) == dict(here)
+            assert set(info) == {"poet", "judge"}
 
     VirtualClock().run(run)
 
 
 def load_slowly(worker: InProcessWorker, seconds: float) -> None:
-    """Let it catch up in so many seconds, its event loop free meanwhile."""
+    """Let it snapshot up in so many seconds, its event loop free meanwhile."""
     catch_up = worker.worker.catch_up
 
-    async def slower(catch: Any) -> None:
+    async def slower(snapshot: Any) -> None:
         await anyio.sleep(seconds)
-        await catch_up(catch)
+        await catch_up(snapshot)
 
     worker.worker.catch_up = slower
 
@@ -259,11 +259,11 @@ def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_befo
             await engine.pause("keep")
             launcher.workers[0].kill()
             await until(lambda: len(engine.workers()) == 2 and 0 not in {each.number for each in engine.workers()})
-            joined = launcher.workers[2]
-            assert joined.worker.engine.weight_version == "b"
-            assert state_of(joined) == "paused"
+            info = launcher.workers[2]
+            assert info.worker.engine.weight_version == "b"
+            assert state_of(info) == "paused"
             await engine.resume()
-            assert state_of(joined) == "running"
+            assert state_of(info) == "running"
             got = await played(Dice, engine, sampling=Sampling(adapter="poet"))
             assert {version for each in got for version in versions(each)} == {"b+poet@2"}
 
@@ -364,11 +364,11 @@ def test_a_worker_that_joins_a_fleet_asleep_sleeps_as_the_others_do_and_wakes_wi
                 await engine.wake(parts)
             launcher.workers[0].kill()
             await until(lambda: len(engine.workers()) == 2 and 2 in {each.number for each in engine.workers()})
-            there, joined = (launcher.workers[number].worker.engine.runtime for number in (1, 2))
-            assert joined.asleep == there.asleep == {"weights", "kv_cache"} - set(parts)
-            assert joined.state == there.state == EngineState.ASLEEP
+            there, info = (launcher.workers[number].worker.engine.runtime for number in (1, 2))
+            assert info.asleep == there.asleep == {"weights", "kv_cache"} - set(parts)
+            assert info.state == there.state == EngineState.ASLEEP
             await engine.wake()
-            assert joined.state == there.state == (EngineState.PAUSED if paused else EngineState.RUNNING)
+            assert info.state == there.state == (EngineState.PAUSED if paused else EngineState.RUNNING)
 
     VirtualClock().run(run)
 

@@ -1,4 +1,4 @@
-"""The desk that lets the episodes of all workers into their run's limiters."""
+"""The limiter_service that lets the episodes of all workers into their run's limiters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ RUN, OTHER_RUN = 1, 2
 
 
 class Asking:
-    """Asks a desk for leases, each in a task of its own, and knows what was answered."""
+    """Asks a limiter_service for leases, each in a task of its own, and knows what was answered."""
 
     def __init__(self, launcher: InProcess) -> None:
-        self.desk = launcher.desk
+        self.limiter_service = launcher.limiter_service
         self.answers: dict[tuple[int, int], bool] = {}
         self._group = launcher.group
 
     async def acquire(self, worker: int, lease: int, *, run: int = RUN, limit: int = 1) -> None:
         async def ask() -> None:
-            self.answers[worker, lease] = await self.desk.acquire(run, "door", limit, worker, lease)
+            self.answers[worker, lease] = await self.limiter_service.acquire(run, "door", limit, worker, lease)
 
         self._group.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
@@ -49,25 +49,25 @@ async def test_workers_share_a_limit_and_get_in_in_the_order_in_which_they_asked
     for held in ((0, 0), (1, 0), (0, 1), (2, 0)):
         await asking.acquire(*held, limit=2)
     assert asking.answers == {(0, 0): True, (1, 0): True}
-    assert list(await asking.settled(asking.desk.release(1, 0))) == [(0, 0), (1, 0), (0, 1)]
-    assert list(await asking.settled(asking.desk.release(0, 0)))[3:] == [(2, 0)]
+    assert list(await asking.settled(asking.limiter_service.release(1, 0))) == [(0, 0), (1, 0), (0, 1)]
+    assert list(await asking.settled(asking.limiter_service.release(0, 0)))[3:] == [(2, 0)]
 
 
 async def test_a_lease_that_is_given_up_while_it_waits_is_refused_and_takes_no_place(asking: Asking) -> None:
     for worker in range(3):
         await asking.acquire(worker, 0)
-    assert await asking.settled(asking.desk.release(1, 0)) == {(0, 0): True, (1, 0): False}
-    assert await asking.settled(asking.desk.release(0, 0)) == {(0, 0): True, (1, 0): False, (2, 0): True}
+    assert await asking.settled(asking.limiter_service.release(1, 0)) == {(0, 0): True, (1, 0): False}
+    assert await asking.settled(asking.limiter_service.release(0, 0)) == {(0, 0): True, (1, 0): False, (2, 0): True}
 
 
 async def test_a_worker_that_is_forgotten_gives_back_what_it_held_and_waits_no_more(asking: Asking) -> None:
     for held in ((0, 0), (0, 1), (1, 0)):
         await asking.acquire(*held)
-    assert await asking.settled(asking.desk.forget(0)) == {(0, 0): True, (0, 1): False, (1, 0): True}
+    assert await asking.settled(asking.limiter_service.forget(0)) == {(0, 0): True, (0, 1): False, (1, 0): True}
 
 
 async def test_a_worker_that_was_forgotten_gets_nothing_more(asking: Asking) -> None:
-    await asking.desk.forget(0)
+    await asking.limiter_service.forget(0)
     await asking.acquire(0, 0)  # it was on its way
     await asking.acquire(1, 0)
     assert asking.answers == {(0, 0): False, (1, 0): True}
@@ -78,13 +78,13 @@ async def test_runs_do_not_share_a_limiter_and_one_that_is_over_leaves_none(aski
     await asking.acquire(0, 1, run=OTHER_RUN)
     assert asking.answers == {(0, 0): True, (0, 1): True}
     with pytest.raises(BadOption, match=r"limiter\('door', 2\): it was opened with 1 before"):
-        await asking.desk.acquire(RUN, "door", 2, 1, 0)
-    await asking.desk.close_run(RUN)
+        await asking.limiter_service.acquire(RUN, "door", 2, 1, 0)
+    await asking.limiter_service.close_run(RUN)
     await asking.acquire(1, 1, limit=2)
     assert asking.answers[1, 1], "a limiter of this name may be another one now"
     with pytest.raises(BadOption, match="it was opened with 1 before"):
-        await asking.desk.acquire(OTHER_RUN, "door", 2, 1, 2)
-    await asking.settled(asking.desk.release(0, 0))  # of the limiter that is no more
+        await asking.limiter_service.acquire(OTHER_RUN, "door", 2, 1, 2)
+    await asking.settled(asking.limiter_service.release(0, 0))  # of the limiter that is no more
 
 
 async def test_who_is_cancelled_while_it_waits_takes_no_place() -> None:
@@ -116,6 +116,6 @@ async def test_a_block_is_not_entered_when_its_worker_was_given_up_while_it_wait
 
         launcher.group.start_soon(enter)
         await anyio.wait_all_tasks_blocked()
-        await launcher.desk.forget(1)
+        await launcher.limiter_service.forget(1)
         await anyio.wait_all_tasks_blocked()
-        assert told == ["limiter('door', 1): worker 1 was given up meanwhile."]
+        assert told == ["limiter('door', 1): worker 1 was dismissed."]

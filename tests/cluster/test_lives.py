@@ -10,8 +10,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner import Conversation, EngineDead, Outcome, Run, RunFile, Trajectory
-from runner.cluster.fleet import RESTARTS
-from runner.cluster.words import WorkerLost
+from runner.cluster.fleet import MAX_RESTARTS
+from runner.cluster.protocol import WorkerLost
 from runner.options import Concurrency
 from runner.testing import VirtualClock, assert_exact
 from tests.cluster.in_process import InProcessWorker
@@ -143,7 +143,7 @@ def test_workers_that_die_as_they_start_end_the_start_by_name_after_a_few() -> N
             launcher.on_start = lambda worker: worker.fail_in.update(join=WorkerLost("its machine has no memory left"))
             with pytest.raises(EngineDead, match="workers die as they start: its machine has no memory left"):
                 await played(Dice, engine)
-            assert len(launcher.workers) <= 2 * (RESTARTS + 1)
+            assert len(launcher.workers) <= 2 * (MAX_RESTARTS + 1)
 
     VirtualClock().run(run)
 
@@ -244,10 +244,10 @@ async def test_lifespan_is_entered_once_in_each_worker_and_once_where_the_run_is
 
 async def test_what_a_lost_worker_held_of_a_limiter_is_given_to_the_others() -> None:
     async with fleet(2) as (engine, launcher), engine:
-        assert await launcher.desk.acquire(0, "door", 1, 0, 0)
+        assert await launcher.limiter_service.acquire(0, "door", 1, 0, 0)
         launcher.workers[0].kill()
         with anyio.fail_after(WATCHDOG):
-            assert await launcher.desk.acquire(0, "door", 1, 1, 0)
+            assert await launcher.limiter_service.acquire(0, "door", 1, 1, 0)
 
 
 async def test_a_limiter_is_the_whole_runs_and_not_a_workers() -> None:
@@ -312,7 +312,7 @@ async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends()
             await played(Dice, engine, tasks=game_tasks(4))
             await until(lambda: engine.stats().sampled_tokens > 0)
             said = engine.stats().sampled_tokens
-        assert driver.hands == []
+        assert driver.handles == []
         assert driver.sampled_by_the_gone >= said
 
 
@@ -322,7 +322,7 @@ def test_a_worker_that_falls_silent_while_it_joins_is_dismissed_and_holds_up_nob
             await engine.update_weights("new")
 
             def fall_silent(joins: InProcessWorker) -> None:
-                async def hang(catch: Any) -> None:
+                async def hang(snapshot: Any) -> None:
                     joins.silent = True
                     await anyio.sleep_forever()
 
@@ -363,7 +363,7 @@ def test_a_worker_that_joins_without_end_holds_up_neither_the_trainer_nor_the_en
                 got = [trajectory async for trajectory in run]
             assert len(got) == 8
             await anyio.sleep(60)
-            assert any("did not catch up" in told for told in engine.events) is (stage == "catch_up")
+            assert any("did not snapshot up" in told for told in engine.events) is (stage == "catch_up")
 
     VirtualClock().run(run)
 
@@ -398,7 +398,7 @@ async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() ->
         async def let_go_once_all_are_heard() -> None:
             await until(lambda: EVENTS == ["constructs"] * 2)
             for worker in launcher.alive:
-                await worker.send("pulse")
+                await worker.send("heartbeat")
             SlowToConstruct.go.set()
 
         SlowToConstruct.held.set()

@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from runner.cluster import ray_calls
+from runner.cluster.protocol import WorkerLost
 from runner.cluster.ray_calls import RayWorker
-from runner.cluster.words import WorkerLost
 from runner.errors import BadOption
 from tests.cluster.ray_actors import Counting
 from tests.cluster.ray_cluster import Standing, require_ray

@@ -20,8 +20,8 @@ import pytest
 
 from runner import EngineDead, Outcome, RayEngines, Run, RunFile, ScriptedEngine, Trajectory
 from runner.cluster import driver
+from runner.cluster.protocol import AttemptResult
 from runner.cluster.ray_calls import RayWorker
-from runner.cluster.words import Played
 from runner.engines.vllm.cleanup_process import shared_memory_of
 from tests.cluster.ray_cluster import Standing, actors, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hungry, crowd, slow_crowd
@@ -78,7 +78,7 @@ async def assert_as_one_process(
 
 @asynccontextmanager
 async def killing(choose: random.Random, times: int) -> AsyncIterator[list[int]]:
-    """Kills workers meanwhile, those that just start and the desk of limiters among them; gives their pids."""
+    """Kill workers during the block, also starting ones and the limiter service; yield their process ids."""
     killed: list[int] = []
 
     async def kill() -> None:
@@ -121,16 +121,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
+def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
     """The answers that came when their worker was taken for dead already."""
     heard = RayWorker._heard
-    seen: list[Played] = []
+    seen: list[AttemptResult] = []
 
     def note(worker: Any, told: Any) -> None:
         is_late = worker._lost is not None and told.exception() is None
         if is_late:
             answers = [pickle.loads(packed) for _, packed in told.result()]
-            seen.extend(answer for answer in answers if isinstance(answer, Played))
+            seen.extend(answer for answer in answers if isinstance(answer, AttemptResult))
         heard(worker, told)
         if is_late and not seen:
             worker._hear()  # as if what it played had been on its way with the rest
@@ -141,7 +141,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_stopped_worker_is_dismissed_and_what_it_answers_when_it_goes_on_is_dropped(
-    cluster: Standing, tmp_path: Path, late: list[Played], monkeypatch: pytest.MonkeyPatch
+    cluster: Standing, tmp_path: Path, late: list[AttemptResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray: Any = pytest.importorskip("ray")
     end, spared = ray.kill, []

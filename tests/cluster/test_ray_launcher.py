@@ -20,8 +20,8 @@ import pytest
 
 from runner import BadOption, EngineDead, RayEngine, RayEngines, RemoteEngine, Run, ScriptedEngine, VllmEngine
 from runner.cluster import ray_calls, ray_connection, ray_engine, ray_engines, ray_launcher
+from runner.cluster.protocol import WorkerLost
 from runner.cluster.ray_launcher import RayLauncher
-from runner.cluster.words import WorkerLost
 from runner.testing import VirtualClock
 from tests.cluster.in_process import Answer
 from tests.cluster.playing import Dice

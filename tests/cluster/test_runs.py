@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runner import Outcome, Run, RunFile, Trajectory
 from runner.cluster.driver import SILENT_SECONDS
-from runner.cluster.words import Played
+from runner.cluster.protocol import AttemptResult
 from runner.engines.scripted.script import Fault, ModelCall
 from runner.testing import VirtualClock
 from tests import sweeps
@@ -57,14 +57,14 @@ def kills_whoever_plays(launcher: InProcess, *tasks: str, checkpoints: int = 20)
     def watch(worker: InProcessWorker) -> None:
         play = worker.worker.play
 
-        async def deadly(run_number: int, number: int, packed: bytes) -> Played:
+        async def deadly(run_number: int, number: int, packed: bytes) -> AttemptResult:
             if pickle.loads(packed).task.id in tasks:
                 for _ in range(checkpoints):
                     await checkpoint()
                 killed.append(worker.worker.number)
                 worker.kill()
                 await checkpoint()
-            came: Played = await play(run_number, number, packed)
+            came: AttemptResult = await play(run_number, number, packed)
             return came
 
         worker.worker.play = deadly
@@ -215,11 +215,11 @@ async def test_a_worker_plays_as_many_at_once_as_it_may_where_nothing_is_played_
     def watch(worker: InProcessWorker) -> None:
         play = worker.worker.play
 
-        async def counted(run_number: int, number: int, packed: bytes) -> Played:
+        async def counted(run_number: int, number: int, packed: bytes) -> AttemptResult:
             nonlocal most
             playing.add(number)
             most = max(most, len(playing))
-            came: Played = await play(run_number, number, packed)
+            came: AttemptResult = await play(run_number, number, packed)
             playing.remove(number)
             return came
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner import EngineDead, EngineError, Run, WeightTransfer
-from runner.cluster.party import GRACE_SECONDS
+from runner.cluster.transfer_group import GRACE_SECONDS
 from runner.runs.player import IdleReason
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
@@ -152,11 +152,11 @@ def test_weights_from_elsewhere_are_not_sent_where_all_that_met_the_trainer_are_
 async def test_a_worker_that_dies_as_it_says_that_it_has_the_weights_is_given_nothing_to_play() -> None:
     async with fleet((1, 2)) as (engine, launcher), engine:
         await until(lambda: len(engine.workers()) == 2)
-        hand = next(hand for hand in engine.driver.members if hand.number == 1)
+        handle = next(handle for handle in engine.driver.members if handle.number == 1)
         launcher.workers[1].kill()
-        await hand.gone.wait()
-        engine.driver.has_weights(hand, "new")
-        assert hand.seat not in engine.driver.fleet.ready
+        await handle.gone.wait()
+        engine.driver.has_weights(handle, "new")
+        assert handle.slot not in engine.driver.fleet.ready
         assert len(await played(Dice, engine)) == 8
 
 

@@ -123,7 +123,7 @@ def test_a_worker_that_has_not_met_is_named_before_any_worker_is_asked(kind: Cal
                 with pytest.raises(BadWeights, match=r"worker 2 on \S+ has not met it.*Meet anew, with init="):
                     await engine.update_weights(WeightTransfer(part("a")))
                 assert not asked_of(launcher.workers[2], "check_weights")
-                assert [call for call, _ in launcher.workers[0].calls[asked:] if call != "pulse"] == []
+                assert [call for call, _ in launcher.workers[0].calls[asked:] if call != "heartbeat"] == []
             await engine.update_weights(kind())
             assert of_version(launcher) == ["2", "2"]
 

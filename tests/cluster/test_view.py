@@ -10,11 +10,11 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from runner import Conversation, Environment, Limits, Run, ScriptedEngine, Task, reward
-from runner.cluster.driver import PULSE_SECONDS
+from runner.cluster.driver import HEARTBEAT_SECONDS
 from runner.cluster.engines import FleetEngine
-from runner.cluster.fleet import Seat
-from runner.cluster.hand import Hand
-from runner.cluster.words import PlayingNow, Pulse
+from runner.cluster.fleet import WorkerSlot
+from runner.cluster.protocol import Heartbeat, PlayingNow
+from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import EngineStats
 from runner.errors import RunStuck
 from runner.runs.fleet_stats import SILENT_SECONDS, WAITED_SECONDS, FleetStats, Trouble
@@ -56,7 +56,7 @@ def fleet_of(launcher: InProcess, workers: int | tuple[int, int]) -> FleetEngine
 
 async def until_pulses(run: Run) -> None:
     """Let every worker say how it does, twice."""
-    await anyio.sleep(3 * PULSE_SECONDS)
+    await anyio.sleep(3 * HEARTBEAT_SECONDS)
     await checkpoint()
 
 
@@ -122,7 +122,7 @@ async def test_a_worker_that_joined_and_said_nothing_since_is_seen_to_be_silent(
     async with in_process() as launcher:
 
         def mute(worker: InProcessWorker) -> None:
-            worker.held_in["pulse"] = anyio.Event()
+            worker.held_in["heartbeat"] = anyio.Event()
 
         launcher.on_start = mute
         async with Run(Waiting, fleet_of(launcher, 1), limits=LONG) as run:
@@ -142,7 +142,7 @@ async def test_of_those_that_do_not_play_it_is_counted_what_they_do() -> None:
                 case 3:
                     worker.held_in["join"] = anyio.Event()
                 case number if number >= 4:
-                    worker.killed_in = "join"  # in one seat, again and again
+                    worker.killed_in = "join"  # in one slot, again and again
 
         launcher.on_start = begin
         async with Run(Waiting, fleet_of(launcher, (1, 5)), limits=LONG) as run:
@@ -164,7 +164,7 @@ async def test_of_those_that_do_not_play_it_is_counted_what_they_do() -> None:
 async def test_a_worker_that_is_being_ended_does_not_play_any_more() -> None:
     async with in_process() as launcher, Run(Waiting, engine := fleet_of(launcher, (1, 2)), limits=LONG) as run:
         await until_pulses(run)
-        engine.driver.hands[1].dismiss("for the test")
+        engine.driver.handles[1].dismiss("for the test")
         seen = fleet_seen(StatsReader().read(run))
         assert ([worker.number for worker in seen.workers], seen.absent) == ([0], {IdleReason.LOST: 1})
         run.cancel()
@@ -263,10 +263,10 @@ async def test_what_stands_still_on_a_worker_does_not_seem_to_move_with_a_pulse_
             heard.append(since)
 
     process: Any = None  # it is not asked
-    hand = Hand(0, Seat(0), process, attempts={7: Attempt()})
+    handle = WorkerHandle(0, WorkerSlot(0), process, attempts={7: Attempt()})
     for late in (0.0, 5.0):
-        await anyio.sleep(PULSE_SECONDS + late)
+        await anyio.sleep(HEARTBEAT_SECONDS + late)
         now = 100.0 + anyio.current_time() - late
         stands = PlayingNow(number=7, turns=1, activity="a tool", since=90.0)
-        hand.hear(Pulse(now=now, stats=EngineStats(open=1), lag=0.0, playing=1, oldest=[stands]))
+        handle.hear(Heartbeat(now=now, stats=EngineStats(open=1), lag=0.0, playing=1, oldest=[stands]))
     assert heard[0] == heard[1]

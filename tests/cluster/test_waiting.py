@@ -10,7 +10,7 @@ import pytest
 
 from runner import Conversation, EngineDead, Limits, Run, RunStuck
 from runner.cluster.engines import FleetEngine
-from runner.cluster.words import WorkerLost
+from runner.cluster.protocol import WorkerLost
 from runner.testing import VirtualClock
 from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, fleet, game_tasks, played

@@ -1,26 +1,26 @@
-"""What stands in a driver for the engines of other agents, which each worker enters for itself."""
+"""Placeholders in the driver for engines of other agents, which run only on the workers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from runner.cluster.words import OtherKnown
+from runner.cluster.protocol import OtherKnown
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.message_engine import MessageEngine, MessageRequest, MessageStream
 from runner.errors import BadControl
 
-__all__ = ["standing_for"]
+__all__ = ["placeholder_for"]
 
-_ELSEWHERE = "every worker asks an engine of its own here, and this process has none."
-
-
-def standing_for(known: OtherKnown) -> BaseEngine:
-    """An engine that describes itself as those on the workers do, and samples nothing."""
-    return _IdsElsewhere(known) if known.ids is not None else _MessagesElsewhere(known)
+_PLACEHOLDER_ERROR = "every worker asks an engine of its own here, and this process has none."
 
 
-class _Elsewhere(BaseEngine):
-    """Whether one of them can answer, and what it does, its worker says by what comes of the episodes."""
+def placeholder_for(known: OtherKnown) -> BaseEngine:
+    """Return an engine that describes itself as those on the workers do, and samples nothing."""
+    return _TokenPlaceholder(known) if known.ids is not None else _MessagePlaceholder(known)
+
+
+class _Placeholder(BaseEngine):
+    """Placeholder for an engine that exists only on the workers. Its failures show up as episode outcomes."""
 
     running = True
 
@@ -29,21 +29,21 @@ class _Elsewhere(BaseEngine):
         self.places, self.context = known.places, known.context
 
     async def __aexit__(self, *_: object) -> None:
-        """Nobody enters it."""
+        """Nothing to close."""
 
     def stats(self) -> EngineStats:
-        """Nothing is done here."""
+        """Empty statistics."""
         return EngineStats(open=0)
 
     async def health(self) -> None:
-        """Return: nothing of it is here that could fail."""
+        """Return at once: nothing here can fail."""
 
     def describe(self) -> dict[str, Any]:
-        """What the first worker's says of itself."""
+        """The description by the first worker."""
         return dict(self._description)
 
 
-class _IdsElsewhere(_Elsewhere, Engine):
+class _TokenPlaceholder(_Placeholder, Engine):
     def __init__(self, known: OtherKnown) -> None:
         super().__init__(known)
         assert known.ids is not None, "it takes ids"
@@ -51,9 +51,9 @@ class _IdsElsewhere(_Elsewhere, Engine):
         self.vocabulary = known.ids.vocabulary
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        raise BadControl(_ELSEWHERE)
+        raise BadControl(_PLACEHOLDER_ERROR)
 
 
-class _MessagesElsewhere(_Elsewhere, MessageEngine):
+class _MessagePlaceholder(_Placeholder, MessageEngine):
     def stream(self, request: MessageRequest) -> MessageStream:
-        raise BadControl(_ELSEWHERE)
+        raise BadControl(_PLACEHOLDER_ERROR)

@@ -1,4 +1,4 @@
-"""An engine that many processes ask: what each of its streams says goes to who asked in one message a tick."""
+"""The host of a shared engine: each client gets the events of its streams in one batch per tick."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Final, cast
 import anyio
 
 from runner.cluster.engine_process import EngineProcess
-from runner.cluster.news import Bulletin, Ended, News, Outbox
+from runner.cluster.stream_batches import Ended, StreamBatch, StreamBuffer, StreamEvent
 from runner.engines.base import BaseEngine, Engine, EngineStats, GenerationRequest, Session
 from runner.errors import DeltarunnerError, EngineDead
 
-__all__ = ["STATS_SECONDS", "EngineHost", "Sent"]
+__all__ = ["STATS_SECONDS", "EngineHost", "SentRequest"]
 
 STATS_SECONDS: Final = 1.0
-"""Each client asks this often what the engine does, and so says that it is there."""
+"""Seconds between two requests of a client for the statistics. They also show that the client is alive."""
 
-SILENT: Final = 90.0
-"""A client that was not heard for so many seconds is let go: a process that died says nothing, and holds room."""
+SILENT_SECONDS: Final = 90.0
+"""Seconds without a request after which a client is dropped: a dead process would keep its memory in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A request, as the host gets it. A session goes by a number: the same object is another one in each process."""
+class SentRequest:
+    """A request as the host receives it. Sessions have numbers, since objects have no identity across processes."""
 
     request: GenerationRequest
     session: int | None
@@ -33,58 +33,58 @@ class Sent:
 
 
 @dataclass(eq=False, slots=True)
-class _Client:
-    """One who asks."""
+class _HostClient:
+    """A client of the host."""
 
     heard: float
-    """When it was heard last, in the seconds that its host has listened."""
-    outbox: Outbox = field(default_factory=Outbox)
-    """What its streams said since it last heard."""
+    """Time of its last request, in seconds that the host has listened."""
+    buffer: StreamBuffer = field(default_factory=StreamBuffer)
+    """Events of its streams since its last read."""
     some: anyio.Event = field(default_factory=anyio.Event)
-    """Set when there is some."""
+    """Set when the buffer has events."""
     streams: dict[int, anyio.CancelScope] = field(default_factory=dict)
     cut: dict[int, float] = field(default_factory=dict)
-    """Streams that were to be left when they had not begun, or were over, and when that was said."""
+    """Streams that were cut before they began or after they ended, and when."""
     sessions: dict[int, Session] = field(default_factory=dict)
 
-    def tell(self, number: int, news: News) -> None:
-        if not self.outbox:
+    def tell(self, number: int, event: StreamEvent) -> None:
+        if not self.buffer:
             self.some.set()
-        self.outbox.put(number, news)
+        self.buffer.put(number, event)
 
 
 class EngineHost(EngineProcess):
-    """Serves one engine to many clients. A number of a stream or a session is its client's own."""
+    """Serves one engine to many clients. Each client numbers its own streams and sessions."""
 
     def __init__(self, engine: BaseEngine) -> None:
         super().__init__(engine)
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _HostClient] = {}
         self._listened = 0.0
         self._last_heard = 0.0
 
     async def greet(self, client_name: str) -> None:
-        """A client comes; those who do not, or have left, are told of nothing."""
-        self._clients[client_name] = _Client(self._listened)
+        """Register a client. Others receive no events."""
+        self._clients[client_name] = _HostClient(self._listened)
 
-    def _hear(self, client_name: str) -> _Client:
-        """Take note that a client is there."""
+    def _hear(self, client_name: str) -> _HostClient:
+        """Note that a client is alive."""
         if client_name not in self._clients:
-            raise EngineDead(f"it did not hear of this process for {SILENT:g} s, and let it go")
+            raise EngineDead(f"it did not hear of this process for {SILENT_SECONDS:g} s, and let it go")
         now = anyio.current_time()
-        # Only so much of each pause counts: while this process itself stood still, it heard nobody.
+        # Only this much of each pause counts: while this process was suspended, it could not receive requests.
         self._listened += min(now - self._last_heard, 2 * STATS_SECONDS)
         self._last_heard = now
         client = self._clients[client_name]
         client.heard = self._listened
         return client
 
-    def _let_the_silent_go(self, client: _Client) -> None:
-        client.cut = {number: said for number, said in client.cut.items() if self._listened - said < SILENT}
-        for name in [name for name, other in self._clients.items() if self._listened - other.heard > SILENT]:
+    def _let_the_silent_go(self, client: _HostClient) -> None:
+        client.cut = {number: said for number, said in client.cut.items() if self._listened - said < SILENT_SECONDS}
+        for name in [name for name, other in self._clients.items() if self._listened - other.heard > SILENT_SECONDS]:
             self._let_go(name)
 
-    async def stream(self, client_name: str, number: int, sent: Sent) -> None:
-        """Sample a request to its end, or until it is cut; what it says is among the client's news."""
+    async def stream(self, client_name: str, number: int, sent: SentRequest) -> None:
+        """Sample a request to its end, or until it is cut. Its events go into the client's buffer."""
         client = self._clients.get(client_name)
         if client is None:
             return
@@ -92,7 +92,7 @@ class EngineHost(EngineProcess):
         assert isinstance(engine, Engine), "a host has an engine of token ids"
         with anyio.CancelScope() as scope:
             client.streams[number] = scope
-            if client.cut.pop(number, None) is not None:  # the word of it was faster
+            if client.cut.pop(number, None) is not None:  # the cut arrived first
                 scope.cancel()
             try:
                 request = replace(sent.request, session=self._session(client, sent))
@@ -108,7 +108,7 @@ class EngineHost(EngineProcess):
                 client.tell(number, error)
         del client.streams[number]
 
-    def _session(self, client: _Client, sent: Sent) -> Session | None:
+    def _session(self, client: _HostClient, sent: SentRequest) -> Session | None:
         if sent.session is None:
             return None
         if sent.session not in client.sessions:
@@ -117,7 +117,7 @@ class EngineHost(EngineProcess):
         return client.sessions[sent.session]
 
     async def cut(self, client_name: str, number: int) -> None:
-        """Leave a stream, wherever it stands."""
+        """Leave a stream, in whatever state it is."""
         client = self._clients.get(client_name)
         if client is None:
             return
@@ -126,28 +126,28 @@ class EngineHost(EngineProcess):
         else:
             client.cut[number] = self._listened
 
-    async def news(self, client_name: str) -> Bulletin:
-        """What this client's streams have said since it last asked, as soon as there is any; nothing once it has left.
+    async def event(self, client_name: str) -> StreamBatch:
+        """Return the events of this client's streams since its last read, once there are any; none after it has left.
 
         Raises:
-            EngineDead: it was let go.
+            EngineDead: the client was dropped.
         """
         client = self._hear(client_name)
         await client.some.wait()
         if self._clients.get(client_name) is not client:
             return []
         client.some = anyio.Event()
-        return client.outbox.take()
+        return client.buffer.take()
 
     async def close_session(self, client_name: str, session: int) -> None:
-        """Give a session's room back."""
+        """Release a session's memory."""
         client = self._clients.get(client_name)
         closed = client.sessions.pop(session, None) if client is not None else None
         if closed is not None:
             self.engine.close_session(closed)
 
     async def leave(self, client_name: str) -> None:
-        """A client is gone: its streams are cut, its sessions closed."""
+        """Remove a client: cut its streams, close its sessions."""
         self._let_go(client_name)
 
     def _let_go(self, client_name: str) -> None:
@@ -161,19 +161,19 @@ class EngineHost(EngineProcess):
             self.engine.close_session(session)
 
     async def stats(self, client_name: str) -> EngineStats:
-        """What the engine is doing, for all clients together.
+        """Return the engine's statistics, for all clients together.
 
         Raises:
-            EngineDead: this client was let go.
+            EngineDead: this client was dropped.
         """
-        # Here and not at each news, of which there are many a second.
+        # Here and not at each event, of which there are many per second.
         self._let_the_silent_go(self._hear(client_name))
         return self.engine.stats()
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One of the engine's calls that answer at once or later, such as `health`."""
+        """Call one of the engine's other methods, such as `health`, and await its answer if it is asynchronous."""
         return await getattr(self.engine, name)(*arguments)
 
     async def score(self, ids: Sequence[int], named: Mapping[str, Any]) -> list[float]:
-        """The engine's log-probabilities of given ids; `named` are the arguments of its `score` besides."""
+        """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of its `score`."""
         return await cast("Engine", self.engine).score(ids, **named)

@@ -1,4 +1,4 @@
-"""What a driver and its workers tell one another, and what each of them asks of whatever carries it."""
+"""Messages between a driver and its workers, and the interfaces of their transport."""
 
 from __future__ import annotations
 
@@ -16,201 +16,202 @@ from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Trajectory
 
 __all__ = [
-    "Catch",
+    "AttemptResult",
     "EngineKnown",
-    "Joined",
+    "FleetSnapshot",
+    "Heartbeat",
     "Launcher",
     "OtherKnown",
-    "Played",
     "PlayingNow",
-    "Pulse",
-    "RunSent",
-    "Stored",
+    "RunSpec",
+    "StoredObject",
+    "WorkerInfo",
     "WorkerLost",
     "WorkerProcess",
 ]
 
 
-class Stored(ABC):
-    """Stands for a large value that was put where every worker can read it."""
+class StoredObject(ABC):
+    """A reference to a large value that every worker can read."""
 
     @abstractmethod
     def read(self) -> Any:
-        """The value, on a worker."""
+        """Return the value, on a worker."""
 
 
 class WorkerLost(Exception):
-    """A worker is gone, or nobody can reach it; the message says why, for people."""
+    """A worker is gone or unreachable; the message has the reason, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """What a worker says of itself once its engine runs."""
+class WorkerInfo:
+    """A worker's description of itself, once its engine runs."""
 
     node: str
     """The machine, by name or address."""
     pid: int
     places: int
-    """Requests that its engine runs at once."""
+    """Number of requests that its engine runs at once."""
     context: int
     weight_version: str
     adapters: tuple[str, ...]
     """The adapters that its engine has from the beginning."""
     controlled: bool
-    """Whether the weights of its engine can be exchanged."""
+    """True if the weights of its engine can be updated."""
     same: Mapping[str, str]
-    """What has to be the same on all workers: versions of packages, fingerprints of vocabulary and template, dtype."""
+    """Values that must be equal on all workers: versions of packages, fingerprints of vocabulary and template, dtype.
+    """
     description: Mapping[str, Any]
-    """What a run's header keeps of the engine."""
+    """The engine's description for the header of a run file."""
     notes: Sequence[str] = ()
     """Lines for people about how the engine was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKnown:
-    """What the driver has to know of the engine to start a run; asked of one worker, since vocabularies are large."""
+    """The properties of an engine that a driver needs to start a run; sent by one worker, since they are large."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     stop_ids: tuple[int, ...]
     vocabulary: int
-    """Ids that can be sampled, padding rows included."""
+    """Number of ids that can be sampled, padding rows included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherKnown:
-    """The same of an engine that a run's workers enter for some agent."""
+    """The same for an engine of another agent, which each worker enters."""
 
     ids: EngineKnown | None
-    """None for one that takes messages."""
+    """None for an engine that takes messages."""
     places: int
     context: int
     description: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catch:
-    """What brings a worker that joins to where the others are."""
+class FleetSnapshot:
+    """The state of the fleet's engines, to which a new worker is brought."""
 
     version: str = ""
     """The version of the weights; "" for those that its engine starts with."""
     weights: Any = None
-    """Where they are: what `Launcher.put` gave."""
+    """A reference to the weights, from `Launcher.put`."""
     proof: WeightProof | None = None
     """The proof that came with them; None for none."""
     readable: bool = True
-    """Whether they are anywhere: what a transfer has brought nobody keeps."""
+    """True if the weights can be read: those of a transfer are not kept anywhere."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()
-    """Each adapter with its number, where it is, and its configuration."""
+    """Each adapter with its number, its reference, and its configuration."""
     asleep: int = 0
-    """How deep the fleet sleeps; 0 where it does not."""
+    """The sleep level of the fleet; 0 if it is awake."""
     awake: tuple[str, ...] = ()
-    """The parts of a sleeping fleet's memory that were taken back already."""
+    """The parts of a sleeping fleet's memory that are awake again."""
     paused: bool = False
 
-    def has_what(self, newer: Catch) -> bool:
-        """Whether a worker that was brought here has the weights and adapters of a newer state."""
+    def has_weights_of(self, newer: FleetSnapshot) -> bool:
+        """True if a worker in this state has the weights and adapters of a newer one."""
         same_weights = self.version == newer.version or not newer.readable
         return same_weights and self.adapters == newer.adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSent:
-    """A run, as a worker gets it."""
+class RunSpec:
+    """A run as a worker receives it."""
 
     environment: type[Environment[Any]]
-    """The class; each worker constructs an object of its own."""
+    """The class; each worker constructs its own object."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    """What it was constructed with."""
+    """The arguments of the constructor."""
     options: RunOptions
-    """Without tasks and file, which are the driver's."""
+    """Without tasks and file, which belong to the driver."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What came of an attempt at an episode."""
+class AttemptResult:
+    """The result of an attempt at an episode."""
 
     trajectories: list[Trajectory]
-    """Those of its agents. Their tasks are left out: whoever asked has them."""
+    """One for each agent. Their tasks are left out, since the driver has them."""
     faults: list[str]
     permanent: bool
-    """Whether it would end the same if it were played again."""
+    """True if playing again would end the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayingNow:
-    """An episode in flight, as of one pulse."""
+    """An episode in flight, in a heartbeat."""
 
     number: int
-    """The driver's number for the attempt."""
+    """The driver's number of the attempt."""
     turns: int
     activity: str
-    """What it waits for."""
+    """The thing that the episode is waiting for."""
     since: float
-    """When it began to wait for that, in the time of its worker's event loop."""
+    """Start of that wait, in the time of the worker's event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """What a worker says of itself every second."""
+class Heartbeat:
+    """A worker's state, sent every second."""
 
     now: float
     """The time of its event loop."""
     stats: EngineStats
     lag: float
-    """How late its event loop is, 99th percentile, in seconds."""
+    """Delay of its event loop, 99th percentile, in seconds."""
     playing: int
     oldest: list[PlayingNow] = field(default_factory=list)
-    """The episodes that have waited longest for one thing, the longest first."""
+    """The episodes that have waited longest, the longest first."""
 
 
 class WorkerProcess(Protocol):
-    """A worker as its driver reaches it."""
+    """The driver's connection to a worker."""
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
-        """Have a method of the `Worker` called, without waiting; the answer may be awaited, also again.
+        """Call a method of the `Worker` without waiting. The answer may be awaited, more than once.
 
         Raises (from the answer):
             WorkerLost: the worker is gone.
-            DeltarunnerError: what the method raised.
+            DeltarunnerError: raised by the method.
         """
 
     def kill(self) -> None:
-        """End the worker and all that it started, without asking; twice is allowed."""
+        """Kill the worker and all its processes at once. May be called twice."""
 
 
 class Launcher(Protocol):
-    """Starts workers somewhere, and carries what is large to them."""
+    """Starts workers and sends large values to them."""
 
     async def open(self) -> None:
-        """Reach the machines.
+        """Connect to the machines.
 
         Raises:
             BadOption: they cannot be reached, or are too few.
         """
 
     async def close(self) -> None:
-        """Leave the machines, and nothing on them."""
+        """Disconnect, and leave nothing on the machines."""
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
-        """A new worker around an engine that nobody entered; it may wait for a machine.
+        """Start a worker with an engine that was not entered. The worker may wait for a machine.
 
         Raises:
             BadOption: the engine cannot be sent.
         """
 
     def pack(self, value: Any, what: str, fix: str) -> Any:
-        """A value in the form in which `send` takes it.
+        """Pickle a value for `send`.
 
         Raises:
             BadOption: it cannot be pickled; the message begins with `what` and ends with `fix`.
         """
 
     async def put(self, value: Any) -> Any:
-        """A large value, to be read by every worker; gives what stands for it."""
+        """Store a large value for all workers, and return a reference."""
 
     def forget(self, worker: int) -> None:
-        """A worker is gone: give back what it held of what all workers share."""
+        """Release what a worker that is gone held of shared resources."""
 
     def forget_run(self, run: int) -> None:
-        """A run is over: give back what it held of what all workers share."""
+        """Release what a run that is over held of shared resources."""

@@ -1,4 +1,4 @@
-"""A run on a fleet: what its workers get of it, when they are to set up which part, and who plays it then."""
+"""A run on a fleet: the spec that workers receive, the order of their set-up, and the player."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from datetime import datetime
 import anyio
 
 from runner.cluster.driver import Driver
-from runner.cluster.elsewhere import standing_for
-from runner.cluster.hand import Hand, at_once
+from runner.cluster.placeholder_engines import placeholder_for
 from runner.cluster.player import FleetPlayer
-from runner.cluster.words import OtherKnown, WorkerLost
+from runner.cluster.protocol import OtherKnown, WorkerLost
+from runner.cluster.worker_handle import WorkerHandle, at_once
 from runner.engines.base import BaseEngine
 from runner.episode.shared import RunShared
 from runner.errors import BadEnvironment
 from runner.runs.player import Player
 
-__all__ = ["SentRun"]
+__all__ = ["RunSetups"]
 
 
-class SentRun:
-    """A run in the form in which workers get it.
+class RunSetups:
+    """A run in the form that workers receive.
 
     Args:
-        driver: gives the workers, once they are there.
-        packed: a `RunSent`.
-        others: the engines that workers enter for agents of their own, by agent.
+        driver: returns the workers, once they are there.
+        packed: a `RunSpec`.
+        others: the engines of other agents that workers enter, by agent.
     """
 
     def __init__(self, driver: Callable[[], Driver], packed: bytes, others: Mapping[str, BaseEngine]) -> None:
@@ -38,12 +38,12 @@ class SentRun:
 
     @property
     def elsewhere(self) -> Collection[BaseEngine]:
-        """The engines that workers enter, each worker one of its own."""
+        """The engines that each worker enters for itself."""
         return set(self._others.values())
 
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[Mapping[BaseEngine, BaseEngine]]:
-        """While the block lasts the workers have those engines; gives what stands here for each."""
+        """Let the workers enter those engines within the block, and yield a placeholder for each."""
         if not self._others:
             yield {}
             return
@@ -51,26 +51,26 @@ class SentRun:
         self._number = driver.run_number()
         try:
             known = await self._entered(driver, self._number)
-            yield {engine: standing_for(known[name]) for name, engine in self._others.items()}
+            yield {engine: placeholder_for(known[name]) for name, engine in self._others.items()}
         finally:
-            # Unless it was opened and closed. Without waiting: one of them may take minutes to start and to end.
-            for hand in driver.members:
-                hand.process.send("close_run", self._number)
+            # Unless it was opened and closed. Without waiting: such an engine may take minutes to start and to end.
+            for handle in driver.members:
+                handle.process.send("close_run", self._number)
 
     async def _entered(self, driver: Driver, number: int) -> Mapping[str, OtherKnown]:
-        """Have the workers enter them; gives what one of them says. Who joins later does when the run is opened."""
+        """Let the workers enter the engines, and return the description by one of them."""
 
-        async def enter(hand: Hand) -> None:
-            hand.process.send("keep_run", number, self._packed, None)
-            with suppress(WorkerLost):  # whoever tends it knows
-                await hand.process.send("others_entered", number)
+        async def enter(handle: WorkerHandle) -> None:
+            handle.process.send("keep_run", number, self._packed, None)
+            with suppress(WorkerLost):  # the task that runs this worker handles it
+                await handle.process.send("others_entered", number)
 
         while True:
             await driver.until(lambda: bool(driver.members))
             await at_once(driver.members, enter)
-            for hand in driver.members:
+            for handle in driver.members:
                 with suppress(WorkerLost):
-                    known: Mapping[str, OtherKnown] = await hand.process.send("others_known", number)
+                    known: Mapping[str, OtherKnown] = await handle.process.send("others_known", number)
                     if known:
                         return known
 
@@ -78,7 +78,7 @@ class SentRun:
     async def player(
         self, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
     ) -> AsyncIterator[Player]:
-        """What plays its episodes, while the block lasts."""
+        """Yield the player of the run's episodes, for the duration of the block."""
         driver = self._driver()
         number = driver.run_number() if self._number is None else self._number
         await driver.open_run(number, self._packed, clock)

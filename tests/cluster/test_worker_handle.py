@@ -8,16 +8,16 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from runner.cluster import hand
-from runner.cluster.hand import answer_within
-from runner.cluster.words import WorkerLost
+from runner.cluster import worker_handle
+from runner.cluster.protocol import WorkerLost
+from runner.cluster.worker_handle import answer_within
 from tests.cluster.in_process import Answer
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_worker_is_not_lost_while_the_driver_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand, "SLICE_SECONDS", 0.1)
+    monkeypatch.setattr(worker_handle, "SILENCE_STEP_SECONDS", 0.1)
     answer = Answer()
 
     async def answers() -> None:
@@ -32,6 +32,6 @@ async def test_a_worker_is_not_lost_while_the_driver_stood_still(monkeypatch: py
 
 
 async def test_a_worker_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand, "SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_handle, "SILENCE_STEP_SECONDS", 0.01)
     with pytest.raises(WorkerLost, match=r"^it has said nothing for 0.05 s while it started$"):
         await answer_within(0.05, Answer(), " while it started")

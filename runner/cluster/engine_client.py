@@ -1,4 +1,4 @@
-"""An engine in another process: requests go there one by one, and the deltas of all of them come back together."""
+"""The client of an engine in another process: requests go one by one, deltas of all streams come back in batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
-from runner.cluster.hosting import STATS_SECONDS, Sent
-from runner.cluster.news import Ended, News, each_of
-from runner.cluster.words import EngineKnown, Joined, WorkerLost, WorkerProcess
+from runner.cluster.engine_host import STATS_SECONDS, SentRequest
+from runner.cluster.protocol import EngineKnown, WorkerInfo, WorkerLost, WorkerProcess
+from runner.cluster.stream_batches import Ended, StreamEvent, each_of
 from runner.concurrency.clocks import Progress
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside
@@ -29,21 +29,21 @@ from runner.options import Constraint, Sampling
 __all__ = ["HostedEngine"]
 
 DRAIN_SECONDS: Final = 10.0
-"""How long a stream that is left waits for what was still under way."""
+"""Seconds that a stream waits for deltas in flight when it is left."""
 
 
 @dataclass(slots=True)
 class HostedSession(Session):
-    """A conversation, by the number under which the host knows it."""
+    """A conversation, by the number that the host knows it by."""
 
     number: int = 0
     beside: int | None = None
 
 
 class HostedEngine(Engine):
-    """An engine that another process has, perhaps for others too. Its trainer's calls are not taken here.
+    """An engine in another process, which other clients may share. It does not take a trainer's calls.
 
-    A subclass says how the process is reached.
+    A subclass implements how the process is reached.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class HostedEngine(Engine):
         self._name = uuid4().hex
         self._streams: dict[int, HostedStream] = {}
         self._process: WorkerProcess | None = None
-        self._joined: Joined | None = None
+        self._info: WorkerInfo | None = None
         self.sampled = 0
-        """Ids that came here."""
+        """Number of ids received here."""
         self._stats = EngineStats(open=0)
         self._death: EngineDead | None = None
         self._progress = Progress()
@@ -61,11 +61,11 @@ class HostedEngine(Engine):
 
     @abstractmethod
     async def _reach(self, exit_stack: AsyncExitStack) -> WorkerProcess:
-        """Reach the host, or start it, until the exit stack is left.
+        """Connect to the host, or start it, until the exit stack is closed.
 
         Raises:
             BadInput, EngineError: it cannot be reached or does not start.
-            WorkerLost: it is gone already.
+            WorkerLost: it has ended already.
         """
 
     async def __aenter__(self) -> Self:
@@ -74,15 +74,15 @@ class HostedEngine(Engine):
         async with AsyncExitStack() as exit_stack:
             try:
                 process = await self._reach(exit_stack)
-                joined: Joined = await process.send("join")
+                info: WorkerInfo = await process.send("join")
                 known: EngineKnown = await process.send("engine_known")
                 await process.send("greet", self._name)
             except WorkerLost as lost:
                 raise EngineDead(f"the engine's process did not start: {lost}") from lost
-            self._joined, self._process, self._death = joined, process, None
+            self._info, self._process, self._death = info, process, None
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
-            self.vocabulary, self.context, self.places = known.vocabulary, joined.context, joined.places
-            self.notes = joined.notes
+            self.vocabulary, self.context, self.places = known.vocabulary, info.context, info.places
+            self.notes = info.notes
             group = await exit_stack.enter_async_context(anyio.create_task_group())
             exit_stack.callback(group.cancel_scope.cancel)
             self._begin_listening(group, process)
@@ -101,15 +101,15 @@ class HostedEngine(Engine):
         self._die("it was closed")
         if self._process is not None:
             self._process.send("leave", self._name)
-        # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+        # No exception is passed in: the task group must not wrap one that leaves the block.
         await self._exit.__aexit__(None, None, None)
 
     async def _hear(self, process: WorkerProcess) -> None:
         try:
             while True:
-                for number, news in each_of(await process.send("news", self._name)):
+                for number, event in each_of(await process.send("event", self._name)):
                     if (stream := self._streams.get(number)) is not None:
-                        stream.hear(news)
+                        stream.hear(event)
         except (WorkerLost, DeltarunnerError) as error:
             self._die(str(error))
 
@@ -122,7 +122,7 @@ class HostedEngine(Engine):
             self._die(str(error))
 
     async def look(self) -> None:
-        """Ask what the engine does now, for `stats`."""
+        """Request the engine's statistics, for `stats`."""
         assert self._process is not None, "it was entered"
         before, self._stats = self._stats.steps, await self._process.send("stats", self._name)
         if self._stats.steps != before:
@@ -136,47 +136,47 @@ class HostedEngine(Engine):
 
     @property
     def pid(self) -> int:
-        """The process that has the engine, on its machine."""
-        if self._joined is None:
+        """The process id of the engine, on its machine."""
+        if self._info is None:
             raise EngineDead("the engine is not running")
-        return self._joined.pid
+        return self._info.pid
 
     # --- what a run asks
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The deltas of one request; nothing happens before the block is entered."""
+        """Return the deltas of one request. The request is sent when the block is entered."""
         return HostedStream(self, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """A handle for one conversation."""
+        """Open a conversation."""
         other = beside.number if isinstance(beside, HostedSession) else None
         return HostedSession(late=late, affinity=affinity_beside(beside), number=next(self._numbers), beside=other)
 
     def close_session(self, session: Session) -> None:
-        """Give the session's room back; twice is allowed."""
+        """Release the session's memory. May be called twice."""
         if isinstance(session, HostedSession) and not session.closed and self._process is not None:
             self._process.send("close_session", self._name, session.number)
         session.closed = True
 
     @property
     def progress(self) -> Progress:
-        """The clocks of turns that wait, which each step of the engine restarts."""
+        """The clocks of waiting turns, which restart with each step of the engine."""
         return self._progress
 
     def stats(self) -> EngineStats:
-        """What the engine did when it was asked last; requests and ids are those of this process, as of now."""
+        """The latest statistics of the engine. Requests and ids are those of this process."""
         waiting = sum(not stream.admitted for stream in self._streams.values())
         return replace(self._stats, open=len(self._streams) - waiting, waiting=waiting, sampled_tokens=self.sampled)
 
     def is_alive(self) -> bool:
-        """Whether it can answer, as far as is known."""
+        """True if the engine can answer, as far as is known."""
         return self.running and self._death is None
 
     async def health(self) -> None:
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot, with the cause.
+            EngineDead: it cannot; with the cause.
         """
         self.require_alive()
         assert self._process is not None, "it is alive"
@@ -194,7 +194,6 @@ class HostedEngine(Engine):
         sampling: Sampling | None = None,
         constraint: Constraint | None = None,
     ) -> list[float]:
-        """Return the log-probability of each id from `start` on, as the engine itself does."""
         self.require_alive()
         assert self._process is not None, "it is alive"
         named = {"start": start, "sampling": sampling, "constraint": constraint}
@@ -207,10 +206,10 @@ class HostedEngine(Engine):
         return scores
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps: what the engine says of itself."""
-        if self._joined is None:
+        """The engine's description of itself, for the header of a run file."""
+        if self._info is None:
             raise EngineDead("the engine is not running")
-        return dict(self._joined.description)
+        return dict(self._info.description)
 
     def require_alive(self) -> None:
         """Return if requests can be answered, as far as is known.
@@ -226,14 +225,14 @@ class HostedEngine(Engine):
     # --- its streams
 
     def begin(self, stream: HostedStream, request: GenerationRequest) -> int:
-        """Send a request; gives its number, by which the stream is told what becomes of it."""
+        """Send a request, and return its number. The host names the stream by this number."""
         self.require_alive()
         assert self._process is not None, "it is alive"
         number = next(self._numbers)
         self._streams[number] = stream
         session = request.session if isinstance(request.session, HostedSession) else None
-        sent = Sent(
-            # As an array, which is pickled as it lies in memory; a list of ids takes ten times as long.
+        sent = SentRequest(
+            # An array is pickled as it lies in memory; a list of ids takes ten times as long.
             replace(request, session=None, prompt=cast("Sequence[int]", np.array(request.prompt, dtype=np.int32))),
             session=None if session is None else session.number,
             late=session is not None and session.late,
@@ -243,12 +242,12 @@ class HostedEngine(Engine):
         return number
 
     def cut(self, number: int) -> None:
-        """Have the host leave a stream."""
+        """Make the host leave a stream."""
         if self._process is not None and self._death is None:
             self._process.send("cut", self._name, number)
 
     def forget(self, number: int) -> None:
-        """A stream is over."""
+        """Remove a stream that is over."""
         self._streams.pop(number, None)
 
 
@@ -263,24 +262,24 @@ class HostedStream(DeltaStream):
         self._number = -1
         self._deltas: deque[Delta] = deque()
         self.admitted = False
-        """Whether the engine has let the request in."""
+        """True if the engine has admitted the request."""
         self._inside = False
         self._ended: Ended | None = None
         self._failure: DeltarunnerError | None = None
-        self._news: anyio.Event | None = None  # made only by a reader that has to wait
+        self._news: anyio.Event | None = None  # created only when a reader has to wait
 
-    def hear(self, news: News) -> None:
-        """Take what the host says of it."""
-        if isinstance(news, Delta):
-            self._deltas.append(news)
-            self._engine.sampled += len(news.token_ids)
-        elif isinstance(news, Ended):
-            self._ended = news
-            self._engine.sampled += sum(len(delta.token_ids) for delta in news.rest)
-        elif news is None:
+    def hear(self, event: StreamEvent) -> None:
+        """Process an event of the host."""
+        if isinstance(event, Delta):
+            self._deltas.append(event)
+            self._engine.sampled += len(event.token_ids)
+        elif isinstance(event, Ended):
+            self._ended = event
+            self._engine.sampled += sum(len(delta.token_ids) for delta in event.rest)
+        elif event is None:
             self.admitted = True
         else:
-            self._failure = self._failure or news
+            self._failure = self._failure or event
         if self._news is not None:
             self._news.set()
             self._news = None
@@ -309,7 +308,7 @@ class HostedStream(DeltaStream):
         return self._ended is not None or self._failure is not None
 
     async def _cut(self) -> None:
-        """Have the host leave it, and wait for its last word."""
+        """Make the host leave the stream, and wait for its last event."""
         try:
             if not self._is_over:
                 self._engine.cut(self._number)
@@ -339,7 +338,7 @@ class HostedStream(DeltaStream):
             return
         self._inside = False
         try:
-            # One whose finish was read is left by the host itself.
+            # The host itself leaves a stream whose end was read.
             await self._cut()
         finally:
             self.rest.extend(self._deltas)

@@ -12,13 +12,13 @@ import pytest
 from anyio.abc import TaskGroup
 
 from runner import DeltarunnerError, EngineDead, Sampling
-from runner.cluster.hosted import HostedEngine
-from runner.cluster.hosting import SILENT, STATS_SECONDS, Sent
+from runner.cluster.engine_client import HostedEngine
+from runner.cluster.engine_host import SILENT_SECONDS, STATS_SECONDS, SentRequest
 from runner.engines.base import DeltaStream, GenerationRequest, Session
 from runner.testing import Latency, ScriptedEngine, VirtualClock
 from tests.cluster.in_process import Answer, HostedHere, InProcessWorker
 
-LET_GO = SILENT + 3 * STATS_SECONDS
+LET_GO = SILENT_SECONDS + 3 * STATS_SECONDS
 
 
 class Line:
@@ -99,11 +99,11 @@ def test_what_a_process_that_died_held_of_a_shared_engine_is_given_to_the_others
         engine: Any = owner.host.engine
         async with begun(guest, guest.session()):
             guest.line.is_cut = True
-            with anyio.move_on_after(SILENT / 2):
+            with anyio.move_on_after(SILENT_SECONDS / 2):
                 await said(owner.stream(asks(owner.session())))
                 raise AssertionError("there was a place")
             assert (engine.stats().open, engine.stats().live_sessions) == (1, 1)
-            await anyio.sleep(SILENT)
+            await anyio.sleep(SILENT_SECONDS)
             assert (engine.stats().open, engine.stats().live_sessions) == (0, 0)
             assert len(owner.host._clients) == 1
             assert len(await said(owner.stream(asks(owner.session())))) == 4
@@ -141,7 +141,9 @@ def test_one_that_was_let_go_and_comes_back_is_told_so() -> None:
             guest.line.is_cut = True
             await anyio.sleep(LET_GO)
             guest.line.go_on()
-            with pytest.raises(EngineDead, match=f"did not hear of this process for {SILENT:g} s, and let it go"):
+            with pytest.raises(
+                EngineDead, match=f"did not hear of this process for {SILENT_SECONDS:g} s, and let it go"
+            ):
                 [each async for each in stream]
         assert not guest.is_alive()
         assert len(owner.host._clients) == 1
@@ -153,7 +155,7 @@ def test_leaving_wakes_who_waits_for_news() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         host = owner.host
         await host.greet("third")
-        answer = owner.process.send("news", "third")
+        answer = owner.process.send("event", "third")
         await anyio.sleep(1)
         await host.leave("third")
         with anyio.fail_after(1):
@@ -170,9 +172,9 @@ def test_a_word_that_comes_late_brings_nobody_back() -> None:
         await host.leave("third")
         await host.cut("third", 1)
         await host.close_session("third", 1)
-        await host.stream("third", 2, Sent(asks(), session=3, late=False, beside=None))
+        await host.stream("third", 2, SentRequest(asks(), session=3, late=False, beside=None))
         with pytest.raises(EngineDead):
-            await host.news("third")
+            await host.event("third")
         with pytest.raises(EngineDead):
             await host.stats("third")
         assert set(host._clients) == before
@@ -188,7 +190,7 @@ def test_a_cut_may_come_before_its_stream_and_one_that_comes_after_is_forgotten(
         (client,) = (client for known, client in host._clients.items() if known == name)
         await host.cut(name, 7)
         with anyio.fail_after(1):
-            await host.stream(name, 7, Sent(asks(max_tokens=4000), session=None, late=False, beside=None))
+            await host.stream(name, 7, SentRequest(asks(max_tokens=4000), session=None, late=False, beside=None))
         assert not client.cut
         await host.cut(name, 7)
         assert client.cut

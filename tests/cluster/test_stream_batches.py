@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cluster.news import Deltas, Ended, News, Outbox, each_of
+from runner.cluster.stream_batches import Deltas, Ended, StreamBuffer, StreamEvent, each_of
 from runner.engines.base import Delta, Finish, FinishReason
 from runner.errors import EngineDead
 from runner.tokens.top_logprobs import TopLogprobs
@@ -27,24 +27,24 @@ def delta(sampled: list[tuple[int, float]], *, with_logprobs: bool, finish: Fini
 deltas = st.builds(
     delta, sampled, with_logprobs=st.booleans(), finish=st.none() | st.just(Finish(FinishReason.STOP, stop=7))
 )
-news: st.SearchStrategy[News] = st.none() | deltas | st.builds(Ended, st.lists(deltas, max_size=2), st.none())
+event: st.SearchStrategy[StreamEvent] = st.none() | deltas | st.builds(Ended, st.lists(deltas, max_size=2), st.none())
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**62), news)))
-def test_whatever_streams_say_arrives_in_order_and_bit_for_bit(said: list[tuple[int, News]]) -> None:
-    outbox = Outbox()
+@given(st.lists(st.tuples(st.integers(0, 2**62), event)))
+def test_whatever_streams_say_arrives_in_order_and_bit_for_bit(said: list[tuple[int, StreamEvent]]) -> None:
+    buffer = StreamBuffer()
     for number, each in said:
-        outbox.put(number, each)
-    assert bool(outbox) == bool(said)
-    assert list(each_of(pickle.loads(pickle.dumps(outbox.take())))) == said
-    assert outbox.take() == []
+        buffer.put(number, each)
+    assert bool(buffer) == bool(said)
+    assert list(each_of(pickle.loads(pickle.dumps(buffer.take())))) == said
+    assert buffer.take() == []
 
 
 def test_deltas_in_a_row_go_as_one_object_however_many_streams_they_are_of() -> None:
-    outbox = Outbox()
+    buffer = StreamBuffer()
     for number in range(100):
-        outbox.put(number, Delta([number, number], [-0.5, -1.5]))
-    (only,) = outbox.take()
+        buffer.put(number, Delta([number, number], [-0.5, -1.5]))
+    (only,) = buffer.take()
     assert isinstance(only, Deltas)
     assert list(only) == [(number, Delta([number, number], [-0.5, -1.5])) for number in range(100)]
 
@@ -57,19 +57,19 @@ def test_deltas_in_a_row_go_as_one_object_however_many_streams_they_are_of() -> 
         Delta([1], None),
     ],
 )
-def test_what_says_more_than_ids_goes_as_it_is(said: News) -> None:
-    outbox = Outbox()
-    outbox.put(1, Delta([5], [-2.0]))
-    outbox.put(1, said)
-    outbox.put(1, Delta([6], [-2.5]))
-    taken = outbox.take()
+def test_what_says_more_than_ids_goes_as_it_is(said: StreamEvent) -> None:
+    buffer = StreamBuffer()
+    buffer.put(1, Delta([5], [-2.0]))
+    buffer.put(1, said)
+    buffer.put(1, Delta([6], [-2.5]))
+    taken = buffer.take()
     assert len(taken) == 3
     assert list(each_of(taken)) == [(1, Delta([5], [-2.0])), (1, said), (1, Delta([6], [-2.5]))]
 
 
 def test_a_failure_keeps_its_place() -> None:
-    outbox = Outbox()
+    buffer = StreamBuffer()
     failure = EngineDead("it died")
-    outbox.put(1, Delta([5], [-2.0]))
-    outbox.put(1, failure)
-    assert [each for _, each in each_of(outbox.take())][1] is failure
+    buffer.put(1, Delta([5], [-2.0]))
+    buffer.put(1, failure)
+    assert [each for _, each in each_of(buffer.take())][1] is failure

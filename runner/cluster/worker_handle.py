@@ -1,0 +1,152 @@
+"""The driver's view of a worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import anyio
+
+from runner.cluster.fleet import WorkerSlot, WorkerSlotState
+from runner.cluster.protocol import Heartbeat, PlayingNow, WorkerInfo, WorkerLost, WorkerProcess
+from runner.errors import BadInput, DeltarunnerError
+from runner.runs.player import IdleReason
+
+__all__ = ["PulseListener", "WorkerHandle", "absence", "answer_within", "at_once"]
+
+SILENCE_STEP_SECONDS: Final = 3.0
+"""Seconds of one step of a silence. Each step counts at most once, however long this process itself was suspended."""
+
+_ABSENCES: Final = {
+    WorkerSlotState.UNPLACED: IdleReason.UNPLACED,
+    WorkerSlotState.WAITING: IdleReason.WAITING,
+    WorkerSlotState.RESTING: IdleReason.RESTING,
+}
+
+
+class PulseListener(Protocol):
+    """An attempt on a worker, updated with each heartbeat."""
+
+    def hear(self, playing: PlayingNow | None, since: float) -> None:
+        """Note the attempt's state in a heartbeat.
+
+        Args:
+            playing: its state; None if others have waited longer.
+            since: start of its current wait, in the event loop's time; without a state, the earliest possible start.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class WorkerHandle:
+    """A worker of the fleet, as its driver sees it."""
+
+    number: int
+    """Never used for another worker of the fleet."""
+    slot: WorkerSlot
+    process: WorkerProcess
+    info: WorkerInfo | None = None
+    """Its description of itself; None while it starts."""
+    heartbeat: Heartbeat | None = None
+    """The latest heartbeat."""
+    heard: float = 0.0
+    """Time of the latest heartbeat, in the event loop's time."""
+    ahead: float = 0.0
+    """Difference of this event loop's time to the worker's. Measured once, so that a suspended worker shows as waiting.
+    """
+    attempts: dict[int, PulseListener] = field(default_factory=dict)
+    """The attempts that it plays, by number."""
+    version: str = ""
+    """The version of its weights."""
+    placed: bool = False
+    """True if it has a machine, and its process runs."""
+    why: str = ""
+    """The reason why it is gone or was dismissed; "" while it is there."""
+    gone: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it is removed from the fleet: its episodes may be assigned again."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for people."""
+        return f"worker {self.number}" + (f" on {self.info.node}" if self.info is not None else "")
+
+    @property
+    def is_starting(self) -> bool:
+        """True if its process runs, and its engine starts or catches up with the others."""
+        return self.placed and not self.why and self.slot.state is WorkerSlotState.STARTING
+
+    def hear(self, heartbeat: Heartbeat) -> None:
+        """Store a heartbeat, and pass it to the attempts."""
+        self.heard = anyio.current_time()
+        if self.heartbeat is None:
+            self.ahead = self.heard - heartbeat.now
+        self.heartbeat = heartbeat
+        told = {playing.number: playing for playing in heartbeat.oldest}
+        youngest = max((playing.since for playing in heartbeat.oldest), default=-math.inf)
+        for number, attempt in self.attempts.items():
+            playing = told.get(number)
+            attempt.hear(playing, self.ahead + (youngest if playing is None else playing.since))
+
+    def naming(self, error: BadInput) -> BadInput:
+        """Return an error of this worker with the worker's name added."""
+        return type(error)(f"{error} ({self.name})")
+
+    def dismiss(self, why: str) -> None:
+        """End the worker; others play its episodes again."""
+        self.why = self.why or why
+        self.process.kill()
+
+
+def absence(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | None:
+    """Return why the worker of a slot does not play; None if it does.
+
+    Args:
+        slot: a slot of the fleet.
+        handle: its worker, also one that starts; None for an empty slot.
+    """
+    if slot.state is WorkerSlotState.STARTING:
+        return IdleReason.STARTING if handle is not None and handle.placed else IdleReason.UNPLACED
+    if slot.state is WorkerSlotState.EMPTY:
+        return (
+            IdleReason.LOST if slot.deaths else IdleReason.UNPLACED
+        )  # there was never a worker, since machines are still being connected
+    if handle is not None and handle.why:  # its slot counts as playing until its end is confirmed
+        return IdleReason.LOST
+    return _ABSENCES.get(slot.state)
+
+
+async def at_once(handles: Iterable[WorkerHandle], step: Callable[[WorkerHandle], Awaitable[None]]) -> None:
+    """Run a step with several workers at the same time.
+
+    Raises:
+        DeltarunnerError: the first error, once all have finished.
+    """
+    errors: list[DeltarunnerError] = []
+
+    async def take(handle: WorkerHandle) -> None:
+        try:
+            await step(handle)
+        except DeltarunnerError as error:  # as a value: a task group would wrap it
+            errors.append(error)
+
+    async with anyio.create_task_group() as group:
+        for handle in handles:
+            group.start_soon(take, handle)
+    if errors:
+        raise errors[0]
+
+
+async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") -> Any:
+    """Return the answer of a worker.
+
+    Time in which this process or its event loop was suspended does not count: a trainer that computes on the loop for
+    minutes, or a stopped process, finds the answers when it continues.
+
+    Raises:
+        WorkerLost: it did not answer within `limit` seconds; the message says so, and when that was.
+    """
+    for _ in range(math.ceil(limit / SILENCE_STEP_SECONDS)):
+        with anyio.move_on_after(SILENCE_STEP_SECONDS):
+            return await answer
+    raise WorkerLost(f"it has said nothing for {limit:g} s{when}")
