@@ -10,7 +10,7 @@ from typing import Any
 from runner.errors import BadMessage
 from runner.options import Sampling, ToolChoice
 
-__all__ = ["Again", "Asked", "ChatRequest", "Delivery", "Tolerated", "UnknownReference", "Verdict"]
+__all__ = ["Again", "ChatCall", "ChatRequest", "Delivery", "Tolerated", "UnknownReference", "Verdict"]
 
 
 class UnknownReference(BadMessage):
@@ -141,7 +141,7 @@ class Delivery(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChatCall:
     """What a client asks."""
 
     messages: Sequence[Any]

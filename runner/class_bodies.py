@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from runner.errors import BadEnvironment
 
-__all__ = ["refuse_second"]
+__all__ = ["refuse_duplicate"]
 
 _MARKS: Final = ("__deltarunner_scorer__", "__deltarunner_tool__")
 """The attributes that the decorators set on a method."""
@@ -16,7 +16,7 @@ _NEAREST_FRAMES: Final = 5
 """The frames between a decorator and the body of the class, at most."""
 
 
-def refuse_second(method: Any, decorator: str) -> None:
+def refuse_duplicate(method: Any, decorator: str) -> None:
     """Refuse a method whose name a decorated method of the same class body has already.
 
     Python keeps the last one of a name and drops the others without a word. An override in a subclass is another body.

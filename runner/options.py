@@ -13,7 +13,7 @@ from runner import checked
 from runner.errors import BadOption
 
 __all__ = [
-    "MOST_LOGPROBS",
+    "MAX_LOGPROBS",
     "UNSET",
     "VLLM_FORMAT",
     "Concurrency",
@@ -41,7 +41,7 @@ class _Unset(enum.Enum):
 UNSET: Final[Any] = _Unset.UNSET
 """A field that nobody gave. It is not None: None lifts a limit."""
 
-MOST_LOGPROBS: Final = 20
+MAX_LOGPROBS: Final = 20
 """The most ids of a position whose log-probabilities can be asked for: as many as vLLM gives unless told otherwise."""
 
 ToolChoice: TypeAlias = Literal["auto", "required", "none"] | str
@@ -87,7 +87,7 @@ class Constraint:
     """The text in that language."""
 
 
-class _Layered:
+class _LayeredOptions:
     """Options whose set fields win, one by one, over those of a layer below."""
 
     __slots__ = ()
@@ -116,7 +116,7 @@ class _Layered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling(_Layered):
+class Sampling(_LayeredOptions):
     """How one turn is sampled. Precedence: `generate()`, `conversation()`, the `Run`, the environment's class.
 
     The model's own generation_config never supplies sampling values.
@@ -241,7 +241,7 @@ class Sampling(_Layered):
     def _check_logprobs(self) -> None:
         if self.logprobs is None:  # which elsewhere means none at all: here the sampled id's is always kept
             object.__setattr__(self, "logprobs", 0)
-        self._check("logprobs", checked.whole, least=0, most=MOST_LOGPROBS)
+        self._check("logprobs", checked.whole, least=0, most=MAX_LOGPROBS)
 
     def shortened(self, max_tokens: int) -> Self:
         """The same for a turn in which there is room for `max_tokens` ids only; every field is set."""
@@ -302,7 +302,7 @@ class Sampling(_Layered):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(_Layered):
+class Limits(_LayeredOptions):
     """What an episode may use. Reaching one is an outcome, not an error; None lifts it.
 
     The limits of hooks count the author's code: they stand still while an agent is sampled in it.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from runner.checked import is_number
-from runner.class_bodies import refuse_second
+from runner.class_bodies import refuse_duplicate
 from runner.errors import BadEnvironment, BadOption
 
 __all__ = ["Score", "Scorer", "ScorerKind", "collect_scorers", "group_reward", "metric", "reward", "weighted_sum"]
@@ -92,7 +92,7 @@ def _mark(function: Any, kind: ScorerKind, weight: float) -> Any:
     _check_weight(f"@{kind}(weight={weight!r})", weight)
 
     def decorate(method: Function) -> Function:
-        refuse_second(method, kind.value)
+        refuse_duplicate(method, kind.value)
         setattr(method, _MARK, Scorer(method.__name__, kind, float(weight)))
         return method
 

@@ -23,8 +23,8 @@ from typing import Any
 import runner.errors
 from runner.errors import DeltarunnerError
 from runner.messages import canonical_json
-from runner.parsing.learning.turn import LearntTurn, learn_turn
-from runner.parsing.learnt import remember
+from runner.parsing.format_cache import cache_format
+from runner.parsing.learning.learnt_format import LearntFormat, learn_format
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.probing.traits import profile_of
 from runner.tokens.probing.usable import TemplateFault, UnusableTemplate, usable_renderer
@@ -87,7 +87,7 @@ def probe(
         else:
             answer = in_process(request, seconds=seconds, check_cancelled=check_cancelled)
         _profiles[key] = TemplateProfile.from_json(answer["profile"])
-        remember(template, options or {}, LearntTurn.from_json(answer["turn"]))
+        cache_format(template, options or {}, LearntFormat.from_json(answer["turn"]))
     return _profiles[key]
 
 
@@ -203,7 +203,7 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     _say({"activity": "conversations of several turns"})
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     _say({"activity": "calls and thoughts"})
-    answer = {"profile": profile.as_json(), "turn": learn_turn(renderer).as_json()}
+    answer = {"profile": profile.as_json(), "turn": learn_format(renderer).as_json()}
     _say({"activity": "tools with arguments of all sorts"})  # also where it shows none: a run renders them, too
     shown = template.renderer(renderer.options, renderer.now, fit_tools=None)
     unseen = [str(each) for each in unseen_arguments(shown.render_tool, ALL_SORTS)]

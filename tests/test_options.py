@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner import BadOption, Sampling
-from runner.options import MOST_LOGPROBS, UNSET
+from runner.options import MAX_LOGPROBS, UNSET
 
 NAN, INFINITE = math.nan, math.inf
 
@@ -60,7 +60,7 @@ def test_a_value_that_cannot_be_is_refused_by_its_field_with_the_fix(given: dict
         {"bad_words": ("moon", " the sun")},
         {"ignore_eos": True},
         {"logprobs": 0},
-        {"logprobs": MOST_LOGPROBS},
+        {"logprobs": MAX_LOGPROBS},
     ],
     ids=str,
 )

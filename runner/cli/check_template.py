@@ -22,7 +22,7 @@ from runner.cli.turn_view import turn_document, turn_lines
 from runner.errors import BadInput, BadOption, BadTemplate
 from runner.models import ResolvedModel, chat_template, resolve_model, stop_ids
 from runner.options import HistoryPolicy, check_tool_format
-from runner.parsing.learning.turn import LearntTurn
+from runner.parsing.learning.learnt_format import LearntFormat
 from runner.template_probe import UnusableTemplate, bundled_templates, in_process, request_of
 from runner.tokens.bridging.refusal import Property
 from runner.tokens.probing.appends import Append, AppendVerdict, Exactness, ExamplePassage
@@ -70,7 +70,7 @@ class TemplateReport:
     stops: Mapping[str, int]
     """Ids that end a turn, by token."""
 
-    turn: LearntTurn
+    turn: LearntFormat
     """The format of calls and thoughts."""
 
     lacking: Sequence[str] = ()
@@ -154,7 +154,7 @@ def _examine(subject: CheckedTemplate, options: Mapping[str, Any], tool_format: 
     if unread := [name for name in options if name not in profile.options]:
         known = ", ".join(profile.options) or "none"
         raise BadOption(f"--template-option {unread[0]}: the template does not read it; it reads {known}.")
-    turn = LearntTurn.from_json(answer["turn"])
+    turn = LearntFormat.from_json(answer["turn"])
     named = None
     if tool_format is not None and profile.carries_tools:
         named = ToolFormatCheck.tried(tool_format, subject.template, options, model, profile, turn)

@@ -13,13 +13,13 @@ from runner.cli.quiet_output import quiet_output
 from runner.models import ResolvedModel
 from runner.options import check_tool_format
 from runner.parsing.events import TurnReading
-from runner.parsing.learning.asking import Unlearnt
+from runner.parsing.learning.probe_renders import UnlearnableFormat
 from runner.parsing.learning.calls import find_form
-from runner.parsing.learning.readers import CheckedReader, check_reader
-from runner.parsing.learning.turn import LearntTurn, asker_of
+from runner.parsing.learning.reader_check import ReaderCheck, check_reader
+from runner.parsing.learning.learnt_format import LearntFormat, prober_of
 from runner.parsing.parser import TurnParser
-from runner.parsing.reading import Schemas
-from runner.parsing.traits import SENTENCES
+from runner.parsing.call_reader import Schemas
+from runner.parsing.limitations import DESCRIPTIONS
 from runner.tokens.probing.appends import byte_tokenizer
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.template import ChatTemplate
@@ -34,7 +34,7 @@ class ToolFormatCheck:
 
     name: str
     """Name of the format, as users write it."""
-    checked: CheckedReader | None
+    checked: ReaderCheck | None
     """Result of the test cases; None if the template writes no calls."""
 
     @classmethod
@@ -45,7 +45,7 @@ class ToolFormatCheck:
         options: Mapping[str, Any],
         model: ResolvedModel | None,
         profile: TemplateProfile,
-        learnt: LearntTurn,
+        learnt: LearntFormat,
     ) -> ToolFormatCheck:
         """Check the format in this process. The template must have been probed before, so that it is known to end.
 
@@ -61,16 +61,16 @@ class ToolFormatCheck:
         tokenizer = for_template(vocabulary, renderer.written)
         with quiet_output(Path(os.devnull)):  # vLLM prints during its import
             parser = TurnParser(learnt.format, named=named_reader(name, tokenizer))
-        asker = asker_of(renderer)
+        prober = prober_of(renderer)
         try:
-            find_form(asker)
-        except Unlearnt:
+            find_form(prober)
+        except UnlearnableFormat:
             return cls(name, None)
 
         def read(text: str, schemas: Schemas) -> TurnReading:
             return parser.read_named(text, schemas, tokenizer.encode(text))
 
-        return cls(name, check_reader(asker, read, learnt.format.reasoning))
+        return cls(name, check_reader(prober, read, learnt.format.reasoning))
 
     @property
     def reads_all(self) -> bool:
@@ -91,7 +91,7 @@ class ToolFormatCheck:
         """(label, text, explanation) of each line about it."""
         yield "tool format", self.name, f"Parses calls instead of the learnt format. {self.misreads or _ALL}."
         for trait in sorted(self.checked.traits) if self.checked is not None else ():
-            yield f"  {trait}", "", SENTENCES[trait]
+            yield f"  {trait}", "", DESCRIPTIONS[trait]
 
     def document(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -100,7 +100,7 @@ class ToolFormatCheck:
             "name": self.name,
             "cases": checked.cases if checked else 0,
             "misread": [{"case": each.case.what, "why": each.why} for each in checked.differences] if checked else [],
-            "traits": {trait: SENTENCES[trait] for trait in sorted(checked.traits)} if checked else {},
+            "traits": {trait: DESCRIPTIONS[trait] for trait in sorted(checked.traits)} if checked else {},
         }
 
 

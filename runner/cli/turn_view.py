@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runner.parsing.enforcing import enforceable
-from runner.parsing.learning.turn import FormatSource, LearntTurn
-from runner.parsing.traits import SENTENCES
+from runner.parsing.call_grammar import enforceable
+from runner.parsing.learning.learnt_format import FormatSource, LearntFormat
+from runner.parsing.limitations import DESCRIPTIONS
 from runner.parsing.turn_format import CallFormat, LiteralText, Piece, TaggedArguments
 
 __all__ = ["turn_document", "turn_lines"]
 
 
-def turn_lines(learnt: LearntTurn) -> Iterator[tuple[str, str, str]]:
+def turn_lines(learnt: LearntFormat) -> Iterator[tuple[str, str, str]]:
     """(label, text, meaning) of each line about the format of turns."""
     form = learnt.format
     if not learnt.reads_calls:
@@ -23,7 +23,7 @@ def turn_lines(learnt: LearntTurn) -> Iterator[tuple[str, str, str]]:
         yield "  source", learnt.source.value, _SOURCES[learnt.source]
         yield from _call_lines(form.calls) if form.calls is not None else [_READ_ONLY]
         for trait in learnt.traits:
-            yield f"  {trait}", "", SENTENCES[trait]
+            yield f"  {trait}", "", DESCRIPTIONS[trait]
     if form.reasoning is None:
         yield "thoughts", "none", "The template writes none; a turn that begins with <think> still has thoughts."
     else:
@@ -81,11 +81,11 @@ def _arguments(form: TaggedArguments) -> str:
     return f"{form.head}{one}{form.separator}{one}{form.tail}"
 
 
-def turn_document(learnt: LearntTurn) -> dict[str, Any]:
+def turn_document(learnt: LearntFormat) -> dict[str, Any]:
     """The format as JSON values."""
     calls = learnt.format.calls
     return {
         **learnt.as_json(),
-        "traits": {trait: SENTENCES[trait] for trait in learnt.traits},
+        "traits": {trait: DESCRIPTIONS[trait] for trait in learnt.traits},
         "enforceable": calls is not None and enforceable(calls) is None,
     }

@@ -18,8 +18,8 @@ from runner.episode.model import ChatModel
 from runner.errors import BadModel, DeltarunnerError, RunFileError
 from runner.models import resolve_model
 from runner.options import History
-from runner.parsing.foreign import NamedReader
-from runner.parsing.learning.turn import LearntTurn
+from runner.parsing.external_reader import ExternalReader
+from runner.parsing.learning.learnt_format import LearntFormat
 from runner.store.codec import episode_row
 from runner.store.header import Header
 from runner.store.json_values import encode_standard_json
@@ -173,7 +173,7 @@ class ChatModels:
             options=header.template_options,
             now=header.clock,
             history=History(**header.history),
-            turns=LearntTurn.from_json(template["turns"]) if "turns" in template else None,
+            turns=LearntFormat.from_json(template["turns"]) if "turns" in template else None,
             named=_named_reader(header) if placed is None else None,
             fit_tools=bool(template.get("fits_tools")),
         )
@@ -207,7 +207,7 @@ class ChatModels:
             raise BadModel(f"{error} If the run's model has moved, give its folder: --model FOLDER.") from error
 
 
-def _named_reader(header: Header) -> Callable[[Tokenizer], NamedReader] | None:
+def _named_reader(header: Header) -> Callable[[Tokenizer], ExternalReader] | None:
     if header.tool_format is None:
         return None
     from runner.engines.vllm.call_reader import named_reader

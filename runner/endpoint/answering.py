@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Reason, Refused, ended
 from runner.trajectory import Turn
 from runner.turn_events import GiveTurn, TurnRelay
@@ -19,11 +19,11 @@ __all__ = ["Answering", "Door"]
 class Answering(Protocol):
     """An episode that takes requests with whole histories."""
 
-    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
         ...
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, asked: ChatCall) -> int:
         """How many ids the prompt of a request has."""
         ...
 

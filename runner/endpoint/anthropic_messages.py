@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 import orjson
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_requests import asked_of
 from runner.endpoint.bodies import field_of
 from runner.endpoint.refusals import Reason, Refused
@@ -37,7 +37,7 @@ class AnthropicMessages(WireForm):
             logprobs=field_of(body, "logprobs", bool, False),
         )
 
-    def read_to_count(self, body: Mapping[str, Any], headers: Headers) -> Asked:
+    def read_to_count(self, body: Mapping[str, Any], headers: Headers) -> ChatCall:
         """Read a request whose prompt is to be counted.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_tools import known_function
 from runner.endpoint.bodies import (
     bad,
@@ -63,7 +63,7 @@ _TAKEN: Final = {
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
 
-def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: bool = False) -> Asked:
+def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: bool = False) -> ChatCall:
     """What a request asks.
 
     Args:
@@ -86,7 +86,7 @@ def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: 
     tools = _tools(body, not_granted)
     tool_choice = _tool_choice(body, tools, not_granted)
     history = _history(body)
-    return Asked(
+    return ChatCall(
         messages=history.messages,
         tools=tools,
         sampling=_sampling(body, tools, tool_choice, not_granted, counting=counting),

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import anyio
 import orjson
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.answering import Door
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.bodies import check_size, decode_body, number
@@ -241,13 +241,13 @@ def _request(form: WireForm, raw: bytes, headers: Headers) -> WireRequest:
     return request
 
 
-def _to_count(raw: bytes, headers: Headers) -> Asked:
+def _to_count(raw: bytes, headers: Headers) -> ChatCall:
     asked = _MESSAGES.read_to_count(decode_body(raw), headers)
     check_size(asked)
     return asked
 
 
-async def _count(door: Door, asked: Asked, receive: Receive, send: Send) -> None:
+async def _count(door: Door, asked: ChatCall, receive: Receive, send: Send) -> None:
     tokens, gone, error = None, False, None
 
     async def leave_with_client() -> None:

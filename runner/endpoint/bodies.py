@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Reason, Refused
 from runner.errors import BadOption
 from runner.messages import canonical_json
@@ -112,7 +112,7 @@ def _values_in(raw: bytes) -> int:
     return outside.count(b",") + outside.count(b"{") + outside.count(b"[")
 
 
-def check_size(asked: Asked) -> None:
+def check_size(asked: ChatCall) -> None:
     """Refuse a request that would take long before its prompt is there.
 
     Raises:

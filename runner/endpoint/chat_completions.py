@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.checked import is_whole
 from runner.endpoint.bodies import (
     bad,
@@ -100,7 +100,7 @@ class ChatCompletions(WireForm):
         )
         stream = field_of(body, "stream", bool, False)
         return WireRequest(
-            asked=Asked(
+            asked=ChatCall(
                 messages=read_chat_messages(
                     field_of(body, "messages", list, []) or bad("messages: give at least one.")
                 ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.bodies import (
     bad,
     constraint_of,
@@ -97,7 +97,7 @@ class Responses(WireForm):
             **with_constraint(constraint_of(body, schema), offered.tools, tool_choice, not_granted),
         )
         return WireRequest(
-            asked=Asked(
+            asked=ChatCall(
                 messages=read.messages or bad("input: give at least one message."),
                 tools=offered.tools,
                 sampling=sampling,

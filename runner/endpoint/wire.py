@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Refused
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.tokens.top_logprobs import TopLogprobs
@@ -30,7 +30,7 @@ class TokenText(Protocol):
 class WireRequest:
     """A request as it was read, whatever its form."""
 
-    asked: Asked
+    asked: ChatCall
     """What it asks of the episode."""
     stream: bool
     """Whether the answer is told while it is sampled."""

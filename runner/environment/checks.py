@@ -12,9 +12,9 @@ from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
 from runner.options import ToolChoice
-from runner.parsing.carrying import ambiguities, losses
-from runner.parsing.enforcing import not_enforced
-from runner.parsing.traits import CallTrait
+from runner.parsing.call_grammar import not_enforced
+from runner.parsing.limitations import CallLimitation
+from runner.parsing.roundtrip import ambiguities, losses
 from runner.scoring import ScorerKind
 from runner.tokens.shown_arguments import unseen_of
 from runner.tokens.tool_support import require_tools
@@ -110,17 +110,17 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
             raise BadTemplate(f"{template} cannot carry calls {told}")
         warnings.append(f"{template} does not carry every call {told}")
     warnings += _unchecked(tools)
-    unclear = list(ambiguities(tools)) if CallTrait.UNTYPED in chat.learnt.traits else []
+    unclear = list(ambiguities(tools)) if CallLimitation.UNTYPED in chat.learnt.traits else []
     if unclear:
         warnings.append(
-            f"{template} writes strings without quotes ({CallTrait.UNTYPED}), and {unclear[0]} takes other values "
+            f"{template} writes strings without quotes ({CallLimitation.UNTYPED}), and {unclear[0]} takes other values "
             "beside them: what reads as such a value is never a string. Give the argument one type, or make two of it."
             f"{_others(unclear)}"
         )
     strict = [tool.name for tool in tools if tool.strict]
     if strict and not form.calls.trigger:
         warnings.append(
-            f"{template} has nothing that announces a call ({CallTrait.BARE}), so strict=True of the tool "
+            f"{template} has nothing that announces a call ({CallLimitation.BARE}), so strict=True of the tool "
             f"{strict[0]!r} holds only where tool_choice requires a call.{_others(strict)}"
         )
     return warnings

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from runner.chat_requests import Again, Asked, ChatRequest, Delivery, Tolerated, Verdict
+from runner.chat_requests import Again, ChatCall, ChatRequest, Delivery, Tolerated, Verdict
 from runner.concurrency.clocks import Asking
 from runner.concurrency.threads import Job
 from runner.episode.alignment import Aligned, align
@@ -35,11 +35,11 @@ from runner.episode.turn_settings import TurnAudience
 from runner.errors import BadMessage, ContextFull, EpisodeOver
 from runner.messages import Message, canonical_json
 from runner.options import Sampling
-from runner.parsing.carrying import carries_name
+from runner.parsing.roundtrip import supports_name
 from runner.parsing.schema_grammar import not_enforced
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.system_support import TAKES_ALL, SystemSupport
-from runner.tools.foreign import tool_of, tools_of
+from runner.tools.external_tools import tool_of, tools_of
 from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
@@ -77,7 +77,7 @@ class _Offered:
 class _OpenRequest:
     """A request that is being answered."""
 
-    asked: Asked
+    asked: ChatCall
     """The request as the client made it."""
     relay: TurnRelay | None = None
     """The relay of the turn while it is sampled."""
@@ -147,7 +147,7 @@ class ChatDesk:
                 for request in left:
                     await request.done.wait()
 
-    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered.
 
         Args:
@@ -188,7 +188,7 @@ class ChatDesk:
             request.asked_turn.gone = False
         return request.turn
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, asked: ChatCall) -> int:
         """How many ids a prompt with the messages and tools of a request has, rendered anew.
 
         Raises:
@@ -311,7 +311,7 @@ class ChatDesk:
         form = chat.parser.format if isinstance(chat, ChatModel) and chat.parser.writes_as_read else None
         shown, unwritable = list[Tool](), list[str]()
         for tool in tools_of(given):
-            if carries_name(form, tool):
+            if supports_name(form, tool):
                 shown.append(tool)
             else:
                 unwritable.append(tool.name)
@@ -335,7 +335,7 @@ class ChatDesk:
             if notes and self._play.shared.is_new(f"{tool.name}: {notes}"):
                 self._play.faults.append(f"the schema of the tool {tool.name!r} is not checked whole: {notes}")
 
-    async def _aligned(self, asked: Asked, tools: Sequence[Tool]) -> tuple[Aligned, float]:
+    async def _aligned(self, asked: ChatCall, tools: Sequence[Tool]) -> tuple[Aligned, float]:
         schemas = [tool.as_openai() for tool in tools]
         await self._read_ahead(asked.messages)
         while True:
@@ -387,7 +387,7 @@ class ChatDesk:
             asked_turn.record.delivery = Delivery.UNDELIVERED  # until whoever asked has it
         self._histories.say(asked_turn, node, [node.turn.handle])
 
-    def _thread(self, asked: Asked, found: Aligned, tools: Sequence[Tool]) -> ConversationState:
+    def _thread(self, asked: ChatCall, found: Aligned, tools: Sequence[Tool]) -> ConversationState:
         """The conversation that answers: that of the turns it goes on from, unless another client asks."""
         known = found.before or found.parent
         if known is not None and known.fits(asked.label) and known.thread in self._own:
@@ -399,7 +399,7 @@ class ChatDesk:
         self._own.add(thread)
         return thread
 
-    def _record(self, thread: ConversationState, asked: Asked, found: Aligned, seconds: float) -> ChatRequest:
+    def _record(self, thread: ConversationState, asked: ChatCall, found: Aligned, seconds: float) -> ChatRequest:
         walk = found.walk
         parent = found.parent.node.turn if found.parent is not None and found.parent.node is not None else None
         record = ChatRequest(
@@ -433,7 +433,7 @@ class ChatDesk:
         return named
 
 
-def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: Asked) -> BadMessage:
+def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatCall) -> BadMessage:
     """An error that says why a template cannot write a history, and what helps."""
     text = f"the chat template cannot write this history: {missing}"
     begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
@@ -447,7 +447,7 @@ def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: Asked
     )
 
 
-def _streams(thread: ConversationState, tools: Sequence[Tool], asked: Asked) -> bool:
+def _streams(thread: ConversationState, tools: Sequence[Tool], asked: ChatCall) -> bool:
     """Whether what a turn says can be told while it is sampled."""
     if isinstance(thread.model, MessageModel):
         return True

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.checked import whole
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.endpoint.endpoint import Endpoint, serving
@@ -171,7 +171,7 @@ class Episode:
             EpisodeOver: the episode has ended or a limit was reached.
             BadInput: the messages, tools or sampling cannot be used.
         """
-        asked = Asked(
+        asked = ChatCall(
             messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
             tools=tools,
             sampling=sampling,

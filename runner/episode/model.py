@@ -18,9 +18,9 @@ from runner.engines.message_engine import MessageEngine
 from runner.messages import Message
 from runner.options import History
 from runner.parsing.call_ids import with_fitting_ids
-from runner.parsing.foreign import NamedReader
-from runner.parsing.learning.turn import LearntTurn
-from runner.parsing.learnt import learnt_turn
+from runner.parsing.external_reader import ExternalReader
+from runner.parsing.format_cache import cached_format
+from runner.parsing.learning.learnt_format import LearntFormat
 from runner.parsing.parser import TurnParser
 from runner.parsing.turn_format import TurnFormat
 from runner.tokens.bridging.bridge import Bridge, Bridger, PromptText
@@ -64,8 +64,8 @@ class ChatModel:
         options: Mapping[str, Any],
         now: datetime,
         history: History | None = None,
-        turns: LearntTurn | None = None,
-        named: Callable[[Tokenizer], NamedReader] | None = None,
+        turns: LearntFormat | None = None,
+        named: Callable[[Tokenizer], ExternalReader] | None = None,
         fit_tools: bool | None = None,
     ) -> None:
         self.engine = engine
@@ -84,7 +84,7 @@ class ChatModel:
         self.tokenizer = self.bridger.tokenizer
         self.encoding: dict[PromptText, Encoding] = {}
         """The long prompts that are being encoded in threads."""
-        self.learnt = turns or learnt_turn(self.renderer)
+        self.learnt = turns or cached_format(self.renderer)
         """What was learnt of how its template writes a turn."""
         self.parser = TurnParser(
             self.learnt.format,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from runner.episode.model import ChatModel
 from runner.messages import Message, ToolCall
 from runner.options import ToolChoice
-from runner.parsing.spelt import Spelling, StreamedSpelling
+from runner.parsing.spelled_tokens import SpelledTokens, SpelledTokenStream
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
@@ -59,13 +59,13 @@ class ParsedTurn:
         Its calls are numbered from `before` on, how many its conversation had before.
         """
         stopped = bool(ids) and ids[-1] in chat.stop_ids
-        spelling = Spelling(text, ids[: len(ids) - stopped], chat.parser.telling_tokens, chat.tokenizer)
+        spelling = SpelledTokens(text, ids[: len(ids) - stopped], chat.parser.marker_tokens, chat.tokenizer)
         parsed = chat.parser.parse(spelling.text, tools, tool_choice, before=before, ids=ids)
         names = {tool.name for tool in tools}
         calls = [checked_call(call, spelling, names, chat) for call in parsed.calls]
         return cls(
-            spelling.healed(parsed.content),
-            spelling.healed(parsed.reasoning),
+            spelling.restored(parsed.content),
+            spelling.restored(parsed.reasoning),
             calls,
             chat.parser.ends_in_thought(spelling.text),
         )
@@ -86,10 +86,10 @@ class ParsedTurn:
 
 
 def checked_call(
-    call: ToolCall, spelling: Spelling | StreamedSpelling, names: Collection[str], chat: ChatModel
+    call: ToolCall, spelling: SpelledTokens | SpelledTokenStream, names: Collection[str], chat: ChatModel
 ) -> ToolCall:
     """The call as it was said; one with an error where the name that the model made up would become control ids."""
-    call = spelling.healed_call(call)
+    call = spelling.restored_call(call)
     if call.error is not None or call.name in names:
         return call
     if chat.tokenizer.control_ids.isdisjoint(chat.tokenizer.encode(call.name)):

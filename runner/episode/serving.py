@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.endpoint import LAST_SECONDS, ChatThread
 from runner.episode.alignment import AS_SENT
 from runner.episode.key import MAIN
@@ -60,7 +60,7 @@ class ServedEpisode:
         self._told: float | None = None
         self._chat = play.shared.chat_of(MAIN)
 
-    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered; see `ChatDesk.ask`."""
         self._refuse_if_over()
         asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
@@ -71,7 +71,7 @@ class ServedEpisode:
                 self._play.limits.end_episode(self._play.limits.context_full)
             raise
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, asked: ChatCall) -> int:
         """How many ids the prompt of a request has."""
         return await self._desk.count(asked)
 
@@ -85,7 +85,7 @@ class ServedEpisode:
         """The threads so far."""
         return [_seen(thread) for thread in self._desk.threads]
 
-    def _trains(self, asked: Asked) -> bool | None:
+    def _trains(self, asked: ChatCall) -> bool | None:
         if self._train is None or isinstance(self._train, bool):
             return self._train
         names = [_tool_name(tool) for tool in asked.tools]

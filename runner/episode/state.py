@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 
 import anyio
 
-from runner.chat_requests import Asked, ChatRequest
+from runner.chat_requests import ChatCall, ChatRequest
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
@@ -59,11 +59,11 @@ class Desk(Protocol):
         """Whether it takes requests of whoever asks."""
         ...
 
-    async def ask(self, asked: Asked, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
         """Have a request answered."""
         ...
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, asked: ChatCall) -> int:
         """How many ids the prompt of a request has."""
         ...
 

@@ -11,7 +11,7 @@ from runner.messages import ToolCall
 from runner.options import ToolChoice
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece
 from runner.parsing.parser import CallNumbers
-from runner.parsing.spelt import StreamedSpelling
+from runner.parsing.spelled_tokens import SpelledTokenStream
 from runner.tokens.decode import IncrementalDecoder
 from runner.tools.tool import Tool
 from runner.turn_events import ToolCalled, TurnEvent, TurnRestarted
@@ -81,7 +81,7 @@ class TurnListener:
     def _clear(self) -> None:
         said, before, self._longest_stop = self._begun
         self._decoder = IncrementalDecoder(self._chat.tokenizer)
-        self._spelling = StreamedSpelling(self._chat.parser.telling_tokens)
+        self._spelling = SpelledTokenStream(self._chat.parser.marker_tokens)
         self._stream = self._chat.parser.stream(self._tools, self._tool_choice)
         self._number = CallNumbers(self._chat.parser.format, before)
         self._held = deque[int]()  # ids that may end the turn
@@ -135,7 +135,7 @@ class TurnListener:
     def _events_of(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, ReasoningPiece | ContentPiece):
-                self._tell(type(event)(self._spelling.healed(event.text)))
+                self._tell(type(event)(self._spelling.restored(event.text)))
             else:
                 self._tell(ToolCalled(self._call(event)))
 

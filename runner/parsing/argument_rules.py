@@ -8,21 +8,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.dialects import NOT_IN_KEYS, NotationDialect, dialect_of, plain_text
 from runner.parsing.ebnf import Rules, either, literal, none_of
-from runner.parsing.marks import Marks
 from runner.parsing.notations import Cdata, Html, JsonText, Raw, ValueType, members_in_order
-from runner.parsing.schema_rules import MOST_EXCLUDED, LeftOut, NothingFits, SchemaRules, members_of, says_of_string
+from runner.parsing.schema_rules import (
+    MOST_EXCLUDED,
+    SchemaRules,
+    UnenforcedKeywords,
+    UnsatisfiableSchema,
+    members_of,
+    says_of_string,
+)
 from runner.parsing.sequences import Field, Rest, in_order
 from runner.parsing.string_rules import character_class, characters_but, text_but
 from runner.parsing.turn_format import CallFormat, LiteralText, Slot, TaggedArguments, ValueStyle
-from runner.tools.conjunctions import Shapes, shapes_of
-from runner.tools.shapes import Shape, kind_of
+from runner.tools.schema_shapes import SchemaShapes, shapes_of
+from runner.tools.value_shapes import ValueShape, kind_of
 
-__all__ = ["ArgumentRules", "EnforcingProperty", "Inexpressible", "ends_of_strings"]
+__all__ = ["ArgumentRules", "GrammarRequirement", "NoGrammar", "ends_of_strings"]
 
 
-class EnforcingProperty(enum.StrEnum):
+class GrammarRequirement(enum.StrEnum):
     """What a format and a tool must have for a grammar to be made of them."""
 
     STRINGS_END = "strings_end"  # something stands behind a string that is written as it is
@@ -31,12 +38,12 @@ class EnforcingProperty(enum.StrEnum):
     SATISFIABLE = "schema_satisfiable"  # some arguments fit the schema
 
 
-class Inexpressible(Exception):
+class NoGrammar(Exception):
     """No grammar can be made; the message is a clause that says why."""
 
-    def __init__(self, missing: EnforcingProperty, why: str) -> None:
+    def __init__(self, missing: GrammarRequirement, why: str) -> None:
         super().__init__(why)
-        self.property = missing
+        self.requirement = missing
 
 
 class ArgumentRules:
@@ -45,14 +52,14 @@ class ArgumentRules:
     def __init__(self, rules: Rules, form: CallFormat) -> None:
         self._rules = rules
         self._form = form
-        self.left_out = LeftOut()
+        self.left_out = UnenforcedKeywords()
         """What of the schemas the rules do not say."""
 
     def of(self, name: str, parameters: str) -> str:
         """An expression for the arguments of a tool, of the text of its schema.
 
         Raises:
-            Inexpressible: they cannot be written in this format.
+            NoGrammar: they cannot be written in this format.
         """
         shapes = shapes_of(parameters)
         arguments = shapes.arguments()
@@ -60,32 +67,34 @@ class ArgumentRules:
             raise _unsatisfiable(name, "no object fits its schema")
         try:
             if isinstance(self._form.arguments, TaggedArguments):
-                tagged = partial(_Tagged, self._rules, self._form, self._form.arguments, shapes, name, self.left_out)
+                tagged = partial(
+                    _TaggedRules, self._rules, self._form, self._form.arguments, shapes, name, self.left_out
+                )
                 return either(tagged(shape).expression() for shape in arguments)
             notation = self._form.arguments.notation
             quote = [literal('"')] if isinstance(notation, JsonText) else []
             schemas = SchemaRules(self._rules, _dialect(notation), shapes, name, "", self.left_out)
             written = either(schemas.shape(shape, closed=True) for shape in arguments)
-        except NothingFits as error:
+        except UnsatisfiableSchema as error:
             raise _unsatisfiable(name, str(error)) from None
         return " ".join([*quote, written, *quote])
 
 
-def _unsatisfiable(name: str, why: str) -> Inexpressible:
-    return Inexpressible(EnforcingProperty.SATISFIABLE, f"{name} takes what nothing fits: {why}")
+def _unsatisfiable(name: str, why: str) -> NoGrammar:
+    return NoGrammar(GrammarRequirement.SATISFIABLE, f"{name} takes what nothing fits: {why}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Tagged:
+class _TaggedRules:
     """Arguments of one tool and of one shape, one by one between literals."""
 
     rules: Rules
     form: CallFormat
     arguments: TaggedArguments
-    shapes: Shapes
+    shapes: SchemaShapes
     tool: str
-    left_out: LeftOut
-    shape: Shape
+    left_out: UnenforcedKeywords
+    shape: ValueShape
 
     def expression(self) -> str:
         if self.shape.values is not None:
@@ -108,9 +117,9 @@ class _Tagged:
             raise self._without_arguments()
         return replace(members, may_be_empty=False).within(*around, "")
 
-    def _without_arguments(self) -> Inexpressible:
-        return Inexpressible(
-            EnforcingProperty.NONE_WRITTEN,
+    def _without_arguments(self) -> NoGrammar:
+        return NoGrammar(
+            GrammarRequirement.NONE_WRITTEN,
             f"{self.tool} takes no arguments, and its chat template has no way to write a call without any",
         )
 
@@ -122,16 +131,16 @@ class _Tagged:
             return self.rules.written(self.arguments.none)
         fields: list[Field] = []
         for key, value in members_in_order(arguments, sorted_keys=self.arguments.sorted_keys):
-            written = self._values([Shape(kind_of(value), (value,))], key)
+            written = self._values([ValueShape(kind_of(value), (value,))], key)
             if not written:
                 raise self._unwritable(key)
             fields.append((f"{literal(key)} {either(written)}", True))
         members = in_order(self.rules, fields, self.rules.written(self.arguments.separator))
         return members.within(self.rules.written(self.arguments.head), self.rules.written(self.arguments.tail), "")
 
-    def _unwritable(self, key: str) -> Inexpressible:
-        return Inexpressible(
-            EnforcingProperty.TYPES_WRITTEN,
+    def _unwritable(self, key: str) -> NoGrammar:
+        return NoGrammar(
+            GrammarRequirement.TYPES_WRITTEN,
             f"the argument {key} of {self.tool} has a type that its chat template cannot write",
         )
 
@@ -172,7 +181,7 @@ class _Tagged:
     def _names_nothing(self) -> bool:
         return not any(each.kind == "string" for each in self.shapes.of(self.shape.names))
 
-    def _values(self, shapes: Sequence[Shape], path: str) -> list[str]:
+    def _values(self, shapes: Sequence[ValueShape], path: str) -> list[str]:
         """An expression for each way in which a value may be written behind its key; none where there is no way."""
         found: dict[tuple[str, str], list[str]] = {}
         # A plain string that a tag ends may be anything, so that nothing has to be said of other types beside it.
@@ -190,7 +199,7 @@ class _Tagged:
             for (opened, closed), each in found.items()
         ]
 
-    def _value(self, style: ValueStyle, shape: Shape, path: str) -> str:
+    def _value(self, style: ValueStyle, shape: ValueShape, path: str) -> str:
         notation = style.notation
         if isinstance(notation, Raw | Html | Cdata):
             if shape.values is not None:
@@ -219,7 +228,7 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
     stands between values, and what ends the last one.
 
     Raises:
-        Inexpressible: nothing stands behind such strings.
+        NoGrammar: nothing stands behind such strings.
     """
     arguments = form.arguments
     style = arguments.styles.get("string") if isinstance(arguments, TaggedArguments) else None
@@ -231,11 +240,11 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
         return ()
     ends = [style.close + each for each in _behind_values(form, arguments)]
     if not all(ends):
-        raise Inexpressible(
-            EnforcingProperty.STRINGS_END, "nothing that its chat template writes tells where a string ends"
+        raise NoGrammar(
+            GrammarRequirement.STRINGS_END, "nothing that its chat template writes tells where a string ends"
         )
-    marks = _MARKS.of(ends[0].lstrip())  # none where the end is white space alone
-    if marks and _MARKS.is_tag(marks[0]) and all(end.lstrip().startswith(marks[0]) for end in ends):
+    marks = _CUT_POINTS.split(ends[0].lstrip())  # none where the end is white space alone
+    if marks and _CUT_POINTS.is_tag(marks[0]) and all(end.lstrip().startswith(marks[0]) for end in ends):
         return (marks[0],)
     return tuple(dict.fromkeys(ends))
 
@@ -253,7 +262,7 @@ def _dialect(notation: Any) -> NotationDialect:
     return dialect
 
 
-def _by_style(shape: Shape) -> Iterator[tuple[ValueType, Shape]]:
+def _by_style(shape: ValueShape) -> Iterator[tuple[ValueType, ValueShape]]:
     """The types that a template tells apart, each with its values; a number without a point is an integer to it."""
     if shape.kind != "number":
         yield shape.kind, shape
@@ -268,4 +277,4 @@ def _by_style(shape: Shape) -> Iterator[tuple[ValueType, Shape]]:
         yield "integer", replace(shape, integer=True)
 
 
-_MARKS: Final = Marks()
+_CUT_POINTS: Final = CutPoints()

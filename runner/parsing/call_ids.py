@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from runner.messages import AnsweredCalls, Message, ToolCallMessage
+from runner.parsing.call_writer import id_for
 from runner.parsing.turn_format import IdStyle, LiteralText, Slot, TurnFormat
-from runner.parsing.writing import id_for
 
 __all__ = ["with_fitting_ids"]
 

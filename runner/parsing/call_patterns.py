@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from runner.parsing.lenient import FREE, compiled, free_once, lenient, searched, squeezed
-from runner.parsing.marks import Marks
+from runner.parsing.argument_reader import AS_TEXT, WORD, TaggedArgumentReader, read_object
+from runner.parsing.cut_points import CutPoints
+from runner.parsing.lenient_patterns import FREE, compiled, free_once, lenient, searched, squeezed
 from runner.parsing.turn_format import CallFormat, LiteralText, Piece, Slot, TaggedArguments
-from runner.parsing.values import AS_TEXT, WORD, TaggedReader, read_object
 
 __all__ = ["CallPatterns", "MissingPart"]
 
@@ -84,7 +84,7 @@ class CallPatterns:
                     return MissingPart(f"{_SAID[piece]} is missing", at, name)
                 behind, name = _SAID[piece], found.groupdict().get("name") or name
                 continue
-            marks = Marks().of(piece.text)
+            marks = CutPoints().split(piece.text)
             for count, mark in enumerate(marks):
                 begun = "".join(marks[: count + 1])
                 if not compiled(self._pattern([*pieces[:number], LiteralText(begun)])).match(text, at):
@@ -127,8 +127,8 @@ class CallPatterns:
     @cached_property
     def end_marks(self) -> tuple[str, ...]:
         """The tags that calls end with; none where they end with signs that stand in values too."""
-        cut = Marks()
-        last = [cut.of(end)[-1] for end in (self.format.post.rstrip(), self.format.close.rstrip()) if end]
+        cut = CutPoints()
+        last = [cut.split(end)[-1] for end in (self.format.post.rstrip(), self.format.close.rstrip()) if end]
         return tuple(dict.fromkeys(mark for mark in last if cut.is_tag(mark)))
 
     def ends_arguments(self, text: str) -> bool:
@@ -149,8 +149,8 @@ class CallPatterns:
         """The part of the close that ends one call by itself; "" where the bracket of its object does, else None."""
         if not isinstance(self.format.arguments, TaggedArguments):
             return ""
-        cut = Marks()
-        first, *others = cut.of(self.format.close.strip()) or [""]
+        cut = CutPoints()
+        first, *others = cut.split(self.format.close.strip()) or [""]
         return first if others and (cut.is_tag(first) or first in _CLOSING) else None
 
     @cached_property
@@ -169,7 +169,7 @@ class CallPatterns:
         ends = [lenient(self.format.close)] if self.format.close else [r"\s*\Z"]
         if self.format.between is not None:
             ends.append(f"{lenient(self.format.between)}{WORD}+(?:{'|'.join(self._behind_name(form))})")
-        tagged = TaggedReader(form, ends)
+        tagged = TaggedArgumentReader(form, ends)
         return lambda text, at, schema, whole: tagged.read(text, at, schema, whole=whole)
 
     @cached_property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from runner.parsing.reading import ReadCall
+from runner.parsing.call_reader import ReadCall
 
-__all__ = ["ContentPiece", "Event", "FinishedCall", "ReasoningPiece", "TurnEvents", "TurnReading"]
+__all__ = ["ContentPiece", "Event", "EventCollector", "FinishedCall", "ReasoningPiece", "TurnReading"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TurnReading:
     calls: list[ReadCall]
 
 
-class TurnEvents:
+class EventCollector:
     """Collects events as a reader meets them, and holds white space back until something stands behind it.
 
     The thought's pieces, joined, are the thought. The content's are the content, whose parts beside calls are stripped

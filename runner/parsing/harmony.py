@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from runner.parsing.events import Event, TurnEvents, TurnReading
+from runner.parsing.argument_reader import read_object
+from runner.parsing.call_reader import ReadCall
+from runner.parsing.end_detector import EndDetector, RereadBudget, partial_mark_length
+from runner.parsing.events import Event, EventCollector, TurnReading
 from runner.parsing.literals import Unreadable, behind_space
 from runner.parsing.notations import Json, object_notations
-from runner.parsing.reading import ReadCall
 from runner.parsing.turn_format import CallFormat, IdStyle, LiteralText, ReasoningFormat, Slot, WholeArguments
-from runner.parsing.values import read_object
-from runner.parsing.watching import Budget, EndWatch, begun_mark
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
 from runner.tokens.template import Renderer, TemplateRaised
 
@@ -111,14 +111,14 @@ class HarmonyStream:
 
     def __init__(self, *, calls: bool = True) -> None:
         """Begin a turn, in which with `calls` something may be called."""
-        self._told = TurnEvents(stripped=True, calls=calls)
+        self._told = EventCollector(stripped=True, calls=calls)
         self._state: Callable[[str], str] = self._before
         self._held = ""
         self._role = False  # the next message says whose it is; of the first the prompt did
         self._header = _MessageHeader(_MessageKind.CONTENT, "")
         self._arguments: list[str] = []
-        self._watch = EndWatch(ENDS, quoted=True)
-        self._budget = Budget()
+        self._watch = EndDetector(ENDS, quoted=True)
+        self._budget = RereadBudget()
         self._ended = False
 
     @property
@@ -180,12 +180,12 @@ class HarmonyStream:
         if header.kind is _MessageKind.CALL:
             self._state = self._called
             self._arguments = []
-            self._watch, self._budget = EndWatch(ENDS, quoted=True), Budget()
+            self._watch, self._budget = EndDetector(ENDS, quoted=True), RereadBudget()
 
     def _body(self, text: str) -> str:
         text = self._taken(text)
         mark = _END.search(text)
-        begun = begun_mark(text, ENDS) if mark is None and not self._ended else 0
+        begun = partial_mark_length(text, ENDS) if mark is None and not self._ended else 0
         end = mark.start() if mark is not None else len(text) - begun
         if self._header.kind is _MessageKind.THOUGHT:
             self._told.think(text[:end])

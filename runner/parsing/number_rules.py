@@ -6,11 +6,11 @@ from decimal import Decimal
 from typing import Final
 
 from runner.parsing.ebnf import NOTHING, Rules, either, literal
-from runner.tools.shapes import Range
+from runner.tools.value_shapes import NumberRange
 
 __all__ = ["UNBOUNDED", "number_rule"]
 
-UNBOUNDED: Final = Range()
+UNBOUNDED: Final = NumberRange()
 
 _NUMBERS: Final = {
     "natural": '"0" | [1-9] [0-9]*',
@@ -27,7 +27,7 @@ MOST_DIGITS: Final = 15
 """Digits that every float holds; with more, a number below a bound may be the bound itself when it is read."""
 
 
-def number_rule(rules: Rules, numbers: Range, *, integer: bool) -> tuple[str, bool]:
+def number_rule(rules: Rules, numbers: NumberRange, *, integer: bool) -> tuple[str, bool]:
     """An expression for the numbers in a range, and whether it allows no others."""
     if numbers == UNBOUNDED:
         return _named(rules, "integer" if integer else "number"), True
@@ -49,7 +49,7 @@ def _named(rules: Rules, name: str) -> str:
 # --- integers
 
 
-def _integers(rules: Rules, numbers: Range) -> list[str]:
+def _integers(rules: Rules, numbers: NumberRange) -> list[str]:
     low, high = numbers.least, numbers.greatest
     found = []
     if high is None or high >= 0:
@@ -100,7 +100,7 @@ def _digits(low: str, high: str) -> str:
 # --- decimals
 
 
-def _decimals(rules: Rules, numbers: Range) -> list[str]:
+def _decimals(rules: Rules, numbers: NumberRange) -> list[str]:
     low, high = numbers.low, numbers.high
     found: list[str] = []
     if high is None or high > 0 or (high == 0 and not numbers.high_excluded):

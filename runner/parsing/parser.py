@@ -15,17 +15,16 @@ import orjson
 from runner.errors import BadOption
 from runner.messages import ToolCall
 from runner.options import Constraint, ToolChoice
-from runner.parsing.enforcing import constraint, harmony_constraint
+from runner.parsing.call_grammar import constraint, harmony_constraint
+from runner.parsing.call_reader import ReadCall, Schemas
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
 from runner.parsing.events import TurnReading
-from runner.parsing.foreign import NamedReader
+from runner.parsing.external_reader import ExternalReader
 from runner.parsing.harmony import HarmonyStream, read_harmony
-from runner.parsing.reading import ReadCall, Schemas
-from runner.parsing.responses import ResponseReader
+from runner.parsing.response_template import ResponseTemplateReader
 from runner.parsing.streaming import TurnStream
-from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
 from runner.parsing.turn_format import CallFormat, IdStyle, ReasoningFormat, TurnFormat
-from runner.parsing.turns import TurnReader
-from runner.parsing.writing import WrittenCall, id_for, write_calls
+from runner.parsing.turn_reader import USUAL, TurnReader, ends_in_thought, split_thought
 from runner.tools.tool import Tool
 
 __all__ = ["CallNumbers", "ParsedText", "TurnParser"]
@@ -51,7 +50,7 @@ class TurnParser:
     """How turns are written."""
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """The parts of the format that are one id of the vocabulary each."""
-    named: NamedReader | None = None
+    named: ExternalReader | None = None
     """What reads the calls that a model begins by itself, where the user named a format; else the format does."""
     stops: tuple[str, ...] = ()
     """The control tokens that end a turn."""
@@ -198,11 +197,11 @@ class TurnParser:
         return self.named.name if self.named is not None else "the model's response_template"
 
     @cached_property
-    def _response(self) -> ResponseReader | None:
-        return None if self.format.response is None else ResponseReader(self.format.response)
+    def _response(self) -> ResponseTemplateReader | None:
+        return None if self.format.response is None else ResponseTemplateReader(self.format.response)
 
     @cached_property
-    def telling_tokens(self) -> Mapping[str, int]:
+    def marker_tokens(self) -> Mapping[str, int]:
         """The control tokens that tell a thought and calls from the rest; inside a call its text decides.
 
         None of them where the user named a format, whose reader sees the ids itself.

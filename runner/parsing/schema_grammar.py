@@ -10,9 +10,9 @@ from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.dialects import free_json
 from runner.parsing.ebnf import Rules, either
-from runner.parsing.schema_rules import LeftOut, NothingFits, SchemaRules
-from runner.tools.conjunctions import shapes_of
+from runner.parsing.schema_rules import SchemaRules, UnenforcedKeywords, UnsatisfiableSchema
 from runner.tools.modern_schema import modern
+from runner.tools.schema_shapes import shapes_of
 
 __all__ = ["answer_constraint", "not_enforced"]
 
@@ -25,7 +25,7 @@ def answer_constraint(schema: Any) -> Constraint:
     """
     try:
         return Constraint(ConstraintKind.GRAMMAR, _written(json.dumps(schema), arguments=False).grammar)
-    except NothingFits as error:
+    except UnsatisfiableSchema as error:
         raise BadOption(f"Sampling(schema=...): {error}, so no answer could be given: mend the schema.") from None
 
 
@@ -36,7 +36,7 @@ def not_enforced(schema: Any, *, arguments: bool = False) -> list[str]:
     """
     try:
         written = _written(json.dumps(schema), arguments=arguments)
-    except NothingFits:
+    except UnsatisfiableSchema:
         return []  # which is refused, by name
     notes = [] if arguments else [str(note) for note in written.notes]
     return list(dict.fromkeys([*notes, *written.left_out]))
@@ -52,7 +52,7 @@ class _Written(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _written(text: str, *, arguments: bool) -> _Written:
-    rules, shapes, left_out = Rules({}), shapes_of(text), LeftOut()
+    rules, shapes, left_out = Rules({}), shapes_of(text), UnenforcedKeywords()
     writer = SchemaRules(rules, free_json(), shapes, "", "", left_out)
     if arguments:
         allowed = shapes.arguments()

@@ -14,11 +14,11 @@ from runner.parsing.ebnf import Rules, either, literal
 from runner.parsing.notations import members_in_order
 from runner.parsing.number_rules import number_rule
 from runner.parsing.sequences import Field, Rest, in_order
-from runner.parsing.string_rules import EVERY, FORMATS, Inexpressive, pattern_rule
-from runner.tools.conjunctions import Shapes
-from runner.tools.shapes import KINDS, Conjunction, Range, Shape
+from runner.parsing.string_rules import EVERY, FORMATS, UnsupportedPattern, pattern_rule
+from runner.tools.schema_shapes import SchemaShapes
+from runner.tools.value_shapes import KINDS, Conjunction, NumberRange, ValueShape
 
-__all__ = ["LeftOut", "NothingFits", "SchemaRules", "members_of"]
+__all__ = ["SchemaRules", "UnenforcedKeywords", "UnsatisfiableSchema", "members_of"]
 
 LONGEST_REPEAT: Final = 4096
 """Bounds on lengths above this are left to the check: a repetition is paid for in the compiled grammar."""
@@ -36,11 +36,11 @@ DEEPEST_INDENTED: Final = 8
 """Where values are indented, every depth needs rules of its own; below this one objects and lists are empty."""
 
 
-class NothingFits(ValueError):
+class UnsatisfiableSchema(ValueError):
     """No value fits a schema; the message is a clause that says where."""
 
 
-class LeftOut:
+class UnenforcedKeywords:
     """What a grammar does not say of a schema, by the path of the argument."""
 
     def __init__(self) -> None:
@@ -60,7 +60,13 @@ class SchemaRules:
     """Writes rules for the schemas of one tool, or of an answer."""
 
     def __init__(
-        self, rules: Rules, dialect: NotationDialect, shapes: Shapes, whose: str, behind: str, left_out: LeftOut
+        self,
+        rules: Rules,
+        dialect: NotationDialect,
+        shapes: SchemaShapes,
+        whose: str,
+        behind: str,
+        left_out: UnenforcedKeywords,
     ) -> None:
         """Of whoever has these shapes; `behind` has the characters behind a value that is in no other."""
         self._rules = rules
@@ -74,7 +80,7 @@ class SchemaRules:
         """An expression for the values that fit all of these schemas.
 
         Raises:
-            NothingFits: there are none.
+            UnsatisfiableSchema: there are none.
         """
         if self._too_deep(depth) and self._shapes.is_recursive(conjunction):
             return self._anything(depth)
@@ -89,12 +95,12 @@ class SchemaRules:
     def _shaped(self, conjunction: Conjunction, depth: int, path: str) -> str:
         shapes = self._shapes.of(conjunction)
         if not shapes:
-            raise NothingFits(f"{path or 'the whole'} has a schema that allows nothing")
+            raise UnsatisfiableSchema(f"{path or 'the whole'} has a schema that allows nothing")
         if {shape.kind for shape in shapes if shape.is_free} == set(KINDS):
             return self._anything(depth)
         return either(self.shape(shape, depth, path) for shape in shapes)
 
-    def shape(self, shape: Shape, depth: int = 0, path: str = "", *, closed: bool = False) -> str:
+    def shape(self, shape: ValueShape, depth: int = 0, path: str = "", *, closed: bool = False) -> str:
         """An expression for the values of one shape; `closed` says that an object has no members that nothing names."""
         if shape.values is not None:
             return self.listed(shape.values, depth)
@@ -152,12 +158,12 @@ class SchemaRules:
         # One rule for every string: all that may stand behind any of them.
         return self._dialect.behind_strings
 
-    def _string(self, shape: Shape, depth: int, path: str) -> str:
+    def _string(self, shape: ValueShape, depth: int, path: str) -> str:
         said, rule = self._limited(shape, self._behind_value(depth))
         self._left_out.add(path, [each for each in says_of_string(shape) if each not in said])
         return rule or self._dialect.string(self._rules, self._behind_value(depth))
 
-    def _limited(self, shape: Shape, behind: str) -> tuple[Sequence[str], str | None]:
+    def _limited(self, shape: ValueShape, behind: str) -> tuple[Sequence[str], str | None]:
         """Which keywords of a string are said, and the rule that says them, if any can be."""
         if self._dialect.characters is None:
             return (), None
@@ -167,7 +173,7 @@ class SchemaRules:
         for keyword, pattern in patterns[:1] if len(shape.patterns) < 2 else ():
             try:
                 body = self._rules.add("pattern", pattern_rule(pattern, characters, self._rules))
-            except Inexpressive:
+            except UnsupportedPattern:
                 continue
             return (keyword,), f"{quote} {body} {quote}"
         if shape.most is not None and shape.most <= LONGEST_COUNTED:
@@ -181,7 +187,7 @@ class SchemaRules:
         rule = " ".join([quote, *[characters.one_of(EVERY)] * least, rest])
         return ("minLength",) if least == shape.least else (), rule
 
-    def _array(self, shape: Shape, depth: int, path: str) -> str:
+    def _array(self, shape: ValueShape, depth: int, path: str) -> str:
         dialect = self._dialect
         if self._too_deep(depth):
             return self._rules.written(dialect.open_list + dialect.close_list)
@@ -209,7 +215,7 @@ class SchemaRules:
         listed = in_order(self._rules, fields, self._signs(separator), rest, all_before=True)
         return self._enclosed(listed, dialect.open_list, dialect.close_list, depth)
 
-    def _object(self, shape: Shape, depth: int, path: str, *, closed: bool) -> str:
+    def _object(self, shape: ValueShape, depth: int, path: str, *, closed: bool) -> str:
         dialect = self._dialect
         if self._too_deep(depth):
             return self._rules.written(dialect.open_object + dialect.close_object)
@@ -235,7 +241,7 @@ class SchemaRules:
             self._left_out.add(path, ("minProperties", "maxProperties"))
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
-    def _others(self, shape: Shape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
+    def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
         """Members that nothing names: where the schema speaks of such, or names none, or wants more than it names."""
         inner = _below(path, "*")
         if shape.names and not any(each.kind == "string" for each in self._shapes.of(shape.names)):
@@ -276,7 +282,7 @@ class SchemaRules:
         written = self._dialect.encode({name: 0}, 0)
         return written[len(self._dialect.open_object + self._dialect.line(1)) : written.rindex(self._dialect.colon)]
 
-    def _other_key(self, shape: Shape, path: str) -> str:
+    def _other_key(self, shape: ValueShape, path: str) -> str:
         """A name that is not written out in the schema."""
         if self._shapes.key(shape.names):
             if shape.named:
@@ -294,7 +300,7 @@ class SchemaRules:
         both = self._dialect.encode("", 0)
         return literal(both[: len(both) // 2])
 
-    def _key_of_names(self, shape: Shape, path: str) -> str:
+    def _key_of_names(self, shape: ValueShape, path: str) -> str:
         choices: list[str] = []
         for each in self._shapes.of(shape.names):
             if each.kind != "string":
@@ -308,10 +314,10 @@ class SchemaRules:
             choices.append(rule or self._dialect.key(self._rules, self._dialect.behind_strings))
         return either(choices)
 
-    def _key_of_pattern(self, pattern: str, shape: Shape, path: str) -> str:
+    def _key_of_pattern(self, pattern: str, shape: ValueShape, path: str) -> str:
         if self._shapes.key(shape.names):
             self._left_out.add(path, ("propertyNames",))
-        _, rule = self._limited(Shape("string", patterns=(pattern,)), self._dialect.behind_strings)
+        _, rule = self._limited(ValueShape("string", patterns=(pattern,)), self._dialect.behind_strings)
         if rule is None or len(shape.of_patterns) > 1:
             self._left_out.add(path, ("patternProperties",))
         return rule or self._dialect.key(self._rules, self._dialect.behind_strings)
@@ -319,7 +325,7 @@ class SchemaRules:
     def _anything(self, depth: int) -> str:
         def any_value() -> str:
             kinds = [kind for kind in KINDS if not (self._too_deep(depth) and kind in ("array", "object"))]
-            shapes = [Shape(kind) for kind in kinds]
+            shapes = [ValueShape(kind) for kind in kinds]
             return either(self.shape(shape, depth) for shape in shapes)
 
         if self._too_deep(depth):
@@ -335,7 +341,9 @@ class SchemaRules:
         return self._dialect.indent is not None and depth > DEEPEST_INDENTED
 
 
-def members_of(shape: Shape, shapes: Shapes, *, sorted_keys: bool) -> Iterator[tuple[str, Conjunction, bool]]:
+def members_of(
+    shape: ValueShape, shapes: SchemaShapes, *, sorted_keys: bool
+) -> Iterator[tuple[str, Conjunction, bool]]:
     """The members of an object that are named: the name, what the value has to be, whether it must be there."""
     named = {name: shape.member(name) for name in shape.named}
     for name, conjunction in members_in_order(named, sorted_keys=sorted_keys):
@@ -343,13 +351,13 @@ def members_of(shape: Shape, shapes: Shapes, *, sorted_keys: bool) -> Iterator[t
             yield name, conjunction, name in shape.required
 
 
-def says_of_string(shape: Shape) -> list[str]:
+def says_of_string(shape: ValueShape) -> list[str]:
     """The keywords of a shape of strings."""
     said = ["pattern"] * bool(shape.patterns) + ["format"] * bool(shape.formats)
     return said + ["minLength"] * (shape.least > 0) + ["maxLength"] * (shape.most is not None)
 
 
-def bounds_of(numbers: Range) -> list[str]:
+def bounds_of(numbers: NumberRange) -> list[str]:
     """The keywords of a range."""
     found = [] if numbers.low is None else ["exclusiveMinimum" if numbers.low_excluded else "minimum"]
     return found + ([] if numbers.high is None else ["exclusiveMaximum" if numbers.high_excluded else "maximum"])

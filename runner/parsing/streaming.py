@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from runner.parsing.events import Event, TurnEvents, TurnReading
-from runner.parsing.reading import CallReader, ReadCall, Schemas
+from runner.parsing.call_reader import CallReader, ReadCall, Schemas
+from runner.parsing.end_detector import EndDetector, RereadBudget, partial_mark_length
+from runner.parsing.events import Event, EventCollector, TurnReading
 from runner.parsing.turn_format import TaggedArguments
-from runner.parsing.turns import TurnReader
-from runner.parsing.watching import Budget, EndWatch, begun_mark
+from runner.parsing.turn_reader import TurnReader
 
 __all__ = ["TurnStream"]
 
@@ -34,12 +34,12 @@ class TurnStream:
         """
         self._reader = reader
         self._schemas = schemas
-        self._told = TurnEvents()
+        self._told = EventCollector()
         self._held = ""  # what may begin a mark
         self._ended = False
         self._state: Callable[[str], str] = self._start
         self._thought_open, self._thought_close = reader.reasoning.open, reader.reasoning.close
-        self._watch = EndWatch([self._thought_close], quoted=False)
+        self._watch = EndDetector([self._thought_close], quoted=False)
         self._unsaid: list[str] = []  # a thought, if its close comes
         self._section: _Section | None = None
         self._last = ""  # the sign that was told last
@@ -175,7 +175,7 @@ class TurnStream:
 
     def _hold(self, text: str, mark: str, tell: Callable[[str], None]) -> None:
         """Tell `text` but for an end that may begin the mark."""
-        begun = 0 if self._ended or not mark else begun_mark(text, (mark,))
+        begun = 0 if self._ended or not mark else partial_mark_length(text, (mark,))
         self._held = text[len(text) - begun :]
         tell(text[: len(text) - begun])
 
@@ -200,13 +200,13 @@ class _Section:
         self._parts: list[str] = []
         self._length = 0
         self._begun = False
-        self._budget = Budget()
+        self._budget = RereadBudget()
         marks, quoted = reader.patterns.end_marks, reader.patterns.quoted
         closed = bool(reader.format.close) or not isinstance(reader.format.arguments, TaggedArguments)
         watched = bool(reader.format.trigger) and closed and (quoted or bool(marks))
-        self._watch = EndWatch(marks, quoted=quoted) if watched else None
+        self._watch = EndDetector(marks, quoted=quoted) if watched else None
 
-    def feed(self, text: str, told: TurnEvents) -> str | None:
+    def feed(self, text: str, told: EventCollector) -> str | None:
         """Tell the calls that are sure by now; what stands behind them where they are closed, else None."""
         while text:
             end = None if self._watch is None else self._watch.feed(text)
@@ -219,7 +219,7 @@ class _Section:
                 return behind + text
         return None
 
-    def finish(self, told: TurnEvents) -> None:
+    def finish(self, told: EventCollector) -> None:
         """Tell all that is left."""
         text = self._before + "".join(self._parts)
         for part in self._reader.parts(text, self._schemas, begun=self._begun):
@@ -243,7 +243,7 @@ class _Section:
         self._parts.append(text)
         self._length += len(text)
 
-    def _read(self, told: TurnEvents) -> str | None:
+    def _read(self, told: EventCollector) -> str | None:
         if not self._budget.allows(self._length, likely=self._reader.patterns.ends_arguments(self._last_signs())):
             return None
         text = "".join(self._parts)

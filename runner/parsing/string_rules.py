@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeAlias
 
 from runner.parsing.ebnf import NOTHING, Rules, either, literal
-from runner.tools.patterns import python_pattern
+from runner.tools.ecma_patterns import python_pattern
 
 __all__ = [
     "ASCII_UNITS",
     "EVERY",
     "FORMATS",
-    "Inexpressive",
     "JsonCharacters",
+    "UnsupportedPattern",
     "character_class",
     "characters_but",
     "pattern_rule",
@@ -50,7 +50,7 @@ FORMATS: Final = {
 """Formats that are enforced, each by a pattern of what surely has it."""
 
 
-class Inexpressive(Exception):
+class UnsupportedPattern(Exception):
     """No grammar can be made of a pattern; the message is a clause that says why."""
 
 
@@ -75,7 +75,7 @@ class JsonCharacters:
         """The ways in which one of these characters may be written, each an expression without alternatives.
 
         Raises:
-            Inexpressive: there are too many that would have to be escaped.
+            UnsupportedPattern: there are too many that would have to be escaped.
         """
         plain: list[tuple[int, int]] = []
         escaped: list[int] = []
@@ -96,9 +96,9 @@ class JsonCharacters:
             if sum(last - max(first, 0x7F) + 1 for first, last in wide) <= 64:
                 choices += [self.text(chr(each)) for first, last in wide for each in range(max(first, 0x7F), last + 1)]
             elif not choices:
-                raise Inexpressive("it is of characters that are written as escapes")
+                raise UnsupportedPattern("it is of characters that are written as escapes")
         if not choices:
-            raise Inexpressive("it has no character")
+            raise UnsupportedPattern("it has no character")
         return choices
 
     def _escapes(self, *, wide: bool) -> list[str]:
@@ -210,7 +210,7 @@ def pattern_rule(pattern: str, characters: JsonCharacters, rules: Rules) -> str:
     """An expression for the strings in which a pattern is found, without their quotes.
 
     Raises:
-        Inexpressive: no grammar says that.
+        UnsupportedPattern: no grammar says that.
     """
     parser: Any = importlib.import_module("re._parser")
     parsed = list(parser.parse(python_pattern(pattern).pattern))
@@ -271,9 +271,9 @@ class _PatternWriter:
                 low, high, inner = value
                 most = None if str(high) == "MAXREPEAT" else int(high)
                 if max(low, most or 0) > MOST_REPEATED:
-                    raise Inexpressive(f"it repeats something more than {MOST_REPEATED} times")
+                    raise UnsupportedPattern(f"it repeats something more than {MOST_REPEATED} times")
                 return repeated(self._rules, self._choices(list(inner)), low, most)
-        raise Inexpressive(f"no grammar says {name.lower()} of a pattern")
+        raise UnsupportedPattern(f"no grammar says {name.lower()} of a pattern")
 
 
 def _is(item: Any, name: str) -> bool:
@@ -309,7 +309,7 @@ def _class(items: Sequence[Any]) -> Characters:
             case "CATEGORY" if str(value) in _CATEGORIES:
                 found += _CATEGORIES[str(value)]
             case _:
-                raise Inexpressive(f"no grammar says {str(value).lower()} of a pattern")
+                raise UnsupportedPattern(f"no grammar says {str(value).lower()} of a pattern")
     found.sort()
     return _complement(found) if negated else found
 

@@ -17,7 +17,7 @@ from runner.engines.base import BaseEngine, Engine
 from runner.engines.message_engine import MessageEngine
 from runner.environment.checks import common_system_prompt
 from runner.environment.environment import Environment
-from runner.parsing.learnt import learnt_turn
+from runner.parsing.format_cache import cached_format
 from runner.runs.options import RunOptions
 from runner.scoring import ScorerKind, with_weights
 from runner.store.header import Header
@@ -174,7 +174,7 @@ def _template(engine: BaseEngine, options: Mapping[str, Any]) -> dict[str, Any]:
         "fingerprint": template.fingerprint,
         "text": template.text,
         "variables": dict(template.variables),
-        "turns": learnt_turn(renderer).as_json(),
+        "turns": cached_format(renderer).as_json(),
         **({"fits_tools": True} if renderer.fits_tools else {}),
     }
 

@@ -22,7 +22,7 @@ from runner.episode.model import ChatModel, MessageModel, Model
 from runner.episode.shared import RunShared
 from runner.errors import BadOption
 from runner.options import Limits
-from runner.parsing.foreign import NamedReader
+from runner.parsing.external_reader import ExternalReader
 from runner.runs.options import RunOptions
 from runner.runs.preflight import check_appends, check_templates
 from runner.scoring import Scorer, with_weights
@@ -133,7 +133,7 @@ class RunSetup:
         faults = check_tools(environment, main)
         return [*faults, *await check_appends(main, now, self.workers, tools=tools, system=system)]
 
-    def _named(self) -> Callable[[Tokenizer], NamedReader] | None:
+    def _named(self) -> Callable[[Tokenizer], ExternalReader] | None:
         """A factory for the reader of calls in the format that the user named."""
         if self.options.tool_format is None:
             return None
@@ -142,7 +142,7 @@ class RunSetup:
         return partial(named_reader, self.options.tool_format)
 
     def _model(
-        self, engine: BaseEngine, now: datetime, *, named: Callable[[Tokenizer], NamedReader] | None = None
+        self, engine: BaseEngine, now: datetime, *, named: Callable[[Tokenizer], ExternalReader] | None = None
     ) -> Model:
         if isinstance(engine, MessageEngine):
             return MessageModel(engine)

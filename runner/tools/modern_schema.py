@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
-from runner.tools.patterns import BadPattern, python_pattern
+from runner.tools.ecma_patterns import BadPattern, python_pattern
 
 __all__ = ["ModernSchema", "Note", "as_shown", "modern", "resolved"]
 

@@ -27,11 +27,11 @@ from typing_extensions import TypedDict
 
 from runner import wording
 from runner.errors import BadEnvironment
-from runner.tools.checking import validator_of
-from runner.tools.conjunctions import shapes_for
+from runner.tools.argument_problems import schema_problems, typed_problems
 from runner.tools.modern_schema import as_shown, modern
-from runner.tools.problems import schema_problems, typed_problems
+from runner.tools.schema_shapes import shapes_for
 from runner.tools.typed_dicts import IS_NEEDED, with_readable_typed_dicts
+from runner.tools.validators import validator_of
 
 __all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 from runner import wording
 from runner.checked import is_number
-from runner.class_bodies import refuse_second
+from runner.class_bodies import refuse_duplicate
 from runner.errors import BadEnvironment, WrongArguments
 from runner.messages import canonical_json
 from runner.options import UNSET
@@ -58,7 +58,7 @@ def tool(
         given: object = function  # whatever an author without a type checker put there
         if not callable(given) and not isinstance(given, classmethod):
             raise BadEnvironment(f"@tool goes on a method, not on {given!r:.40}; a name is given as @tool(name=...).")
-        refuse_second(function, "tool")
+        refuse_duplicate(function, "tool")
         # Only noted here: the hints can be read when the class is whole, and may name classes that stand inside it.
         setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function

@@ -21,10 +21,10 @@ def with_readable_typed_dicts(hint: Any) -> Any:
 
     One that refers to itself stays as it is, and so do those inside a dataclass or a model, which are not ours.
     """
-    return _Reader().read(hint) if IS_NEEDED else hint
+    return _HintReader().read(hint) if IS_NEEDED else hint
 
 
-class _Reader:
+class _HintReader:
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
 

@@ -21,8 +21,8 @@ from runner.episode.prompting import followed_junction, forked_junction
 from runner.episode.sample import StopStrings
 from runner.messages import Message, as_messages
 from runner.options import History, HistoryPolicy
-from runner.parsing.foreign import NamedReader
-from runner.parsing.learning.turn import LearntTurn
+from runner.parsing.external_reader import ExternalReader
+from runner.parsing.learning.learnt_format import LearntFormat
 from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
@@ -46,8 +46,8 @@ def stored_chat(
     options: Mapping[str, Any],
     now: datetime,
     history: History,
-    turns: LearntTurn | None = None,
-    named: Callable[[Tokenizer], NamedReader] | None = None,
+    turns: LearntFormat | None = None,
+    named: Callable[[Tokenizer], ExternalReader] | None = None,
     fit_tools: bool = False,
 ) -> ChatModel:
     """The chat model of a run whose engine is not running: it makes prompts and reads turns, and samples nothing."""

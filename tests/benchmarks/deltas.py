@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
 from runner.parsing.events import Event, FinishedCall
 from runner.parsing.harmony import CALLS, HarmonyStream
 from runner.parsing.streaming import TurnStream
 from runner.parsing.turn_format import CallFormat
-from runner.parsing.turns import TurnReader
-from runner.parsing.writing import WrittenCall, id_for, write_calls
+from runner.parsing.turn_reader import TurnReader
 from tests.benchmarks.figures import Figure, main, on_one_core
-from tests.parsing.learnt import CLASSES
+from tests.parsing.learnt_formats import CLASSES
 from tests.parsing.written_turns import format_of
 
 ROUNDS = 7

@@ -27,7 +27,7 @@ from runner.episode.turn_settings import TurnAudience
 from runner.messages import Message
 from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
-from runner.tools.foreign import tools_of
+from runner.tools.external_tools import tools_of
 from tests.benchmarks.figures import Figure, main
 
 ROUNDS = 3

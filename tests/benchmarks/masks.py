@@ -11,14 +11,14 @@ import xgrammar
 
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.argument_rules import ends_of_strings
-from runner.parsing.enforcing import constraint
+from runner.parsing.call_grammar import constraint
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.grammar_compiler import TokenGrammarCompiler
-from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, ContentFormat, ReasoningFormat, TurnFormat
-from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
 from tests.benchmarks.figures import Figure, main, on_one_core
-from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.learnt_formats import CLASSES, learnt
 from tests.parsing.many_tools import MANY_TOOLS, arguments_of
 from tests.tokens.vocabularies import vocabulary
 
@@ -110,7 +110,7 @@ class _Bench:
     def marks_of(self, form: CallFormat) -> list[str]:
         """The tags of a format, which vocabularies made for it have as control tokens."""
         texts = TurnFormat(form, None, ContentFormat("", "")).texts()
-        return sorted({mark for text in texts for mark in Marks().of(text) if Marks().is_tag(mark)})
+        return sorted({mark for text in texts for mark in CutPoints().split(text) if CutPoints().is_tag(mark)})
 
     def _ids(self, text: str) -> list[int]:
         if not self.marks:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import anyio
 
-from runner.chat_requests import Asked, ChatRequest
+from runner.chat_requests import ChatCall, ChatRequest
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.responses import Responses
@@ -92,7 +92,7 @@ def captured() -> Iterator[list[Captured]]:
 
         return read
 
-    def recording(self: ChatDesk, thread: ConversationState, asked: Asked, found: Aligned, seconds: float) -> Any:
+    def recording(self: ChatDesk, thread: ConversationState, asked: ChatCall, found: Aligned, seconds: float) -> Any:
         made = record(self, thread, asked, found, seconds)
         one = known[id(asked.messages)]
         one.thread, one.record = thread, made

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from runner.parsing.learning.asking import SaidCall
+from runner.parsing.call_writer import WrittenCall, write_calls
+from runner.parsing.learning.probe_renders import ProbeCall
 from runner.parsing.notations import Json
 from runner.parsing.turn_format import CallFormat, Container, IdStyle, LiteralText, Slot, WholeArguments
-from runner.parsing.writing import WrittenCall, write_calls
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.peers import calls, thoughts
@@ -93,10 +93,10 @@ FORM = CallFormat(
     ids=IdStyle.ANY,
     stop="",
 )
-SAID = SaidCall("f", {"a": "one two", "b": None, "c": 1})
+SAID = ProbeCall("f", {"a": "one two", "b": None, "c": 1})
 
 
-def trial(*said: SaidCall, content: str = "", ids: tuple[str, ...] = ()) -> Trial:
+def trial(*said: ProbeCall, content: str = "", ids: tuple[str, ...] = ()) -> Trial:
     return Trial(Kind.CALLS, "", "its text", said, content, schemas_of(said), ids)
 
 
@@ -137,7 +137,7 @@ def test_what_the_template_writes_in_the_same_way_is_right_where_the_schema_allo
 ) -> None:
     form = format_of("GLM-4.6").calls
     assert form is not None
-    said = SaidCall("f", {"a": 5})
+    said = ProbeCall("f", {"a": 5})
     schemas = {"f": {"type": "object", "properties": {"a": types}}}
     text = write_calls(form, [WrittenCall(said.name, said.arguments, "")])
     read = Read("", [Call("f", {"a": "5"}, None)])

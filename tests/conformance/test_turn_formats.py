@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runner.parsing.learning.turn import FormatVerdict
+from runner.parsing.learning.learnt_format import FormatVerdict
 from runner.tokens.tool_support import missing_tool_property
 from tests import sweeps
 from tests.conformance import turn_formats

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from runner.parsing.enforcing import enforceable
+from runner.parsing.call_grammar import enforceable
+from runner.parsing.call_reader import Schemas
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.events import TurnReading
 from runner.parsing.harmony import HarmonyStream, read_harmony
-from runner.parsing.learning.asking import Asker
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.learning.checking import differences
-from runner.parsing.learning.turn import FormatVerdict, learn_turn
-from runner.parsing.marks import Marks
-from runner.parsing.reading import Schemas
+from runner.parsing.learning.format_check import differences
+from runner.parsing.learning.learnt_format import FormatVerdict, learn_format
+from runner.parsing.learning.probe_renders import ProbeRenderer
+from runner.parsing.limitations import DESCRIPTIONS
 from runner.parsing.streaming import TurnStream
-from runner.parsing.traits import SENTENCES
 from runner.parsing.turn_format import TurnFormat
-from runner.parsing.turns import TurnReader
+from runner.parsing.turn_reader import TurnReader
 from runner.tokens.tool_support import missing_tool_property
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import spread
@@ -51,7 +51,7 @@ class Row:
     @classmethod
     def of(cls, entry: Entry) -> Self:
         """Learn a template."""
-        learnt = learn_turn(entry.renderer())
+        learnt = learn_format(entry.renderer())
         calls, thought = learnt.format.calls, learnt.format.reasoning
         enforced = calls is not None and enforceable(calls) is None
         opened = "prompt" if thought and thought.opened_by_prompt else "model"
@@ -84,9 +84,9 @@ class Row:
 def streams(entry: Entry, form: TurnFormat) -> bool:
     """Whether a battery of turns says the same, whatever pieces it comes in."""
     assert form.calls is not None
-    asker = Asker(entry.renderer(), Marks())
+    prober = ProbeRenderer(entry.renderer(), CutPoints())
     if not form.harmony:
-        learn_calls(asker)  # it finds what the template wants around a call
+        learn_calls(prober)  # it finds what the template wants around a call
     reader, source = TurnReader(form), random.Random(entry.name)
 
     def at_once(text: str, schemas: Schemas) -> TurnReading:
@@ -101,7 +101,7 @@ def streams(entry: Entry, form: TurnFormat) -> bool:
         stream.finish()
         return stream.reading
 
-    whole, pieces = (differences(asker, form.calls, read) for read in (at_once, in_pieces))
+    whole, pieces = (differences(prober, form.calls, read) for read in (at_once, in_pieces))
     return whole == pieces
 
 
@@ -166,7 +166,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         *table(["trait", "templates / models", "what it means"], [
             (trait, _share([row for row in rows if trait in row.traits], models), sentence)
-            for trait, sentence in SENTENCES.items()
+            for trait, sentence in DESCRIPTIONS.items()
         ]),
         "",
         "## Refused, by property",

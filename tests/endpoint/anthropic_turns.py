@@ -14,7 +14,7 @@ import httpx2
 from hypothesis import strategies as st
 
 from runner import ContentPiece, ReasoningPiece, Sampling, ToolCalled
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.wire import Answered, AnswerWriter, WireRequest
 from runner.engines.base import FinishReason
@@ -82,7 +82,7 @@ def said(parts: Sequence[TurnProgress], **settings: Any) -> Said:
 
 def request(**fields: Any) -> WireRequest:
     stop = fields.pop("stop", ())
-    asked = Asked(messages=[], sampling=Sampling(stop=stop) if stop else None)
+    asked = ChatCall(messages=[], sampling=Sampling(stop=stop) if stop else None)
     return WireRequest(asked=asked, stream=True, **fields)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.response_events import ResponseWriter
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire import Answered, WireRequest
@@ -83,7 +83,7 @@ def ask(headers: Mapping[str, str] | None = None, /, **body: Any) -> WireRequest
     return Responses().read({"model": "m", "input": "Mend it.", **body}, headers or {})
 
 
-def asked(items: Sequence[Any], **body: Any) -> Asked:
+def asked(items: Sequence[Any], **body: Any) -> ChatCall:
     """What a request with these items asks."""
     return ask(input=items, **body).asked
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner import BadInput, Sampling
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Refused
 from runner.endpoint.wire import WireRequest
 from runner.episode.reading import MessageReader, joined
-from runner.tools.foreign import tools_of
+from runner.tools.external_tools import tools_of
 from runner.turn_events import TurnProgress
 from tests.endpoint.anthropic_turns import FORM, HANDLE, PARTS, rebuilt, said, streamed, whole
 
@@ -41,7 +41,7 @@ def read(given: dict[str, Any], **headers: str) -> WireRequest:
     return FORM.read(given, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
-def asked(*messages: Any, **fields: Any) -> Asked:
+def asked(*messages: Any, **fields: Any) -> ChatCall:
     return read(body(*messages, **fields)).asked
 
 

@@ -14,7 +14,7 @@ from runner import Endpoint
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.anthropic_tools import known_function
 from runner.testing import call
-from runner.tools.foreign import tools_of
+from runner.tools.external_tools import tools_of
 from tests.endpoint.serving import served, user
 from tests.playing import recording
 

@@ -19,7 +19,7 @@ from runner.episode import chat
 from runner.episode.reading import MessageReader
 from runner.errors import BadMessage
 from runner.messages import AnsweredCalls, CallIndex, Message, check_answers
-from runner.tools.foreign import tool_of
+from runner.tools.external_tools import tool_of
 from tests.endpoint.serving import RUN, chat_body, http, served, until, user
 from tests.playing import recording
 

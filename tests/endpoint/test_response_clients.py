@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from runner import Conversation, Outcome, Trajectory, Turn
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire import Answered
 from runner.testing import Fault, Reply, assert_exact, call
@@ -224,7 +224,7 @@ def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-def as_items(request: RecordedRequest, handles: Mapping[int, str]) -> Asked:
+def as_items(request: RecordedRequest, handles: Mapping[int, str]) -> ChatCall:
     """What a client of chat asked, as a client of Responses would ask it."""
     chat = request.asked(handles)
     body: dict[str, Any] = {

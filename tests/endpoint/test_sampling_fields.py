@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from runner import Endpoint, RunFile
-from runner.chat_requests import Asked
+from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.refusals import Refused
@@ -43,7 +43,7 @@ OF_RESPONSES: Mapping[str, Any] = {
 OF_ANTHROPIC: Mapping[str, Any] = dict.fromkeys(["stop_sequences", "system", "thinking", "container", "mcp_servers"])
 
 
-def asked(form: str, **fields: Any) -> Asked:
+def asked(form: str, **fields: Any) -> ChatCall:
     wire, body = FORMS[form]
     return wire.read({"model": "any", **body, **fields}, {}).asked
 

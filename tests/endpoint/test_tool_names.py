@@ -8,14 +8,14 @@ import anthropic
 import pytest
 
 from runner import Endpoint
-from runner.parsing.carrying import carries_name
+from runner.parsing.roundtrip import supports_name
 from runner.parsing.turn_format import TurnFormat
 from runner.testing import call
 from runner.tools.tool import Tool
 from tests.endpoint.serving import chat_body, http, openai_client, served, user
 from tests.parsing.enforced import accepts, every_class, form_of, required, written
 from tests.parsing.families import FAMILIES, family
-from tests.parsing.test_carrying import turn
+from tests.parsing.test_roundtrip import turn
 from tests.playing import recording
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
@@ -64,14 +64,14 @@ def test_an_allowed_name_is_read_and_enforced_in_every_format(name: str) -> None
     form = form_of(name)
     for each in ALLOWED:
         made = our_tool(each)
-        assert carries_name(turn(form), made), each
+        assert supports_name(turn(form), made), each
         assert accepts(required(form, [made]), written(form, (each, {"command": "ls"}))), each
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_allowed_name_is_read_in_every_family(name: str) -> None:
     form: TurnFormat = family(name).form
-    assert [each for each in ALLOWED if not carries_name(form, our_tool(each))] == []
+    assert [each for each in ALLOWED if not supports_name(form, our_tool(each))] == []
 
 
 @pytest.mark.parametrize("name", ALLOWED)

@@ -8,8 +8,8 @@ import pytest
 
 from runner import BadOption, BadTemplate, Environment, Run, ScriptedEngine, Task, Tool, reward, tool
 from runner.cli.report import summary_table
-from runner.parsing.learnt import learnt_turn
-from runner.parsing.traits import CallTrait
+from runner.parsing.format_cache import cached_format
+from runner.parsing.limitations import CallLimitation
 from runner.testing import Reply
 from runner.tokens.template import ChatTemplate
 from tests.parsing.families import family
@@ -140,7 +140,7 @@ async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:
 
 
 async def test_a_type_that_the_template_cannot_write_is_named_with_the_tool_and_the_fix() -> None:
-    assert CallTrait.SOME_TYPES_UNWRITABLE in learnt_turn(POOR.renderer()).traits
+    assert CallLimitation.SOME_TYPES_UNWRITABLE in cached_format(POOR.renderer()).traits
     poor = ScriptedEngine("Done.", template=POOR)
     message = await refused(taking("names", required=("names",), kind="array"), poor)
     assert "cannot carry calls of the tool 'look_up': its argument 'names' cannot be read back" in message

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 
 from runner import Conversation, Trajectory
-from runner.chat_requests import Asked, ChatRequest
+from runner.chat_requests import ChatCall, ChatRequest
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.responses import Responses
@@ -75,7 +75,7 @@ class RecordedRequest:
     parent: int | None
     cause: str
 
-    def asked(self, handles: Mapping[int, str]) -> Asked:
+    def asked(self, handles: Mapping[int, str]) -> ChatCall:
         """What it asks, with what names the turns of this time."""
         body, headers = _filled((self.body, self.headers), handles)
         asked = _FORMS[self.form].read(body, headers).asked
@@ -133,7 +133,7 @@ async def replay(
     requests: Sequence[RecordedRequest],
     engine: Any,
     *,
-    ask: Callable[[RecordedRequest, Mapping[int, str]], Asked] = RecordedRequest.asked,
+    ask: Callable[[RecordedRequest, Mapping[int, str]], ChatCall] = RecordedRequest.asked,
     **options: Any,
 ) -> Replayed:
     """Ask an episode what was recorded.
@@ -184,7 +184,7 @@ def _ids(request: RecordedRequest) -> int:
     return len(request.says.encode())
 
 
-async def _ask(desk: Any, asked: Asked, request: RecordedRequest, engine: Any) -> None:
+async def _ask(desk: Any, asked: ChatCall, request: RecordedRequest, engine: Any) -> None:
     async def give(turn: Turn, continued: Turn | None) -> None:
         if request.ends == "undelivered":
             raise _Gone

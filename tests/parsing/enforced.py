@@ -12,12 +12,12 @@ import xgrammar
 from pydantic import BaseModel, Field
 
 from runner.options import Constraint, ConstraintKind
-from runner.parsing.enforcing import constraint
+from runner.parsing.call_grammar import constraint
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
 from runner.parsing.notations import Html, Json, JsonText
 from runner.parsing.turn_format import CallFormat, ReasoningFormat, TaggedArguments, WholeArguments
-from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tools.tool import Tool
-from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.learnt_formats import CLASSES, learnt
 
 __all__ = [
     "ADD",

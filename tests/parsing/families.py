@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from runner import Environment, Task, Trajectory, reward, tool
-from runner.parsing.learnt import learnt_turn
+from runner.parsing.format_cache import cached_format
 from runner.parsing.turn_format import TurnFormat
 from runner.testing import Reply, ScriptedEngine, assert_exact, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -89,7 +89,7 @@ def family(name: str) -> Family:
     text = next(entry.text for entry in corpus() if entry.name == FAMILIES[name])
     template = ChatTemplate(text, name=FAMILIES[name], variables=VARIABLES)
     renderer = template.renderer(now=CLOCK)
-    form = learnt_turn(renderer).format
+    form = cached_format(renderer).format
     # In a history gpt-oss ends all messages alike, and no turn.
     ends = ("<|return|>", "<|call|>") if form.harmony else _ends(renderer, form)
     tokenizer = ByteTokenizer(list(dict.fromkeys((*control_tokens(renderer.written()), *ends))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from runner.parsing.learnt import learnt_turn
+from runner.parsing.format_cache import cached_format
 from runner.parsing.parser import TurnParser
 from runner.tokens.template import ChatTemplate
 
@@ -14,4 +14,4 @@ __all__ = ["bundled"]
 @functools.cache
 def bundled(name: str) -> TurnParser:
     """The parser of the template that comes with the package under that name."""
-    return TurnParser(learnt_turn(ChatTemplate.load(name).renderer()).format)
+    return TurnParser(cached_format(ChatTemplate.load(name).renderer()).format)

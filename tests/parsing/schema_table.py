@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from jsonschema_specifications import REGISTRY
 
-from runner.parsing.enforcing import not_enforced as not_enforced_of_tool
+from runner.parsing.call_grammar import not_enforced as not_enforced_of_tool
 from runner.parsing.schema_grammar import answer_constraint, not_enforced
-from runner.tools.checking import validator_of
-from runner.tools.foreign import tools_of
+from runner.tools.external_tools import tools_of
 from runner.tools.modern_schema import modern
+from runner.tools.validators import validator_of
 from tests.parsing.enforced import accepts, form_of, required, written
 from tests.parsing.test_schema_agreement import as_json
 

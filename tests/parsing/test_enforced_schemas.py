@@ -9,8 +9,8 @@ import pytest
 import xgrammar
 
 from runner.errors import BadOption
-from runner.parsing.argument_rules import EnforcingProperty, Inexpressible, ends_of_strings
-from runner.parsing.enforcing import constraint, enforceable
+from runner.parsing.argument_rules import GrammarRequirement, NoGrammar, ends_of_strings
+from runner.parsing.call_grammar import constraint, enforceable
 from runner.parsing.turn_format import CallFormat, TaggedArguments
 from runner.tools.tool import Tool
 from tests.parsing.enforced import (
@@ -200,6 +200,6 @@ def test_an_optional_argument_that_cannot_be_written_is_left_out() -> None:
 def test_a_format_in_which_nothing_ends_a_string_is_not_enforceable() -> None:
     endless = replace(tagged(separator="", tail=""), close="", between=None)
     assert enforceable(endless) == "nothing that its chat template writes tells where a string ends"
-    with pytest.raises(Inexpressible) as refused:
+    with pytest.raises(NoGrammar) as refused:
         ends_of_strings(endless)
-    assert refused.value.property is EnforcingProperty.STRINGS_END
+    assert refused.value.requirement is GrammarRequirement.STRINGS_END

@@ -9,12 +9,12 @@ import pytest
 import xgrammar
 
 from runner.options import Constraint, ConstraintKind
-from runner.parsing.enforcing import constraint, harmony_constraint
+from runner.parsing.call_grammar import constraint, harmony_constraint
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.harmony import CALLS, NEXT_MESSAGE
-from runner.parsing.marks import Marks
 from runner.parsing.turn_format import CallFormat, ContentFormat, TurnFormat
 from tests.parsing.enforced import BY_ITSELF, BYTES, OPENED, TOOLS, Call, every_class, form_of, written
-from tests.parsing.learnt import CLASSES
+from tests.parsing.learnt_formats import CLASSES
 
 CALLED: list[Call] = [("add", {"a": 1, "b": -20}), ("note", {"text": "it's <b>\n", "tags": ["a", "b"]})]
 FIRST = len(BYTES)
@@ -23,7 +23,7 @@ FIRST = len(BYTES)
 def tokens_of(form: CallFormat) -> dict[str, int]:
     """Every tag of a format as one id."""
     texts = TurnFormat(form, None, ContentFormat("", "")).texts()
-    tags = sorted({mark for text in texts for mark in Marks().of(text) if Marks().is_tag(mark)})
+    tags = sorted({mark for text in texts for mark in CutPoints().split(text) if CutPoints().is_tag(mark)})
     return {tag: FIRST + index for index, tag in enumerate(tags)}
 
 

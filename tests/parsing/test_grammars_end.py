@@ -11,11 +11,11 @@ import xgrammar
 
 from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind
-from runner.parsing.enforcing import constraint, harmony_constraint
+from runner.parsing.call_grammar import constraint, harmony_constraint
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.harmony import CALLS
-from runner.parsing.learning.asking import Asker
 from runner.parsing.learning.calls import _ends_of_turn
-from runner.parsing.marks import Marks
+from runner.parsing.learning.probe_renders import ProbeRenderer
 from runner.parsing.turn_format import CallFormat, ContentFormat, LiteralText, TurnFormat
 from runner.tools.tool import Tool
 from tests import sweeps
@@ -29,8 +29,10 @@ def ends_of(name: str, form: CallFormat) -> set[str]:
     """The control tokens that end a turn of this template, as a model's generation_config names them."""
     entry = next(entry for entry in corpus() if entry.name == name)
     special = frozenset(token for token in every_control_token() if is_special(token))
-    marks = Marks(frozenset(every_control_token()))
-    found = {mark for mark in marks.of(_ends_of_turn(Asker(entry.renderer(), marks, special))) if mark in special}
+    marks = CutPoints(frozenset(every_control_token()))
+    found = {
+        mark for mark in marks.split(_ends_of_turn(ProbeRenderer(entry.renderer(), marks, special))) if mark in special
+    }
     return {*found, *filter(None, [form.stop]), "</s>"}
 
 
@@ -73,9 +75,9 @@ def assert_every_grammar_ends(name: str, form: CallFormat, rng: random.Random) -
     """Walk through all grammars of a format; how many there are."""
     stops = ends_of(name, form)
     texts = TurnFormat(form, None, ContentFormat("", "")).texts()
-    tags = sorted({mark for text in texts for mark in Marks(frozenset(every_control_token())).of(text)})
+    tags = sorted({mark for text in texts for mark in CutPoints(frozenset(every_control_token())).split(text)})
     names = [mark for mark in dict.fromkeys([*tags, "<think>", "</think>", *sorted(stops)]) if len(mark) > 1]
-    names = [mark for mark in names if Marks().is_tag(mark) or mark in every_control_token()]
+    names = [mark for mark in names if CutPoints().is_tag(mark) or mark in every_control_token()]
     tokens = {mark: len(BYTES) + index for index, mark in enumerate(names)}
     walker, walked = Walker(tokens, stops), 0
     tools = [Tool(add), Tool(stop)]
@@ -104,7 +106,7 @@ SWEEP = sweeps.part([entry.name for entry in corpus()], 24)
 
 
 def test_every_grammar_of_every_template_ends() -> None:
-    from tests.parsing.learnt import learnt
+    from tests.parsing.learnt_formats import learnt
 
     rng, walked = sweeps.random_of("ends"), 0
     for name in SWEEP:
@@ -115,7 +117,7 @@ def test_every_grammar_of_every_template_ends() -> None:
 
 
 def test_learnt_close_ends_before_a_stop_token() -> None:
-    from tests.parsing.learnt import learnt
+    from tests.parsing.learnt_formats import learnt
 
     form = learnt(R7B)
     assert form is not None

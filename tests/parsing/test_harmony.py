@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.engines.scripted.replies import ReplyEncoder
-from runner.parsing.enforcing import harmony_constraint
+from runner.parsing.call_grammar import harmony_constraint
+from runner.parsing.call_reader import ReadCall, Schemas
+from runner.parsing.call_writer import Unwritable, WrittenCall, write_calls
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
 from runner.parsing.harmony import CALLS, HarmonyStream, learn_harmony, read_harmony
-from runner.parsing.learning.asking import Asker, SaidCall
-from runner.parsing.learning.checking import STRINGS, check_calls, differences
-from runner.parsing.marks import Marks
-from runner.parsing.reading import ReadCall, Schemas
-from runner.parsing.traits import CallTrait
-from runner.parsing.writing import Unwritable, WrittenCall, write_calls
+from runner.parsing.learning.format_check import STRINGS, check_calls, differences
+from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
+from runner.parsing.limitations import CallLimitation
 from runner.testing import Reply, call
 from runner.tools.tool import Tool
 from tests import sweeps
@@ -35,30 +35,30 @@ def read(text: str, _: Schemas) -> TurnReading:
     return read_harmony(text)
 
 
-def asker(entry: Entry) -> Asker:
-    return Asker(entry.renderer(), Marks())
+def prober(entry: Entry) -> ProbeRenderer:
+    return ProbeRenderer(entry.renderer(), CutPoints())
 
 
 @pytest.mark.parametrize("entry", HARMONY, ids=lambda entry: entry.name)
 def test_its_templates_are_known_and_written_and_read_as_they_do(entry: Entry) -> None:
     form = learn_harmony(entry.renderer())
     assert form == CALLS
-    assert differences(asker(entry), form, read) == []
-    assert check_calls(asker(entry), form, read) == {CallTrait.ONE_CALL, CallTrait.CONTENT_DROPPED}
+    assert differences(prober(entry), form, read) == []
+    assert check_calls(prober(entry), form, read) == {CallLimitation.ONE_CALL, CallLimitation.CONTENT_DROPPED}
 
 
 @pytest.mark.parametrize("entry", HARMONY, ids=lambda entry: entry.name)
 def test_a_render_is_read_as_what_was_said(entry: Entry) -> None:
     for string in STRINGS.values():
-        said = SaidCall("look_up", {"query": string, "more": [1, {"a": None}]})
+        said = ProbeCall("look_up", {"query": string, "more": [1, {"a": None}]})
         for content in ("", "I look it up."):
             for followed in (False, True):
-                text = asker(entry).turn(said, content=content, followed=followed)
+                text = prober(entry).turn(said, content=content, followed=followed)
                 assert text is not None
                 written = text.partition(START)[2].partition("<|start|>functions.")[0]
                 # The templates know of no content beside a call, and take it for a thought.
                 assert read_harmony(written) == TurnReading(content, "", [ReadCall(said.name, said.arguments)])
-    answer = asker(entry).turn(content="It is 42.", thought={"thinking": "Well."})
+    answer = prober(entry).turn(content="It is 42.", thought={"thinking": "Well."})
     assert answer is not None
     assert read_harmony(answer.partition(START)[2]).content == "It is 42."
     assert read_harmony(answer.partition(START)[2]).reasoning in ("Well.", "")
@@ -77,7 +77,7 @@ def test_it_is_known_by_what_is_rendered_and_not_by_a_name() -> None:
     form = learn_harmony(renderer)
     assert form is not None
     assert form != CALLS
-    assert differences(Asker(renderer, Marks()), form, read) == []
+    assert differences(ProbeRenderer(renderer, CutPoints()), form, read) == []
 
 
 CALL = [ReadCall("f", {"a": 1})]

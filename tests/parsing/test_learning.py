@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.parsing.learning import turn
-from runner.parsing.learning.asking import MOST_RENDERS, Asker, FormatProperty, SaidCall
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
+from runner.parsing.learning import learnt_format
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.learning.checking import alike
-from runner.parsing.learning.readers import RenderedTurns
-from runner.parsing.learning.turn import FormatVerdict, LearntTurn, learn_turn
-from runner.parsing.traits import CallTrait
+from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.learnt_format import FormatVerdict, LearntFormat, learn_format
+from runner.parsing.learning.probe_renders import MOST_RENDERS, FormatRequirement, ProbeCall, ProbeRenderer
+from runner.parsing.learning.reader_check import RenderedTurns
+from runner.parsing.limitations import CallLimitation
 from runner.parsing.turn_format import CallFormat, Slot
-from runner.parsing.turns import TurnReader
-from runner.parsing.writing import WrittenCall, id_for, write_calls
+from runner.parsing.turn_reader import TurnReader
 from runner.tokens.template import ChatTemplate, Renderer
 from tests import sweeps
 from tests.conformance import turn_formats
 from tests.conformance.corpus import corpus
-from tests.parsing.learnt import CLASSES
+from tests.parsing.learnt_formats import CLASSES
 
 pytestmark = pytest.mark.cases_in_turns(2)
 
@@ -40,8 +40,8 @@ def renderer_of(name: str) -> Renderer:
 
 
 @functools.cache
-def learnt_of(name: str) -> LearntTurn:
-    return learn_turn(renderer_of(name))
+def learnt_of(name: str) -> LearntFormat:
+    return learn_format(renderer_of(name))
 
 
 def calls_of(name: str) -> CallFormat:
@@ -51,16 +51,16 @@ def calls_of(name: str) -> CallFormat:
 
 
 @functools.cache
-def settled_asker_of(name: str) -> Asker:
+def settled_prober_of(name: str) -> ProbeRenderer:
     """One that has found what the template wants around a call before it shows it."""
-    asker = turn.asker_of(renderer_of(name))
-    learn_calls(asker)
-    return asker
+    prober = learnt_format.prober_of(renderer_of(name))
+    learn_calls(prober)
+    return prober
 
 
-def asker_of(name: str) -> Asker:
+def prober_of(name: str) -> ProbeRenderer:
     """One that has all its renders left."""
-    return replace(settled_asker_of(name), renders=0)
+    return replace(settled_prober_of(name), renders=0)
 
 
 @pytest.mark.parametrize("name", sweeps.part(LEARNT, 12))
@@ -70,10 +70,10 @@ def test_no_word_that_a_template_was_asked_with_stands_in_what_was_learnt(name: 
 
 @pytest.mark.parametrize("name", sweeps.part(LEARNT, 12))
 def test_learning_again_gives_the_same_and_takes_no_more_renders_than_it_may(name: str) -> None:
-    again = learn_turn(renderer_of(name))
+    again = learn_format(renderer_of(name))
     assert again == learnt_of(name)
     assert again.renders <= MOST_RENDERS
-    assert LearntTurn.from_json(again.as_json()) == again
+    assert LearntFormat.from_json(again.as_json()) == again
 
 
 # It writes instructions behind every turn, which no model says, and indents behind what Unicode has for a line's end.
@@ -126,11 +126,11 @@ def values(form: CallFormat) -> st.SearchStrategy[Any]:
     )
 
 
-def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[SaidCall]]:
+def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[ProbeCall]]:
     arguments = st.dictionaries(NAMES, values(form), max_size=3)
     if name in OWN_INSTRUCTIONS:
         arguments = arguments.filter(lambda each: not UNICODE_BREAKS.intersection(text_of(each)))
-    return st.lists(st.builds(SaidCall, NAMES, arguments), min_size=1, max_size=1 if form.between is None else 3)
+    return st.lists(st.builds(ProbeCall, NAMES, arguments), min_size=1, max_size=1 if form.between is None else 3)
 
 
 @pytest.mark.slow
@@ -138,12 +138,12 @@ def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[SaidCall]]:
 @settings(max_examples=sweeps.times(50, 20))
 @given(data=st.data())
 def test_what_an_exact_template_renders_is_read_as_what_was_said(name: str, data: st.DataObject) -> None:
-    form, asker, whole = calls_of(name), asker_of(name), learnt_of(name).format
+    form, prober, whole = calls_of(name), prober_of(name), learnt_of(name).format
     said = data.draw(said_in(form, name))
-    rendered = RenderedTurns(asker, whole.reasoning).said(*said)
+    rendered = RenderedTurns(prober, whole.reasoning).said(*said)
     assert rendered is not None
     written = write_calls(
-        form, [WrittenCall(each.name, each.arguments, asker.id_of(each, n)) for n, each in enumerate(said)]
+        form, [WrittenCall(each.name, each.arguments, prober.id_of(each, n)) for n, each in enumerate(said)]
     )
     # Where templates take arguments as text, that is ours, which has such an exponent without its zero.
     assert written.replace("e-0", "e-") in rendered.replace("e-0", "e-")
@@ -153,27 +153,27 @@ def test_what_an_exact_template_renders_is_read_as_what_was_said(name: str, data
     assert reading.content == "" or name in OWN_INSTRUCTIONS
 
 
-UNTYPED = [row.template for row in ROWS if CallTrait.UNTYPED in row.traits]
+UNTYPED = [row.template for row in ROWS if CallLimitation.UNTYPED in row.traits]
 
 
 @pytest.mark.parametrize("name", sweeps.part(UNTYPED, 8))
 def test_where_nothing_tells_types_two_inputs_have_one_render(name: str) -> None:
-    number, text = (asker_of(name).turn(SaidCall("look_up", {"query": value})) for value in (5, "5"))
+    number, text = (prober_of(name).turn(ProbeCall("look_up", {"query": value})) for value in (5, "5"))
     assert number == text != None  # noqa: E711  # one comparison says both
 
 
-CLOSING = [row.template for row in ROWS if CallTrait.CLOSING_IN_STRING in row.traits]
-SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallTrait.ONE_CALL not in row.traits]
+CLOSING = [row.template for row in ROWS if CallLimitation.CLOSING_IN_STRING in row.traits]
+SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallLimitation.ONE_CALL not in row.traits]
 
 
 @pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))
 def test_where_a_string_may_hold_what_ends_calls_two_inputs_have_one_render(name: str) -> None:
     # Some write a string otherwise where "<" is in it, and then all of them have to.
-    one, other = SaidCall("look_up", {"query": "<zqone"}), SaidCall("look_up", {"query": "<zqother"})
-    both = asker_of(name).turn(one, other)
+    one, other = ProbeCall("look_up", {"query": "<zqone"}), ProbeCall("look_up", {"query": "<zqother"})
+    both = prober_of(name).turn(one, other)
     assert both is not None
     within = both[both.index("<zqone") : both.rindex("<zqother") + len("<zqother")]
-    assert asker_of(name).turn(SaidCall("look_up", {"query": within})) == both
+    assert prober_of(name).turn(ProbeCall("look_up", {"query": within})) == both
 
 
 @pytest.mark.parametrize("name", ["Cohere2MoE", "CohereLabs-command-a-plus-05-2026-w4a4"])
@@ -200,7 +200,7 @@ def test_a_format_is_that_of_a_templates_options() -> None:
         "{%- if add_generation_prompt %}<|assistant|>{{ '<think></think>' if quick else '<think>' }}{% endif %}"
     )
     template = ChatTemplate(text, name="by options")
-    slow, quick = (learn_turn(template.renderer(options=options)).format for options in ({}, {"quick": True}))
+    slow, quick = (learn_format(template.renderer(options=options)).format for options in ({}, {"quick": True}))
     assert slow.calls is not None
     assert quick.calls is not None
     assert (slow.calls.trigger, quick.calls.begin) == ("<call>", "[[")
@@ -222,7 +222,7 @@ TURNED_ROUND = [
 def test_a_published_template_that_an_option_turns_round_is_learnt_both_ways(name: str, option: str) -> None:
     renderer = renderer_of(name)
     on, off = (
-        learn_turn(renderer.template.renderer({**renderer.options, option: value}, renderer.now)).format
+        learn_format(renderer.template.renderer({**renderer.options, option: value}, renderer.now)).format
         for value in (True, False)
     )
     assert on.calls is not None
@@ -246,7 +246,7 @@ def test_a_published_template_that_an_option_turns_round_is_learnt_both_ways(nam
 def test_what_calls_can_do_is_that_of_a_published_templates_options(name: str) -> None:
     renderer = renderer_of(name)
     traits = [
-        learn_turn(renderer.template.renderer({**renderer.options, "thinking": value}, renderer.now)).traits
+        learn_format(renderer.template.renderer({**renderer.options, "thinking": value}, renderer.now)).traits
         for value in (True, False)
     ]
     assert traits[0] != traits[1]
@@ -257,16 +257,16 @@ LOOP = (
     "{% for c in m.tool_calls or [] %}BODY{% endfor %}{% endfor %}"
 )
 REFUSED = {
-    "nothing of a call": ("", FormatProperty.SHOWN),
-    "only the name": ("<call>{{ c.function.name }}</call>", FormatProperty.SHOWN),
+    "nothing of a call": ("", FormatRequirement.SHOWN),
+    "only the name": ("<call>{{ c.function.name }}</call>", FormatRequirement.SHOWN),
     "strings end nowhere": (
         "<c>{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }} {{ v }} {% endfor %})</c>",
-        FormatProperty.INVERTED,
+        FormatRequirement.INVERTED,
     ),
     "values backwards": (
         "<call>{{ c.function.name }} {% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v | string | reverse }}"
         "</{{ k }}>{% endfor %}</call>",
-        FormatProperty.SHOWN,
+        FormatRequirement.SHOWN,
     ),
 }
 
@@ -276,7 +276,7 @@ def test_a_header_in_the_line_before_it_is_no_part_of_what_opens_a_thought() -> 
         "{% for m in messages %}{% if m.reasoning_content %}<|thoughts|>\n<think>{{ m.reasoning_content }}</think>"
         "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     )
-    reasoning = learn_turn(ChatTemplate(text, name="with a header").renderer()).format.reasoning
+    reasoning = learn_format(ChatTemplate(text, name="with a header").renderer()).format.reasoning
     assert reasoning is not None
     assert (reasoning.open, reasoning.close) == ("<think>", "</think>")
 
@@ -290,7 +290,7 @@ def test_an_id_that_holds_the_name_is_one_slot() -> None:
 
 def test_a_mark_behind_every_call_ends_the_call_and_not_the_turn() -> None:
     body = '<|call|>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}<|end_call|>'
-    calls = learn_turn(ChatTemplate(LOOP.replace("BODY", body), name="marked").renderer()).format.calls
+    calls = learn_format(ChatTemplate(LOOP.replace("BODY", body), name="marked").renderer()).format.calls
     assert calls is not None
     assert (calls.between, calls.close, calls.stop) == ("<|end_call|><|call|>", "<|end_call|>", "")
 
@@ -298,7 +298,7 @@ def test_a_mark_behind_every_call_ends_the_call_and_not_the_turn() -> None:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_learnt_is_refused_by_the_property_that_is_missing(what: str) -> None:
     body, missing = REFUSED[what]
-    learnt = learn_turn(ChatTemplate(LOOP.replace("BODY", body), name=what).renderer())
+    learnt = learn_format(ChatTemplate(LOOP.replace("BODY", body), name=what).renderer())
     assert learnt.verdict is FormatVerdict.REFUSED
     assert learnt.missing is missing
     assert learnt.why

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from runner.parsing.call_reader import CallReader, ReadCall, Schemas
 from runner.parsing.harmony import read_harmony
-from runner.parsing.reading import CallReader, ReadCall, Schemas
 from tests.parsing.written_turns import format_of
 from tests.repository import DOCS
 

@@ -14,8 +14,8 @@ import xgrammar
 from runner.errors import BadOption
 from runner.messages import Message, ToolCall
 from runner.options import ConstraintKind
+from runner.parsing.call_reader import ReadCall
 from runner.parsing.parser import CallNumbers
-from runner.parsing.reading import ReadCall
 from runner.tokens.template import ChatTemplate
 from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.errors import BadOption
-from runner.parsing.enforcing import not_enforced as not_enforced_of_tool
-from runner.parsing.reading import CallReader
+from runner.parsing.call_grammar import not_enforced as not_enforced_of_tool
+from runner.parsing.call_reader import CallReader
 from runner.parsing.schema_grammar import answer_constraint, not_enforced
 from runner.testing.environment_linter.random_values import random_value
-from runner.tools.checking import validator_of
-from runner.tools.conjunctions import shapes_of
-from runner.tools.foreign import tools_of
+from runner.tools.external_tools import tools_of
 from runner.tools.modern_schema import modern
+from runner.tools.schema_shapes import shapes_of
 from runner.tools.tool import Tool
+from runner.tools.validators import validator_of
 from tests import sweeps
 from tests.parsing.enforced import accepts, every_class, form_of, required, written
 from tests.parsing.schema_cases import PUBLIC, SUITE, SuiteCase, schemas
-from tests.parsing.test_enforcing import holds_its_end, walk
+from tests.parsing.test_call_grammar import holds_its_end, walk
 
 public = pytest.mark.parametrize("name", PUBLIC)
 

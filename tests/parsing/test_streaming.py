@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.parsing.call_reader import CallReader, DecidedCalls, ReadCall
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece
 from runner.parsing.notations import Json, Raw
-from runner.parsing.reading import CallReader, Decided, ReadCall
 from runner.parsing.streaming import TurnStream
 from runner.parsing.turn_format import (
     CallFormat,
@@ -28,9 +28,9 @@ from runner.parsing.turn_format import (
     ValueStyle,
     WholeArguments,
 )
-from runner.parsing.turns import TurnReader
+from runner.parsing.turn_reader import TurnReader
 from tests import sweeps
-from tests.parsing.learnt import CLASSES
+from tests.parsing.learnt_formats import CLASSES
 from tests.parsing.written_turns import WrittenTurn, format_of, formats, schemas_of, turns, write_turn
 
 pytestmark = pytest.mark.cases_in_turns(2)
@@ -320,7 +320,7 @@ def test_a_long_argument_full_of_marks_is_read_in_linear_time(
     read: list[int] = []
     decided = CallReader.decided
 
-    def counted(self: CallReader, text: str, *rest: Any, **more: Any) -> Decided:
+    def counted(self: CallReader, text: str, *rest: Any, **more: Any) -> DecidedCalls:
         read.append(len(text))
         return decided(self, text, *rest, **more)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from runner.parsing.learning.turn import learn_turn
-from runner.parsing.thoughts import USUAL
+from runner.parsing.call_writer import Unwritable, WrittenCall, id_for, write_calls
+from runner.parsing.learning.learnt_format import learn_format
 from runner.parsing.turn_format import TurnFormat
-from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
+from runner.parsing.turn_reader import USUAL
 from runner.tokens.tool_support import missing_tool_property
 from tests import sweeps
 from tests.conformance.corpus import corpus
@@ -23,7 +23,7 @@ __all__ = ["WrittenTurn", "format_of", "formats", "schemas_of", "turns", "write_
 @functools.cache
 def format_of(name: str) -> TurnFormat:
     """What the template of that name writes."""
-    return learn_turn(next(entry for entry in corpus() if entry.name == name).renderer()).format
+    return learn_format(next(entry for entry in corpus() if entry.name == name).renderer()).format
 
 
 @functools.cache

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.messages import Message, ToolCall
-from runner.parsing.learnt import learnt_turn
+from runner.parsing.call_reader import CallReader
+from runner.parsing.format_cache import cached_format
 from runner.parsing.parser import TurnParser
-from runner.parsing.reading import CallReader
-from runner.parsing.thoughts import split_thought
+from runner.parsing.turn_reader import split_thought
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -73,7 +73,7 @@ class Speaker:
         self.controls = list(dict.fromkeys(names))
         self.seasoned = self.bridger()
         """A bridger that meets every conversation of the session."""
-        self.parser = TurnParser(learnt_turn(self.renderer).format)
+        self.parser = TurnParser(cached_format(self.renderer).format)
 
     def bridger(self) -> Bridger:
         return Bridger(self.tokenizer, self.renderer, self.stop_ids)

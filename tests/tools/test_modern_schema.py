@@ -9,11 +9,11 @@ import pytest
 from runner import Conversation, Environment, Task, Tool, reward
 from runner.errors import WrongArguments
 from runner.options import Sampling
-from runner.parsing.enforcing import constraint, not_enforced
+from runner.parsing.call_grammar import constraint, not_enforced
 from runner.testing import ScriptedEngine, call
-from runner.tools.foreign import tools_of
+from runner.tools.ecma_patterns import BadPattern, python_pattern
+from runner.tools.external_tools import tools_of
 from runner.tools.modern_schema import modern
-from runner.tools.patterns import BadPattern, python_pattern
 from tests.parsing.enforced import accepts, form_of, required, written
 from tests.playing import play
 

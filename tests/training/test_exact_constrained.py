@@ -21,14 +21,14 @@ from runner import Conversation, Environment, FinishReason, Limits, Sampling, Ta
 from runner.engines.base import Engine, GenerationRequest
 from runner.errors import RequestRejected, unwrapped
 from runner.options import Constraint, ConstraintKind
-from runner.parsing.enforcing import constraint as constraint_of_calls
+from runner.parsing.call_grammar import constraint as constraint_of_calls
 from runner.parsing.turn_format import ReasoningFormat
 from runner.testing import play, play_many
 from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
 from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
-from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.learnt_formats import CLASSES, learnt
 from tests.parsing.parsers import bundled
 from tests.repository import DOCS
 from tests.training.making import made, prompt, said

@@ -21,10 +21,10 @@ from runner.engines.vllm.settings import constraint_arguments
 from runner.errors import BadBatch, BadModel
 from runner.messages import ToolCall
 from runner.options import Constraint, ConstraintKind, Sampling
-from runner.parsing.enforcing import constraint as constraint_of_calls
+from runner.parsing.call_grammar import constraint as constraint_of_calls
+from runner.parsing.call_writer import WrittenCall, write_calls
 from runner.parsing.parser import TurnParser
 from runner.parsing.turn_format import ReasoningFormat
-from runner.parsing.writing import WrittenCall, write_calls
 from runner.tokens.tokenizer import load_tokenizer
 from runner.tools.tool import Tool
 from runner.training import grammar as module
@@ -33,7 +33,7 @@ from runner.training.grammar import GrammarMasks
 from runner.training.rows import TrainingRow, rows_of, version_table
 from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
 from runner.training.tree import TokenTree
-from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.learnt_formats import CLASSES, learnt
 from tests.parsing.parsers import bundled
 from tests.training.making import made, prompt, retried, said
 

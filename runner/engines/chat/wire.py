@@ -14,7 +14,7 @@ from runner.errors import BadOption
 from runner.messages import Message, ToolCall
 from runner.options import Sampling, ToolChoice
 from runner.parsing.events import ContentPiece, ReasoningPiece
-from runner.parsing.foreign import as_call
+from runner.parsing.external_reader import external_call
 
 __all__ = ["FIELDS", "ChatAnswerReader", "RequestFormat", "body_of", "check_sampling"]
 
@@ -228,7 +228,7 @@ class ChatAnswerReader:
                 yield self._call(self._calls[index])
 
     def _call(self, said: _PartialCall) -> ToolCall:
-        read = as_call(said.name, "".join(said.arguments))
+        read = external_call(said.name, "".join(said.arguments))
         call_id = said.id if isinstance(said.id, str) and said.id and said.id not in self._ids else ""
         if not call_id:  # the results could not be told apart otherwise
             call_id = f"call_{len(self._request.messages)}_{len(self._ids)}"

@@ -14,10 +14,10 @@ from runner.engines.scripted.recorded import RecordedReplies
 from runner.engines.scripted.run_files import RecordedRun
 from runner.engines.scripted.script import Answer, ModelCall, Reply, Speaker, as_reply
 from runner.errors import BadOption, RequestRejected
+from runner.parsing.call_writer import Unwritable
+from runner.parsing.format_cache import cached_format
 from runner.parsing.harmony import MESSAGE, NEXT_MESSAGE
-from runner.parsing.learnt import learnt_turn
 from runner.parsing.parser import TurnParser
-from runner.parsing.writing import Unwritable
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ class ReplyEncoder:
 
     @cached_property
     def _parser(self) -> TurnParser:
-        learnt = learnt_turn(self._template.renderer())
+        learnt = cached_format(self._template.renderer())
         if learnt.format.calls is None:
             why = f"{learnt.missing}: {learnt.why}" if learnt.missing else "its response_template only reads them"
             raise BadOption(

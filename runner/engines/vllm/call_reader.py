@@ -12,9 +12,9 @@ from typing import Any
 from runner.engines.vllm.start import import_of_vllm, require_vllm
 from runner.errors import BadOption, one_line
 from runner.options import VLLM_FORMAT
-from runner.parsing.foreign import NamedReader, as_call
-from runner.parsing.marks import Marks
-from runner.parsing.reading import ReadCall, Reading, Schemas
+from runner.parsing.call_reader import CallsReading, ReadCall, Schemas
+from runner.parsing.cut_points import CutPoints
+from runner.parsing.external_reader import ExternalReader, external_call
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.tokenizer import Tokenizer
 from runner.version import installed_version
@@ -32,7 +32,7 @@ def require_format(tool_format: str) -> None:
     _parser_class(tool_format)
 
 
-def named_reader(tool_format: str, tokenizer: Tokenizer) -> NamedReader:
+def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
     """What reads calls in a format that was named as "vllm:NAME".
 
     Raises:
@@ -100,18 +100,18 @@ class VllmCallReader:
                 f"tool_format={self.name!r}: this parser works inside vLLM's own server alone. Name another, or none."
             )
 
-    def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> Reading:
+    def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
         """The content and the calls of a turn."""
         streamed = self._streamed(text, ids or self._tokenizer.encode(text), begin, schemas)
         calls, said = streamed.calls, text[begin:]
         if not calls and streamed.error is None:
             begun = self._kept_back(said, streamed.content)
             if not begun:
-                return Reading(said, [])
+                return CallsReading(said, [])
             calls = [ReadCall("", error=f"a call is begun with {begun!r}, and {self.name} read none")]
         if streamed.error is not None:
             calls = [*calls, ReadCall("", error=f"{self.name} raised {one_line(streamed.error)}")]
-        return Reading(streamed.content.strip(), calls)
+        return CallsReading(streamed.content.strip(), calls)
 
     def _streamed(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> _Streamed:
         told = _Streamed()
@@ -165,12 +165,12 @@ class VllmCallReader:
         if not said.startswith(content.rstrip()):
             return ""
         rest = said[len(content.rstrip()) :].lstrip()
-        first = next(iter(_TAGS.of(rest)), "")
+        first = next(iter(_TAGS.split(rest)), "")
         names = self._vocabulary.all_special_tokens
         return next((name for name in names if rest.startswith(name)), first if _TAGS.is_tag(first) else "")
 
 
-_TAGS = Marks()
+_TAGS = CutPoints()
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class _Streamed:
 
 def _streamed_call(name: str, arguments: str) -> ReadCall:
     # A call without arguments has an empty object; where nothing was streamed, the call was cut before them.
-    return as_call(name, arguments) if arguments.strip() else ReadCall(name, error="its arguments are missing")
+    return external_call(name, arguments) if arguments.strip() else ReadCall(name, error="its arguments are missing")
 
 
 def _request(schemas: Schemas) -> Any:

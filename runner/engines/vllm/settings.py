@@ -21,7 +21,7 @@ from runner.engines.vllm.parallel import (
     single_process_variables,
 )
 from runner.errors import BadOption
-from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind
+from runner.options import MAX_LOGPROBS, Constraint, ConstraintKind
 
 __all__ = [
     "RequestConverter",
@@ -35,7 +35,7 @@ __all__ = [
 _EVERYWHERE: dict[str, Any] = {
     # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
     "logprobs_mode": "processed_logprobs",
-    "max_logprobs": MOST_LOGPROBS,
+    "max_logprobs": MAX_LOGPROBS,
     # vLLM's own statistics print and keep histograms; the scheduler's counts come through a logger of ours.
     "disable_log_stats": True,
     # By default vLLM takes one library or another, by what the first constraint needs, and the later ones get that too.

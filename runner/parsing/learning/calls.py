@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
-from runner.parsing.learning.spans import CallSpan, contained, named
-from runner.parsing.learning.tagged import TaggedLearner
+from runner.parsing.learning.call_spans import CallSpan, contained, named
+from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.tagged_arguments import TaggedLearner
 from runner.parsing.notations import Json, JsonText, Notation, object_notations
 from runner.parsing.turn_format import (
     ArgumentsFormat,
@@ -27,9 +27,9 @@ from runner.tokens.probe_messages import ANSWERED
 
 __all__ = ["accepted_ids", "end_of_turn", "find_form", "learn_calls"]
 
-FIRST: Final = SaidCall("zqfirstz", {"zqkeyaz": "zqvalueaz"})
-SECOND: Final = SaidCall("zqsecondz", {"zqkeybz": "zqvaluebz"})
-THIRD: Final = SaidCall("zqthirdz", {"zqkeycz": "zqvaluecz"})
+FIRST: Final = ProbeCall("zqfirstz", {"zqkeyaz": "zqvalueaz"})
+SECOND: Final = ProbeCall("zqsecondz", {"zqkeybz": "zqvaluebz"})
+THIRD: Final = ProbeCall("zqthirdz", {"zqkeycz": "zqvaluecz"})
 RICH: Final[dict[str, Any]] = {
     "zqkeyaz": "é \"q\" 'r' \\ / <b> & \n z",
     "zqkeybz": [1, {"zqkeycz": True, "zqkeydz": None}, []],
@@ -37,7 +37,7 @@ RICH: Final[dict[str, Any]] = {
     "zqkeyfz": {},
 }
 
-FindCall = Callable[[str, SaidCall, str, int], CallSpan | None]
+FindCall = Callable[[str, ProbeCall, str, int], CallSpan | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +45,38 @@ class _CallShape:
     """How one call is found in a render, and how its arguments are written."""
 
     find: FindCall
-    probes: tuple[SaidCall, SaidCall, SaidCall]
+    probes: tuple[ProbeCall, ProbeCall, ProbeCall]
     """Calls by which the shape is seen."""
     arguments: ArgumentsFormat
     container: Container | None
     tail: str = ""
 
 
-def learn_calls(asker: Asker) -> CallFormat:
+def learn_calls(prober: ProbeRenderer) -> CallFormat:
     """How the template writes calls.
 
     Raises:
-        Unlearnt: in no way that can be told.
+        UnlearnableFormat: in no way that can be told.
     """
-    find_form(asker)
-    shape = _shape(asker)
+    find_form(prober)
+    shape = _shape(prober)
     first = shape.probes[0]
-    text = _asked(asker, first)
-    one = _found(shape, text, first, asker, 0)
-    followed = asker.turn(first, followed=True)
-    pieces, between = _several(asker, shape, one)
-    turn_ends = _ends_of_turn(asker)
-    close, stop = _close(asker, text[one.end :], _behind_call(shape, followed, one, asker), between)
-    begin, after_content, before_content = _front(asker, shape, text[: one.start], turn_ends)
+    text = _asked(prober, first)
+    one = _found(shape, text, first, prober, 0)
+    followed = prober.turn(first, followed=True)
+    pieces, between = _several(prober, shape, one)
+    turn_ends = _ends_of_turn(prober)
+    close, stop = _close(prober, text[one.end :], _behind_call(shape, followed, one, prober), between)
+    begin, after_content, before_content = _front(prober, shape, text[: one.start], turn_ends)
     if before_content is not None:
         before_content = before_content.removeprefix(close)
     arguments = shape.arguments
     if isinstance(shape.find, TaggedLearner):
         arguments, close, between = shape.find.ended(close, between)
-    trigger = _trigger(asker, begin)
-    if trigger and (asker.prompt() or "").rstrip().endswith(trigger.rstrip()):
+    trigger = _trigger(prober, begin)
+    if trigger and (prober.prompt() or "").rstrip().endswith(trigger.rstrip()):
         why = f"the prompt ends with {trigger!r} already, by which calls would be told from an answer"
-        raise Unlearnt(FormatProperty.SEPARABLE, why)
+        raise UnlearnableFormat(FormatRequirement.SEPARABLE, why)
     if not trigger and "\n" not in (after_content or ""):
         # Nothing tells such a content from the calls.
         after_content = before_content = None
@@ -90,61 +90,61 @@ def learn_calls(asker: Asker) -> CallFormat:
         trigger=trigger,
         after_content=after_content,
         before_content=before_content,
-        id_pieces=(LiteralText("functions."), Slot.NAME, LiteralText(":"), Slot.INDEX) if asker.named_ids else None,
-        ids=accepted_ids(asker, first),
+        id_pieces=(LiteralText("functions."), Slot.NAME, LiteralText(":"), Slot.INDEX) if prober.named_ids else None,
+        ids=accepted_ids(prober, first),
         stop=stop,
     )
 
 
-def accepted_ids(asker: Asker, said: SaidCall = FIRST) -> IdStyle:
+def accepted_ids(prober: ProbeRenderer, said: ProbeCall = FIRST) -> IdStyle:
     """The first of our ways to make up ids that the template takes."""
-    return next((each for each in IdStyle if _accepted(asker, said, each)), IdStyle.ANY)
+    return next((each for each in IdStyle if _accepted(prober, said, each)), IdStyle.ANY)
 
 
-def _accepted(asker: Asker, said: SaidCall, style: IdStyle) -> bool:
-    text = asker.turn(said, ids=style, followed=True)
+def _accepted(prober: ProbeRenderer, said: ProbeCall, style: IdStyle) -> bool:
+    text = prober.turn(said, ids=style, followed=True)
     return text is not None and said.name in text
 
 
-def _asked(asker: Asker, *calls: SaidCall, **more: Any) -> str:
-    text = asker.turn(*calls, **more)
+def _asked(prober: ProbeRenderer, *calls: ProbeCall, **more: Any) -> str:
+    text = prober.turn(*calls, **more)
     if text is None:
-        raise Unlearnt(FormatProperty.SHOWN, "the template refuses a call that it is asked to show")
+        raise UnlearnableFormat(FormatRequirement.SHOWN, "the template refuses a call that it is asked to show")
     return text
 
 
-def find_form(asker: Asker) -> None:
+def find_form(prober: ProbeRenderer) -> None:
     """Set what the template wants around calls before it shows them.
 
     Raises:
-        Unlearnt: it shows none.
+        UnlearnableFormat: it shows none.
     """
     for answered in (False, True):
         for named_ids in (False, True):
-            asker.answered, asker.named_ids = answered, named_ids
-            text = asker.turn(FIRST)
+            prober.answered, prober.named_ids = answered, named_ids
+            text = prober.turn(FIRST)
             if text and FIRST.name in text and FIRST.arguments["zqkeyaz"] in text:
                 return
-    raise Unlearnt(FormatProperty.SHOWN, "the template writes no name and arguments of a call")
+    raise UnlearnableFormat(FormatRequirement.SHOWN, "the template writes no name and arguments of a call")
 
 
-def _shape(asker: Asker) -> _CallShape:
-    text = _asked(asker, FIRST)
+def _shape(prober: ProbeRenderer) -> _CallShape:
+    text = _asked(prober, FIRST)
     for find in (contained, named):
-        span = find(text, FIRST, asker.id_of(FIRST, 0))
+        span = find(text, FIRST, prober.id_of(FIRST, 0))
         if span is not None:
-            notation = _notation(asker, find)
+            notation = _notation(prober, find)
             return _CallShape(find, (FIRST, SECOND, THIRD), WholeArguments(notation), span.container)
-    tagged = TaggedLearner.learn(asker)
+    tagged = TaggedLearner.learn(prober)
     return _CallShape(tagged, tagged.probes, tagged.arguments, None)
 
 
-def _notation(asker: Asker, find: FindCall) -> Notation:
-    rich = SaidCall(FIRST.name, RICH)
-    span = find(_asked(asker, rich), rich, asker.id_of(rich, 0), 0)
+def _notation(prober: ProbeRenderer, find: FindCall) -> Notation:
+    rich = ProbeCall(FIRST.name, RICH)
+    span = find(_asked(prober, rich), rich, prober.id_of(rich, 0), 0)
     if span is None:
-        raise Unlearnt(
-            FormatProperty.VALUES,
+        raise UnlearnableFormat(
+            FormatRequirement.VALUES,
             "lists, objects and quotes in a call's arguments are written neither as JSON nor as Python has them",
         )
     for notation in object_notations(span.before_arguments):
@@ -152,26 +152,30 @@ def _notation(asker: Asker, find: FindCall) -> Notation:
             return notation
         if isinstance(notation, Json) and JsonText(notation).encode(RICH) == span.arguments:
             return JsonText(notation)
-    raise Unlearnt(
-        FormatProperty.VALUES, "the object of a call's arguments is written neither as JSON nor as Python has it"
+    raise UnlearnableFormat(
+        FormatRequirement.VALUES, "the object of a call's arguments is written neither as JSON nor as Python has it"
     )
 
 
-def _found(shape: _CallShape, text: str, said: SaidCall, asker: Asker, number: int, start: int = 0) -> CallSpan:
-    span = shape.find(text, said, asker.id_of(said, number), start)
+def _found(
+    shape: _CallShape, text: str, said: ProbeCall, prober: ProbeRenderer, number: int, start: int = 0
+) -> CallSpan:
+    span = shape.find(text, said, prober.id_of(said, number), start)
     if span is None:
-        raise Unlearnt(FormatProperty.SEPARABLE, "a call could not be found in what the template wrote of it")
+        raise UnlearnableFormat(
+            FormatRequirement.SEPARABLE, "a call could not be found in what the template wrote of it"
+        )
     return span
 
 
-def _several(asker: Asker, shape: _CallShape, one: CallSpan) -> tuple[tuple[Piece, ...], str | None]:
+def _several(prober: ProbeRenderer, shape: _CallShape, one: CallSpan) -> tuple[tuple[Piece, ...], str | None]:
     """The pieces of a call, with its number as a slot, and what stands between two calls."""
-    text = asker.turn(*shape.probes)
+    text = prober.turn(*shape.probes)
     if text is None or any(said.name not in text for said in shape.probes):
         return one.pieces, None
     spans: list[CallSpan] = []
     for number, said in enumerate(shape.probes):
-        span = shape.find(text, said, asker.id_of(said, number), spans[-1].end if spans else 0)
+        span = shape.find(text, said, prober.id_of(said, number), spans[-1].end if spans else 0)
         if span is None:
             # The names may stand elsewhere, as in a list of what can be called.
             return one.pieces, None
@@ -190,7 +194,7 @@ def _counted(spans: Sequence[CallSpan]) -> tuple[Piece, ...]:
         counted = [_with_index(span.pieces, str(first + number)) for number, span in enumerate(spans)]
         if all(each == counted[0] for each in counted):
             return counted[0]
-    raise Unlearnt(FormatProperty.REPEATED, "a second call is not written as the first")
+    raise UnlearnableFormat(FormatRequirement.REPEATED, "a second call is not written as the first")
 
 
 def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
@@ -206,27 +210,27 @@ def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
     return merged(result)
 
 
-def end_of_turn(asker: Asker) -> str:
+def end_of_turn(prober: ProbeRenderer) -> str:
     """The mark that ends any turn."""
-    ends = _ends_of_turn(asker)
-    return next((mark for mark in asker.marks.of(ends) if asker.marks.is_tag(mark)), ends.strip())
+    ends = _ends_of_turn(prober)
+    return next((mark for mark in prober.cut_points.split(ends) if prober.cut_points.is_tag(mark)), ends.strip())
 
 
-def _ends_of_turn(asker: Asker) -> str:
+def _ends_of_turn(prober: ProbeRenderer) -> str:
     """What ends any turn: what stands behind a plain answer, whether something follows or not."""
     behind = [
         text.partition(ANSWERED)[2]
-        for text in (asker.turn(content=ANSWERED), asker.turn(content=ANSWERED, followed=True))
+        for text in (prober.turn(content=ANSWERED), prober.turn(content=ANSWERED, followed=True))
         if text is not None
     ]
-    return asker.marks.common_prefix(behind) if behind else ""
+    return prober.cut_points.common_prefix(behind) if behind else ""
 
 
-def _behind_call(shape: _CallShape, text: str | None, one: CallSpan, asker: Asker) -> str | None:
+def _behind_call(shape: _CallShape, text: str | None, one: CallSpan, prober: ProbeRenderer) -> str | None:
     """What stands behind the call that `one` is, where results follow it."""
     said = shape.probes[0]
     # Where the call has no id, one that follows is the result's.
-    call_id = asker.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
+    call_id = prober.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
     span = None if text is None else shape.find(text, said, call_id, 0)
     return None if span is None or text is None else text[span.end :]
 
@@ -234,64 +238,64 @@ def _behind_call(shape: _CallShape, text: str | None, one: CallSpan, asker: Aske
 NO_ID: Final = "zqnoidz"
 
 
-def _close(asker: Asker, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
+def _close(prober: ProbeRenderer, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
     """What closes the calls, and the token of its own that ends a turn with calls."""
-    marks = asker.marks
+    marks = prober.cut_points
     shared = marks.common_prefix([last, followed]) if followed is not None else last
     # Some write more of a call, such as its id, where a result follows: then they share nothing.
     close = shared or last
-    end = end_of_turn(asker)
+    end = end_of_turn(prober)
     # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""
     # An answer may have a close of its own before what ends the turn, as Command R7B's has.
-    for mark in marks.of(_ends_of_turn(asker)):
-        if mark in asker.special and mark in close:
+    for mark in marks.split(_ends_of_turn(prober)):
+        if mark in prober.special and mark in close:
             return close[: close.index(mark)].rstrip(), ""
-    tags = [mark for mark in marks.of(close) if marks.is_tag(mark)]
-    if tags and tags[-1] in asker.special and tags[-1] not in (between or ""):
+    tags = [mark for mark in marks.split(close) if marks.is_tag(mark)]
+    if tags and tags[-1] in prober.special and tags[-1] not in (between or ""):
         return close[: close.rindex(tags[-1])].rstrip(), tags[-1]
     return close.rstrip(), ""
 
 
-def _header(asker: Asker) -> str:
+def _header(prober: ProbeRenderer) -> str:
     """What stands in front of a plain answer; "" where it is not shown."""
-    answer = asker.turn(content=ANSWERED)
+    answer = prober.turn(content=ANSWERED)
     return "" if answer is None or ANSWERED not in answer else answer.partition(ANSWERED)[0]
 
 
-def _front(asker: Asker, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
+def _front(prober: ProbeRenderer, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
     """What begins the calls, what stands between a content and them, and between them and a content behind them."""
-    marks = asker.marks
+    marks = prober.cut_points
     said = shape.probes[0]
-    header = _header(asker)
+    header = _header(prober)
     begin = before[len(marks.common_prefix([before, header])) :].lstrip()
-    text = asker.turn(said, content=ANSWERED)
+    text = prober.turn(said, content=ANSWERED)
     if text is None or ANSWERED not in text:
         return begin, None, None
-    span = _found(shape, text, said, asker, 0)
+    span = _found(shape, text, said, prober, 0)
     content = text.index(ANSWERED)
     if content > span.start:
         return begin, None, text[span.end : content]
     in_between = text[content + len(ANSWERED) : span.start]
     shared = marks.common_suffix([before, in_between]).lstrip()
-    around = marks.of(begin.removesuffix(shared)) if shared else ()
+    around = marks.split(begin.removesuffix(shared)) if shared else ()
     if any(marks.is_tag(mark) and mark not in header for mark in around):
         # What begins the calls stands around the content: it is not in front of them.
         return begin, None, None
     begin = shared if len(shared) < len(begin) or not begin else begin
     after_content = in_between[: len(in_between) - len(begin)]
     # A content that stands in a turn of its own is not beside the calls.
-    own_turn = any(mark in after_content for mark in marks.of(turn_ends) if marks.is_tag(mark))
+    own_turn = any(mark in after_content for mark in marks.split(turn_ends) if marks.is_tag(mark))
     return begin, None if own_turn else after_content, None
 
 
 _JSON_SIGNS: Final = frozenset("[{\"' \n")
 
 
-def _trigger(asker: Asker, begin: str) -> str:
+def _trigger(prober: ProbeRenderer, begin: str) -> str:
     """What tells that calls begin: the first tag, or else all of what is in front of the first slot."""
-    marks = asker.marks.of(begin)
-    if marks and asker.marks.is_tag(marks[0]):
+    marks = prober.cut_points.split(begin)
+    if marks and prober.cut_points.is_tag(marks[0]):
         return marks[0]
     return "" if set(begin) <= _JSON_SIGNS else begin

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from runner.parsing.learning.asking import Asker, SaidCall
+from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
 from runner.parsing.turn_format import ContentFormat, ReasoningFormat
 from runner.tokens.probe_messages import ANSWERED, THOUGHT
 
@@ -14,37 +14,37 @@ __all__ = ["learn_content", "learn_reasoning"]
 
 OTHER_THOUGHT: Final = "First this, then that.\n\nSo: 42."
 OTHER_ANSWER: Final = "It is 42."
-CALL: Final = SaidCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
+CALL: Final = ProbeCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
 FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 TAGS: Final = ("<think>", "[THINK]", "<thinking>")
 """Marks that a thought inside a content is tried with, where the template neither has a field for it nor opens one."""
 
 
-def learn_reasoning(asker: Asker) -> ReasoningFormat | None:
+def learn_reasoning(prober: ProbeRenderer) -> ReasoningFormat | None:
     """How the template writes a thought, or None where it shows none in a way that can be told."""
     for ways in (_by_field, _by_part, _inline):
-        for thought in ways(asker):
-            learnt = _learnt(asker, thought)
-            if learnt is not None and _holds(asker, thought, learnt):
+        for thought in ways(prober):
+            learnt = _learnt(prober, thought)
+            if learnt is not None and _holds(prober, thought, learnt):
                 return learnt
     return None
 
 
-def learn_content(asker: Asker, reasoning: ReasoningFormat | None) -> ContentFormat:
+def learn_content(prober: ProbeRenderer, reasoning: ReasoningFormat | None) -> ContentFormat:
     """What the template puts around what was said, which is nothing for most.
 
     Args:
-        asker: asks the template.
+        prober: asks the template.
         reasoning: how it writes a thought: a prompt may open one that an answer in the history does not have.
     """
-    prompt, answer = asker.prompt(), asker.turn(content=ANSWERED)
+    prompt, answer = prober.prompt(), prober.turn(content=ANSWERED)
     if prompt is not None and reasoning is not None and reasoning.opened_by_prompt:
         prompt = prompt.rstrip().removesuffix(reasoning.open.rstrip())
     if prompt is None or answer is None or not answer.startswith(prompt):
         return ContentFormat("", "")
     front = answer.partition(ANSWERED)[0][len(prompt) :].strip()
-    marks = asker.marks.of(front)
-    return ContentFormat(front if len(marks) == 1 and marks[0] in asker.special else "", "")
+    marks = prober.cut_points.split(front)
+    return ContentFormat(front if len(marks) == 1 and marks[0] in prober.special else "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +59,54 @@ class _Thought:
     with_call: bool = False
     """Whether thoughts are shown only beside a call."""
 
-    def told(self, asker: Asker, thought: str, answer: str, *, followed: bool = False) -> str | None:
+    def told(self, prober: ProbeRenderer, thought: str, answer: str, *, followed: bool = False) -> str | None:
         """The render of a turn that thinks and says, or calls, something."""
         calls = [CALL] if self.with_call else []
         content = "" if self.with_call else answer
         if self.field is not None:
-            return asker.turn(*calls, content=content, thought={self.field: thought}, followed=followed)
+            return prober.turn(*calls, content=content, thought={self.field: thought}, followed=followed)
         if self.open:
-            return asker.turn(*calls, content=f"{self.open}{thought}{self.close}{answer}", followed=followed)
+            return prober.turn(*calls, content=f"{self.open}{thought}{self.close}{answer}", followed=followed)
         parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
-        return asker.turn(*calls, thought={"content": parts}, followed=followed)
+        return prober.turn(*calls, thought={"content": parts}, followed=followed)
 
     def behind(self, answer: str) -> str:
         """The word that stands behind the thought in a render."""
         return CALL.name if self.with_call else answer
 
 
-def _by_field(asker: Asker) -> Iterator[_Thought]:
+def _by_field(prober: ProbeRenderer) -> Iterator[_Thought]:
     for with_call in (False, True):
         for field in FIELDS:
             yield _Thought(field, with_call=with_call)
 
 
-def _by_part(asker: Asker) -> Iterator[_Thought]:
+def _by_part(prober: ProbeRenderer) -> Iterator[_Thought]:
     thought = _Thought(None)
-    text = thought.told(asker, THOUGHT, ANSWERED)
+    text = thought.told(prober, THOUGHT, ANSWERED)
     # Python's or JSON's text of the list itself is no thought that is shown.
     if text is not None and "type" not in text:
         yield thought
 
 
-def _inline(asker: Asker) -> Iterator[_Thought]:
-    prompt = (asker.prompt() or "").rstrip()
-    last = next((mark for mark in reversed(asker.marks.of(prompt)) if asker.marks.is_tag(mark)), "")
+def _inline(prober: ProbeRenderer) -> Iterator[_Thought]:
+    prompt = (prober.prompt() or "").rstrip()
+    last = next((mark for mark in reversed(prober.cut_points.split(prompt)) if prober.cut_points.is_tag(mark)), "")
     opened = last.replace("/", "", 1) if last[1:2] == "/" else last
-    known = bool(last) and prompt.endswith(last) and _is_thought(asker, opened, prompt)
+    known = bool(last) and prompt.endswith(last) and _is_thought(prober, opened, prompt)
     for tag in dict.fromkeys((opened, *TAGS) if opened and known else TAGS):
         thought = _Thought(None, open=tag, close=_closing(tag))
-        if (known and tag == opened) or _dropped(asker, thought):
+        if (known and tag == opened) or _dropped(prober, thought):
             yield thought
 
 
-def _is_thought(asker: Asker, opened: str, prompt: str) -> bool:
+def _is_thought(prober: ProbeRenderer, opened: str, prompt: str) -> bool:
     """A mark at the end of a prompt opens thoughts, or closed an empty one, and is not that of a role."""
-    header = (asker.turn(content=ANSWERED, followed=True) or "").partition(ANSWERED)[0]
+    header = (prober.turn(content=ANSWERED, followed=True) or "").partition(ANSWERED)[0]
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
     # That its close is written somewhere, and not in front of every answer alone, tells it from a role's mark.
-    told = opened in TAGS or closing in asker.renderer.template.text
+    told = opened in TAGS or closing in prober.renderer.template.text
     return begun and told and (opened not in header or closing in header)
 
 
@@ -114,60 +114,60 @@ def _closing(tag: str) -> str:
     return f"{tag[:1]}/{tag[1:]}"
 
 
-def _dropped(asker: Asker, thought: _Thought) -> bool:
+def _dropped(prober: ProbeRenderer, thought: _Thought) -> bool:
     """The template knows the tags: it cuts such a thought out of an earlier turn."""
-    text = thought.told(asker, THOUGHT, ANSWERED, followed=True)
+    text = thought.told(prober, THOUGHT, ANSWERED, followed=True)
     return text is not None and ANSWERED in text and THOUGHT not in text
 
 
-def _learnt(asker: Asker, thought: _Thought) -> ReasoningFormat | None:
-    text = thought.told(asker, THOUGHT, ANSWERED)
+def _learnt(prober: ProbeRenderer, thought: _Thought) -> ReasoningFormat | None:
+    text = thought.told(prober, THOUGHT, ANSWERED)
     behind = thought.behind(ANSWERED)
     if text is None or not 0 <= text.find(THOUGHT) < text.rfind(behind):
-        return None if not thought.open else _inline_format(asker, thought)
+        return None if not thought.open else _inline_format(prober, thought)
     front, _, rest = text.partition(THOUGHT)
-    close = _close(asker, rest[: rest.rfind(behind)])
+    close = _close(prober, rest[: rest.rfind(behind)])
     if not close:
         return None
-    opening = _opening(asker, front, close)
-    if opening and not any(asker.marks.is_tag(mark) for mark in asker.marks.of(opening)):
+    opening = _opening(prober, front, close)
+    if opening and not any(prober.cut_points.is_tag(mark) for mark in prober.cut_points.split(opening)):
         return None
-    return ReasoningFormat(opening, close, _opened(asker, opening))
+    return ReasoningFormat(opening, close, _opened(prober, opening))
 
 
-def _inline_format(asker: Asker, thought: _Thought) -> ReasoningFormat:
-    return ReasoningFormat(thought.open, thought.close, _opened(asker, thought.open))
+def _inline_format(prober: ProbeRenderer, thought: _Thought) -> ReasoningFormat:
+    return ReasoningFormat(thought.open, thought.close, _opened(prober, thought.open))
 
 
-def _close(asker: Asker, between: str) -> str:
+def _close(prober: ProbeRenderer, between: str) -> str:
     """The first tag behind a thought, with what stands in front of it in its line; else the first line."""
     line = between.strip().partition("\n")[0]
-    tag = next((mark for mark in asker.marks.of(line) if asker.marks.is_tag(mark)), "")
+    tag = next((mark for mark in prober.cut_points.split(line) if prober.cut_points.is_tag(mark)), "")
     return line[: line.find(tag) + len(tag)] if tag else line.strip()
 
 
-def _opening(asker: Asker, front: str, close: str) -> str:
+def _opening(prober: ProbeRenderer, front: str, close: str) -> str:
     """What opens a thought: what an answer without one has not in front of it, else the last tag."""
-    marks = asker.marks
-    plain = asker.turn(content=ANSWERED, followed=True) or ""
+    marks = prober.cut_points
+    plain = prober.turn(content=ANSWERED, followed=True) or ""
     header = plain.partition(ANSWERED)[0]
     opening = front[len(marks.common_prefix([front, header])) :].strip()
     if not opening and close in header:
         opening = front.strip()
-        tags = [mark for mark in marks.of(opening) if marks.is_tag(mark)]
+        tags = [mark for mark in marks.split(opening) if marks.is_tag(mark)]
         opening = opening[opening.rindex(tags[-1]) :] if tags else ""
     # What stands in lines before it is the header of a turn of its own, or an empty thought.
     return opening.rpartition("\n")[2]
 
 
-def _opened(asker: Asker, opening: str) -> bool:
-    prompt = asker.prompt()
+def _opened(prober: ProbeRenderer, opening: str) -> bool:
+    prompt = prober.prompt()
     return bool(opening) and prompt is not None and prompt.rstrip().endswith(opening)
 
 
-def _holds(asker: Asker, thought: _Thought, learnt: ReasoningFormat) -> bool:
+def _holds(prober: ProbeRenderer, thought: _Thought, learnt: ReasoningFormat) -> bool:
     """Another thought than the one that was learnt from stands between the same marks."""
-    text = thought.told(asker, OTHER_THOUGHT, OTHER_ANSWER)
+    text = thought.told(prober, OTHER_THOUGHT, OTHER_ANSWER)
     if text is None:
         return False
     at = text.find(OTHER_THOUGHT)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from runner.parsing.string_rules import FORMATS
-from runner.tools.conjunctions import Shapes, shapes_for
-from runner.tools.patterns import BadPattern, python_pattern
-from runner.tools.shapes import Conjunction, Shape
+from runner.tools.ecma_patterns import BadPattern, python_pattern
+from runner.tools.schema_shapes import SchemaShapes, shapes_for
+from runner.tools.value_shapes import Conjunction, ValueShape
 
 __all__ = ["random_arguments", "random_text", "random_value"]
 
@@ -52,7 +52,7 @@ def random_text(pattern: str, rng: random.Random) -> str:
     return text
 
 
-def _fitting(drawing: _Drawing, shapes: Sequence[Shape], whole: Conjunction) -> Any:
+def _fitting(drawing: _Drawing, shapes: Sequence[ValueShape], whole: Conjunction) -> Any:
     value = None
     for _ in range(MAX_TRIES if shapes else 0):
         value = drawing.shape(drawing.rng.choice(shapes), 0)
@@ -64,12 +64,12 @@ def _fitting(drawing: _Drawing, shapes: Sequence[Shape], whole: Conjunction) -> 
 class _Drawing:
     """Draws values of one schema."""
 
-    def __init__(self, shapes: Shapes, rng: random.Random) -> None:
+    def __init__(self, shapes: SchemaShapes, rng: random.Random) -> None:
         self.shapes = shapes
         self.rng = rng
 
     def value(self, conjunction: Conjunction, depth: int) -> Any:
-        shapes: Sequence[Shape] = self.shapes.of(conjunction)
+        shapes: Sequence[ValueShape] = self.shapes.of(conjunction)
         if not shapes:
             return None
         if depth > MAX_DEPTH:  # the smallest shape ends a recursive value
@@ -78,7 +78,7 @@ class _Drawing:
             return self.rng.choice(WORDS)
         return self.shape(self.rng.choice(shapes), depth)
 
-    def shape(self, shape: Shape, depth: int) -> Any:
+    def shape(self, shape: ValueShape, depth: int) -> Any:
         if shape.values is not None:
             return self.rng.choice(shape.values)
         match shape.kind:
@@ -95,7 +95,7 @@ class _Drawing:
             case _:
                 return self._object(shape, depth)
 
-    def _string(self, shape: Shape) -> str:
+    def _string(self, shape: ValueShape) -> str:
         patterns = [*shape.patterns, *(FORMATS[each] for each in shape.formats if each in FORMATS)]
         if patterns:
             return random_text(self.rng.choice(patterns), self.rng)
@@ -104,7 +104,7 @@ class _Drawing:
             word += "".join(self.rng.choice(LETTERS) for _ in range(shape.least - len(word)))
         return word if shape.most is None else word[: max(shape.most, shape.least)]
 
-    def _number(self, shape: Shape) -> float:
+    def _number(self, shape: ValueShape) -> float:
         low, high = shape.numbers.low, shape.numbers.high
         if low is None:
             low = 1 if high is None else min(1, high)
@@ -117,7 +117,7 @@ class _Drawing:
             return self.rng.randint(first, max(first, last))
         return round(self.rng.uniform(low, high), 2)
 
-    def _array(self, shape: Shape, depth: int) -> list[Any]:
+    def _array(self, shape: ValueShape, depth: int) -> list[Any]:
         most = shape.least + 1 if shape.most is None else shape.most
         length = min(max(shape.least, 1 if depth <= MAX_DEPTH else 0), max(most, shape.least))
         items = []
@@ -127,7 +127,7 @@ class _Drawing:
             items.append(self.value(shape.item(index), depth + 1))
         return items
 
-    def _object(self, shape: Shape, depth: int) -> dict[str, Any]:
+    def _object(self, shape: ValueShape, depth: int) -> dict[str, Any]:
         names = list(shape.required)
         others = [name for name in shape.named if name not in names and self.shapes.is_satisfiable(shape.member(name))]
         self.rng.shuffle(others)
@@ -136,7 +136,7 @@ class _Drawing:
             names.append(self._name(shape, names))
         return {name: self.value(shape.member(name), depth + 1) for name in names}
 
-    def _name(self, shape: Shape, taken: Sequence[str]) -> str:
+    def _name(self, shape: ValueShape, taken: Sequence[str]) -> str:
         for _ in range(MAX_TRIES):
             if shape.of_patterns and self.rng.random() < 0.7:
                 pattern = self.rng.choice(shape.of_patterns)[0]

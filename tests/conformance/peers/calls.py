@@ -12,11 +12,11 @@ from typing import Final, Self
 
 import orjson
 
-from runner.parsing.learning.asking import Asker, SaidCall
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.marks import Marks
+from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
 from runner.parsing.turn_format import CallFormat, TurnFormat
-from runner.parsing.writing import WrittenCall, id_for, write_calls
 from tests.conformance.corpus import Entry, control_tokens_of
 from tests.conformance.peers.cases import PLAIN, Kind, Trial, schemas_of, written
 from tests.conformance.peers.deviations import strayed
@@ -103,7 +103,7 @@ def play(group: Group) -> CallRow:
     form = turn.calls
     assert form is not None, "only formats that can be read are played"
     tokens = tuple(control_tokens_of(entry))
-    trials = [*written(_asker(entry, turn), form), *strayed(form, tokens)]
+    trials = [*written(_prober(entry, turn), form), *strayed(form, tokens)]
     plain = [_plain(form, said) for said in PLAIN]
     readers = {OURS: our_calls(turn, tokens), **_fit(form, plain, dict(vllm_calls(tokens)))}
     faults = {name: _faults(form, trials, reader) for name, reader in readers.items()}
@@ -119,15 +119,15 @@ def play(group: Group) -> CallRow:
     return dataclasses.replace(row, readers={name: faults[name] for name in ordered})
 
 
-def _asker(entry: Entry, turn: TurnFormat) -> Asker:
+def _prober(entry: Entry, turn: TurnFormat) -> ProbeRenderer:
     """One that has found what the template wants around a call before it shows it."""
-    asker = Asker(entry.renderer(), Marks())
+    prober = ProbeRenderer(entry.renderer(), CutPoints())
     if not turn.harmony:
-        learn_calls(asker)
-    return asker
+        learn_calls(prober)
+    return prober
 
 
-def _plain(form: CallFormat, said: SaidCall) -> Trial:
+def _plain(form: CallFormat, said: ProbeCall) -> Trial:
     text = write_calls(form, [WrittenCall(said.name, said.arguments, id_for(form, said.name, 0))])
     return Trial(Kind.ARGUMENTS, "", text, (said,), "", schemas_of([said]))
 

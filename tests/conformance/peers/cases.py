@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.parsing.learning.asking import Asker, SaidCall
-from runner.parsing.learning.checking import WHOLE_CLOSING, Case, battery, text_of
+from runner.parsing.call_writer import Unwritable
+from runner.parsing.learning.format_check import WHOLE_CLOSING, FormatCase, battery, text_of
+from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
-from runner.parsing.writing import Unwritable
 
 __all__ = ["NOT_TRIED", "PLAIN", "Kind", "Trial", "schemas_of", "written"]
 
@@ -81,7 +81,7 @@ class Trial:
     what: str
     """The case, which a format has once."""
     text: str
-    calls: tuple[SaidCall, ...]
+    calls: tuple[ProbeCall, ...]
     content: str
     schemas: Mapping[str, Any]
     """The tools' parameters, as a request has them."""
@@ -100,29 +100,29 @@ NOT_TRIED: Final[Mapping[str, str]] = {
 }
 """The names of vLLM's parsers that are not tried, and why."""
 
-PLAIN: Final = (SaidCall("look_up", {"query": "two words", "limit": 3}), SaidCall("look_up", {"query": "two words"}))
+PLAIN: Final = (ProbeCall("look_up", {"query": "two words", "limit": 3}), ProbeCall("look_up", {"query": "two words"}))
 """Calls of which a reader has to read one right to be given all the rest."""
 
 
-def written(asker: Asker, form: CallFormat) -> Iterator[Trial]:
+def written(prober: ProbeRenderer, form: CallFormat) -> Iterator[Trial]:
     """All that the template writes so itself."""
     for case in battery(form):
-        yield from _trial(asker, form, _kind(case), case, schemas_of(case.calls))
+        yield from _trial(prober, form, _kind(case), case, schemas_of(case.calls))
     for what, value, schema in _SCHEMAS:
-        calls = (SaidCall("set_value", {"note": "done", "value": value}),)
+        calls = (ProbeCall("set_value", {"note": "done", "value": value}),)
         schemas = schemas_of(calls)
         schemas["set_value"]["properties"]["value"] = schema
         schemas["set_value"]["$defs"] = _DEFINITIONS
-        yield from _trial(asker, form, Kind.SCHEMAS, Case(f"a schema: {what}", calls), schemas)
+        yield from _trial(prober, form, Kind.SCHEMAS, FormatCase(f"a schema: {what}", calls), schemas)
     said = PLAIN[0]
-    for trial in _trial(asker, form, Kind.IDS, Case("the id", (said,)), schemas_of([said])):
-        if asker.id_of(said, 0) in trial.text:
-            yield dataclasses.replace(trial, ids=(asker.id_of(said, 0),))
+    for trial in _trial(prober, form, Kind.IDS, FormatCase("the id", (said,)), schemas_of([said])):
+        if prober.id_of(said, 0) in trial.text:
+            yield dataclasses.replace(trial, ids=(prober.id_of(said, 0),))
     for answer in _ANSWERS:
         yield Trial(Kind.ANSWERS, f"an answer: {answer}", answer, (), answer, schemas_of(PLAIN))
 
 
-def schemas_of(calls: Sequence[SaidCall]) -> dict[str, Any]:
+def schemas_of(calls: Sequence[ProbeCall]) -> dict[str, Any]:
     """The parameters of the tools under which these calls are right: every argument has its type."""
     schemas: dict[str, Any] = {}
     for said in calls:
@@ -131,16 +131,18 @@ def schemas_of(calls: Sequence[SaidCall]) -> dict[str, Any]:
     return schemas
 
 
-def _trial(asker: Asker, form: CallFormat, kind: Kind, case: Case, schemas: Mapping[str, Any]) -> Iterator[Trial]:
+def _trial(
+    prober: ProbeRenderer, form: CallFormat, kind: Kind, case: FormatCase, schemas: Mapping[str, Any]
+) -> Iterator[Trial]:
     """The case as the template writes it; none where it does not."""
     try:
-        text = text_of(asker, form, case)
+        text = text_of(prober, form, case)
     except Unwritable:
         return
     yield Trial(kind, case.what, text, case.calls, case.content, schemas)
 
 
-def _kind(case: Case) -> Kind:
+def _kind(case: FormatCase) -> Kind:
     """What a case of the battery is about."""
     said = case.calls[0]
     if case.what == WHOLE_CLOSING:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.parsing.learning.asking import SaidCall
+from runner.parsing.call_writer import Unwritable, WrittenCall, id_for, write_calls
+from runner.parsing.cut_points import CutPoints
+from runner.parsing.learning.probe_renders import ProbeCall
 from runner.parsing.literals import Unreadable, read_literal
-from runner.parsing.marks import Marks
 from runner.parsing.notations import Json, Nested, Python, Raw
 from runner.parsing.turn_format import CallFormat, LiteralText, TaggedArguments, WholeArguments
-from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
 from tests.conformance.peers.cases import Kind, Trial, schemas_of
 
 __all__ = ["strayed"]
 
-FIRST: Final = SaidCall("look_up", {"query": "first one", "limit": 3})
-SECOND: Final = SaidCall("refresh", {"hard": True})
+FIRST: Final = ProbeCall("look_up", {"query": "first one", "limit": 3})
+SECOND: Final = ProbeCall("refresh", {"hard": True})
 WORDS: Final = "I look it up."
 
 
@@ -29,7 +29,7 @@ class Stray:
     """What a model wrote, and what it meant."""
 
     text: str
-    calls: tuple[SaidCall, ...]
+    calls: tuple[ProbeCall, ...]
     content: str = ""
 
 
@@ -50,12 +50,12 @@ def strayed(form: CallFormat, tokens: Collection[str]) -> Iterator[Trial]:
             yield Trial(kind, kind.value, stray.text, stray.calls, stray.content, schemas, spelt=kind is Kind.SPELT)
 
 
-def _calls(form: CallFormat) -> tuple[SaidCall, ...]:
+def _calls(form: CallFormat) -> tuple[ProbeCall, ...]:
     """What is said in most of them."""
     return (FIRST, SECOND) if form.between is not None else (FIRST,)
 
 
-def _write(form: CallFormat, calls: Sequence[SaidCall]) -> str:
+def _write(form: CallFormat, calls: Sequence[ProbeCall]) -> str:
     """The text of the calls in the format."""
     # Nine letters and digits are an id that every template takes.
     ids = [id_for(form, said.name, number) for number, said in enumerate(calls)]
@@ -152,7 +152,7 @@ def _open_call(form: CallFormat) -> Stray | None:
     calls, close = _calls(form), form.close.strip()
     kept = ""
     if isinstance(form.arguments, TaggedArguments):
-        kept = Marks().of(close)[0] if close else ""
+        kept = CutPoints().split(close)[0] if close else ""
     if not form.trigger or close == kept:
         return None
     return Stray(_write(form, calls).rstrip().removesuffix(close) + kept, calls)
@@ -168,7 +168,7 @@ def _open_section(form: CallFormat) -> Stray | None:
 def _open_argument(form: CallFormat) -> Stray | None:
     if not isinstance(form.arguments, TaggedArguments):
         return None
-    shared = Marks().common_prefix([form.arguments.separator, form.arguments.tail]).rstrip()
+    shared = CutPoints().common_prefix([form.arguments.separator, form.arguments.tail]).rstrip()
     if not shared:
         return None
     separator = form.arguments.separator.removeprefix(shared)
@@ -192,7 +192,7 @@ def _mentioned(form: CallFormat) -> Stray | None:
 # --- JSON
 
 
-def _respelt(form: CallFormat, said: SaidCall, number: int, spell: Callable[[Any], str]) -> str | None:
+def _respelt(form: CallFormat, said: ProbeCall, number: int, spell: Callable[[Any], str]) -> str | None:
     """One call, its object (or where it is not one, the object of its arguments) spelt by `spell`; None without one."""
     one = dataclasses.replace(form, begin="", close="")
     if form.container is not None:
@@ -217,7 +217,7 @@ class _Spelt:
     encode: Callable[[Any], str]
 
 
-def _json(spell: Callable[[Any], str], *calls: SaidCall) -> Make:
+def _json(spell: Callable[[Any], str], *calls: ProbeCall) -> Make:
     """A deviation in which JSON is spelt otherwise."""
 
     def make(form: CallFormat) -> Stray | None:
@@ -231,7 +231,7 @@ def _json(spell: Callable[[Any], str], *calls: SaidCall) -> Make:
     return make
 
 
-def _object(change: Callable[[CallFormat, dict[str, Any]], Any], *calls: SaidCall) -> Make:
+def _object(change: Callable[[CallFormat, dict[str, Any]], Any], *calls: ProbeCall) -> Make:
     """A deviation in which the object of a call is another one."""
 
     def make(form: CallFormat) -> Stray | None:
@@ -343,12 +343,12 @@ DEVIATIONS: Final[Mapping[Kind, Make]] = {
     Kind.UNLISTED: _unlisted,
     Kind.COMPACT: _json(_compact),
     Kind.INDENTED: _json(lambda value: json.dumps(value, ensure_ascii=False, indent=2)),
-    Kind.ESCAPED: _json(json.dumps, SaidCall("look_up", {"query": "naïve 日本語 🙂"})),
+    Kind.ESCAPED: _json(json.dumps, ProbeCall("look_up", {"query": "naïve 日本語 🙂"})),
     Kind.PYTHON: _json(repr, FIRST),
     Kind.LITERALS: _literals,
     Kind.COMMA: _json(_with_comma, FIRST),
     Kind.LINE_BREAK: _json(
-        lambda value: json.dumps(value).replace("\\n", "\n"), SaidCall("look_up", {"query": "one\ntwo"})
+        lambda value: json.dumps(value).replace("\\n", "\n"), ProbeCall("look_up", {"query": "one\ntwo"})
     ),
     Kind.FENCED: _json(lambda value: f"```json\n{json.dumps(value)}\n```", FIRST),
     Kind.DOUBLED: _json(lambda value: f"{{{json.dumps(value)}}}", FIRST),
@@ -356,7 +356,7 @@ DEVIATIONS: Final[Mapping[Kind, Make]] = {
     Kind.MORE_MEMBERS: _object(_more_members),
     Kind.OTHER_KEY: _object(_other_key),
     Kind.AS_TEXT: _object(_as_text),
-    Kind.LEFT_OUT: _object(_left_out, SaidCall("refresh", {})),
+    Kind.LEFT_OUT: _object(_left_out, ProbeCall("refresh", {})),
     Kind.MENTIONED: _mentioned,
     Kind.SPELT: _mentioned,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from runner.parsing.learning.turn import learn_turn
+from runner.parsing.learning.learnt_format import learn_format
 from runner.parsing.turn_format import TurnFormat
 from tests.conformance.corpus import Entry
 from tests.conformance.sweep import spread
@@ -31,7 +31,7 @@ def learnt(processes: int = 2) -> list[tuple[Entry, TurnFormat]]:
 
 def turn_of(entry: Entry) -> TurnFormat:
     """What is learnt of one template."""
-    return learn_turn(entry.renderer()).format
+    return learn_format(entry.renderer()).format
 
 
 def grouped(turns: Sequence[tuple[Entry, TurnFormat]], key: Callable[[TurnFormat], str]) -> list[Group]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.parsing.learning.asking import SaidCall
-from runner.parsing.learning.checking import alike
+from runner.parsing.call_writer import Unwritable, WrittenCall, write_calls
+from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.probe_renders import ProbeCall
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
-from runner.parsing.writing import Unwritable, WrittenCall, write_calls
-from runner.tools.conjunctions import shapes_for
+from runner.tools.schema_shapes import shapes_for
 from tests.conformance.peers.cases import Trial
 
 __all__ = ["SLIGHT", "Call", "CallsReader", "Fault", "Read", "judge"]
@@ -101,7 +101,7 @@ def _fault(trial: Trial, read: Read) -> Fault | None:
     return Fault.CONTENT_LOST if len(read_words) < len(said_words) else Fault.CONTENT_MORE
 
 
-def _misread(name: str, arguments: Any, said: SaidCall) -> Fault | None:
+def _misread(name: str, arguments: Any, said: ProbeCall) -> Fault | None:
     if name != said.name:
         return Fault.NAME
     if not isinstance(arguments, dict):

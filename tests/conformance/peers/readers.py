@@ -17,10 +17,10 @@ from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
+from runner.parsing.call_reader import CallReader
 from runner.parsing.events import TurnReading
 from runner.parsing.harmony import read_harmony
-from runner.parsing.reading import CallReader
-from runner.parsing.spelt import Spelling
+from runner.parsing.spelled_tokens import SpelledTokens
 from runner.parsing.turn_format import TurnFormat
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests.conformance.corpus import every_control_token, is_special
@@ -51,11 +51,11 @@ def our_calls(form: TurnFormat, tokens: Collection[str]) -> CallsReader:
 
     def read(trial: Trial) -> Read:
         # As in an episode: where the mark is one token, the ids tell where it stands.
-        spelling = Spelling(
+        spelling = SpelledTokens(
             trial.text, LETTERS.encode(trial.text), {trigger: -1} if trial.spelt and is_token else {}, LETTERS
         )
         ours = reader.read(spelling.text, trial.schemas)
-        content = spelling.healed(ours.content)
+        content = spelling.restored(ours.content)
         reading = read_harmony(trial.text) if form.harmony else TurnReading("", content, ours.calls)
         calls = [Call(call.name, call.arguments, call.id, call.error is not None) for call in reading.calls]
         return Read(reading.content, calls)

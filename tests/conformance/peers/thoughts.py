@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeAlias
 
-from runner.parsing.learning.asking import Asker
-from runner.parsing.marks import Marks
+from runner.parsing.cut_points import CutPoints
+from runner.parsing.learning.probe_renders import ProbeRenderer
 from runner.parsing.turn_format import TurnFormat
-from runner.parsing.turns import TurnReader
+from runner.parsing.turn_reader import TurnReader
 from tests.conformance.corpus import Entry, control_tokens_of
 from tests.conformance.peers.calls import OURS
 from tests.conformance.peers.groups import Group, grouped, turn_of
@@ -106,7 +106,7 @@ def marks(form: TurnFormat) -> str:
 def single_marks(form: TurnFormat) -> list[str]:
     """What opens and closes a thought, as far as a vocabulary can have it as one token, where parsers look for it."""
     marked = [] if form.reasoning is None else [form.reasoning.open, form.reasoning.close]
-    return [mark for mark in marked if len(Marks().of(mark)) == 1]
+    return [mark for mark in marked if len(CutPoints().split(mark)) == 1]
 
 
 def _content_open(form: TurnFormat) -> str:
@@ -151,7 +151,7 @@ def play(group: Group) -> ThoughtRow:
     entry, form = group.entry, turn_of(group.entry)
     assert form.reasoning is not None, "only thoughts that are marked are played"
     tokens = tuple(dict.fromkeys([*control_tokens_of(entry), *single_marks(form)]))
-    prompt = Asker(entry.renderer(), Marks()).prompt() or ""
+    prompt = ProbeRenderer(entry.renderer(), CutPoints()).prompt() or ""
     trials = list(turns(form))
     found = {OURS: _misses(trials, prompt, _ours(form))}
     for names in reasoning_parsers():

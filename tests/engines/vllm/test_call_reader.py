@@ -11,11 +11,11 @@ import pytest
 from runner.engines.vllm import call_reader
 from runner.engines.vllm.call_reader import VllmCallReader, require_format
 from runner.errors import BadModel, BadOption
-from runner.parsing.learning.checking import alike
-from runner.parsing.learning.turn import learn_turn
-from runner.parsing.reading import ReadCall, Reading
+from runner.parsing.call_reader import CallsReading, ReadCall
+from runner.parsing.call_writer import WrittenCall, id_for, write_calls
+from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.learnt_format import learn_format
 from runner.parsing.turn_format import CallFormat
-from runner.parsing.writing import WrittenCall, id_for, write_calls
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from tests import sweeps
 from tests.conformance.corpus import control_tokens, corpus
@@ -56,7 +56,7 @@ def written(form: CallFormat) -> str:
     return f"I look.{form.after_content}{text}" if form.after_content is not None else text
 
 
-def read(reader: VllmCallReader, tokenizer: ByteTokenizer, text: str, begin: int = 0) -> Reading:
+def read(reader: VllmCallReader, tokenizer: ByteTokenizer, text: str, begin: int = 0) -> CallsReading:
     return reader.read(text, tokenizer.encode(text), begin, SCHEMAS)
 
 
@@ -64,7 +64,7 @@ def read(reader: VllmCallReader, tokenizer: ByteTokenizer, text: str, begin: int
 def test_what_a_family_writes_is_read_and_no_cut_of_it_is_a_call_that_was_not_said(name: str) -> None:
     renderer = next(entry for entry in corpus() if entry.name == FAMILIES[name]).renderer()
     tokenizer = ByteTokenizer(control_tokens(renderer.written()))
-    form = learn_turn(renderer).format.calls
+    form = learn_format(renderer).format.calls
     assert form is not None
     reader, text = VllmCallReader(f"vllm:{name}", tokenizer), written(form)
     whole = read(reader, tokenizer, text)
@@ -158,7 +158,7 @@ def test_a_parser_is_given_one_id_at_a_time_from_behind_the_thought_to_the_stop(
     ],
 )
 def test_the_calls_are_what_the_stream_gave(own: str, text: str, content: str, calls: list[ReadCall]) -> None:
-    assert read(VllmCallReader(own, TOKENIZER), TOKENIZER, text) == Reading(content, calls)
+    assert read(VllmCallReader(own, TOKENIZER), TOKENIZER, text) == CallsReading(content, calls)
 
 
 def test_a_parser_that_raises_makes_a_call_with_an_error_behind_those_it_gave(own: str) -> None:
@@ -177,7 +177,7 @@ def test_what_is_kept_back_for_a_call_that_never_comes_is_a_call_with_an_error()
     assert cut.content == "I look."
     assert [call.error for call in cut.calls] == ["a call is begun with '<tool_call>', and vllm:hermes read none"]
     for text in ("It is <", "It is 3 <tool", "It is <b>bold</b>."):
-        assert read(reader, tokenizer, text) == Reading(text, [])
+        assert read(reader, tokenizer, text) == CallsReading(text, [])
 
 
 # --- names

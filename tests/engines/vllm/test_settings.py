@@ -22,7 +22,7 @@ from runner.engines.vllm.settings import (
     sampling_arguments,
 )
 from runner.errors import BadModel, BadOption
-from runner.options import MOST_LOGPROBS, Constraint, ConstraintKind, Sampling
+from runner.options import MAX_LOGPROBS, Constraint, ConstraintKind, Sampling
 from runner.tokens.byte_tokenizer import ByteTokenizer
 
 KNOWN = frozenset(
@@ -181,7 +181,7 @@ def test_fields_of_sampling_go_to_vllm_by_their_names() -> None:
 
 
 def test_as_many_likeliest_ids_can_be_asked_for_as_a_sampling_takes() -> None:
-    assert choose_settings({}, cpu=True, known=KNOWN | {"max_logprobs"}).arguments["max_logprobs"] == MOST_LOGPROBS
+    assert choose_settings({}, cpu=True, known=KNOWN | {"max_logprobs"}).arguments["max_logprobs"] == MAX_LOGPROBS
     own = choose_settings({"max_logprobs": 5}, cpu=True, known=KNOWN | {"max_logprobs"})
     assert own.arguments["max_logprobs"] == 5
 

@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["Budget", "EndWatch", "begun_mark"]
+__all__ = ["EndDetector", "RereadBudget", "partial_mark_length"]
 
 _BRACKETS: Final = r"""["'\[\](){}]"""
 _IN_QUOTES: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 
 
-class EndWatch:
+class EndDetector:
     """Looks for the marks that end calls, or where there are none, for the bracket that closes the first one.
 
     What it finds is a position to read from, and no proof: a reader decides.
@@ -32,7 +32,7 @@ class EndWatch:
     def feed(self, text: str) -> int | None:
         """Where in `text` an end is, with which the next piece has to begin; None where it has none."""
         text, before = self._kept + text, len(self._kept)
-        begun = begun_mark(text, self._marks)
+        begun = partial_mark_length(text, self._marks)
         end = len(text) - begun
         at = 0
         while at < end:
@@ -81,7 +81,7 @@ def _pattern(marks: Sequence[str], quoted: bool) -> re.Pattern[str]:
     return re.compile("|".join([*signs, _BRACKETS] if quoted or not signs else signs))
 
 
-class Budget:
+class RereadBudget:
     """Lets a text be read again and again as it grows, in time that is linear all the same."""
 
     FREE: Final = 4096
@@ -106,7 +106,7 @@ class Budget:
         self._read = 0
 
 
-def begun_mark(text: str, marks: Sequence[str]) -> int:
+def partial_mark_length(text: str, marks: Sequence[str]) -> int:
     """How long the longest end of `text` is that begins one of `marks` without being it."""
     longest = 0
     for mark in marks:

@@ -10,13 +10,13 @@ from runner.messages import ToolCall
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.tokenizer import Tokenizer
 
-__all__ = ["Spelling", "StreamedSpelling"]
+__all__ = ["SpelledTokenStream", "SpelledTokens"]
 
 _NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 """What no text has that is exchanged; where one has all the same, it is said twice while names are broken."""
 
 
-class Spelling:
+class SpelledTokens:
     """One turn's text with every name of a control token that was spelt broken in two, so that no reader takes it."""
 
     def __init__(self, text: str, ids: Sequence[int], tokens: Mapping[str, int], tokenizer: Tokenizer) -> None:
@@ -30,21 +30,21 @@ class Spelling:
         """
         self.text = text
         """The text as a reader should see it."""
-        self._healer: StreamedSpelling | None = None
+        self._healer: SpelledTokenStream | None = None
         if any(text.count(name) > ids.count(token_id) for name, token_id in tokens.items()):
-            self._healer = StreamedSpelling(tokens, _free_sign(text))
+            self._healer = SpelledTokenStream(tokens, _free_sign(text))
             self.text = "".join(_broken(self._healer, text, ids, tokenizer))
 
-    def healed(self, value: Any) -> Any:
+    def restored(self, value: Any) -> Any:
         """A value that was read from `text`, with its names whole again."""
-        return value if self._healer is None else self._healer.healed(value)
+        return value if self._healer is None else self._healer.restored(value)
 
-    def healed_call(self, call: ToolCall) -> ToolCall:
+    def restored_call(self, call: ToolCall) -> ToolCall:
         """The same for a call, whose error may quote the text."""
-        return call if self._healer is None else self._healer.healed_call(call)
+        return call if self._healer is None else self._healer.restored_call(call)
 
 
-class StreamedSpelling:
+class SpelledTokenStream:
     """The same for a text that comes in pieces, each that of one id."""
 
     def __init__(self, tokens: Mapping[str, int], sign: str = _NONCHARACTERS[0]) -> None:
@@ -63,17 +63,17 @@ class StreamedSpelling:
         spelt, self._tail = self._unspelt(piece[: len(piece) - len(name)]), "" if name else self._tail
         return spelt + name
 
-    def healed(self, value: Any) -> Any:
+    def restored(self, value: Any) -> Any:
         """A value that was read, with its names whole again."""
         return _healed(value, self._sign) if self._broken else value
 
-    def healed_call(self, call: ToolCall) -> ToolCall:
+    def restored_call(self, call: ToolCall) -> ToolCall:
         """The same for a call, whose error may quote the text."""
         if not self._broken:
             return call
         quoted = re.escape(repr(self._sign)[1:-1])
-        error = call.error and self.healed(_once(call.error, quoted))
-        return ToolCall(call.id, self.healed(call.name), self.healed(call.arguments), error=error)
+        error = call.error and self.restored(_once(call.error, quoted))
+        return ToolCall(call.id, self.restored(call.name), self.restored(call.arguments), error=error)
 
     def _unspelt(self, piece: str) -> str:
         """The piece with its last character set apart where it completes a name."""
@@ -93,7 +93,7 @@ class StreamedSpelling:
         return self._sign.join(part.replace(self._sign, 2 * self._sign) for part in parts)
 
 
-def _broken(spelling: StreamedSpelling, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+def _broken(spelling: SpelledTokenStream, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
     """The text piece by piece, which the ids may go on behind."""
     decoder, left = IncrementalDecoder(tokenizer), len(text)
     for token_id in ids:

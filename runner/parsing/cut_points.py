@@ -1,4 +1,4 @@
-"""Marks: text cut where a format may be cut, so that no literal of a format ends inside a tag or a word."""
+"""CutPoints: text cut where a format may be cut, so that no literal of a format ends inside a tag or a word."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-__all__ = ["Marks"]
+__all__ = ["CutPoints"]
 
 _TAG: Final = r"<[^<>\s]{1,60}>|\[/?[A-Z_]{3,}\]"
 _REST: Final = r"\w+|\s+|[^\w\s]"
 
 
 @dataclass(frozen=True)  # without slots, since the pattern is kept in it
-class Marks:
+class CutPoints:
     """Cuts text into control tokens, tags, words, runs of white space and single signs."""
 
     tokens: frozenset[str] = frozenset()
     """The control tokens of a vocabulary, each one mark whatever it looks like."""
 
-    def of(self, text: str) -> list[str]:
+    def split(self, text: str) -> list[str]:
         """The marks of `text`, in order; joined they are `text`."""
         return self._pattern.findall(text)
 
@@ -31,11 +31,11 @@ class Marks:
 
     def common_prefix(self, texts: Iterable[str]) -> str:
         """What all of `texts` begin with, cut at a mark of all of them."""
-        return "".join(_shared([self.of(text) for text in texts]))
+        return "".join(_shared([self.split(text) for text in texts]))
 
     def common_suffix(self, texts: Iterable[str]) -> str:
         """What all of `texts` end with, cut at a mark of all of them."""
-        return "".join(reversed(_shared([self.of(text)[::-1] for text in texts])))
+        return "".join(reversed(_shared([self.split(text)[::-1] for text in texts])))
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.parsing.learning.asking import SaidCall
+from runner.parsing.learning.probe_renders import ProbeCall
 from runner.parsing.turn_format import Container, LiteralText, Piece, Slot, merged
 
 __all__ = ["CallSpan", "contained", "named"]
@@ -33,7 +33,7 @@ class CallSpan:
     """The object that holds name and arguments; None where they stand one behind the other."""
 
 
-def contained(text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
+def contained(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
     """The call as a JSON object that holds its name and its arguments, wherever in it they are."""
     for at, end, value in _objects(text, start):
         container = _container(value, said, call_id)
@@ -44,7 +44,7 @@ def contained(text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSp
     return None
 
 
-def named(text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
+def named(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
     """The call as its name and an object of its arguments, one behind the other."""
     arguments = _arguments(text, start, len(text), said.arguments)
     if arguments is None:
@@ -94,7 +94,7 @@ def _arguments(text: str, start: int, end: int, arguments: Mapping[str, Any]) ->
     return None
 
 
-def _container(value: Any, said: SaidCall, call_id: str) -> Container | None:
+def _container(value: Any, said: ProbeCall, call_id: str) -> Container | None:
     arguments = next(_paths(value, lambda each: each == said.arguments or _is_text_of(each, said.arguments)), None)
     if arguments is None:
         return None

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, get_args
 
 from runner.messages import canonical_json
-from runner.parsing.argument_rules import Inexpressible, ends_of_strings
+from runner.parsing.argument_rules import NoGrammar, ends_of_strings
+from runner.parsing.call_reader import CallReader, CallsReading, Schemas
+from runner.parsing.call_writer import Unwritable, WrittenCall, write_calls
 from runner.parsing.events import TurnReading
-from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
+from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.limitations import CallLimitation
 from runner.parsing.notations import Cdata, Html, Raw, ValueType, type_of
-from runner.parsing.reading import CallReader, Reading, Schemas
-from runner.parsing.traits import CallTrait
 from runner.parsing.turn_format import CallFormat, TaggedArguments
-from runner.parsing.writing import Unwritable, WrittenCall, write_calls
 
 __all__ = [
-    "Case",
     "CaseDifference",
+    "FormatCase",
     "ReadText",
     "alike",
     "battery",
@@ -32,12 +32,12 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FormatCase:
     """Something that an assistant may say."""
 
     what: str
     """The name of the case, as a report has it."""
-    calls: tuple[SaidCall, ...]
+    calls: tuple[ProbeCall, ...]
     """The calls of the turn, in order."""
     content: str = ""
     """The text beside the calls."""
@@ -47,7 +47,7 @@ class Case:
 class CaseDifference:
     """A case in which the template and its format differ."""
 
-    case: Case
+    case: FormatCase
     """The case that was tried."""
     why: str
     """The clause that says what differs."""
@@ -58,31 +58,31 @@ class CaseDifference:
         return f"a call that it writes is not read as it was meant ({self.case.what}): {self.why}"
 
 
-ReadText: TypeAlias = Callable[[str, Schemas], Reading | TurnReading]
+ReadText: TypeAlias = Callable[[str, Schemas], CallsReading | TurnReading]
 """How a turn's text is read, beside the reader of its format."""
 
 
-def check_calls(asker: Asker, form: CallFormat, read: ReadText | None = None) -> frozenset[CallTrait]:
+def check_calls(prober: ProbeRenderer, form: CallFormat, read: ReadText | None = None) -> frozenset[CallLimitation]:
     """What the format cannot do.
 
     Raises:
-        Unlearnt: it reads or writes something else than the template does, and no trait says why.
+        UnlearnableFormat: it reads or writes something else than the template does, and no trait says why.
     """
-    wrong = differences(asker, form, read)
-    traits = frozenset(_traits(asker, form, wrong))
+    wrong = differences(prober, form, read)
+    traits = frozenset(_traits(prober, form, wrong))
     left = [each for each in wrong if not _explained(each, traits)]
     if left:
-        raise Unlearnt(FormatProperty.INVERTED, left[0].sentence)
+        raise UnlearnableFormat(FormatRequirement.INVERTED, left[0].sentence)
     return traits
 
 
-def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
+def differences(prober: ProbeRenderer, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
     """Every case of the battery in which what is written is not in the render, or what is read is not what was said."""
     read = read or CallReader(form).read
     found: list[CaseDifference] = []
     for case in battery(form):
         try:
-            text = text_of(asker, form, case)
+            text = text_of(prober, form, case)
         except Unwritable as error:
             found.append(CaseDifference(case, str(error)))
             continue
@@ -92,16 +92,16 @@ def differences(asker: Asker, form: CallFormat, read: ReadText | None = None) ->
     return found
 
 
-def text_of(asker: Asker, form: CallFormat, case: Case) -> str:
+def text_of(prober: ProbeRenderer, form: CallFormat, case: FormatCase) -> str:
     """A case as the template writes it, without what begins and ends any turn.
 
     Raises:
         Unwritable: the template refuses it, or writes it in another way than the format.
     """
-    rendered = asker.turn(*case.calls, content=case.content)
+    rendered = prober.turn(*case.calls, content=case.content)
     if rendered is None:
         raise Unwritable(REFUSED)
-    calls = [WrittenCall(said.name, said.arguments, asker.id_of(said, n)) for n, said in enumerate(case.calls)]
+    calls = [WrittenCall(said.name, said.arguments, prober.id_of(said, n)) for n, said in enumerate(case.calls)]
     written = write_calls(form, calls)
     if written not in rendered:
         raise Unwritable("it is not written as other calls are")
@@ -110,7 +110,7 @@ def text_of(asker: Asker, form: CallFormat, case: Case) -> str:
     return before + written + behind
 
 
-def misread(reading: Reading | TurnReading, case: Case) -> str:
+def misread(reading: CallsReading | TurnReading, case: FormatCase) -> str:
     """What of the reading is not what was said, or ""."""
     if len(reading.calls) != len(case.calls):
         return f"{len(reading.calls)} calls are read in place of {len(case.calls)}"
@@ -143,7 +143,7 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def schemas_of(calls: Sequence[SaidCall], *, typed: bool = False) -> dict[str, Any]:
+def schemas_of(calls: Sequence[ProbeCall], *, typed: bool = False) -> dict[str, Any]:
     """Schemas under which the calls are right; they tell the type of strings alone, or that of every value."""
     schemas: dict[str, Any] = {}
     for said in calls:
@@ -168,7 +168,7 @@ OTHERS: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def battery(form: CallFormat) -> Iterator[Case]:
+def battery(form: CallFormat) -> Iterator[FormatCase]:
     """What a turn of this format can say, in words that were not learnt from."""
     for case in _cases(form):
         several_written = len(case.calls) == 1 or form.between is not None
@@ -177,37 +177,41 @@ def battery(form: CallFormat) -> Iterator[Case]:
             yield case
 
 
-def common_cases() -> Iterator[Case]:
+def common_cases() -> Iterator[FormatCase]:
     """Cases for every format, in words that were not learnt from."""
     for what, value in STRINGS.items():
-        yield Case(f"a string: {what}", (SaidCall("look_up", {"limit": 3, "query": value}),))
+        yield FormatCase(f"a string: {what}", (ProbeCall("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():
-        yield Case(f"a value: {what}", (SaidCall("set_value", {"note": "done", "value": value}),))
-    yield Case("no arguments", (SaidCall("refresh", {}),))
-    yield Case("many arguments", (SaidCall("many", {f"arg_{n}": n if n % 2 else f"text {n}" for n in range(10)}),))
-    yield Case("keys in no order", (SaidCall("look_up", {"zone": 1, "Area": {"z": 1, "b": 2}, "query": "first"}),))
+        yield FormatCase(f"a value: {what}", (ProbeCall("set_value", {"note": "done", "value": value}),))
+    yield FormatCase("no arguments", (ProbeCall("refresh", {}),))
+    yield FormatCase(
+        "many arguments", (ProbeCall("many", {f"arg_{n}": n if n % 2 else f"text {n}" for n in range(10)}),)
+    )
+    yield FormatCase(
+        "keys in no order", (ProbeCall("look_up", {"zone": 1, "Area": {"z": 1, "b": 2}, "query": "first"}),)
+    )
     for name in ("ns.tool", "get-weather", "tool_2", "Tool$x"):
-        yield Case(f"the name {name}", (SaidCall(name, {"$g": None, "a_b": 1, "c-d": "x", "e.f": True}),))
-    two = (SaidCall("look_up", {"query": "first one"}), SaidCall("refresh", {"hard": True}))
-    yield Case("two calls", two)
-    yield Case("three calls", (*two, SaidCall("look_up", {"query": "third"})))
-    yield Case("the same call twice", (two[0], two[0]))
-    yield Case("two calls, one without arguments", (SaidCall("refresh", {}), two[0]))
-    yield Case("content beside a call", (two[0],), "I look it up.")
-    yield Case("content of two lines", (two[0],), "First.\n\nThen I look it up.")
-    yield Case("JSON in the content", (two[0],), 'It is {"a": [1, 2]} and so on.')
-    yield Case("content beside two calls", two, "Both at once.")
+        yield FormatCase(f"the name {name}", (ProbeCall(name, {"$g": None, "a_b": 1, "c-d": "x", "e.f": True}),))
+    two = (ProbeCall("look_up", {"query": "first one"}), ProbeCall("refresh", {"hard": True}))
+    yield FormatCase("two calls", two)
+    yield FormatCase("three calls", (*two, ProbeCall("look_up", {"query": "third"})))
+    yield FormatCase("the same call twice", (two[0], two[0]))
+    yield FormatCase("two calls, one without arguments", (ProbeCall("refresh", {}), two[0]))
+    yield FormatCase("content beside a call", (two[0],), "I look it up.")
+    yield FormatCase("content of two lines", (two[0],), "First.\n\nThen I look it up.")
+    yield FormatCase("JSON in the content", (two[0],), 'It is {"a": [1, 2]} and so on.')
+    yield FormatCase("content beside two calls", two, "Both at once.")
 
 
-def _cases(form: CallFormat) -> Iterator[Case]:
+def _cases(form: CallFormat) -> Iterator[FormatCase]:
     yield from common_cases()
     for mark in dict.fromkeys(each for each in (form.trigger, form.close.strip(), form.begin.strip()) if each):
-        yield Case(f"{mark!r} in a string", (SaidCall("look_up", {"query": f"a {mark} b"}),))
+        yield FormatCase(f"{mark!r} in a string", (ProbeCall("look_up", {"query": f"a {mark} b"}),))
     if isinstance(form.arguments, TaggedArguments):
         for mark in dict.fromkeys(
             each.strip() for each in (form.arguments.tail, form.arguments.separator) if each.strip()
         ):
-            yield Case(f"{mark!r} in a string", (SaidCall("look_up", {"query": f"a {mark} b", "zone": 3}),))
+            yield FormatCase(f"{mark!r} in a string", (ProbeCall("look_up", {"query": f"a {mark} b", "zone": 3}),))
         yield _whole_closing(form, form.arguments)
 
 
@@ -215,57 +219,57 @@ REFUSED: Final = "the template refuses it"
 WHOLE_CLOSING: Final = "what ends the calls in a string"
 
 
-def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> Case:
+def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> FormatCase:
     string = arguments.styles.get("string")
     ending = f"{string.close if string else ''}{arguments.tail}{form.close}"
-    return Case(WHOLE_CLOSING, (SaidCall("look_up", {"query": f"a{ending} b"}),))
+    return FormatCase(WHOLE_CLOSING, (ProbeCall("look_up", {"query": f"a{ending} b"}),))
 
 
-def _traits(asker: Asker, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallTrait]:
+def _traits(prober: ProbeRenderer, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallLimitation]:
     if form.between is None:
-        yield CallTrait.ONE_CALL
+        yield CallLimitation.ONE_CALL
     if not form.trigger:
-        yield CallTrait.BARE
+        yield CallLimitation.BARE
     if form.id_pieces is not None:
-        yield CallTrait.NAME_IN_ID
+        yield CallLimitation.NAME_IN_ID
     if form.after_content is None:
         if form.before_content is not None:
-            yield CallTrait.CONTENT_BEHIND
+            yield CallLimitation.CONTENT_BEHIND
         else:
-            yield CallTrait.CONTENT_INSIDE if _holds_content(asker, form) else CallTrait.CONTENT_DROPPED
+            yield CallLimitation.CONTENT_INSIDE if _holds_content(prober, form) else CallLimitation.CONTENT_DROPPED
     if any(each.why == REFUSED for each in wrong):
-        yield CallTrait.SOME_VALUES_REFUSED
+        yield CallLimitation.SOME_VALUES_REFUSED
     if any(_without_arguments(each.case) for each in wrong):
-        yield CallTrait.NO_ARGUMENTS_UNWRITABLE
+        yield CallLimitation.NO_ARGUMENTS_UNWRITABLE
     style = form.arguments
     if not isinstance(style, TaggedArguments):
         return
     if len(style.styles) < len(get_args(ValueType)):
-        yield CallTrait.SOME_TYPES_UNWRITABLE
+        yield CallLimitation.SOME_TYPES_UNWRITABLE
     string = style.styles.get("string")
     if string is not None and isinstance(string.notation, Raw | Html | Cdata):
         if write_one(form, "5") == write_one(form, 5):
-            yield CallTrait.UNTYPED
+            yield CallLimitation.UNTYPED
         elif string.close:
-            yield CallTrait.QUOTED_UNESCAPED
+            yield CallLimitation.QUOTED_UNESCAPED
         if any(each.case.what == WHOLE_CLOSING for each in wrong):
-            yield CallTrait.CLOSING_IN_STRING
+            yield CallLimitation.CLOSING_IN_STRING
         if _has_one_end(form):
-            yield CallTrait.END_IN_STRING
+            yield CallLimitation.END_IN_STRING
 
 
 def _has_one_end(form: CallFormat) -> bool:
     """Whether a grammar tells the end of a string by one mark, where a reader looks at what follows it too."""
     try:
         return len(ends_of_strings(form)) == 1
-    except Inexpressible:
+    except NoGrammar:
         return False
 
 
-def _holds_content(asker: Asker, form: CallFormat) -> bool:
+def _holds_content(prober: ProbeRenderer, form: CallFormat) -> bool:
     """Whether the template writes a content inside of what begins the calls."""
-    said, content = SaidCall("look_up", {"query": "first"}), "I look it up now."
-    before, found, after = (asker.turn(said, content=content) or "").partition(content)
+    said, content = ProbeCall("look_up", {"query": "first"}), "I look it up now."
+    before, found, after = (prober.turn(said, content=content) or "").partition(content)
     return bool(found) and any(
         before.rstrip().endswith(form.begin[:at].strip()) and after.lstrip().startswith(form.begin[at:].strip())
         for at in range(1, len(form.begin))
@@ -280,14 +284,14 @@ def write_one(form: CallFormat, value: Any) -> str | None:
         return None
 
 
-def _explained(difference: CaseDifference, traits: frozenset[CallTrait]) -> bool:
+def _explained(difference: CaseDifference, traits: frozenset[CallLimitation]) -> bool:
     case = difference.case
     if case.what == WHOLE_CLOSING:
-        return CallTrait.CLOSING_IN_STRING in traits
+        return CallLimitation.CLOSING_IN_STRING in traits
     if difference.why == REFUSED:
-        return CallTrait.SOME_VALUES_REFUSED in traits
-    return _without_arguments(case) and CallTrait.NO_ARGUMENTS_UNWRITABLE in traits
+        return CallLimitation.SOME_VALUES_REFUSED in traits
+    return _without_arguments(case) and CallLimitation.NO_ARGUMENTS_UNWRITABLE in traits
 
 
-def _without_arguments(case: Case) -> bool:
+def _without_arguments(case: FormatCase) -> bool:
     return any(not said.arguments for said in case.calls)

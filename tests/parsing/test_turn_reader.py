@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from runner.parsing.thoughts import USUAL, ends_in_thought, split_thought
 from runner.parsing.turn_format import ReasoningFormat
+from runner.parsing.turn_reader import USUAL, ends_in_thought, split_thought
 
 
 @pytest.mark.parametrize(

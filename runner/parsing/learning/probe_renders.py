@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from runner.messages import canonical_json
-from runner.parsing.marks import Marks
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.notations import type_of
 from runner.tokens.probe_messages import AGAIN_ASKED, ASKED, QUESTION, call_id
 from runner.tokens.template import Renderer, TemplateRaised
 
-__all__ = ["Asker", "FormatProperty", "SaidCall", "Unlearnt"]
+__all__ = ["FormatRequirement", "ProbeCall", "ProbeRenderer", "UnlearnableFormat"]
 
 MOST_RENDERS: Final = 400
 """A template takes some forty to be learnt, and twice as many to be checked."""
 
 
-class FormatProperty(enum.StrEnum):
+class FormatRequirement(enum.StrEnum):
     """What a template must do for its calls to be learnt."""
 
     SHOWN = "calls_shown"  # the name and the arguments of a call are written
@@ -30,16 +30,16 @@ class FormatProperty(enum.StrEnum):
     BOUNDED = "renders_bounded"
 
 
-class Unlearnt(Exception):
+class UnlearnableFormat(Exception):
     """The template's calls cannot be learnt."""
 
-    def __init__(self, missing: FormatProperty, why: str) -> None:
+    def __init__(self, missing: FormatRequirement, why: str) -> None:
         super().__init__(why)
-        self.property = missing
+        self.requirement = missing
 
 
 @dataclass(frozen=True, slots=True)
-class SaidCall:
+class ProbeCall:
     """One call that the assistant is said to have made."""
 
     name: str
@@ -49,12 +49,12 @@ class SaidCall:
 
 
 @dataclass
-class Asker:
+class ProbeRenderer:
     """Puts assistant messages before a template and gives back what it wrote behind the user's words."""
 
     renderer: Renderer
     """The template that is asked."""
-    marks: Marks
+    cut_points: CutPoints
     """How its text is cut."""
     special: frozenset[str] = frozenset()
     """The special tokens of its vocabulary, which may end a turn."""
@@ -66,7 +66,7 @@ class Asker:
     """How often the template was rendered."""
     _known: dict[str, str | None] = field(default_factory=dict)
 
-    def id_of(self, said: SaidCall, number: int, ids: str | None = None) -> str:
+    def id_of(self, said: ProbeCall, number: int, ids: str | None = None) -> str:
         """The id that the call of that number has."""
         if ids is not None:
             return ids.format(number=number)
@@ -78,7 +78,7 @@ class Asker:
 
     def turn(
         self,
-        *calls: SaidCall,
+        *calls: ProbeCall,
         content: str = "",
         thought: Mapping[str, Any] | None = None,
         followed: bool = False,
@@ -114,20 +114,20 @@ class Asker:
         return self._behind_question(messages, calls)
 
     def _behind_question(
-        self, messages: Sequence[Mapping[str, Any]], calls: Sequence[SaidCall], *, asking: bool = False
+        self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ProbeCall], *, asking: bool = False
     ) -> str | None:
         key = canonical_json([messages, asking])
         if key not in self._known:
             self._known[key] = self._rendered(messages, calls, asking)
         return self._known[key]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[SaidCall], asking: bool) -> str | None:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ProbeCall], asking: bool) -> str | None:
         # Some templates raise on types that they cannot describe, and are right with them in a call.
         for typed in (True, False):
             self.renders += 1
             if self.renders > MOST_RENDERS:
                 why = f"more than {MOST_RENDERS} renders did not tell how calls are written"
-                raise Unlearnt(FormatProperty.BOUNDED, why)
+                raise UnlearnableFormat(FormatRequirement.BOUNDED, why)
             tools = _tools(calls, typed=typed)
             try:
                 text = self.renderer.render([QUESTION, *messages], tools=tools, generation_prompt=asking)
@@ -139,10 +139,10 @@ class Asker:
 
 
 _RESULT: Final = "zqreturnedz"
-_NO_CALL: Final = SaidCall("zqtoolz", {"zqkeyz": "zqvaluez"})
+_NO_CALL: Final = ProbeCall("zqtoolz", {"zqkeyz": "zqvaluez"})
 
 
-def _tools(calls: Sequence[SaidCall], *, typed: bool) -> list[dict[str, Any]]:
+def _tools(calls: Sequence[ProbeCall], *, typed: bool) -> list[dict[str, Any]]:
     """Schemas under which the calls are right, as a template may look up what it writes; or all of strings."""
     properties: dict[str, dict[str, Any]] = {}
     for said in calls or [_NO_CALL]:

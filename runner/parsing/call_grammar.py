@@ -12,7 +12,7 @@ import orjson
 
 from runner.errors import BadOption
 from runner.options import Constraint, ConstraintKind, ToolChoice
-from runner.parsing.argument_rules import ArgumentRules, Inexpressible
+from runner.parsing.argument_rules import ArgumentRules, NoGrammar
 from runner.parsing.ebnf import NOTHING, Rules, either, literal, text_without
 from runner.parsing.harmony import NEXT_MESSAGE
 from runner.parsing.turn_format import CallFormat, LiteralText, Piece, ReasoningFormat, Slot
@@ -75,7 +75,7 @@ def constraint(
         if tool_choice == "auto":
             return Constraint(ConstraintKind.STRUCTURAL_TAG, _tag(keyed, signatures, many, thought))
         return Constraint(ConstraintKind.GRAMMAR, _grammar(keyed, signatures, many, thought))
-    except Inexpressible as error:
+    except NoGrammar as error:
         raise BadOption(f"tool_choice={tool_choice!r}: {error}") from None
 
 
@@ -121,7 +121,7 @@ def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
     arguments = ArgumentRules(Rules(NO_TOKENS), form)
     try:
         arguments.of(tool.name, tool.parameters_text)
-    except Inexpressible:
+    except NoGrammar:
         return []  # which refuses the call, by name
     return arguments.left_out.sentences()
 
@@ -130,7 +130,7 @@ def enforceable(form: CallFormat) -> str | None:
     """Why no grammar can be made of this format, or None where one can; what a tool takes may still be unwritable."""
     try:
         _grammar(_Format.of(form, NO_TOKENS), _STRINGS, True, None)
-    except Inexpressible as error:
+    except NoGrammar as error:
         return str(error)
     return None
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from runner.parsing.reading import CallReader, ReadCall, Reading
+from runner.parsing.call_reader import CallReader, CallsReading, ReadCall
+from runner.parsing.call_writer import WrittenCall, write_calls
 from runner.parsing.turn_format import CallFormat
-from runner.parsing.writing import WrittenCall, write_calls
 from tests.parsing.written_turns import format_of
 
 MINIMAX = "MiniMaxAI-MiniMax-M2"
@@ -55,7 +55,7 @@ def closed_and_not(what: str) -> tuple[CallReader, str, str]:
     return CallReader(form), text, text.removesuffix(close)
 
 
-def said(reading: Reading) -> tuple[str, list[tuple[str, object, str | None]]]:
+def said(reading: CallsReading) -> tuple[str, list[tuple[str, object, str | None]]]:
     return reading.content, [(call.name, call.arguments, call.error) for call in reading.calls]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
+from runner.parsing.call_reader import CallReader, Schemas
 from runner.parsing.events import TurnReading
-from runner.parsing.reading import CallReader, Schemas
-from runner.parsing.thoughts import USUAL, split_thought
 from runner.parsing.turn_format import ReasoningFormat, TurnFormat
 
-__all__ = ["TurnReader"]
+__all__ = ["USUAL", "TurnReader", "ends_in_thought", "split_thought"]
+
+USUAL: Final = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
+"""What most models write that think; for templates that show no thought, since no answer begins so."""
 
 
 @dataclass(frozen=True)  # without slots, since its patterns are kept in it
@@ -58,3 +61,24 @@ class TurnReader:
     def bare(self) -> bool:
         """Nothing tells that calls begin but the calls themselves."""
         return self.format.calls is not None and not self.format.calls.trigger
+
+
+def split_thought(text: str, form: ReasoningFormat) -> tuple[str, str]:
+    """(thought, what was said) of a turn's text; a thought that was never closed leaves nothing said."""
+    start = text.lstrip()
+    if form.open and start.startswith(form.open):
+        start = start[len(form.open) :]
+    elif not form.opened_by_prompt:
+        if start.startswith(form.close):  # how some models write that they did not think
+            return "", start[len(form.close) :].lstrip()
+        # Where nothing opens a thought, its close is what tells.
+        if form.open or form.close not in text:
+            return "", text
+    thought, _, said = start.partition(form.close)
+    return thought.strip(), said.lstrip()
+
+
+def ends_in_thought(text: str, form: ReasoningFormat) -> bool:
+    """Whether a turn's text ends before its thought does."""
+    begun = form.opened_by_prompt or (bool(form.open) and text.lstrip().startswith(form.open))
+    return begun and form.close not in text

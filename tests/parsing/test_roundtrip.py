@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from runner.parsing.carrying import CARRIED_NAME, ambiguities, losses
+from runner.parsing.call_reader import CallReader
 from runner.parsing.harmony import CALLS
 from runner.parsing.notations import ValueType
-from runner.parsing.reading import CallReader
+from runner.parsing.roundtrip import SUPPORTED_NAME, ambiguities, losses
 from runner.parsing.turn_format import CallFormat, ContentFormat, TaggedArguments, TurnFormat
 from runner.tools.tool import Tool
 from tests.parsing.enforced import TOOLS, every_class, form_of, written
@@ -69,8 +69,8 @@ def test_names_of_arguments_that_a_format_cannot_carry_are_those_that_it_writes_
 
 
 def test_names_that_are_said_to_be_carried_everywhere_are() -> None:
-    assert all(map(CARRIED_NAME.fullmatch, USUAL))
-    assert not any(map(CARRIED_NAME.fullmatch, UNUSUAL))
+    assert all(map(SUPPORTED_NAME.fullmatch, USUAL))
+    assert not any(map(SUPPORTED_NAME.fullmatch, UNUSUAL))
 
 
 def test_harmony_is_read_by_its_own_reader() -> None:

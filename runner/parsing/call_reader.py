@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
+from runner.parsing.argument_reader import Undecided, as_object
 from runner.parsing.call_patterns import CallPatterns
 from runner.parsing.literals import Unreadable, behind_space, read_literal
 from runner.parsing.turn_format import CallFormat, LiteralText, TaggedArguments
-from runner.parsing.values import Undecided, as_object
 
-__all__ = ["CallReader", "Decided", "ReadCall", "Reading", "Schemas"]
+__all__ = ["CallReader", "CallsReading", "DecidedCalls", "ReadCall", "Schemas"]
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of every known tool's parameters."""
@@ -34,7 +34,7 @@ class ReadCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CallsReading:
     """A turn's text taken apart."""
 
     content: str
@@ -42,7 +42,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecidedCalls:
     """The calls at the start of a text that are the same however it goes on."""
 
     calls: list[ReadCall]
@@ -72,7 +72,7 @@ class CallReader:
         """What it looks for."""
         return CallPatterns(self.format)
 
-    def read(self, text: str, schemas: Schemas | None = None) -> Reading:
+    def read(self, text: str, schemas: Schemas | None = None) -> CallsReading:
         """The calls in `text` and the content beside them; without a trigger nothing is a call.
 
         Args:
@@ -82,9 +82,9 @@ class CallReader:
         parts = list(self.parts(text, schemas))
         calls = [part for part in parts if isinstance(part, ReadCall)]
         if not calls:
-            return Reading(text, [])
+            return CallsReading(text, [])
         content = [part.strip() for part in parts if isinstance(part, str)]
-        return Reading("\n".join(filter(None, content)), calls)
+        return CallsReading("\n".join(filter(None, content)), calls)
 
     def parts(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Iterable[str | ReadCall]:
         """The same in the order of the text: each call, and what stands in front of, between and behind them.
@@ -96,7 +96,7 @@ class CallReader:
         """
         return self._triggered(text, schemas, begun) if self.format.trigger else self._bare(text, schemas)
 
-    def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Decided:
+    def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> DecidedCalls:
         """What is sure of the calls at the start of a text that may go on: they are the same however it does.
 
         Args:
@@ -112,8 +112,8 @@ class CallReader:
                 calls.append(call)
                 end = behind
         except (Undecided, _Malformed):
-            return Decided(calls, end, closed=False)
-        return Decided(calls, end, closed=True)
+            return DecidedCalls(calls, end, closed=False)
+        return DecidedCalls(calls, end, closed=True)
 
     # --- where calls begin
 

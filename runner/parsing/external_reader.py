@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from runner.parsing.call_reader import CallsReading, ReadCall, Schemas
 from runner.parsing.literals import Unreadable, read_literal
-from runner.parsing.reading import ReadCall, Reading, Schemas
 
-__all__ = ["NamedReader", "as_call"]
+__all__ = ["ExternalReader", "external_call"]
 
 
-class NamedReader(Protocol):
+class ExternalReader(Protocol):
     """Reads calls in a format that the user named, whatever the chat template writes. It has no state."""
 
     name: str
     """The format as the user named it, such as "vllm:hermes"."""
 
-    def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> Reading:
+    def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
         """The content and the calls of a turn, and never an exception: what cannot be read is a call with an error.
 
         Args:
@@ -30,7 +30,7 @@ class NamedReader(Protocol):
         ...
 
 
-def as_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall:
+def external_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall:
     """A call that another library has read; the arguments are an object or the text of one."""
     if not isinstance(name, str) or not name.strip():
         return ReadCall("", error="the name of a tool is missing")

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from runner.parsing.lenient import behind_key, behind_raw, compiled, lenient
-from runner.parsing.literals import Unreadable, read_literal
-from runner.parsing.nested_values import read_nested
+from runner.parsing.lenient_patterns import behind_key, behind_raw, compiled, lenient
+from runner.parsing.literals import DEEPEST, Unreadable, behind_space, read_literal
 from runner.parsing.notations import Cdata, Html, Nested, Notation, Raw, type_of
 from runner.parsing.turn_format import TaggedArguments, ValueStyle
-from runner.tools.conjunctions import shapes_for
+from runner.tools.schema_shapes import shapes_for
 
-__all__ = ["WORD", "TaggedReader", "Undecided", "as_object", "as_typed", "read_object"]
+__all__ = ["WORD", "TaggedArgumentReader", "Undecided", "as_object", "as_typed", "read_object"]
 
 AS_TEXT: Final = (Raw, Html, Cdata)
 _END: Final = r"\s*\Z"
@@ -29,7 +28,7 @@ class Undecided(Exception):
 
 
 @dataclass(frozen=True)  # without slots, since its patterns are kept in it
-class TaggedReader:
+class TaggedArgumentReader:
     """Reads keys and values between literals."""
 
     format: TaggedArguments
@@ -191,7 +190,7 @@ def _joined(literal: str, pattern: str) -> str:
 
 
 def _literal(styles: Sequence[ValueStyle], nested: Nested | None, text: str, start: int) -> tuple[Any, int]:
-    value, end = read_nested(nested, text, start) if nested is not None else read_literal(text, start)
+    value, end = _read_nested(nested, text, start) if nested is not None else read_literal(text, start)
     for style in styles:
         closed = compiled(lenient(style.close)).match(text, end)
         if closed is not None:
@@ -261,3 +260,73 @@ def as_typed(text: str, types: Set[str]) -> Any:
     kind = type_of(value)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return value if fits or "string" not in types else text
+
+
+# --- lists and objects in a notation of the template
+
+
+def _read_nested(notation: Nested, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
+    """The value that is written at `at`, and where the text goes on behind it.
+
+    Raises:
+        Unreadable: there is none.
+    """
+    at = behind_space(text, at)
+    if depth > DEEPEST:
+        raise Unreadable("it is nested too deeply")
+    if text.startswith(notation.open_string, at):
+        return _nested_string(notation, text, at + len(notation.open_string))
+    if text.startswith(notation.open_object, at):
+        return _nested_object(notation, text, at + len(notation.open_object), depth)
+    if text.startswith(notation.open_list, at):
+        return _nested_list(notation, text, at + len(notation.open_list), depth)
+    for word, value in ((notation.true, True), (notation.false, False), (notation.null, None)):
+        if text.startswith(word, at):
+            return value, at + len(word)
+    return read_literal(text, at)
+
+
+def _nested_string(notation: Nested, text: str, at: int) -> tuple[str, int]:
+    end = text.find(notation.close_string, at)
+    if end < 0:
+        raise Unreadable("a string is not closed")
+    return text[at:end], end + len(notation.close_string)
+
+
+def _nested_object(notation: Nested, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    members: dict[str, Any] = {}
+    at = behind_space(text, at)
+    while not text.startswith(notation.close_object, at):
+        at = _nested_expect(text, notation.open_key, at)
+        colon = text.find(notation.close_key + notation.colon, at)
+        if colon < 0:
+            raise Unreadable("an object is not closed")
+        key = text[at:colon].strip()
+        members[key], at = _read_nested(notation, text, colon + len(notation.close_key + notation.colon), depth + 1)
+        at = _nested_more(text, notation.member, notation.close_object, at)
+    return members, at + len(notation.close_object)
+
+
+def _nested_list(notation: Nested, text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    items: list[Any] = []
+    at = behind_space(text, at)
+    while not text.startswith(notation.close_list, at):
+        item, at = _read_nested(notation, text, at, depth + 1)
+        items.append(item)
+        at = _nested_more(text, notation.item, notation.close_list, at)
+    return items, at + len(notation.close_list)
+
+
+def _nested_more(text: str, separator: str, close: str, at: int) -> int:
+    at = behind_space(text, at)
+    return (
+        at
+        if text.startswith(close, at)
+        else behind_space(text, _nested_expect(text, separator.strip() or separator, at))
+    )
+
+
+def _nested_expect(text: str, sign: str, at: int) -> int:
+    if not text.startswith(sign, at):
+        raise Unreadable(f"{sign!r} is missing before {text[at : at + 10]!r}")
+    return at + len(sign)

@@ -10,19 +10,19 @@ from typing import Any, Self
 
 import orjson
 
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.harmony import THOUGHT, learn_harmony, read_harmony
-from runner.parsing.learning.asking import Asker, FormatProperty, Unlearnt
 from runner.parsing.learning.calls import accepted_ids, learn_calls
-from runner.parsing.learning.checking import check_calls
-from runner.parsing.learning.readers import learn_response
+from runner.parsing.learning.format_check import check_calls
+from runner.parsing.learning.probe_renders import FormatRequirement, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.reader_check import learn_response
 from runner.parsing.learning.reasoning import learn_content, learn_reasoning
-from runner.parsing.marks import Marks
-from runner.parsing.traits import CallTrait
+from runner.parsing.limitations import CallLimitation
 from runner.parsing.turn_format import ContentFormat, TurnFormat
 from runner.tokens.control_text import special_tokens, tag_tokens
 from runner.tokens.template import Renderer
 
-__all__ = ["FormatSource", "FormatVerdict", "LearntTurn", "asker_of", "learn_turn"]
+__all__ = ["FormatSource", "FormatVerdict", "LearntFormat", "learn_format", "prober_of"]
 
 
 class FormatSource(enum.StrEnum):
@@ -42,14 +42,14 @@ class FormatVerdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LearntTurn:
+class LearntFormat:
     """What was learnt of a template's turns."""
 
     format: TurnFormat
     """How it writes them."""
-    traits: tuple[CallTrait, ...]
+    traits: tuple[CallLimitation, ...]
     """What its calls cannot do."""
-    missing: FormatProperty | None
+    missing: FormatRequirement | None
     """What the template does not do for its calls to be read; None where they are."""
     why: str
     """The same in words, or ""."""
@@ -93,47 +93,47 @@ class LearntTurn:
 def _adapter() -> Any:
     from pydantic import TypeAdapter  # here, since the process that probes has to start fast
 
-    return TypeAdapter(LearntTurn)
+    return TypeAdapter(LearntFormat)
 
 
-def asker_of(renderer: Renderer) -> Asker:
+def prober_of(renderer: Renderer) -> ProbeRenderer:
     """What asks a template, before it is known how it wants to be asked for calls."""
     written = renderer.written()
     special = frozenset(special_tokens(written))
-    return Asker(renderer, Marks(special | {*tag_tokens(written)}), special)
+    return ProbeRenderer(renderer, CutPoints(special | {*tag_tokens(written)}), special)
 
 
-def learn_turn(renderer: Renderer) -> LearntTurn:
+def learn_format(renderer: Renderer) -> LearntFormat:
     """What a template writes for a turn of the assistant, learnt from some thirty renders and checked with sixty.
 
     Calls that cannot be learnt are read as the checkpoint's own response template says, where that passes the check.
     """
-    asker = asker_of(renderer)
+    prober = prober_of(renderer)
     harmony = learn_harmony(renderer)
     if harmony is not None:
         form = TurnFormat(harmony, THOUGHT, ContentFormat("", ""), harmony=True)
-        traits = check_calls(asker, harmony, lambda text, schemas: read_harmony(text))
-        return LearntTurn(form, tuple(sorted(traits)), None, "", asker.renders)
-    reasoning = learn_reasoning(asker)
-    content = learn_content(asker, reasoning)
+        traits = check_calls(prober, harmony, lambda text, schemas: read_harmony(text))
+        return LearntFormat(form, tuple(sorted(traits)), None, "", prober.renders)
+    reasoning = learn_reasoning(prober)
+    content = learn_content(prober, reasoning)
     try:
-        calls = learn_calls(asker)
-        traits = check_calls(asker, calls)
-    except Unlearnt as error:
-        return _by_response(asker, TurnFormat(None, reasoning, content), error)
-    return LearntTurn(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), None, "", asker.renders)
+        calls = learn_calls(prober)
+        traits = check_calls(prober, calls)
+    except UnlearnableFormat as error:
+        return _by_response(prober, TurnFormat(None, reasoning, content), error)
+    return LearntFormat(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), None, "", prober.renders)
 
 
-def _by_response(asker: Asker, form: TurnFormat, unlearnt: Unlearnt) -> LearntTurn:
+def _by_response(prober: ProbeRenderer, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
     """What the checkpoint itself says of its turns, whose calls could not be learnt."""
-    template, why = asker.renderer.template.response_template, str(unlearnt)
-    form = replace(form, ids=accepted_ids(asker))
-    if template is not None and unlearnt.property is not FormatProperty.SHOWN:
+    template, why = prober.renderer.template.response_template, str(unlearnt)
+    form = replace(form, ids=accepted_ids(prober))
+    if template is not None and unlearnt.requirement is not FormatRequirement.SHOWN:
         try:
-            response, traits = learn_response(asker, template, form.reasoning)
-        except Unlearnt as error:
+            response, traits = learn_response(prober, template, form.reasoning)
+        except UnlearnableFormat as error:
             why = f"{why}; nor can they by the model's response_template: {error}"
         else:
             form = replace(form, response=response)
-            return LearntTurn(form, tuple(sorted(traits)), None, "", asker.renders)
-    return LearntTurn(form, (), unlearnt.property, why, asker.renders)
+            return LearntFormat(form, tuple(sorted(traits)), None, "", prober.renders)
+    return LearntFormat(form, (), unlearnt.requirement, why, prober.renders)

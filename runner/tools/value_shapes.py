@@ -1,4 +1,4 @@
-"""Shapes: values of one type that a JSON schema allows, and what every keyword of the schema says of them."""
+"""SchemaShapes: values of one type that a JSON schema allows, and what every keyword of the schema says of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = [
     "ArrayPart",
     "Conjunction",
     "Kind",
+    "NumberRange",
     "ObjectPart",
-    "Part",
-    "Range",
-    "Shape",
+    "SchemaPart",
+    "ValueShape",
     "kind_of",
 ]
 
@@ -44,22 +44,22 @@ def kind_of(value: Any) -> Kind:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SchemaPart:
     """A schema, or what it does not allow."""
 
     schema: Any
     negated: bool = False
 
 
-Conjunction: TypeAlias = tuple[Part, ...]
+Conjunction: TypeAlias = tuple[SchemaPart, ...]
 """Schemas that hold together; of () anything fits."""
 
 ANYTHING: Final[Conjunction] = ()
-NOTHING: Final[Conjunction] = (Part(False),)
+NOTHING: Final[Conjunction] = (SchemaPart(False),)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class NumberRange:
     """Numbers between two bounds."""
 
     low: float | None = None
@@ -67,7 +67,7 @@ class Range:
     high: float | None = None
     high_excluded: bool = False
 
-    def within(self, other: Range) -> Range:
+    def within(self, other: NumberRange) -> NumberRange:
         """The numbers that are in both."""
         low, high = self, self
         if other.low is not None and (
@@ -78,7 +78,7 @@ class Range:
             self.high is None or other.high < self.high or (other.high == self.high and other.high_excluded)
         ):
             high = other
-        return Range(low.low, low.low_excluded, high.high, high.high_excluded)
+        return NumberRange(low.low, low.low_excluded, high.high, high.high_excluded)
 
     @property
     def least(self) -> int | None:
@@ -138,7 +138,7 @@ class ArrayPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ValueShape:
     """Values of one kind that fit a schema."""
 
     kind: Kind
@@ -146,7 +146,7 @@ class Shape:
     """The only values; None where it lists none."""
     integer: bool = False
     """Whether a number is an integer."""
-    numbers: Range = Range()
+    numbers: NumberRange = NumberRange()
     least: int = 0
     """The least length, number of items or of members."""
     most: int | None = None
@@ -161,7 +161,7 @@ class Shape:
     unsaid: tuple[str, ...] = ()
     """Keywords that hold besides, which nothing here says."""
 
-    def both(self, other: Shape) -> Shape | None:
+    def both(self, other: ValueShape) -> ValueShape | None:
         """The values that fit both; None where that is none of them."""
         if self.kind != other.kind:
             return None
@@ -169,7 +169,7 @@ class Shape:
         if other.values is not None:
             values = other.values if values is None else tuple(each for each in values if _is_in(each, other.values))
         mosts = [each for each in (self.most, other.most) if each is not None]
-        made = Shape(
+        made = ValueShape(
             self.kind,
             values,
             self.integer or other.integer,
@@ -201,7 +201,7 @@ class Shape:
     @property
     def is_free(self) -> bool:
         """Whether any value of its kind fits."""
-        return self == Shape(self.kind)
+        return self == ValueShape(self.kind)
 
     def member(self, name: str) -> Conjunction:
         """What the member of this name has to be."""

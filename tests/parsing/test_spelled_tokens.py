@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.parsing.parser import TurnParser
-from runner.parsing.spelt import Spelling, StreamedSpelling
+from runner.parsing.spelled_tokens import SpelledTokens, SpelledTokenStream
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tools.tool import Tool
 from tests.parsing.written_turns import format_of
@@ -33,25 +33,25 @@ def test_only_names_that_were_sampled_as_one_id_are_left_whole(said: list[tuple[
     for text, spelt in said:
         ids += letters(text) if spelt or text not in TOKENS else [TOKENS[text]]
     text = TOKENIZER.decode(ids)
-    spelling = Spelling(text, ids, TOKENS, TOKENIZER)
+    spelling = SpelledTokens(text, ids, TOKENS, TOKENIZER)
     for name, token_id in TOKENS.items():
         assert spelling.text.count(name) == ids.count(token_id)
-    assert spelling.healed(spelling.text) == text
+    assert spelling.restored(spelling.text) == text
 
 
 def test_a_streamed_text_is_broken_and_healed_alike() -> None:
     text = "a\ufdd0 <tool_call>b\ufdd0\ufdd0"
-    spelling = StreamedSpelling(TOKENS)
+    spelling = SpelledTokenStream(TOKENS)
     broken = "".join(spelling.feed(piece, -1) for piece in text)
     assert "<tool_call>" not in broken
-    assert spelling.healed(broken) == text
-    assert spelling.healed({"a": [broken, 1]}) == {"a": [text, 1]}
+    assert spelling.restored(broken) == text
+    assert spelling.restored({"a": [broken, 1]}) == {"a": [text, 1]}
 
 
 def test_what_was_escaped_is_no_sign_of_ours() -> None:
     text = 'The <tool_call> is {"a": "x\\ufdd0y"}'
-    spelling = Spelling(text, letters(text), TOKENS, TOKENIZER)
-    assert spelling.healed("x\ufdd0y") == "x\ufdd0y"
+    spelling = SpelledTokens(text, letters(text), TOKENS, TOKENIZER)
+    assert spelling.restored("x\ufdd0y") == "x\ufdd0y"
 
 
 def test_a_turn_of_many_marks_and_a_spelt_one_is_decoded_once() -> None:
@@ -64,7 +64,7 @@ def test_a_turn_of_many_marks_and_a_spelt_one_is_decoded_once() -> None:
 
     tokenizer = Counting(list(NAMES))
     ids = [*letters("<tool_call> "), *[TOKENS["<tool_call>"]] * 5000]
-    spelling = Spelling(TOKENIZER.decode(ids), ids, TOKENS, tokenizer)
+    spelling = SpelledTokens(TOKENIZER.decode(ids), ids, TOKENS, tokenizer)
     assert spelling.text.count("<tool_call>") == 5000
     assert tokenizer.decoded <= len(ids)
 
@@ -84,9 +84,9 @@ def read(template: str, ids: list[int]) -> list[tuple[str, object, str | None]]:
     """The calls of a turn, as an episode reads them."""
     parser = TurnParser(format_of(template), dict(zip(MARKS, (OPEN, CLOSE), strict=True)))
     text = VOCABULARY.decode(ids)
-    spelling = Spelling(text, ids, parser.telling_tokens, VOCABULARY)
+    spelling = SpelledTokens(text, ids, parser.marker_tokens, VOCABULARY)
     parsed = parser.parse(spelling.text, [ECHO])
-    return [(call.name, spelling.healed(call.arguments), call.error) for call in parsed.calls]
+    return [(call.name, spelling.restored(call.arguments), call.error) for call in parsed.calls]
 
 
 def test_inside_a_call_the_text_decides_so_that_a_close_that_was_spelt_closes_it() -> None:

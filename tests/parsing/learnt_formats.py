@@ -6,9 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Final
 
-from runner.parsing.learning.asking import Asker, Unlearnt
+from runner.parsing.cut_points import CutPoints
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.marks import Marks
+from runner.parsing.learning.probe_renders import ProbeRenderer, UnlearnableFormat
 from runner.parsing.turn_format import CallFormat
 from tests.conformance.corpus import corpus, every_control_token, is_special
 
@@ -42,14 +42,14 @@ def learnt(name: str) -> CallFormat | None:
     """The format of a template's calls, or None where it shows none that can be learnt."""
     entry = next(entry for entry in corpus() if entry.name == name)
     try:
-        return learn_calls(Asker(entry.renderer(), _marks(), _special()))
-    except Unlearnt:
+        return learn_calls(ProbeRenderer(entry.renderer(), _marks(), _special()))
+    except UnlearnableFormat:
         return None
 
 
 @functools.cache
-def _marks() -> Marks:
-    return Marks(frozenset(every_control_token()))
+def _marks() -> CutPoints:
+    return CutPoints(frozenset(every_control_token()))
 
 
 @functools.cache

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.argument_rules import ends_of_strings
-from runner.parsing.enforcing import constraint, enforceable
+from runner.parsing.call_grammar import constraint, enforceable
+from runner.parsing.call_reader import CallReader
+from runner.parsing.call_writer import Unwritable
 from runner.parsing.notations import Cdata, Nested
-from runner.parsing.reading import CallReader
 from runner.parsing.turn_format import CallFormat, ReasoningFormat, TaggedArguments
-from runner.parsing.writing import Unwritable
 from runner.tools.tool import Tool
 from tests import sweeps
 from tests.conformance.corpus import corpus
@@ -38,7 +38,7 @@ from tests.parsing.enforced import (
     required,
     written,
 )
-from tests.parsing.learnt import CLASSES, learnt
+from tests.parsing.learnt_formats import CLASSES, learnt
 
 NUMBERS = st.integers(-(10**30), 10**30)
 FLOATS = st.floats(-1e307, 1e307, allow_subnormal=False)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from runner.tools.patterns import python_pattern
+from runner.tools.ecma_patterns import python_pattern
 
 __all__ = ["validator_of"]
 

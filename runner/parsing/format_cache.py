@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.messages import canonical_json
-from runner.parsing.learning.turn import LearntTurn, learn_turn
-from runner.parsing.responses import ResponseReader
+from runner.parsing.learning.learnt_format import LearntFormat, learn_format
+from runner.parsing.response_template import ResponseTemplateReader
 from runner.tokens.template import ChatTemplate, Renderer
 
-__all__ = ["learnt_turn", "remember"]
+__all__ = ["cache_format", "cached_format"]
 
-_known: dict[str, LearntTurn] = {}
+_known: dict[str, LearntFormat] = {}
 
 
-def learnt_turn(renderer: Renderer) -> LearntTurn:
+def cached_format(renderer: Renderer) -> LearntFormat:
     """What the template writes for a turn, under its options."""
     key = _key(renderer.template, renderer.options)
     if key not in _known:
-        _known[key] = learn_turn(renderer)
+        _known[key] = learn_format(renderer)
     return _known[key]
 
 
-def remember(template: ChatTemplate, options: Mapping[str, Any], learnt: LearntTurn) -> None:
+def cache_format(template: ChatTemplate, options: Mapping[str, Any], learnt: LearntFormat) -> None:
     """Take what another process has learnt of a template. Blocks where it takes a parser that has to be imported."""
     if learnt.format.response is not None:
-        ResponseReader(learnt.format.response).load()
+        ResponseTemplateReader(learnt.format.response).load()
     _known[_key(template, options)] = learnt
 
 

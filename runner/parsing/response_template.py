@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, Final
 
 from runner.errors import first_line
+from runner.parsing.call_reader import ReadCall, Schemas
 from runner.parsing.events import TurnReading
-from runner.parsing.foreign import as_call
-from runner.parsing.reading import ReadCall, Schemas
+from runner.parsing.external_reader import external_call
 from runner.parsing.turn_format import ResponseFormat
 
-__all__ = ["NoParser", "ResponseReader"]
+__all__ = ["NoParser", "ResponseTemplateReader"]
 
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 CONTENT: Final = "content"
@@ -25,7 +25,7 @@ class NoParser(Exception):
 
 
 @dataclass(frozen=True)  # without slots, since what the template says is kept in it
-class ResponseReader:
+class ResponseTemplateReader:
     """Reads what one `ResponseFormat` describes. It has no state, so one serves every turn."""
 
     format: ResponseFormat
@@ -139,6 +139,6 @@ def _each_call(value: Any) -> Iterator[ReadCall]:
     elif isinstance(value, Mapping):
         function = value.get("function", value)
         told = function if isinstance(function, Mapping) else {}
-        yield as_call(told.get("name"), told.get("arguments"), value.get("id"))
+        yield external_call(told.get("name"), told.get("arguments"), value.get("id"))
     elif value is not None:
         yield ReadCall("", error=f"{value!r:.40} is no call")

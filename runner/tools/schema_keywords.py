@@ -6,19 +6,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from runner.tools.shapes import ANYTHING, KINDS, NOTHING, ArrayPart, Kind, ObjectPart, Part, Range, Shape, kind_of
+from runner.tools.value_shapes import (
+    ANYTHING,
+    KINDS,
+    NOTHING,
+    ArrayPart,
+    Kind,
+    NumberRange,
+    ObjectPart,
+    SchemaPart,
+    ValueShape,
+    kind_of,
+)
 
 __all__ = ["ALL", "forbidding", "not_own_shapes", "own_shapes", "with_unevaluated", "without"]
 
-ALL: Final = tuple(Shape(kind) for kind in KINDS)
+ALL: Final = tuple(ValueShape(kind) for kind in KINDS)
 """The shapes that allow any value."""
 
 
-def forbidding(name: str) -> Shape:
-    return Shape("object", objects=(ObjectPart({name: NOTHING}),))
+def forbidding(name: str) -> ValueShape:
+    return ValueShape("object", objects=(ObjectPart({name: NOTHING}),))
 
 
-def without(shape: Shape, keyword: str) -> Shape:
+def without(shape: ValueShape, keyword: str) -> ValueShape:
     """The shape that says that the keyword is not in it."""
     return shape if keyword in shape.unsaid else replace(shape, unsaid=(*shape.unsaid, keyword))
 
@@ -28,7 +39,7 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
     return [given] if isinstance(given, str) else given
 
 
-def own_shapes(schema: Mapping[str, Any]) -> tuple[Shape, ...]:
+def own_shapes(schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
     """The shapes that a schema's own keywords allow, without those that apply other schemas to the same value."""
     types = set(_types(schema))
     kinds: dict[Kind, None] = {"number" if each == "integer" else each: None for each in types}  # type: ignore[misc]  # as modern schemas have them
@@ -43,20 +54,22 @@ def own_shapes(schema: Mapping[str, Any]) -> tuple[Shape, ...]:
     return tuple(shape for shape in shapes if not shape.is_empty)
 
 
-def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> Shape:
+def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> ValueShape:
     get = schema.get
     match kind:
         case "string":
             patterns = (schema["pattern"],) if "pattern" in schema else ()
             formats = (schema["format"],) if "format" in schema else ()
-            return Shape(kind, least=get("minLength", 0), most=get("maxLength"), patterns=patterns, formats=formats)
+            return ValueShape(
+                kind, least=get("minLength", 0), most=get("maxLength"), patterns=patterns, formats=formats
+            )
         case "number":
-            numbers = Range(get("minimum"), False, get("maximum"), False)
-            numbers = numbers.within(Range(get("exclusiveMinimum"), True, get("exclusiveMaximum"), True))
+            numbers = NumberRange(get("minimum"), False, get("maximum"), False)
+            numbers = numbers.within(NumberRange(get("exclusiveMinimum"), True, get("exclusiveMaximum"), True))
             multiple = get("multipleOf")
             whole = multiple is not None and float(multiple).is_integer()
             unsaid = ("multipleOf",) if multiple is not None and multiple != 1 else ()
-            return Shape(kind, integer=integer or whole, numbers=numbers, unsaid=unsaid)
+            return ValueShape(kind, integer=integer or whole, numbers=numbers, unsaid=unsaid)
         case "array":
             least = get("minItems", 0)
             found: list[str] = []
@@ -66,31 +79,33 @@ def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> Shape:
             if "uniqueItems" in schema and get("maxItems", 2) > 1:
                 found.append("uniqueItems")
             part = ArrayPart(
-                [(Part(each),) for each in get("prefixItems", ())], (Part(get("items", True)),), "items" in schema
+                [(SchemaPart(each),) for each in get("prefixItems", ())],
+                (SchemaPart(get("items", True)),),
+                "items" in schema,
             )
             arrays = (part,) if "prefixItems" in schema or "items" in schema else ()
-            return Shape(kind, least=least, most=get("maxItems"), arrays=arrays, unsaid=tuple(found))
+            return ValueShape(kind, least=least, most=get("maxItems"), arrays=arrays, unsaid=tuple(found))
         case "object":
             part_of_object = ObjectPart(
-                {name: (Part(each),) for name, each in get("properties", {}).items()},
-                [(pattern, (Part(each),)) for pattern, each in get("patternProperties", {}).items()],
-                (Part(get("additionalProperties", True)),),
+                {name: (SchemaPart(each),) for name, each in get("properties", {}).items()},
+                [(pattern, (SchemaPart(each),)) for pattern, each in get("patternProperties", {}).items()],
+                (SchemaPart(get("additionalProperties", True)),),
                 "additionalProperties" in schema,
             )
             says = any(key in schema for key in ("properties", "patternProperties", "additionalProperties"))
-            return Shape(
+            return ValueShape(
                 kind,
                 least=get("minProperties", 0),
                 most=get("maxProperties"),
                 objects=(part_of_object,) if says else (),
                 required=tuple(get("required", ())),
-                names=(Part(schema["propertyNames"]),) if "propertyNames" in schema else (),
+                names=(SchemaPart(schema["propertyNames"]),) if "propertyNames" in schema else (),
             )
         case _:
-            return Shape(kind)
+            return ValueShape(kind)
 
 
-def with_unevaluated(shape: Shape, schema: Mapping[str, Any]) -> Shape:
+def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape:
     """The shape with what the schema says of members and items that nothing else in it looks at."""
     if shape.values is not None:
         return shape
@@ -103,19 +118,19 @@ def with_unevaluated(shape: Shape, schema: Mapping[str, Any]) -> Shape:
             return without(shape, "unevaluatedProperties")
         known = {name: ANYTHING for part in shape.objects for name in part.properties}
         patterns = [(pattern, ANYTHING) for part in shape.objects for pattern, _ in part.patterns]
-        part = ObjectPart(known, patterns, (Part(schema["unevaluatedProperties"]),), says_additional=True)
+        part = ObjectPart(known, patterns, (SchemaPart(schema["unevaluatedProperties"]),), says_additional=True)
         return replace(shape, objects=(*shape.objects, part))
     if shape.kind == "array" and "unevaluatedItems" in schema:
         if any(each.says_rest for each in shape.arrays):
             return shape
         if "contains" in shape.unsaid or unsure:
             return without(shape, "unevaluatedItems")
-        rest = ArrayPart([ANYTHING] * shape.listed, (Part(schema["unevaluatedItems"]),), says_rest=True)
+        rest = ArrayPart([ANYTHING] * shape.listed, (SchemaPart(schema["unevaluatedItems"]),), says_rest=True)
         return replace(shape, arrays=(*shape.arrays, rest))
     return shape
 
 
-def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[Shape]:
+def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueShape]:
     """The values that a keyword does not allow which says something of the value itself."""
     value = schema[keyword]
     match keyword:
@@ -127,7 +142,7 @@ def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[Shape]:
                 if shape.kind not in types and (shape.kind, "integer") != ("number", *types & {"integer"})
             )
             if "integer" in types and "number" not in types:
-                yield Shape("number", unsaid=("not",))
+                yield ValueShape("number", unsaid=("not",))
         case "enum" | "const":
             for shape in ALL:
                 listed = [each for each in (value if keyword == "enum" else [value]) if kind_of(each) == shape.kind]
@@ -136,28 +151,30 @@ def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[Shape]:
             yield from map(forbidding, value)
         case "properties":
             for name, each in value.items():
-                part = ObjectPart({name: (Part(each, negated=True),)})
-                yield Shape("object", objects=(part,), required=(name,))
+                part = ObjectPart({name: (SchemaPart(each, negated=True),)})
+                yield ValueShape("object", objects=(part,), required=(name,))
         case "minimum":
-            yield Shape("number", numbers=Range(high=value, high_excluded=True))
+            yield ValueShape("number", numbers=NumberRange(high=value, high_excluded=True))
         case "exclusiveMinimum":
-            yield Shape("number", numbers=Range(high=value))
+            yield ValueShape("number", numbers=NumberRange(high=value))
         case "maximum":
-            yield Shape("number", numbers=Range(low=value, low_excluded=True))
+            yield ValueShape("number", numbers=NumberRange(low=value, low_excluded=True))
         case "exclusiveMaximum":
-            yield Shape("number", numbers=Range(low=value))
+            yield ValueShape("number", numbers=NumberRange(low=value))
         case "minLength" | "minItems" | "minProperties" if value > 0:
-            yield Shape(_KIND_OF_COUNT[keyword[3:]], most=value - 1)
+            yield ValueShape(_KIND_OF_COUNT[keyword[3:]], most=value - 1)
         case "maxLength" | "maxItems" | "maxProperties":
-            yield Shape(_KIND_OF_COUNT[keyword[3:]], least=value + 1)
+            yield ValueShape(_KIND_OF_COUNT[keyword[3:]], least=value + 1)
         case "prefixItems":
             for index, each in enumerate(value):
                 before = [ANYTHING] * index
-                yield Shape("array", least=index + 1, arrays=(ArrayPart([*before, (Part(each, negated=True),)]),))
+                yield ValueShape(
+                    "array", least=index + 1, arrays=(ArrayPart([*before, (SchemaPart(each, negated=True),)]),)
+                )
         case "items" if value is False:
-            yield Shape("array", least=len(schema.get("prefixItems", ())) + 1)
+            yield ValueShape("array", least=len(schema.get("prefixItems", ())) + 1)
         case _ if keyword in _KIND_OF_KEYWORD:
-            yield Shape(_KIND_OF_KEYWORD[keyword], least=keyword in _NEEDS_ONE, unsaid=("not",))
+            yield ValueShape(_KIND_OF_KEYWORD[keyword], least=keyword in _NEEDS_ONE, unsaid=("not",))
 
 
 _APPLYING: Final = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")

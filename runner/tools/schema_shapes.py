@@ -2,7 +2,7 @@
 
 This is the one place that decides which keywords hold together how. The grammar of a call or an answer is written from
 shapes, untyped text is read by their types, and what a shape cannot say is named in it, for the check that comes after.
-Shapes allow at least what the schema does; what they allow besides is what their `unsaid` keywords forbid.
+SchemaShapes allow at least what the schema does; what they allow besides is what their `unsaid` keywords forbid.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
-from runner.tools.keywords import ALL, forbidding, not_own_shapes, own_shapes, with_unevaluated, without
 from runner.tools.modern_schema import modern, resolved
-from runner.tools.shapes import KINDS, Conjunction, Part, Shape
+from runner.tools.schema_keywords import ALL, forbidding, not_own_shapes, own_shapes, with_unevaluated, without
+from runner.tools.value_shapes import KINDS, Conjunction, SchemaPart, ValueShape
 
-__all__ = ["LONGEST_LIST", "Shapes", "shapes_for", "shapes_of", "types_of"]
+__all__ = ["LONGEST_LIST", "SchemaShapes", "shapes_for", "shapes_of", "types_of"]
 
 MOST_SHAPES: Final = 64
 """A keyword that would make more shapes than this is left to the check."""
@@ -28,16 +28,16 @@ LONGEST_LIST: Final = 256
 
 
 @functools.lru_cache(maxsize=256)
-def shapes_of(text: str) -> Shapes:
+def shapes_of(text: str) -> SchemaShapes:
     """The shapes of a schema of any dialect, given as JSON."""
-    return Shapes(modern(json.loads(text)).schema)
+    return SchemaShapes(modern(json.loads(text)).schema)
 
 
 _KEPT: Final = 512
-_by_identity: dict[int, tuple[Any, Shapes]] = {}
+_by_identity: dict[int, tuple[Any, SchemaShapes]] = {}
 
 
-def shapes_for(schema: Any) -> Shapes:
+def shapes_for(schema: Any) -> SchemaShapes:
     """The same of a schema as an object, which is kept, so that one that is read at every call is looked at once."""
     known = _by_identity.get(id(schema))
     if known is None:
@@ -47,19 +47,19 @@ def shapes_for(schema: Any) -> Shapes:
     return known[1]
 
 
-class Shapes:
+class SchemaShapes:
     """The shapes of a schema of the dialect 2020-12, and of all schemas in it."""
 
     def __init__(self, root: Any) -> None:
         """Of a schema that `modern` made."""
         self.root = root
-        self.whole: Conjunction = (Part(root),)
+        self.whole: Conjunction = (SchemaPart(root),)
         """The schema itself."""
         self._texts: dict[int, tuple[Any, str]] = {}
-        self._of: dict[Hashable, tuple[Shape, ...]] = {}
-        self._parts: dict[tuple[str, bool], tuple[Shape, ...]] = {}
+        self._of: dict[Hashable, tuple[ValueShape, ...]] = {}
+        self._parts: dict[tuple[str, bool], tuple[ValueShape, ...]] = {}
         self._satisfiable: dict[Hashable, bool] = {}
-        self._arguments: dict[str, tuple[Shape, ...]] = {}
+        self._arguments: dict[str, tuple[ValueShape, ...]] = {}
         self._types: dict[str, frozenset[str]] = {}
 
     def key(self, conjunction: Conjunction) -> tuple[str, ...]:
@@ -71,15 +71,15 @@ class Shapes:
         """Whether references stand in it, so that it may hold itself."""
         return any('"$ref"' in text for text in self.key(conjunction))
 
-    def of(self, conjunction: Conjunction) -> tuple[Shape, ...]:
+    def of(self, conjunction: Conjunction) -> tuple[ValueShape, ...]:
         """The shapes of the values that fit all of these schemas; () where no value does."""
         return tuple(shape for shape in self._every(conjunction) if self._can_be(shape, frozenset()))
 
-    def arguments(self) -> tuple[Shape, ...]:
+    def arguments(self) -> tuple[ValueShape, ...]:
         """The shapes of a tool's arguments, which are an object."""
         return tuple(shape for shape in self.of(self.whole) if shape.kind == "object")
 
-    def argument(self, name: str) -> tuple[Shape, ...]:
+    def argument(self, name: str) -> tuple[ValueShape, ...]:
         """The shapes that the argument of this name may have, with whatever others."""
         if name not in self._arguments:
             given = (shape for one in self.arguments() for shape in self.of(one.member(name)))
@@ -112,17 +112,17 @@ class Shapes:
             self._satisfiable[key] = found
         return self._satisfiable[key]
 
-    def _every(self, conjunction: Conjunction) -> tuple[Shape, ...]:
+    def _every(self, conjunction: Conjunction) -> tuple[ValueShape, ...]:
         key = self.key(conjunction)
         if key not in self._of:
-            shapes: Sequence[Shape] = ALL
+            shapes: Sequence[ValueShape] = ALL
             for part in conjunction:
                 shapes = self._product(shapes, self._part(part), "allOf")
             checked = (self._checked(shape, conjunction) for shape in shapes)
             self._of[key] = self._unlike(shape for shape in checked if shape is not None)
         return self._of[key]
 
-    def _can_be(self, shape: Shape, above: frozenset[tuple[str, ...]]) -> bool:
+    def _can_be(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
         """Whether some value has this shape, as far as bounds and what is required tell."""
         if shape.values is not None:
             return True
@@ -136,23 +136,23 @@ class Shapes:
             return all(self.is_satisfiable(shape.item(n), above) for n in range(min(shape.least, shape.listed + 1)))
         return True
 
-    def _has_room(self, shape: Shape, above: frozenset[tuple[str, ...]]) -> bool:
+    def _has_room(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
         """Whether an object may have as many members as it has to."""
         if shape.of_patterns or self.is_satisfiable(shape.others, above):
             return True
         return sum(self.is_satisfiable(shape.member(name), above) for name in shape.named) >= shape.least
 
-    def _checked(self, shape: Shape, conjunction: Conjunction) -> Shape | None:
+    def _checked(self, shape: ValueShape, conjunction: Conjunction) -> ValueShape | None:
         """The shape; values that can be listed are tried, so that nothing is left unsaid of them."""
         values = _listed(shape)
         if values is None:
             return shape
         values = tuple(each for each in values if self.fits(each, conjunction))
-        return Shape(shape.kind, values, integer=shape.integer) if values else None
+        return ValueShape(shape.kind, values, integer=shape.integer) if values else None
 
     @cached_property
     def _validator(self) -> Any:
-        from runner.tools.checking import validator_of
+        from runner.tools.validators import validator_of
 
         return validator_of(self.root)
 
@@ -165,10 +165,10 @@ class Shapes:
 
     # --- combining
 
-    def _unlike(self, shapes: Iterator[Shape]) -> tuple[Shape, ...]:
+    def _unlike(self, shapes: Iterator[ValueShape]) -> tuple[ValueShape, ...]:
         return tuple({self._shape_key(shape): shape for shape in shapes}.values())
 
-    def _shape_key(self, shape: Shape) -> Hashable:
+    def _shape_key(self, shape: ValueShape) -> Hashable:
         objects = tuple(
             (
                 tuple((name, self.key(each)) for name, each in part.properties.items()),
@@ -188,7 +188,7 @@ class Shapes:
             self.key(shape.names),
         )
 
-    def _product(self, one: Sequence[Shape], other: Sequence[Shape], keyword: str) -> tuple[Shape, ...]:
+    def _product(self, one: Sequence[ValueShape], other: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
         """The shapes of what fits both; the first alone, and the keyword unsaid, where there would be too many."""
         if other is ALL or one is ALL:
             return tuple(one if other is ALL else other)
@@ -199,34 +199,34 @@ class Shapes:
             return tuple(without(shape, keyword) for shape in one if shape.kind in kinds)
         return found
 
-    def _part(self, part: Part) -> tuple[Shape, ...]:
+    def _part(self, part: SchemaPart) -> tuple[ValueShape, ...]:
         return self._negative(part.schema) if part.negated else self._positive(part.schema)
 
-    def _positive(self, schema: Any) -> tuple[Shape, ...]:
+    def _positive(self, schema: Any) -> tuple[ValueShape, ...]:
         if not isinstance(schema, Mapping):
             return ALL if schema else ()
         return self._once(schema, False, self._keywords)
 
-    def _negative(self, schema: Any) -> tuple[Shape, ...]:
+    def _negative(self, schema: Any) -> tuple[ValueShape, ...]:
         if not isinstance(schema, Mapping):
             return () if schema else ALL
         return self._once(schema, True, self._negated_keywords)
 
     def _once(
-        self, schema: Mapping[str, Any], negated: bool, make: Callable[[Mapping[str, Any]], tuple[Shape, ...]]
-    ) -> tuple[Shape, ...]:
+        self, schema: Mapping[str, Any], negated: bool, make: Callable[[Mapping[str, Any]], tuple[ValueShape, ...]]
+    ) -> tuple[ValueShape, ...]:
         key = (self._text(schema), negated)
         if key not in self._parts:
             self._parts[key] = make(schema)
         return self._parts[key]
 
-    def _keywords(self, schema: Mapping[str, Any]) -> tuple[Shape, ...]:
-        found: Sequence[Shape] = own_shapes(schema)
+    def _keywords(self, schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
+        found: Sequence[ValueShape] = own_shapes(schema)
         for keyword, shapes in self._applied(schema):
             found = self._product(found, shapes, keyword)
         return tuple(with_unevaluated(shape, schema) for shape in found)
 
-    def _applied(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Shape]]]:
+    def _applied(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[ValueShape]]]:
         """What the keywords say that apply other schemas to the same value."""
         if "$ref" in schema:
             yield "$ref", self._positive(resolved(self.root, schema["$ref"]))
@@ -241,26 +241,26 @@ class Shapes:
         if "if" in schema:
             yield "if", self._if(schema, negated=False)
         for name, names in schema.get("dependentRequired", {}).items():
-            yield "dependentRequired", (*self._absent(name), Shape("object", required=(name, *names)))
+            yield "dependentRequired", (*self._absent(name), ValueShape("object", required=(name, *names)))
         for name, each in schema.get("dependentSchemas", {}).items():
-            present = self._product(self._positive(each), (Shape("object", required=(name,)),), "dependentSchemas")
+            present = self._product(self._positive(each), (ValueShape("object", required=(name,)),), "dependentSchemas")
             yield "dependentSchemas", (*self._absent(name), *present)
 
-    def _absent(self, name: str) -> tuple[Shape, ...]:
+    def _absent(self, name: str) -> tuple[ValueShape, ...]:
         """Everything but objects that have a member of this name."""
         return (*(shape for shape in ALL if shape.kind != "object"), forbidding(name))
 
-    def _if(self, schema: Mapping[str, Any], *, negated: bool) -> tuple[Shape, ...]:
+    def _if(self, schema: Mapping[str, Any], *, negated: bool) -> tuple[ValueShape, ...]:
         side = self._negative if negated else self._positive
         then = self._product(self._positive(schema["if"]), side(schema.get("then", True)), "then")
         otherwise = self._product(self._negative(schema["if"]), side(schema.get("else", True)), "else")
         return self._unlike(iter((*then, *otherwise)))
 
-    def _one_of(self, choices: Sequence[Any]) -> tuple[Shape, ...]:
-        found: list[Shape] = []
+    def _one_of(self, choices: Sequence[Any]) -> tuple[ValueShape, ...]:
+        found: list[ValueShape] = []
         for index, choice in enumerate(choices):
             for shape in self._positive(choice):
-                only: tuple[Shape, ...] = (shape,)
+                only: tuple[ValueShape, ...] = (shape,)
                 for other_index, other in enumerate(choices):
                     if other_index == index:
                         continue
@@ -274,7 +274,7 @@ class Shapes:
         # That one of them fits is said, that no other does is not.
         return self._unlike(without(shape, "oneOf") for choice in choices for shape in self._positive(choice))
 
-    def _may_meet(self, one: Shape, other: Shape) -> bool:
+    def _may_meet(self, one: ValueShape, other: ValueShape) -> bool:
         """Whether a value may have both shapes; not where a required member would have to have two values."""
         both = one.both(other)
         if both is None:
@@ -298,10 +298,10 @@ class Shapes:
 
     # --- what a schema does not allow
 
-    def _negated_keywords(self, schema: Mapping[str, Any]) -> tuple[Shape, ...]:
+    def _negated_keywords(self, schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
         return self._unlike(shape for keyword in schema for shape in self._not(keyword, schema) if not shape.is_empty)
 
-    def _not(self, keyword: str, schema: Mapping[str, Any]) -> Iterator[Shape]:
+    def _not(self, keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueShape]:
         """The values that one keyword does not allow."""
         value = schema[keyword]
         match keyword:
@@ -311,7 +311,7 @@ class Shapes:
                 for each in value:
                     yield from self._negative(each)
             case "anyOf":
-                shapes: tuple[Shape, ...] = ALL
+                shapes: tuple[ValueShape, ...] = ALL
                 for each in value:
                     shapes = self._product(shapes, self._negative(each), "not")
                 yield from shapes
@@ -327,12 +327,12 @@ class Shapes:
                         yield replace(forbidding(missing), required=(name,))
             case "dependentSchemas":
                 for name, each in value.items():
-                    yield from self._product(self._negative(each), (Shape("object", required=(name,)),), "not")
+                    yield from self._product(self._negative(each), (ValueShape("object", required=(name,)),), "not")
             case _:
                 yield from not_own_shapes(keyword, schema)
 
 
-def types_of(shapes: Sequence[Shape]) -> frozenset[str]:
+def types_of(shapes: Sequence[ValueShape]) -> frozenset[str]:
     """The types of JSON schema that values of these shapes have; empty where they have any."""
     found: set[str] = set()
     unlisted: set[str] = set()
@@ -349,7 +349,7 @@ def types_of(shapes: Sequence[Shape]) -> frozenset[str]:
 _TRIVIAL: Final = ("true", "{}", "!false")
 
 
-def _listed(shape: Shape) -> tuple[Any, ...] | None:
+def _listed(shape: ValueShape) -> tuple[Any, ...] | None:
     """All values of a shape; None where they are too many."""
     if shape.values is not None:
         return shape.values

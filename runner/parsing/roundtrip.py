@@ -6,20 +6,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from runner.parsing.argument_reader import as_typed
+from runner.parsing.call_reader import CallReader
+from runner.parsing.call_writer import Unwritable, WrittenCall, id_for, write_calls
 from runner.parsing.harmony import read_harmony
-from runner.parsing.learning.checking import alike
+from runner.parsing.learning.format_check import alike
 from runner.parsing.notations import ValueType, type_of
-from runner.parsing.reading import CallReader
 from runner.parsing.turn_format import TurnFormat
-from runner.parsing.values import as_typed
-from runner.parsing.writing import Unwritable, WrittenCall, id_for, write_calls
-from runner.tools.conjunctions import Shapes, shapes_for, types_of
-from runner.tools.shapes import Shape
+from runner.tools.schema_shapes import SchemaShapes, shapes_for, types_of
 from runner.tools.tool import Tool, is_tool_name
+from runner.tools.value_shapes import ValueShape
 
-__all__ = ["CARRIED_NAME", "Ambiguity", "Loss", "ambiguities", "carries_name", "losses"]
+__all__ = ["SUPPORTED_NAME", "Ambiguity", "Loss", "ambiguities", "losses", "supports_name"]
 
-CARRIED_NAME: Final = re.compile(r"[\w.$-]+")
+SUPPORTED_NAME: Final = re.compile(r"[\w.$-]+")
 """Names of arguments that every format carries; in some of them other signs end a name."""
 
 
@@ -47,13 +47,13 @@ def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
 
     Tried are, of each tool, every argument alone in every type that it may have, all of them together, and none.
     """
-    trial = _CarryingTrial(form, tools)
+    trial = _RoundtripTrial(form, tools)
     for tool in tools:
         found = list(_lost_arguments(trial, tool))
         yield from found or _lost_calls(trial, tool)
 
 
-def carries_name(form: TurnFormat | None, tool: Tool) -> bool:
+def supports_name(form: TurnFormat | None, tool: Tool) -> bool:
     """Whether a call of a tool is read back with its name, which may be any text; without a format nothing is tried."""
     if is_tool_name(tool.name):
         return True
@@ -62,14 +62,14 @@ def carries_name(form: TurnFormat | None, tool: Tool) -> bool:
     if form is None or form.calls is None:
         return True
     # With an argument, since some formats cannot write a call that has none.
-    return _CarryingTrial(form, [tool]).fault(tool.name, {"argument": "text"}) is None
+    return _RoundtripTrial(form, [tool]).fault(tool.name, {"argument": "text"}) is None
 
 
 LONGEST_NAME: Final = 256
 """The most characters that the name of a tool may have."""
 
 
-class _CarryingTrial:
+class _RoundtripTrial:
     """Writes calls, and reads what it wrote."""
 
     def __init__(self, form: TurnFormat, tools: Sequence[Tool]) -> None:
@@ -96,7 +96,7 @@ class _CarryingTrial:
         return None if alike(back, arguments) else f"{arguments!r:.60} is read as {back!r:.60}"
 
 
-def _lost_arguments(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
+def _lost_arguments(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
     shapes = shapes_for(tool.parameters)
     needed = [set(shape.required) for shape in shapes.arguments()]
     required = set.intersection(*needed) if needed else set()
@@ -116,12 +116,12 @@ def _lost_arguments(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
 
 
 def _fix(argument: str) -> str:
-    if CARRIED_NAME.fullmatch(argument):
+    if SUPPORTED_NAME.fullmatch(argument):
         return f"Give it another type, or {_ANOTHER}."
     return "Rename it: letters, digits and _ are read in every format."
 
 
-def _lost_calls(trial: _CarryingTrial, tool: Tool) -> Iterator[Loss]:
+def _lost_calls(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
     shapes = shapes_for(tool.parameters)
     every = {name: next(iter(_examples(shapes, name).values())) for name in tool.parameters["properties"]}
     why = trial.fault(tool.name, every) if every else None
@@ -147,7 +147,7 @@ _EXAMPLES: Final[Mapping[ValueType, Any]] = {
 }
 
 
-def _examples(shapes: Shapes, name: str) -> Mapping[ValueType, Any]:
+def _examples(shapes: SchemaShapes, name: str) -> Mapping[ValueType, Any]:
     """A value of each type that an argument names; a text where it names none."""
     types = shapes.types_of_argument(name)
     return {kind: value for kind, value in _EXAMPLES.items() if kind in types} or {"string": _EXAMPLES["string"]}
@@ -188,7 +188,7 @@ def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
             yield Ambiguity(tool.name, "...", types)
 
 
-def _says_others(shape: Shape) -> bool:
+def _says_others(shape: ValueShape) -> bool:
     return any(part.says_additional for part in shape.objects)
 
 
@@ -196,7 +196,7 @@ _TYPES_OF_LITERALS: Final = ("integer", "number", "boolean", "array", "object")
 _LITERALS: Final = ("5", "2.5", "true", "[1]", '{"a": 1}')
 
 
-def _read_from_strings(shapes: Sequence[Shape]) -> tuple[ValueType, ...]:
+def _read_from_strings(shapes: Sequence[ValueShape]) -> tuple[ValueType, ...]:
     """The types of other values that strings of these shapes are read as."""
     strings = [shape for shape in shapes if shape.kind == "string"]
     listed = [text for shape in strings for text in shape.values or ()]

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from runner.parsing.learning.asking import Asker, FormatProperty, SaidCall, Unlearnt
-from runner.parsing.learning.nested import learn_nested
-from runner.parsing.learning.spans import CallSpan
-from runner.parsing.notations import Cdata, Html, Json, Notation, Python, Raw, ValueType, object_notations, type_of
+from runner.parsing.learning.call_spans import CallSpan
+from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.notations import (
+    Cdata,
+    Html,
+    Json,
+    Nested,
+    Notation,
+    Python,
+    Raw,
+    ValueType,
+    object_notations,
+    type_of,
+)
 from runner.parsing.turn_format import Slot, TaggedArguments, ValueStyle
 
 __all__ = ["TaggedLearner"]
 
 NAME: Final = "zqfirstz"
 # Integers are written without quotes in every notation.
-INTEGERS: Final = SaidCall(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
+INTEGERS: Final = ProbeCall(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
 PROBES: Final = (
-    SaidCall(NAME, {"zqkeyaz": 70707}),
-    SaidCall("zqsecondz", {"zqkeybz": 80808}),
-    SaidCall("zqthirdz", {"zqkeycz": 90909}),
+    ProbeCall(NAME, {"zqkeyaz": 70707}),
+    ProbeCall("zqsecondz", {"zqkeybz": 80808}),
+    ProbeCall("zqthirdz", {"zqkeycz": 90909}),
 )
 SIMPLE: Final = "zqvaluez"
 HARD: Final = "é \"q\" 'r' \\ / <b> & \n z"
@@ -42,27 +52,29 @@ class TaggedLearner:
 
     arguments: TaggedArguments
     """How arguments are written, with all that the last value's end and the close have in common in the close."""
-    probes: tuple[SaidCall, SaidCall, SaidCall] = PROBES
+    probes: tuple[ProbeCall, ProbeCall, ProbeCall] = PROBES
 
     @classmethod
-    def learn(cls, asker: Asker) -> Self:
+    def learn(cls, prober: ProbeRenderer) -> Self:
         """How the template writes arguments one by one.
 
         Raises:
-            Unlearnt: it does not.
+            UnlearnableFormat: it does not.
         """
-        text = _asked(asker, INTEGERS)
+        text = _asked(prober, INTEGERS)
         words = [NAME, "zqkeyaz", "70707", "zqkeybz", "80808"]
         parts = list(_between(text, words))
         if len(parts) != len(words) or parts[1] != parts[3]:
-            raise Unlearnt(FormatProperty.SEPARABLE, "where a call's arguments begin and end cannot be told")
+            raise UnlearnableFormat(
+                FormatRequirement.SEPARABLE, "where a call's arguments begin and end cannot be told"
+            )
         head, open_integer, separator, _, behind = parts
-        tail, none = _ends(asker, behind)
-        styles = _styles(asker, head, separator, open_integer)
-        backwards = SaidCall(NAME, dict(reversed(list(INTEGERS.arguments.items()))))
-        return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=asker.turn(backwards) == text))
+        tail, none = _ends(prober, behind)
+        styles = _styles(prober, head, separator, open_integer)
+        backwards = ProbeCall(NAME, dict(reversed(list(INTEGERS.arguments.items()))))
+        return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=prober.turn(backwards) == text))
 
-    def __call__(self, text: str, said: SaidCall, call_id: str, start: int = 0) -> CallSpan | None:
+    def __call__(self, text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
         """The span of a call whose arguments are one integer."""
         ((key, value),) = said.arguments.items()
         style = self.arguments.styles["integer"]
@@ -78,14 +90,14 @@ class TaggedLearner:
         """The arguments, and `close` and `between` without what ends the last value."""
         tail = self.arguments.tail
         if not close.startswith(tail) or not (between is None or between.startswith(tail)):
-            raise Unlearnt(FormatProperty.SEPARABLE, "what ends the last argument cannot be told")
+            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "what ends the last argument cannot be told")
         return self.arguments, close[len(tail) :], None if between is None else between[len(tail) :]
 
 
-def _asked(asker: Asker, said: SaidCall) -> str:
-    text = asker.turn(said)
+def _asked(prober: ProbeRenderer, said: ProbeCall) -> str:
+    text = prober.turn(said)
     if text is None:
-        raise Unlearnt(FormatProperty.VALUES, "the template raises on a call with some arguments")
+        raise UnlearnableFormat(FormatRequirement.VALUES, "the template raises on a call with some arguments")
     return text
 
 
@@ -112,36 +124,36 @@ _SAID: Final[Mapping[ValueType, str]] = {
 }
 
 
-def _ends(asker: Asker, behind: str) -> tuple[str, str | None]:
+def _ends(prober: ProbeRenderer, behind: str) -> tuple[str, str | None]:
     """What stands behind the last value, and what a call without arguments has instead of them."""
-    text = asker.turn(SaidCall(NAME, {}))
+    text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
     without = text.partition(NAME)[2]
-    shared = asker.marks.common_suffix([behind, without])
+    shared = prober.cut_points.common_suffix([behind, without])
     return behind[: len(behind) - len(shared)], without[: len(without) - len(shared)]
 
 
-def _styles(asker: Asker, head: str, separator: str, open_integer: str) -> dict[ValueType, ValueStyle]:
+def _styles(prober: ProbeRenderer, head: str, separator: str, open_integer: str) -> dict[ValueType, ValueStyle]:
     styles: dict[ValueType, ValueStyle] = {}
     for values in VALUES.values():
-        bodies = [_body(asker, value, separator) for value in values]
+        bodies = [_body(prober, value, separator) for value in values]
         known = [body for body in bodies if body is not None]
         if len(known) < len(bodies):
             continue
-        style = _style(asker, values, known, open_integer, separator)
+        style = _style(prober, values, known, open_integer, separator)
         if style is None:
             why = f"{_SAID[type_of(values[0])]} in a call's arguments is written in no way that could be read again"
-            raise Unlearnt(FormatProperty.VALUES, why)
+            raise UnlearnableFormat(FormatRequirement.VALUES, why)
         styles[type_of(values[0])] = style
     if "string" not in styles:
-        raise Unlearnt(FormatProperty.VALUES, "nothing tells where a string in a call's arguments ends")
+        raise UnlearnableFormat(FormatRequirement.VALUES, "nothing tells where a string in a call's arguments ends")
     return styles
 
 
-def _body(asker: Asker, value: Any, separator: str) -> str | None:
+def _body(prober: ProbeRenderer, value: Any, separator: str) -> str | None:
     """What stands between a value's key and what separates it from the next, or None where it is not written."""
-    text = asker.turn(SaidCall(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
+    text = prober.turn(ProbeCall(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
     parts = [] if text is None else list(_between(text, [NAME, "zqkeyaz", "zqkeybz"]))
     if len(parts) < 3 or not parts[1].endswith(separator):
         return None
@@ -149,13 +161,13 @@ def _body(asker: Asker, value: Any, separator: str) -> str | None:
 
 
 def _style(
-    asker: Asker, values: tuple[Any, ...], bodies: list[str], open_integer: str, separator: str
+    prober: ProbeRenderer, values: tuple[Any, ...], bodies: list[str], open_integer: str, separator: str
 ) -> ValueStyle | None:
     kind = type_of(values[0])
     if kind == "string":
         candidates: list[Notation] = [Json(), Json(ascii=True), Python(), Raw(), Html(), Html(quote=False)]
         if "<![CDATA[" in bodies[1]:
-            candidates = [Cdata(_cdata_signs(asker, separator))]
+            candidates = [Cdata(_cdata_signs(prober, separator))]
     elif kind in ("array", "object"):
         candidates = object_notations("")
     else:
@@ -165,7 +177,7 @@ def _style(
         if style is not None:
             return style
     if kind in ("array", "object"):
-        nested = learn_nested(lambda value: _body(asker, value, separator), open_integer)
+        nested = _learn_nested(lambda value: _body(prober, value, separator), open_integer)
         return None if nested is None else _fitting(nested, values, bodies)
     return None
 
@@ -178,5 +190,43 @@ def _fitting(notation: Notation, values: tuple[Any, ...], bodies: list[str]) -> 
     return None
 
 
-def _cdata_signs(asker: Asker, separator: str) -> str:
-    return "".join(sign for sign in "<>&\"'\n\\]" if "CDATA" in (_body(asker, f"a{sign}b", separator) or ""))
+def _cdata_signs(prober: ProbeRenderer, separator: str) -> str:
+    return "".join(sign for sign in "<>&\"'\n\\]" if "CDATA" in (_body(prober, f"a{sign}b", separator) or ""))
+
+
+def _learn_nested(body: Callable[[Any], str | None], before: str) -> Nested | None:
+    """The notation, or None where values are written in none that this form describes.
+
+    Args:
+        body: what the template writes between a key and what separates its value from the next one.
+        before: how each of those begins, whatever the value.
+    """
+    texts = [
+        body(value)
+        for value in ([70707, 80808], [True, False, None, "zqitemz"], {"zqaz": 70707, "zqbz": 80808}, {}, [])
+    ]
+    if any(text is None or not text.startswith(before) for text in texts):
+        return None
+    numbers, words, members, no_members, no_items = (text[len(before) :] for text in texts if text is not None)
+    open_list, _, rest = numbers.partition("70707")
+    item, _, close_list = rest.partition("80808")
+    if no_items != open_list + close_list or not item:
+        return None
+    listed = words[len(open_list) : len(words) - len(close_list)].split(item)
+    if len(listed) != 4 or "zqitemz" not in listed[3]:
+        return None
+    open_string, _, close_string = listed[3].partition("zqitemz")
+    opened, _, rest = members.partition("zqaz")
+    colon, _, rest = rest.partition("70707")
+    between, _, rest = rest.partition("zqbz")
+    colon_again, _, close_object = rest.partition("80808")
+    open_object = no_members[: len(no_members) - len(close_object)]
+    open_key = opened[len(open_object) :]
+    if colon != colon_again or not opened.startswith(open_object) or not between.endswith(open_key):
+        return None
+    member = between[: len(between) - len(open_key)]
+    backwards = body({"zqbz": 80808, "zqaz": 70707})
+    return Nested(
+        open_object, colon, member, close_object, open_list, item, close_list, open_string, close_string,
+        open_key, "", listed[0], listed[1], listed[2], backwards == texts[2],
+    )  # fmt: skip

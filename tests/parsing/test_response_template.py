@@ -28,13 +28,13 @@ from runner import (
 )
 from runner.cli.app import app
 from runner.models import ResolvedModel, chat_template
-from runner.parsing.learning.asking import FormatProperty
-from runner.parsing.learning.turn import FormatSource, FormatVerdict, LearntTurn, learn_turn
-from runner.parsing.learnt import learnt_turn
+from runner.parsing.call_reader import ReadCall
+from runner.parsing.format_cache import cached_format
+from runner.parsing.learning.learnt_format import FormatSource, FormatVerdict, LearntFormat, learn_format
+from runner.parsing.learning.probe_renders import FormatRequirement
+from runner.parsing.limitations import CallLimitation
 from runner.parsing.parser import TurnParser
-from runner.parsing.reading import ReadCall
-from runner.parsing.responses import ResponseReader
-from runner.parsing.traits import CallTrait
+from runner.parsing.response_template import ResponseTemplateReader
 from runner.parsing.turn_format import ResponseFormat
 from runner.testing import Reply, assert_exact, call
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -50,8 +50,8 @@ LOOK_UP: Mapping[str, Any] = {
 }
 
 
-def learnt(template: ChatTemplate) -> LearntTurn:
-    return learn_turn(template.renderer())
+def learnt(template: ChatTemplate) -> LearntFormat:
+    return learn_format(template.renderer())
 
 
 # --- what is tried, and when
@@ -61,7 +61,7 @@ def test_calls_that_cannot_be_learnt_are_read_as_the_checkpoint_says() -> None:
     assert learnt(unlearnable(None)).verdict is FormatVerdict.REFUSED
     told = learnt(unlearnable())
     assert (told.source, told.verdict) == (FormatSource.RESPONSE_TEMPLATE, FormatVerdict.LIMITED)
-    assert told.traits == (CallTrait.UNTYPED,)
+    assert told.traits == (CallLimitation.UNTYPED,)
     assert told.format.response is not None
     assert told.format.response.template == READS_IT
 
@@ -91,7 +91,7 @@ def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
 ) -> None:
     told = learnt(unlearnable(response_template))
     assert told.verdict is FormatVerdict.REFUSED
-    assert told.missing is FormatProperty.VALUES
+    assert told.missing is FormatRequirement.VALUES
     assert told.why.startswith(
         "nothing tells where a string in a call's arguments ends; nor can they by the model's response_template: "
     )
@@ -106,14 +106,14 @@ def test_without_a_transformers_that_reads_it_there_is_none(monkeypatch: pytest.
 def test_what_was_found_is_the_same_when_it_has_been_a_document() -> None:
     told = learnt(unlearnable())
     document = json.loads(json.dumps(told.as_json()))
-    assert LearntTurn.from_json(document) == told
+    assert LearntFormat.from_json(document) == told
     assert (document["source"], document["verdict"]) == ("response_template", "limited")
 
 
 def test_what_was_learnt_says_nothing_of_response_templates() -> None:
     document = learnt(ChatTemplate.load("hermes")).as_json()
     assert "response" not in document["format"]
-    assert LearntTurn.from_json(document) == learnt(ChatTemplate.load("hermes"))
+    assert LearntFormat.from_json(document) == learnt(ChatTemplate.load("hermes"))
 
 
 def test_a_model_s_folder_says_its_response_template(demo_model_folder: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_model_s_folder_says_its_response_template(demo_model_folder: Path, tm
 # --- what is read
 
 
-PLAIN = ResponseReader(ResponseFormat(HERMES, "<|im_end|>\n<|im_start|>assistant\n"))
+PLAIN = ResponseTemplateReader(ResponseFormat(HERMES, "<|im_end|>\n<|im_start|>assistant\n"))
 CALL = '<tool_call>{"name": "look_up", "arguments": {"query": "a", "limit": 2}}</tool_call>'
 READ = ReadCall("look_up", {"query": "a", "limit": 2})
 
@@ -151,7 +151,7 @@ def test_content_and_calls_are_told_apart(text: str, content: str, calls: list[R
 
 
 def test_a_thought_that_the_prompt_opened_is_read_with_the_calls() -> None:
-    parser = TurnParser(learnt_turn(unlearnable().renderer()).format)
+    parser = TurnParser(cached_format(unlearnable().renderer()).format)
     tools = Library().bound_tools()
     written = said(json.dumps('it is "x"'), 2)
     read = parser.parse(f"Hm.</think>\n\nI look.{written}", tools)
@@ -161,7 +161,7 @@ def test_a_thought_that_the_prompt_opened_is_read_with_the_calls() -> None:
 
 
 def test_without_tools_nothing_is_a_call() -> None:
-    parser = TurnParser(learnt_turn(unlearnable().renderer()).format)
+    parser = TurnParser(cached_format(unlearnable().renderer()).format)
     text = said('"x"', 2)
     read = parser.parse(f"Hm.</think>\n\n{text}", [])
     assert (read.reasoning, read.content, read.calls) == ("Hm.", text, [])
@@ -190,7 +190,7 @@ def test_no_cut_of_a_turn_is_a_call_that_was_not_said() -> None:
     response = learnt(unlearnable()).format.response
     assert response is not None
     thinking = f"Hm.</think>{said(json.dumps('two words'), 20)}{said(json.dumps('x'), 1)}"
-    for reader, text in ((ResponseReader(response), thinking), (PLAIN, CALL + CALL)):
+    for reader, text in ((ResponseTemplateReader(response), thinking), (PLAIN, CALL + CALL)):
         whole = reader.read(text, LOOK_UP).calls
         assert len(whole) == 2
         for cut in range(len(text)):
