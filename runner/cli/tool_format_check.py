@@ -12,14 +12,14 @@ from typing import Any
 from runner.cli.quiet_output import quiet_output
 from runner.models import ResolvedModel
 from runner.options import check_tool_format
-from runner.parsing.events import TurnReading
-from runner.parsing.learning.probe_renders import UnlearnableFormat
-from runner.parsing.learning.calls import find_form
-from runner.parsing.learning.reader_check import ReaderCheck, check_reader
-from runner.parsing.learning.learnt_format import LearntFormat, prober_of
-from runner.parsing.parser import TurnParser
 from runner.parsing.call_reader import Schemas
+from runner.parsing.events import TurnReading
+from runner.parsing.learning.calls import find_form
+from runner.parsing.learning.learnt_format import LearntFormat, prober_of
+from runner.parsing.learning.probe_renders import UnlearnableFormat
+from runner.parsing.learning.reader_check import ReaderCheck, check_reader
 from runner.parsing.limitations import DESCRIPTIONS
+from runner.parsing.parser import TurnParser
 from runner.tokens.probing.appends import byte_tokenizer
 from runner.tokens.probing.profile import TemplateProfile
 from runner.tokens.template import ChatTemplate
