@@ -1,6 +1,6 @@
-"""The pytest plugin: fixtures that test environments in milliseconds, without a model, a GPU or a network.
+"""The pytest plugin: fixtures for tests of environments in milliseconds, without a model, a GPU or a network.
 
-It imports pytest and the standard library; everything else is imported by the fixture that needs it.
+It imports only pytest and the standard library; fixtures import everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MARKERS = (
     "scripted_engine(**settings): settings of the fixture `scripted_engine`, such as template='hermes', context=512.",
-    "engine: may start a real engine; without it, or --runner-engine, tests that ask for `real_engine` are skipped.",
+    "engine: may start a real engine; tests with `real_engine` are skipped without this marker or --runner-engine.",
 )
 _SKIP_REASON = (
     "real_engine starts a model: mark the test with @pytest.mark.engine, or run pytest with --runner-engine to have it"
@@ -38,14 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--runner-engine",
         action="store_true",
-        help="run tests that ask for `real_engine`, with the marker `engine` or without",
+        help="run tests with the fixture `real_engine`, with the marker `engine` or without",
     )
     group.addoption(
         "--runner-record",
         choices=("none", "once", "rewrite"),
         default="none",
-        help="`recorded_engine` replays what is recorded and fails without (none, the default), "
-        "records what is missing (once), or records everything anew (rewrite)",
+        help="`recorded_engine` replays recordings and fails if one is missing (none, the default), "
+        "records missing ones (once), or records all again (rewrite)",
     )
 
 
@@ -82,7 +82,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def scripted_engine(request: pytest.FixtureRequest) -> Iterator[QueuedEngine]:
-    """An engine that says what the test enqueues with `say(...)`; replies that nobody heard fail the test."""
+    """An engine that replies with what the test enqueues with `say(...)`; unused replies fail the test."""
     from runner.testing.queued_engine import QueuedEngine
 
     marker = request.node.get_closest_marker("scripted_engine")
@@ -101,7 +101,7 @@ def scripted_engine(request: pytest.FixtureRequest) -> Iterator[QueuedEngine]:
 
 @pytest.fixture(scope="session")
 def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
-    """`real_engine(**options)`: vLLM on the demo model, or `real_engine(model=...)`; one is alive at a time."""
+    """`real_engine(**options)`: vLLM with the demo model, or `real_engine(model=...)`; one runs at a time."""
     from runner.testing import engine_pool
 
     pool = engine_pool.EnginePool(
@@ -120,7 +120,7 @@ def real_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 
 @pytest.fixture
 def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
-    """`recorded_engine()`: says what `real_engine()` said when the test was recorded; see --runner-record."""
+    """`recorded_engine()`: replays the recording that `--runner-record` made of `real_engine()`."""
     from runner.testing.recordings import RecordingFixture
 
     cassette = RecordingFixture(request, record=request.config.getoption("--runner-record"))
@@ -142,7 +142,7 @@ def recorded_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., En
 
 @pytest.fixture
 def byte_tokenizer() -> PlainTokenizer:
-    """A vocabulary of bytes with a chat template: nothing to download."""
+    """A vocabulary of bytes with a chat template; needs no download."""
     from runner.testing.vocabulary import PlainTokenizer
 
     return PlainTokenizer()
@@ -150,13 +150,13 @@ def byte_tokenizer() -> PlainTokenizer:
 
 @pytest.fixture
 def awkward_tokenizer() -> AwkwardTokenizer:
-    """A vocabulary in which ids that are decoded and encoded again come back as others; else as `byte_tokenizer`."""
+    """Like `byte_tokenizer`, but ids change when they are decoded and encoded again."""
     from runner.testing.vocabulary import AwkwardTokenizer
 
     return AwkwardTokenizer()
 
 
-# --- time and what is left behind
+# --- time and leaks
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def virtual_clock(request: pytest.FixtureRequest) -> VirtualClock:
 
     if "real_engine" in request.fixturenames:
         pytest.fail(
-            "virtual_clock and real_engine: a real engine takes real time. Use one of the two, or play on a "
+            "virtual_clock and real_engine: a real engine needs real time. Use one of the two, or play on a "
             "scripted_engine.",
             pytrace=False,
         )
@@ -175,7 +175,7 @@ def virtual_clock(request: pytest.FixtureRequest) -> VirtualClock:
 
 @pytest.fixture
 def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
-    """Fails the test, by the name of the function, if an event loop that it plays on stands still."""
+    """Fails the test if code blocks an event loop of its episodes; the message names the function."""
     from runner.testing.playing import ACTIVE_WATCHDOGS
     from runner.testing.watchdog import LoopWatchdog
 
@@ -188,14 +188,14 @@ def loop_watchdog(request: pytest.FixtureRequest) -> Iterator[LoopWatchdog]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails the test if it leaves threads, tasks, files, or open requests of `scripted_engine` behind."""
+    """Fails the test if it leaves threads, tasks, files or open requests of `scripted_engine`."""
     from anyio.lowlevel import checkpoint
 
     from runner.runs.event_loop import on_event_loop
     from runner.testing.leaks import UNFINISHED_TASKS, Leaked
     from runner.testing.leaks import no_leaks as watched
 
-    on_event_loop(checkpoint)  # the first event loop of a process opens a pipe for all that follow
+    on_event_loop(checkpoint)  # the first event loop of a process opens a pipe that later ones share
     UNFINISHED_TASKS.clear()
     engines = [request.getfixturevalue("scripted_engine")] if "scripted_engine" in request.fixturenames else []
     leaks: list[str] = []
@@ -208,17 +208,17 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     _fail_unless_failed(request, [str(Leaked(leaks))] if leaks else [])
 
 
-# --- what fixtures have in common
+# --- shared by fixtures
 
 
 def _claim_engine(request: pytest.FixtureRequest) -> None:
-    """Fail the test if another worker of pytest-xdist has started an engine: each would have a model of its own."""
+    """Fail the test if another worker of pytest-xdist has started an engine, since each would load a model."""
     __tracebackhide__ = True
     worker: str | None = getattr(request.config, "workerinput", {}).get("workerid")
     if worker is None or _engine_lock in request.session.stash:
         return
-    # The workers' own folders lie in one that they share. A lock, and not a file that is there or not, since it goes
-    # with the worker that holds it.
+    # In the folder that the workers share. A lock instead of the existence of a file, because it is released
+    # when its worker ends.
     folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent
     file = (folder / "runner-engine.lock").open("a+", encoding="utf-8")
     if not _locked(file):
@@ -226,8 +226,8 @@ def _claim_engine(request: pytest.FixtureRequest) -> None:
             file.seek(0)
             owner = (file.read().split() or ["another worker"])[-1]
         pytest.fail(
-            f"real_engine: {worker} would start a model while {owner} has one. Let one worker have all tests that "
-            "start one (in one file, pytest --dist loadfile), or run them in one process: pytest -m engine -n 0.",
+            f"real_engine: {worker} cannot start a model while {owner} has one. Let one worker run all tests that "
+            "need it (in one file, pytest --dist loadfile), or run them in one process: pytest -m engine -n 0.",
             pytrace=False,
         )
     print(worker, file=file, flush=True)
@@ -260,7 +260,7 @@ def _settings(marker: pytest.Mark | None) -> dict[str, Any]:
 
 @contextmanager
 def _fail_with_message(before: str = "") -> Iterator[None]:
-    """What is wrong with what a test gave is told in one message, without where in the kit it was found."""
+    """Turn an error of the block into a test failure with one message, without a traceback in the test kit."""
     __tracebackhide__ = True
     from runner.errors import DeltarunnerError
 
@@ -271,13 +271,13 @@ def _fail_with_message(before: str = "") -> Iterator[None]:
 
 
 def _fail_unless_failed(request: pytest.FixtureRequest, problems: list[str], leftovers: str = "") -> None:
-    """Fail the test, unless it has failed: then what is left over is no news."""
-    told = "\n".join([*problems, *([leftovers] if leftovers else [])])
-    if told and not request.node.stash.get(_failed, False):
-        pytest.fail(told, pytrace=False)
+    """Fail the test unless it has already failed."""
+    message = "\n".join([*problems, *([leftovers] if leftovers else [])])
+    if message and not request.node.stash.get(_failed, False):
+        pytest.fail(message, pytrace=False)
 
 
 def _recent_episodes() -> Any:
-    """What the test played; nothing is loaded to find that out."""
+    """The episodes that the test played; does not import anything."""
     playing = sys.modules.get("runner.testing.playing")
     return playing.RECENT_EPISODES if playing is not None else []

@@ -1,4 +1,4 @@
-"""The rule that everything serves, as an assertion: prompts extend one another, and only sampled ids are trained on."""
+"""The assertion `assert_exact`: prompts extend one another, and only sampled ids are trained on."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ _MAX_SHOWN_IDS: Final = 24
 
 
 def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
-    """Check that a trajectory is exactly what the model saw and sampled.
+    """Check that a trajectory contains exactly the ids that the model saw and sampled.
 
-    Within a segment every prompt begins with the prompt before it and what was sampled on it, bit for bit; a segment
-    that goes on from a turn of another one, or plays it again, begins with its very ids; the loss mask covers the
-    sampled ids and no other; log-probabilities stand where ids were sampled; every tool call that is
-    followed by anything was answered once, in order, unless it was somebody else's loop that answered; the messages
-    hold the calls that the turns made; outcome, limit, error and reward agree. Of turns that an engine of messages
-    said, which have no ids, only the rest is looked at.
+    - Within a segment, every prompt begins with the previous prompt and the ids sampled from it.
+    - A segment that continues or repeats a turn of another segment begins with the same ids.
+    - The loss mask covers exactly the sampled ids, and only these have log-probabilities.
+    - Every tool call before the last message has one answer, in order, except with external agents.
+    - The messages contain the calls of the turns; outcome, limit, error and reward agree.
+
+    Turns from chat APIs have no ids; only the other rules apply to them.
 
     Args:
         trajectory: the trajectory of any agent, with any outcome.
-        engine: the engine, which decodes: what was sampled must say what the turn says. A `ScriptedEngine(record=True)`
-            also knows which ids were sent, and those are compared.
+        engine: the engine. Its tokenizer then checks the texts of turns against their ids. A
+            `ScriptedEngine(record=True)` also checks the prompt ids that were sent.
 
     Raises:
-        BadOption: it is no trajectory.
-        AssertionError: names the episode and the turn, and shows both sides of the seam, decoded where an engine was
-            given.
+        BadOption: `trajectory` is not a trajectory.
+        AssertionError: a rule is broken; the message names episode and turn and shows the ids around the seam,
+            decoded if an engine is given.
     """
     if not isinstance(trajectory, Trajectory):
         raise BadOption(f"assert_exact({trajectory!r:.60}): give a trajectory, such as play(...) returns.")
     _check_begun(trajectory)
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
-        if turns and not any(turn.has_ids for turn in turns):  # an engine of messages gives none
+        if turns and not any(turn.has_ids for turn in turns):  # turns of chat APIs have no ids
             _require(not len(segment.log), f"{trajectory.id}: ids in a segment whose turns have none")
             _check_answers(trajectory, segment.messages)
             _check_calls(trajectory, segment, turns)
@@ -73,7 +74,7 @@ def assert_exact(trajectory: Trajectory, engine: Engine | None = None) -> None:
 
 
 def _require(true: object, message: str) -> None:
-    # No `assert`: under pytest that would say more than the message, and under `python -O` nothing.
+    # Not `assert`: pytest would add to the message, and `python -O` would skip it.
     if not true:
         raise AssertionError(message)
 
@@ -82,8 +83,8 @@ def _check_begun(trajectory: Trajectory) -> None:
     again = trajectory.trained and trajectory.turns and trajectory.segments[0].cause == REENCODED
     _require(
         not again,
-        f"{trajectory.id} {trajectory.agent}: its first prompt holds what this episode sampled, encoded anew, "
-        f"which need not give the same ids. Open this conversation with train=False.",
+        f"{trajectory.id} {trajectory.agent}: its first prompt contains text that this episode sampled, encoded again, "
+        f"which may have other ids. Open this conversation with train=False.",
     )
 
 
@@ -94,23 +95,23 @@ def _check_arrays(trajectory: Trajectory, segment: Segment) -> None:
     for source, logprob in zip(log.sources, log.logprobs, strict=True):
         given = not math.isnan(logprob)
         said = source in (Source.SAMPLED, Source.RETRIED)
-        _require(said or not given, f"{trajectory.id}: an id that nobody sampled has {logprob}")
+        _require(said or not given, f"{trajectory.id}: an id that was not sampled has log-probability {logprob}")
         _require(not given or logprob <= 0, f"{trajectory.id}: a log-probability of {logprob}")
     for turn in (turn for turn in trajectory.turns if turn.log is log):
         top, length = turn.top, turn.end - turn.start
         fits = top is None or len(top) == length
-        _require(fits, f"{_name(trajectory, turn)}: {length} ids, and the likeliest of {len(top or ())}")
+        _require(fits, f"{_name(trajectory, turn)}: {length} ids, but top log-probabilities of {len(top or ())}")
 
 
 def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], engine: Engine | None) -> None:
-    """What goes on from a turn has its very ids; what was encoded anew may say the same with others."""
+    """Check that a segment which continues a turn begins with the same ids."""
     name = f"{trajectory.id} {trajectory.agent} segment {trajectory.segments.index(segment)} ({segment.cause})"
     origin, shares = segment.origin, segment.cause in (AGAIN, BRANCH, RETRY)
     if not turns or not shares:
         anew = origin is not None and segment.cause in ("start", REENCODED)
-        _require(not anew and not segment.shared, f"{name}: it follows {origin}, and was encoded anew")
+        _require(not anew and not segment.shared, f"{name}: it follows {origin}, but was encoded again")
         return
-    _require(origin is not None, f"{name}: it goes on from no turn")
+    _require(origin is not None, f"{name}: it continues no turn")
     turn = origin.turn if origin is not None else None
     if turn is None:  # another agent's, which is not here
         return
@@ -119,7 +120,7 @@ def _check_origin(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn
     if ids != kept or segment.shared != end:
         first = max(0, first_mismatch(ids, kept) - _MAX_SHOWN_IDS)
         raise AssertionError(
-            f"{name}: it was encoded anew, and has not the ids of {origin}\n"
+            f"{name}: it was encoded again, and does not have the ids of {origin}\n"
             f"  there: {_shown(ids[first:][: 2 * _MAX_SHOWN_IDS], engine)}\n"
             f"  kept: {_shown(kept[first:][: 2 * _MAX_SHOWN_IDS], engine)}"
         )
@@ -136,7 +137,7 @@ def _check_extends(trajectory: Trajectory, segment: Segment, turns: Sequence[Tur
             text = "its prompt does not extend the turn before"
             raise AssertionError(f"{_name(trajectory, turn)}: {text}\n{_seam(before, turn, engine)}")
         if not set(segment.log.sources[before.end : turn.start]) <= {Source.BRIDGE}:
-            text = "what stands before it is no bridge"
+            text = "the ids before it are not a bridge"
             raise AssertionError(f"{_name(trajectory, turn)}: {text}\n{_seam(before, turn, engine)}")
 
 
@@ -159,9 +160,9 @@ def _check_mask(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
 
 
 def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
-    """Every call that is followed by anything has one answer, and the answers come in the order of the calls."""
+    """Check that every call before the last message has one answer, in the order of the calls."""
     if trajectory.requests:
-        return  # somebody else's loop answers as it likes
+        return  # external agents may answer in any way
     for index, message in enumerate(messages):
         calls = [call["id"] for call in message.get("tool_calls", ())]
         following = takewhile(lambda answer: answer["role"] == "tool", messages[index + 1 :])
@@ -172,18 +173,18 @@ def _check_answers(trajectory: Trajectory, messages: Sequence[Message]) -> None:
 
 
 def _check_calls(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn]) -> None:
-    """The last calls of the view are those that the turns made; before them stands what the prompt brought along."""
+    """Check that the messages end with the calls of the turns; the prompt may contain earlier ones."""
     made = [call.as_message() for turn in turns for call in turn.tool_calls if call.error is None]
     written = [call for message in segment.messages for call in message.get("tool_calls", ())]
     if made and written[-len(made) :] != made:
-        raise AssertionError(f"{trajectory.id}: the turns called {made}, and the messages hold {written}")
+        raise AssertionError(f"{trajectory.id}: the turns called {made}, but the messages contain {written}")
 
 
 def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn], tokenizer: Tokenizer) -> None:
     begin = turns[0].start
     for before, turn in pairwise([None, *turns]):
         assert turn is not None
-        if before is None or turn.start > before.end:  # else the turn goes on with the one before
+        if before is None or turn.start > before.end:  # otherwise the turn continues the previous one
             begin = turn.start
         ids = segment.log.ids[begin : turn.end]
         said = tokenizer.decode(ids)
@@ -191,15 +192,15 @@ def _check_text(trajectory: Trajectory, segment: Segment, turns: Sequence[Turn],
         for part in (turn.text, turn.reasoning):
             _require(_said(part.strip(), said), f"{name}: {part!r} is not what was sampled: {said!r}")
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int):
-            _require(ids[-1] == turn.stop, f"{name}: it stopped at {turn.stop}, its last id is {ids[-1]}")
+            _require(ids[-1] == turn.stop, f"{name}: it stopped at {turn.stop}, but its last id is {ids[-1]}")
     spoken = [message for message in segment.messages if message["role"] == "assistant"]
-    _require(spoken, f"{trajectory.id}: turns and no assistant message")
+    _require(spoken, f"{trajectory.id}: turns, but no assistant message")
     last = turns[-1].text
-    _require(spoken[-1]["content"] == last, f"{trajectory.id}: the view's last words are not the last turn's, {last!r}")
+    _require(spoken[-1]["content"] == last, f"{trajectory.id}: the last message is not the last turn's text, {last!r}")
 
 
 def _said(part: str, said: str) -> bool:
-    """Whether a text was said: in one piece, or in lines that calls or messages of a channel stood between."""
+    """Return True if a text occurs in what was sampled, as a whole or line by line with other text between."""
     if part in said:
         return True
     at = 0
@@ -223,33 +224,33 @@ def _check_turns(trajectory: Trajectory) -> None:
 
 
 def _check_ending(trajectory: Trajectory) -> None:
-    """How it ended, in every field that tells."""
+    """Check that outcome, limit, error and reward agree."""
     name, outcome = f"{trajectory.id} {trajectory.agent}", trajectory.outcome
     limits = LIMITS_OF.get(outcome)
     if limits is not None and trajectory.limit not in limits:
-        raise AssertionError(f"{name}: outcome {outcome.value}, and its limit is {trajectory.limit!r}")
-    _require(trajectory.error or not outcome.failed, f"{name}: outcome {outcome.value}, and no error says why")
+        raise AssertionError(f"{name}: outcome {outcome.value}, but its limit is {trajectory.limit!r}")
+    _require(trajectory.error or not outcome.failed, f"{name}: outcome {outcome.value} without an error text")
     reward = trajectory.reward
     evaluated = trajectory.agent == MAIN and not any(turn.has_ids for turn in trajectory.turns)
     scored = trajectory.trained or evaluated
     if reward is not None and not (outcome.scored and trajectory.turns and scored):
         what = f"{outcome.value}, {len(trajectory.turns)} turns, {'' if trajectory.trained else 'not '}trained"
-        raise AssertionError(f"{name}: a reward of {reward}, and {what}")
+        raise AssertionError(f"{name}: a reward of {reward}, but {what}")
     credits = [reward or 0.0, *(turn.reward for turn in trajectory.turns)]
-    _require(all(map(math.isfinite, credits)), f"{name}: a reward that is no finite number, among {credits}")
+    _require(all(map(math.isfinite, credits)), f"{name}: a reward that is not a finite number, among {credits}")
 
 
 def _check_sent(trajectory: Trajectory, engine: Engine) -> None:
-    """What a recording engine was sent and gave, by the name of the request."""
+    """Check the turns against the requests that a recording engine received."""
     calls: Any = getattr(engine, "calls", ())
-    by_name = {call.name: call for call in calls}  # of several attempts the last
+    by_name = {call.name: call for call in calls}  # the last of several attempts
     for turn in trajectory.turns:
         call = by_name.get(f"{trajectory.id}/{trajectory.thread or turn.agent}/{turn.number}")
         if call is None:
             continue
         name = _name(trajectory, turn)
         if call.prompt != turn.prompt_ids:
-            raise AssertionError(f"{name}: the engine was sent another prompt\n{_sent(call, turn, engine)}")
+            raise AssertionError(f"{name}: the engine received another prompt\n{_sent(call, turn, engine)}")
         sampled = array("i", call.sampled)
         _require(sampled[: turn.end - turn.start] == turn.token_ids, f"{name}: the engine sampled {list(sampled)}")
         _check_logprobs(name, call.logprobs, turn)
@@ -262,7 +263,7 @@ def _check_logprobs(name: str, given: Sequence[float] | None, turn: Turn) -> Non
     for at, (one, other) in enumerate(zip(sent, kept, strict=False)):
         if one != other and not (math.isnan(one) and math.isnan(other)):
             raise AssertionError(
-                f"{name}: the log-probability of its id {at} is {other:g}, and the engine gave {one:g}"
+                f"{name}: the log-probability of its id {at} is {other:g}, but the engine returned {one:g}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Cancels what suspends at every point where it does, one after another: any coroutine, or an episode."""
+"""Cancels a coroutine or an episode at each of its suspension points, one run for each point."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = ["cancel_everywhere", "play_cancelled"]
 __tracebackhide__ = True
 
 LeftoverCheck: TypeAlias = Callable[[Any], object]
-"""Gets the environment that played, and raises if something is left behind."""
+"""Called with the environment that played; raises if it finds leftovers."""
 
 _DELTA_LATENCY: Final = Latency(first=1, between=1)
-"""A tick before every delta, so that a turn has suspension points of its own."""
+"""A tick before every delta, so that turns have suspension points."""
 _MAX_SUSPENSIONS: Final = 100_000
-"""Suspension points after which a scenario is taken for one that never ends."""
+"""Suspension points after which a scenario counts as endless."""
 _MAX_SWALLOWED: Final = 1_000
-"""One run may be given so many cancellations, one for each `await` of a long unwinding; then somebody swallows them."""
+"""Cancellations of one run, one for each `await` of its clean-up, after which it counts as swallowing them."""
 
 _REASON: Final = "cancel_everywhere"
-"""What our cancellations say of themselves, by which they are told from those of scopes inside of the scenario."""
+"""Reason text of our cancellations, which distinguishes them from those of scopes inside the scenario."""
 _ABANDONED: Final[list[Coroutine[Any, Any, object]]] = []
-"""Coroutines that end by nothing, kept so that Python does not try to close them."""
+"""Coroutines that cannot be ended, kept so that Python does not try to close them."""
 
 _EVENT_LOOPS: Final = frozenset({"anyio", "asyncio", "trio"})
-"""Libraries whose frames are not a scenario's: what they do with a cancellation is right."""
+"""Libraries whose frames do not belong to a scenario; they handle cancellations correctly."""
 
 
 async def cancel_everywhere(
@@ -60,36 +60,34 @@ async def cancel_everywhere(
     *,
     check: Callable[[], object | Awaitable[object]] = lambda: None,
 ) -> int:
-    """Run `scenario` again and again, cancelled when it suspends for the 1st, the 2nd, the 3rd ... time.
+    """Run `scenario` repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
-    The cancellation comes from a scope around it, as it suspends; where it waits in a shield, it comes once that is
-    left. Whoever catches it has to raise it again. Child tasks are cancelled with it; their own suspension points are
-    not counted. Trio runs the tasks that are ready in a random order, so a scenario that waits for others may suspend
-    more or less often there from run to run.
+    The cancellation comes from a scope around the scenario; inside a shield it arrives after the shield. Code that
+    catches it must raise it again. Child tasks are cancelled as well; their own suspension points are not counted. Trio
+    runs ready tasks in random order, so the number of suspensions of a scenario that waits for other tasks may vary.
 
     Args:
-        scenario: makes one run's coroutine. It must be the same each time: same steps, fresh state.
-        check: called after every run, cancelled or not, sync or async; raises if something was left behind.
+        scenario: returns the coroutine of one run. All runs must have the same steps and new state.
+        check: called after every run, cancelled or not; sync or async. Raises if it finds leftovers.
 
     Returns:
-        How many suspension points were cancelled: all that an undisturbed run has.
+        Number of suspension points of an undisturbed run.
 
     Raises:
-        AssertionError: the scenario swallowed its cancellation, by the name of the function that did; one that does so
-            for ever is given up.
-        BadOption: it is no function that gives a coroutine.
-        RuntimeError: the scenario never ended undisturbed.
-        BaseException: what the scenario or the check raised, with a note that says where it had been cancelled.
+        AssertionError: a function, which the message names, swallowed the cancellation.
+        BadOption: `scenario` does not return a coroutine.
+        RuntimeError: the scenario does not end.
+        BaseException: an error of the scenario or the check, with a note that names the suspension point.
     """
     given: Any = scenario
     if inspect.iscoroutine(given):
-        given.close()  # else it complains as well that nobody awaited it
+        given.close()  # otherwise Python warns that it was never awaited
     if not callable(given):
         raise BadOption(f"cancel_everywhere({given!r:.60}): give the `async def` function itself, without calling it.")
     for at in range(1, _MAX_SUSPENSIONS):
         made: Any = scenario()
         if not inspect.iscoroutine(made):
-            raise BadOption(f"cancel_everywhere(): the scenario gave {made!r:.60}: give an `async def` function.")
+            raise BadOption(f"cancel_everywhere(): the scenario returned {made!r:.60}: give an `async def` function.")
         run = _CancelledRun(made, at)
         try:
             await run.play()
@@ -106,7 +104,7 @@ async def cancel_everywhere(
 
 
 def _never_ended() -> RuntimeError:
-    return RuntimeError(f"the scenario still ran after {_MAX_SUSPENSIONS} suspension points: it has to end")
+    return RuntimeError(f"the scenario has not ended after {_MAX_SUSPENSIONS} suspension points: it must end")
 
 
 @dataclass(slots=True)
@@ -114,13 +112,12 @@ class _CancelledRun:
     """One run of a scenario, cancelled at one of its suspension points."""
 
     coroutine: Coroutine[Any, Any, object]
-    """The scenario."""
     at: int
-    """The suspension point at which it is cancelled, counted from 1."""
+    """Suspension point of the cancellation, from 1."""
     cancelled_in: str = ""
-    """The function that was suspended there; "" until then."""
+    """Function that was suspended there; "" until then."""
     delivered: list[BaseException] = field(default_factory=list)
-    """The cancellations that were thrown into the scenario, one for each `await` that it came to afterwards."""
+    """Cancellations thrown into the scenario, one for each `await` since the first."""
 
     async def play(self) -> None:
         with anyio.CancelScope() as scope:
@@ -132,22 +129,22 @@ class _CancelledRun:
             self._check_passed_on(None)
 
     def _check_passed_on(self, raised: BaseException | None) -> None:
-        """No cancellation was caught for good: by nobody, or by one who was then cancelled anew."""
+        """Raise if a function of the scenario caught a cancellation and did not raise it again."""
         left = set(map(id, _causes(raised)))
         lost = [error for error in self.delivered if id(error) not in left]
         if raised is not None and len(lost) == len(self.delivered):
-            return  # what left the scenario is a library's, made of one that was delivered, or a failure of its own
+            return  # another error: a library's, made from a delivered cancellation, or a failure of the scenario
         for error in lost:
             if swallower := _swallower(error):
-                went_on = "returned" if raised is None else "went on"
+                verb = "returned" if raised is None else "continued"
                 raise AssertionError(
-                    f"cancelled in {self.cancelled_in}, and {went_on} as if it were not: {swallower} swallowed the "
+                    f"cancelled in {self.cancelled_in}, but it {verb}: {swallower} swallowed the "
                     f"cancellation. Clean up in `finally`, or raise it again."
                 ) from None
 
     @types.coroutine
     def _step_by_step(self, scope: anyio.CancelScope) -> Generator[Any, Any, None]:
-        """Drive the coroutine as its task would, counting what it yields to the event loop."""
+        """Drive the coroutine as its task would, and count its suspensions."""
         coroutine = self.coroutine
         suspensions = 0
         resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731  # replaced below
@@ -169,12 +166,12 @@ class _CancelledRun:
     def _always_swallowed(self) -> AssertionError:
         who = _swallower(self.delivered[-1]) or "the scenario"
         return AssertionError(
-            f"cancelled in {self.cancelled_in}, and it never ends: {who} swallowed the cancellation {_MAX_SWALLOWED} "
-            f"times over. Clean up in `finally`, or raise it again."
+            f"cancelled in {self.cancelled_in}, but it never ends: {who} swallowed the cancellation {_MAX_SWALLOWED} "
+            f"times. Clean up in `finally`, or raise it again."
         )
 
     def _abandon(self, error: Exception) -> Exception:
-        """End the coroutine by an error that nobody expects, so that it still leaves what it entered; else leave it."""
+        """End the coroutine with an error, so that it still cleans up; if that fails, keep it alive unfinished."""
         for _ in range(_MAX_SWALLOWED):
             try:
                 self.coroutine.throw(error)
@@ -184,10 +181,10 @@ class _CancelledRun:
         return error
 
     def _suspend(self, awaited: Any) -> Generator[Any, Any, Callable[[], Any]]:
-        """Suspend in the coroutine's stead; gives how to go on with it."""
+        """Suspend in place of the coroutine; return the function that resumes it."""
         try:
             value = yield awaited
-        except BaseException as error:  # a cancellation among others: the coroutine is whom it was meant for
+        except BaseException as error:  # such as a cancellation, which is meant for the coroutine
             thrown = error
             self._record_delivered(thrown)
             return lambda: self.coroutine.throw(thrown)
@@ -197,13 +194,13 @@ class _CancelledRun:
         return lambda: self.coroutine.send(value)
 
     def _record_delivered(self, error: BaseException | None) -> None:
-        # By the reason: inside a shield another scope's cancellation may come, which that scope catches.
+        # By the reason: scopes inside a shield have their own cancellations, and catch them.
         if isinstance(error, anyio.get_cancelled_exc_class()) and _REASON in str(error):
             self.delivered.append(error)
 
 
 def _causes(raised: BaseException | None) -> Iterator[BaseException]:
-    """What was raised, what that was raised from or while handling, and so on."""
+    """The error with all of its causes, contexts and group members."""
     waiting, seen = [raised], set[int]()
     while waiting:
         error = waiting.pop()
@@ -215,7 +212,7 @@ def _causes(raised: BaseException | None) -> Iterator[BaseException]:
 
 
 def _swallower(error: BaseException) -> str:
-    """The function that caught it last; "" where that is one of the event loop's, which know what they do."""
+    """The function that caught the error last; "" for functions of the event loop's libraries."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_filename != __file__:
@@ -229,7 +226,7 @@ def _is_of_event_loop(frame: types.FrameType) -> bool:
 
 
 def _where(coroutine: Any) -> str:
-    """Where the scenario is suspended: its innermost frame outside the event loop's libraries."""
+    """The scenario's innermost suspended frame outside the event loop's libraries."""
     where = "the scenario"
     while True:
         match coroutine:
@@ -255,41 +252,41 @@ def play_cancelled(
     check: LeftoverCheck | None = None,
     limits: Limits | None = None,
 ) -> int:
-    """Play an episode again and again, cancelled when it suspends for the 1st, the 2nd, the 3rd ... time.
+    """Play an episode repeatedly, cancelled at its 1st, 2nd, 3rd ... suspension.
 
-    After each time no request, session, task, thread or file may be left. The first and the last time it is not
-    cancelled, and must not fail; what is opened once for all episodes, the first one opens. Time that tools wait is
-    waited each time: play them on little.
+    After each play no request, session, task, thread or file may be left. The first and the last play are not
+    cancelled and must not fail; the first one opens what all episodes share. Waiting times of tools count for each
+    play, so keep them short.
 
     Args:
         environment: the environment, or its class.
-        says: what the model says; a list is read from its beginning each time.
+        says: the replies of the model; each play reads a list from its beginning.
         task: the task or its id; by default the first one.
-        check: gets the environment that played, after every time; raises if something is left behind.
-        limits: the limits, which go over the environment's.
+        check: called with the environment after every play; raises if it finds leftovers.
+        limits: limits that override the environment's.
 
     Returns:
-        How many times it was cancelled.
+        Number of cancelled plays.
 
     Raises:
-        AssertionError: something was left behind, or the episode fails undisturbed. A note says where it had been
-            cancelled.
-        BadInput: something given cannot be used; the message names it and the fix.
+        AssertionError: a play left something open, or the undisturbed episode fails. A note names the suspension
+            point.
+        BadInput: an argument cannot be used.
     """
     if check is not None and not callable(check):
         raise BadOption(f"play_cancelled(check={check!r:.60}): give a function of the environment.")
-    # In small deltas with ticks between them, so that there are points inside of a turn too.
+    # Small deltas with ticks between them, for suspension points inside turns.
     given: Any = says
     in_pieces = isinstance(says, list | tuple | str)
     engine = ScriptedEngine(given, chunks=4, latency=_DELTA_LATENCY) if in_pieces else engine_for(says)
     if isinstance(engine, QueuedEngine) and engine is says:
         raise BadOption(
-            "play_cancelled(): a queue of replies is empty after the first time. Give the replies: a list, which is "
-            "read from its beginning each time, a text or a function."
+            "play_cancelled(): a queue of replies is empty after the first play. Give the replies: a list, which is "
+            "read from its beginning for each play, a text or a function."
         )
     if not isinstance(engine, ScriptedEngine):
         raise BadOption(
-            f"play_cancelled(..., {type(engine).__name__}): give replies, since the episode is played many times over."
+            f"play_cancelled(..., {type(engine).__name__}): give replies, since the episode is played many times."
         )
     return run_sync("play_cancelled", partial(_play_everywhere, environment, engine, task, check, limits), engine, None)
 
@@ -329,19 +326,19 @@ async def _play_everywhere(
             stats = engine.stats()
             if stats.open or stats.waiting or stats.live_sessions:
                 raise AssertionError(
-                    f"{stats.open} requests and {stats.live_sessions} sessions are left in the engine: leave every "
+                    f"{stats.open} requests and {stats.live_sessions} sessions are left in the engine: exit every "
                     f"`async with` and cancel no task that generates."
                 )
             for fault in last[0].faults:
-                if HOW_TO_CLOSE in fault:  # it was closed, but by nobody who had opened it
+                if HOW_TO_CLOSE in fault:  # closed by the runner instead of the code that opened it
                     raise AssertionError(fault)
             if check is not None:
                 check(last[0].environment)
 
-        await episode()  # whatever is loaded and opened only once: what is left after that, every episode leaves
+        await episode()  # loads and opens everything that is shared, so that the rest is leaked by each episode
         trajectory = last[0].trajectories()[0]
         if trajectory.outcome.failed:
-            raise AssertionError(f"undisturbed, the episode fails: {trajectory.outcome.value}: {trajectory.error}")
+            raise AssertionError(f"the undisturbed episode fails: {trajectory.outcome.value}: {trajectory.error}")
         nothing_is_left()
         with no_leaks(engine):
             return await cancel_everywhere(episode, check=nothing_is_left)

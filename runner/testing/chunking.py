@@ -1,4 +1,4 @@
-"""Where a scripted reply is cut into deltas: inside a character of several bytes, or inside a marker."""
+"""Cuts a scripted reply into deltas inside a multi-byte character or a marker."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["Inside", "inside"]
 
 _MULTIBYTE: Final = rb"[\xc2-\xf4][\x80-\xbf]+"
-"""A character of several bytes in UTF-8: one that begins it, and those that go on with it."""
+"""A character of several bytes in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Cuts a reply in the middle of a piece of its text; made by `inside`."""
+    """Cuts a reply in the middle of a piece of its text; created by `inside`."""
 
     piece: str
-    """The text; "" stands for every character of several bytes."""
+    """The text; "" stands for every multi-byte character."""
 
     def sizes(self, ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-        """How many ids each delta has, so that one ends inside the piece, wherever it occurs.
+        """The number of ids of each delta, so that one ends inside every occurrence of the piece.
 
         Raises:
             BadOption: the piece does not occur, or is a single id.
@@ -35,26 +35,26 @@ class Inside:
         found = [match.span() for match in re.finditer(pattern, said)]
         cuts = [cut for start, end in found if (cut := _middle_cut(ends, start, end)) is not None]
         if not found:
-            what = repr(self.piece) if self.piece else "a character of several bytes"
+            what = repr(self.piece) if self.piece else "a multi-byte character"
             text = tokenizer.decode(ids)
             raise BadOption(
                 f"inside({self.piece!r}): {what} does not occur in {text!r:.60}: name a piece of the reply."
             )
         if not cuts:
             raise BadOption(
-                f"inside({self.piece!r}): it is a single token id in this vocabulary, and nothing can be cut inside an "
-                f"id: name a longer piece, or use byte_tokenizer, where every byte is an id."
+                f"inside({self.piece!r}): it is a single token id in this vocabulary, and an id cannot be cut: "
+                f"name a longer piece, or use byte_tokenizer, where every byte is an id."
             )
-        # The last size is long enough for a stop id, so that the sizes do not begin again.
+        # The last size includes a stop id, so that the sizes are not repeated.
         borders = [0, *sorted(set(cuts)), len(ids) + 1]
         return tuple(after - before for before, after in pairwise(borders))
 
 
 def inside(piece: str = "") -> Inside:
-    """Cut the deltas of a reply in the middle of `piece`, each time it occurs: `say("...", chunks=inside("<think>"))`.
+    """Cut the deltas of a reply inside every occurrence of `piece`: `say("...", chunks=inside("<think>"))`.
 
     Args:
-        piece: a marker, a word, a character; by default every character that is several bytes.
+        piece: a marker, a word or a character; by default every multi-byte character.
     """
     __tracebackhide__ = True
     if not isinstance(piece, str):
@@ -63,7 +63,7 @@ def inside(piece: str = "") -> Inside:
 
 
 def _bytes_and_ends(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
-    """What the ids say, and the byte at which each of them ends."""
+    """The bytes of the ids, and the end of each id in bytes."""
     pieces = tokenizer.pieces
     if pieces is None:
         return tokenizer.decode(ids).encode(), [
@@ -74,6 +74,6 @@ def _bytes_and_ends(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[bytes, li
 
 
 def _middle_cut(ends: Sequence[int], start: int, end: int) -> int | None:
-    """How many ids stand before the cut nearest to the middle of these bytes, or None where there is none inside."""
+    """The number of ids before the cut closest to the middle of these bytes; None if no id ends inside."""
     inner = [index + 1 for index, position in enumerate(ends) if start < position < end]
     return min(inner, key=lambda count: abs(ends[count - 1] - (start + end) / 2), default=None)

@@ -1,4 +1,4 @@
-"""The contract of `Engine`, promise by promise, for every engine: what its trainer has it do."""
+"""Tests of the contract of `Engine`: pause, sleep, new weights and adapters."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["ControlContract"]
 
 
 class ControlContract:
-    """What is promised of an engine that a trainer controls."""
+    """Tests of an engine that a trainer controls."""
 
     @control_test(
         pause=lambda under_test: under_test.engine.pause(), keep=lambda under_test: under_test.engine.pause("keep")
     )
-    async def test_keep_stands_still_and_goes_on_from_where_it_was(self, under_test: EngineUnderTest) -> None:
+    async def test_pause_keep_resumes_turns_where_they_were(self, under_test: EngineUnderTest) -> None:
         engine, undisturbed = under_test.engine, await under_test.sample(LONG_TOKENS)
         async with running_request(engine, under_test.request(LONG_TOKENS)) as said:
             await engine.pause("keep")
@@ -50,7 +50,7 @@ class ControlContract:
         assert said.finish.reason is FinishReason.LENGTH
 
     @control_test(pause=lambda under_test: under_test.engine.pause())
-    async def test_wait_lets_turns_end_first_and_nobody_else_begin(self, under_test: EngineUnderTest) -> None:
+    async def test_pause_wait_ends_turns_and_begins_none(self, under_test: EngineUnderTest) -> None:
         engine, undisturbed = under_test.engine, await under_test.sample(LONG_TOKENS)
         async with anyio.create_task_group() as group:
             async with running_request(engine, under_test.request(LONG_TOKENS)) as said:
@@ -63,7 +63,7 @@ class ControlContract:
             await engine.resume()
 
     @control_test(pause=lambda under_test: under_test.engine.pause())
-    async def test_abort_cuts_turns_with_what_they_had(self, under_test: EngineUnderTest) -> None:
+    async def test_pause_abort_keeps_the_ids_so_far(self, under_test: EngineUnderTest) -> None:
         engine, undisturbed = under_test.engine, await under_test.sample(SHORT_TOKENS)
         async with running_request(engine, under_test.request()) as said:
             await engine.pause("abort")
@@ -78,7 +78,7 @@ class ControlContract:
     @control_test(
         pause=lambda under_test: under_test.engine.pause(), keep=lambda under_test: under_test.engine.pause("keep")
     )
-    async def test_a_pause_cancelled_at_any_point_leaves_the_engine_going(self, under_test: EngineUnderTest) -> None:
+    async def test_cancelled_pause_leaves_the_engine_running(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         paused = False
 
@@ -88,19 +88,17 @@ class ControlContract:
             await engine.pause("keep")
             paused = True
 
-        async def goes_on() -> None:
-            if paused:  # the cancellation came too late for it
+        async def require_running() -> None:
+            if paused:  # the cancellation came too late
                 await engine.resume()
             assert (engine.state, engine.standstill.on) == (EngineState.RUNNING, False)
 
         async with engine.stream(under_test.request()):
-            await cancel_everywhere(pause, check=goes_on)
+            await cancel_everywhere(pause, check=require_running)
         assert len(await under_test.sample(SHORT_TOKENS)) == SHORT_TOKENS
 
     @control_test(sleep=lambda under_test: under_test.engine.sleep())
-    async def test_a_sleep_cuts_turns_and_the_engine_goes_on_with_the_last_part_that_wakes(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_sleep_aborts_turns_until_all_parts_are_awake(self, under_test: EngineUnderTest) -> None:
         engine, undisturbed = under_test.engine, await under_test.sample(SHORT_TOKENS)
         async with running_request(engine, under_test.request()) as said:
             await engine.sleep()
@@ -116,7 +114,7 @@ class ControlContract:
         assert await under_test.sample(SHORT_TOKENS) == undisturbed
 
     @control_test(sleep=lambda under_test: under_test.engine.sleep())
-    async def test_what_cannot_be_now_is_refused_and_changes_nothing(self, under_test: EngineUnderTest) -> None:
+    async def test_call_in_the_wrong_state_is_refused(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
 
         async def refuses(*calls: Callable[[], Awaitable[Any]]) -> None:
@@ -136,13 +134,11 @@ class ControlContract:
         with pytest.raises(BadControl, match="memory of the weights is asleep"):
             await engine.update_weights(under_test.weights)
         await engine.wake()
-        assert engine.state is EngineState.PAUSED, "as it was before it slept"
+        assert engine.state is EngineState.PAUSED, "the state before the sleep"
         await engine.resume()
 
     @control_test(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
-    async def test_an_update_under_a_turn_says_which_weights_sampled_which_ids(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_update_during_a_turn_records_weights_of_each_id(self, under_test: EngineUnderTest) -> None:
         engine, undisturbed = under_test.engine, await under_test.sample(LONG_TOKENS)
         first = engine.weight_version
         async with running_request(engine, under_test.request(LONG_TOKENS)) as said:
@@ -158,7 +154,7 @@ class ControlContract:
             await engine.update_weights(under_test.weights, version=first)
 
     @control_test(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))
-    async def test_an_update_leaves_a_paused_engine_paused(self, under_test: EngineUnderTest) -> None:
+    async def test_update_leaves_a_paused_engine_paused(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         await engine.pause()
         update = await engine.update_weights(under_test.weights)
@@ -171,9 +167,7 @@ class ControlContract:
         add_adapter=lambda under_test: under_test.engine.add_adapter("poet", under_test.adapter),
         remove_adapter=lambda under_test: under_test.engine.remove_adapter("poet"),
     )
-    async def test_an_adapter_samples_the_turns_that_ask_for_it_while_it_is_there(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_adapter_samples_turns_until_it_is_removed(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
 
         async def refused() -> None:
@@ -188,7 +182,7 @@ class ControlContract:
             await engine.remove_adapter("poet")
             await refused()
         assert said.finish is not None
-        assert said.finish.reason is FinishReason.LENGTH, "a turn in flight goes on"
+        assert said.finish.reason is FinishReason.LENGTH, "a turn in flight continues"
         assert [span.version for span in said.finish.versions] == [f"{engine.weight_version}+{label}"]
         assert await under_test.sample(SHORT_TOKENS) == undisturbed
         assert not engine.adapters

@@ -1,4 +1,4 @@
-"""The contract of engines as tests: whoever writes an engine subclasses a class, and pytest plays every promise."""
+"""The contract of engines as tests: the author of an engine subclasses `EngineContract`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["EngineContract", "EngineUnderTest"]
 
 
 class EngineContract(StreamContract, ControlContract):
-    """Tests that an engine does what the runner expects of every engine.
+    """Tests that an engine keeps the contract of `Engine`.
 
     class TestMyEngine(EngineContract):
         @pytest.fixture
         def engine(self):
             return MyEngine(...)
 
-    Some thirty tests are played, each on an engine of its own that the test enters: a turn's deltas and its finish,
-    every way to leave a turn, cancellation at every point, requests that wait for a place, sessions, and what a trainer
-    asks. The engine has a context of 1,000 ids at least, two places or more, and says one id at a time where somebody
-    acts on single deltas. An engine that refuses what a trainer asks says so in `under_test`, and is tested to refuse
-    it with `BadControl` and to go on.
+    There are about thirty tests. Each enters its own engine: the deltas of a turn and its finish, every way to leave a
+    turn, cancellation at every point, requests that wait for a place, sessions, and calls of a trainer. The engine must
+    have a context of at least 1,000 ids and at least two places, and return one id per delta if a request acts on
+    deltas. An engine that does not support a call of a trainer lists it in `under_test`; the tests then check that the
+    call raises `BadControl` and changes nothing.
     """
 
     backend: ClassVar[str] = "asyncio"
@@ -37,17 +37,17 @@ class EngineContract(StreamContract, ControlContract):
 
     @pytest.fixture
     def engine(self) -> Engine:
-        """The engine, not entered; a subclass gives it."""
+        """The engine, not entered; a subclass must override this fixture."""
         raise NotImplementedError(
             f"{type(self).__name__} needs a fixture `engine` that returns your engine, not entered"
         )
 
     def under_test(self, engine: Engine) -> EngineUnderTest:
-        """What the promises must know of the engine, once it is entered; a subclass says what is different."""
+        """Facts about the entered engine that the tests need; a subclass overrides it if they differ."""
         return EngineUnderTest(engine)
 
     def running(self, engine: Engine) -> AbstractAsyncContextManager[EngineUnderTest]:
-        """The engine while it runs; a subclass starts here what its engine needs besides."""
+        """Run the engine; a subclass overrides it to start what its engine needs."""
         return self._entered(engine)
 
     @asynccontextmanager
@@ -56,11 +56,11 @@ class EngineContract(StreamContract, ControlContract):
             yield self.under_test(engine)
 
     @pytest.fixture
-    def keep(self, engine: Engine) -> RunContractTest:
-        """Plays a promise, on an event loop of its own."""
+    def run_test(self, engine: Engine) -> RunContractTest:
+        """A function that runs a test on a new event loop."""
 
-        async def main(promise: Callable[[EngineUnderTest], Awaitable[None]]) -> None:
+        async def main(test: Callable[[EngineUnderTest], Awaitable[None]]) -> None:
             async with self.running(engine) as under_test:
-                await promise(under_test)
+                await test(under_test)
 
-        return lambda promise: anyio.run(main, promise, backend=self.backend)
+        return lambda test: anyio.run(main, test, backend=self.backend)

@@ -1,4 +1,4 @@
-"""Real engines for tests: on an event loop of their own, one alive at a time, so that any test may play on them."""
+"""Real engines for tests: each runs on a separate event loop, one at a time, and serves tests on any loop."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from runner.errors import BadOption
 __all__ = ["EnginePool", "PooledEngine", "make_engine"]
 
 _WRONG_LOOP = (
-    "A real engine belongs to one event loop, and the kit's lives on a loop of its own, apart from this test's, "
+    "A real engine belongs to one event loop, and that of the test kit runs on a separate loop, not on this test's, "
     "whether that is asyncio or trio, of a function or a session. Play on it with `play(environment, real_engine())` "
     "in a plain `def test_...`, or with `await play_async(environment, real_engine())` in an async one."
 )
 
 
 def make_engine(**options: Any) -> Engine:
-    """The demo model on vLLM, small; `options` are those of `VllmEngine`."""
+    """A small vLLM engine with the demo model; `options` are those of `VllmEngine`."""
     from runner.engines.vllm.engine import VllmEngine
 
     return VllmEngine(**{"max_num_seqs": 16, "max_model_len": 4096, **options})
 
 
 class PooledEngine(WrappedEngine):
-    """An engine and the event loop that it lives on; `play` and its kin go there."""
+    """An engine with its event loop, on which `play` and the other functions run."""
 
     def __init__(self, inner: Engine, home: BlockingPortal, loop: Any) -> None:
         super().__init__(inner)
         self.home = home
-        """Calls functions on the loop of the engine."""
+        """Calls functions on the event loop of the engine."""
         self._loop = loop
 
     @property
-    def running(self) -> bool:  # type: ignore[override]  # whoever asks is about to play on it
-        """Whether it runs; who asks on another event loop is refused here.
+    def running(self) -> bool:  # type: ignore[override]  # read before a play
+        """True if the engine runs.
 
         Raises:
-            BadOption: says how to play on it.
+            BadOption: the caller is on another event loop; the message names the functions to use.
         """
         if _loop() is not self._loop:
             raise BadOption(_WRONG_LOOP)
@@ -56,11 +56,11 @@ class PooledEngine(WrappedEngine):
 
 
 class EnginePool:
-    """Starts engines by their options and keeps the last one; another one takes its place.
+    """Starts engines by their options, and keeps the last one until another is needed.
 
     Args:
-        make: makes an engine of options.
-        who: names the test that runs now.
+        make: constructs an engine from options.
+        who: returns the name of the current test.
     """
 
     def __init__(self, make: Callable[..., Engine], who: Callable[[], str]) -> None:
@@ -75,14 +75,14 @@ class EnginePool:
         """The engine with these options; started if it is not the one that is alive.
 
         Raises:
-            BadOption: this test has another one already.
+            BadOption: this test already has an engine with other options.
         """
         __tracebackhide__ = True
         if self._alive is None or options != self._options or not self._alive.inner.running:
             if self._alive is not None and self._used_by == self._who():
                 raise BadOption(
                     f"real_engine({_written(options)}): this test has real_engine({_written(self._options or {})}) "
-                    f"already, and one model is alive at a time. Take the same options twice, or make two tests."
+                    f"already, and only one model runs at a time. Use the same options twice, or write two tests."
                 )
             self.close()
             self._start(options)
@@ -91,7 +91,7 @@ class EnginePool:
         return self._alive
 
     def close(self) -> None:
-        """Stop what is alive."""
+        """Stop the running engine."""
         self._alive = self._options = None
         self._open.close()
 

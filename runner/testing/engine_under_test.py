@@ -1,7 +1,7 @@
-"""How a promise of the contract of engines is played: on what, with which turns, and with nothing open afterwards.
+"""Helpers for the tests of the engine contract: the engine under test, decorators, and readers of streams.
 
-A promise asks for nothing that only one kind of engine could do: greedy turns say the same each time they are asked,
-and that is what they are compared with.
+The tests need nothing that only one kind of engine has: greedy turns return the same ids each time, and other turns
+are compared with these.
 """
 
 from __future__ import annotations
@@ -38,35 +38,38 @@ __all__ = [
     "wait_until",
 ]
 
-WATCHDOG_SECONDS: Final = 120.0  # seconds after which an engine that keeps a promise waiting has broken it
-SHORT_TOKENS: Final = 12  # ids
-LONG_TOKENS: Final = 32  # ids: what is asked of the engine meanwhile comes before the last of them
-ENDLESS_TOKENS: Final = 900  # ids: nobody waits for the last of them
+WATCHDOG_SECONDS: Final = 120.0
+"""Time limit of a test."""
+SHORT_TOKENS: Final = 12
+LONG_TOKENS: Final = 32
+"""Long enough for calls during the turn."""
+ENDLESS_TOKENS: Final = 900
+"""Length of turns whose end no test waits for."""
 
 
 @dataclass
 class EngineUnderTest:
-    """An engine, entered, and what the promises must know of it."""
+    """An entered engine, with facts that the tests need."""
 
     engine: Engine
-    """The engine. Greedy, it says the same each time, and goes on for 900 ids where no stop id ends its turn."""
+    """The engine. Greedy turns have the same ids each time, and at least 900 without a stop id."""
     weights: Any = None
-    """New weights that fit, with which the engine says the same; needed unless it refuses them."""
+    """New weights that fit and sample the same ids; needed unless the engine refuses them."""
     adapter: Any = None
     """A LoRA adapter that fits; needed unless the engine refuses it."""
     refused: frozenset[str] = field(default=frozenset(), kw_only=True)
-    """The calls of a trainer that this engine refuses, by name.
+    """Names of a trainer's calls that this engine refuses.
 
-    Some of "pause", "keep" (that mode of it), "sleep", "update_weights", "add_adapter" and "remove_adapter".
+    Of "pause", "keep" (a mode of pause), "sleep", "update_weights", "add_adapter" and "remove_adapter".
     """
     settled: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
-    """Returns when the engine's statistics know of all that was left; None where they are those of this moment."""
+    """Returns when the engine's statistics are current; None if they always are."""
     round_trip: Callable[[], Awaitable[object]] | None = field(default=None, kw_only=True)
-    """Asks the engine something and returns with its answer; None for its `health`."""
+    """A request to the engine that returns with its answer; None for `health`."""
     prompt: Sequence[int] = field(default=range(60, 100), kw_only=True)
-    """Ids that the engine's vocabulary has."""
+    """Ids of the engine's vocabulary."""
     asked: int = field(default=0, kw_only=True)
-    """How many requests were made."""
+    """Number of requests so far."""
 
     def request(
         self,
@@ -76,7 +79,7 @@ class EngineUnderTest:
         adapter: str | None = None,
         **fields: Any,
     ) -> GenerationRequest:
-        """A greedy turn of so many ids that come one at a time, unless a stop id ends it."""
+        """A greedy turn of `max_tokens` ids, one per delta, unless a stop id ends it."""
         self.asked += 1
         return GenerationRequest(
             name=f"episode/main/{self.asked}",
@@ -87,17 +90,17 @@ class EngineUnderTest:
         )
 
     async def sample(self, max_tokens: int) -> list[int]:
-        """What a turn that nobody disturbs says."""
+        """The ids of an undisturbed turn."""
         return (await complete(self.engine, self.request(max_tokens)))[0]
 
     async def settle(self) -> None:
-        """Return when what had left the engine was read, and it could have sampled more."""
+        """Return after the engine's output was read and it had time to sample more."""
         for _ in range(20):
             await (self.round_trip or self.engine.health)()
             await checkpoint()
 
     async def assert_nothing_open(self) -> None:
-        """Nobody is inside the engine, nobody waits, and no conversation keeps room."""
+        """Assert that no request is open or waiting, and no session is live."""
         if self.settled is not None:
             with anyio.fail_after(WATCHDOG_SECONDS):
                 await self.settled()
@@ -107,18 +110,18 @@ class EngineUnderTest:
 
 ContractTest: TypeAlias = Callable[[Any, EngineUnderTest], Awaitable[None]]
 RunContractTest: TypeAlias = Callable[[Callable[[EngineUnderTest], Awaitable[None]]], None]
-"""Plays a function of the engine under test, on the event loop that the engine belongs to."""
+"""Runs a test on the event loop of the engine under test."""
 
 
 def contract_test(
-    promise: ContractTest, *, by: Mapping[str, Callable[[EngineUnderTest], Awaitable[object]]] | None = None
+    function: ContractTest, *, by: Mapping[str, Callable[[EngineUnderTest], Awaitable[object]]] | None = None
 ) -> Callable[[Any, RunContractTest], None]:
-    """A test that an engine keeps a promise, and has nothing open afterwards.
+    """Decorate a test of the contract; afterwards nothing may be open.
 
     Args:
-        promise: what is contract_test.
-        by: the calls of a trainer that it takes; an engine that refuses one of them refuses it by its name instead, and
-            goes on as it was.
+        function: the test.
+        by: the calls of a trainer that the test needs, by name. If the engine refuses one, the test instead checks the
+            refusal.
     """
 
     async def main(test: Any, under_test: EngineUnderTest) -> None:
@@ -127,20 +130,20 @@ def contract_test(
             for call in refused:
                 await _assert_refused(under_test, call)
             if not refused:
-                await promise(test, under_test)
+                await function(test, under_test)
         await under_test.assert_nothing_open()
 
-    def test(self: Any, keep: RunContractTest) -> None:
-        keep(functools.partial(main, self))
+    def test(self: Any, run_test: RunContractTest) -> None:
+        run_test(functools.partial(main, self))
 
-    test.__name__, test.__qualname__, test.__doc__ = promise.__name__, promise.__qualname__, promise.__doc__
+    test.__name__, test.__qualname__, test.__doc__ = function.__name__, function.__qualname__, function.__doc__
     return test
 
 
 def control_test(
     **calls: Callable[[EngineUnderTest], Awaitable[object]],
 ) -> Callable[[ContractTest], Callable[[Any, RunContractTest], None]]:
-    """The same of a promise that takes these calls of a trainer."""
+    """Decorate a test of the contract that needs these calls of a trainer."""
     return functools.partial(contract_test, by=calls)
 
 
@@ -157,7 +160,7 @@ async def _assert_refused(under_test: EngineUnderTest, call: Callable[[EngineUnd
 
 
 async def drain(stream: DeltaStream, read: list[Delta], at: int = 10**9) -> None:
-    """Read until `at` ids have come."""
+    """Read deltas until there are at least `at` ids."""
     async for delta in stream:
         read.append(delta)
         if len(ids_of(read)) >= at:
@@ -165,36 +168,36 @@ async def drain(stream: DeltaStream, read: list[Delta], at: int = 10**9) -> None
 
 
 def ids_of(deltas: Sequence[Delta]) -> list[int]:
-    """The ids of all of them."""
+    """The ids of all deltas."""
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 def logprobs_of(deltas: Sequence[Delta]) -> list[float]:
-    """The log-probabilities of all of them."""
+    """The log-probabilities of all deltas."""
     return [logprob for delta in deltas for logprob in delta.logprobs or ()]
 
 
 async def wait_until(true: Callable[[], bool]) -> None:
-    """Return when it is true."""
+    """Return when the condition is true."""
     while not true():
         await checkpoint()
 
 
 @dataclass
 class PartialAnswer:
-    """What one request was answered so far."""
+    """The answer to a request so far."""
 
     ids: list[int]
-    """The ids that were read."""
+    """Ids read so far."""
     finish: Finish | None = None
-    """The end of the answer; None while it goes on."""
+    """The finish; None before the end."""
 
 
 @asynccontextmanager
 async def running_request(
     engine: Engine, wanted: GenerationRequest, *, at_least: int = 3
 ) -> AsyncIterator[PartialAnswer]:
-    """A request of which so many ids were read; it goes on beside the block, and has ended after it."""
+    """Run a request concurrently with the block, which begins after `at_least` ids; wait for its end."""
     said = PartialAnswer([])
     begun = anyio.Event()
 
@@ -213,7 +216,7 @@ async def running_request(
 
 
 async def complete(engine: Engine, wanted: GenerationRequest) -> tuple[list[int], Finish]:
-    """All that a request is answered, and how it ends."""
+    """Return the ids and the finish of a request."""
     async with engine.stream(wanted) as stream:
         ids = [token_id async for delta in stream for token_id in delta.token_ids]
     assert stream.finish is not None

@@ -1,4 +1,4 @@
-"""What a failing test played, as text for its report."""
+"""The episodes of a failed test as text for its report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from runner.transcript import transcript
 __all__ = ["endings", "transcripts"]
 
 _MAX_LISTED: Final = 3
-"""Episodes that are shown whole, and ways to end that are listed."""
+"""Transcripts, and ways to end, that are listed."""
 _WIDTH: Final = 120
-"""Characters of a line of the report."""
+"""Characters per line of the report."""
 
 
 def transcripts(played: Iterable[tuple[Trajectory, BaseEngine]]) -> str:
-    """The transcripts of the last episodes, without what the template wrote."""
+    """The transcripts of the last episodes, without the text of the template."""
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, color_system=None, highlight=False, markup=False)
     shown = list(played)
@@ -36,7 +36,7 @@ def transcripts(played: Iterable[tuple[Trajectory, BaseEngine]]) -> str:
 
 
 def endings(trajectories: Iterable[Trajectory]) -> str:
-    """How episodes ended, one line for each way, the most frequent first; agents of an episode share one."""
+    """The ends of episodes, one line for each kind with its count, the most frequent first."""
     by_episode = {trajectory.id: _ending(trajectory) for trajectory in trajectories}
     lines = []
     for ending, count in Counter(by_episode.values()).most_common(_MAX_LISTED):

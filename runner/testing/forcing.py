@@ -1,4 +1,4 @@
-"""Making a real engine sample given ids, with the model's own log-probabilities: any conversation, canonical or not."""
+"""Forces a real engine to sample given ids, with the model's own log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ __all__ = ["FORCING", "ForcedEngine", "ForcedScript", "ForcedTurn", "force"]
 _PROCESSOR: Final = "runner.engines.vllm.worker.forced_ids:ForcedIds"
 
 FORCING: Final[Mapping[str, Any]] = {"logits_processors": [_PROCESSOR], "logprobs_mode": "raw_logprobs"}
-"""What a `VllmEngine` must be started with so that its ids can be forced: `VllmEngine(model, **FORCING)`."""
+"""Arguments with which a `VllmEngine` must be started to force ids: `VllmEngine(model, **FORCING)`."""
 
 ForcedTurn: TypeAlias = Sequence[int] | None
-"""The ids of one turn, the stop id that ends it among them; None leaves the turn to the model."""
+"""The ids of one turn, including the stop id; None leaves the turn to the model."""
 
 ForcedScript: TypeAlias = Sequence[ForcedTurn] | Mapping[str, Sequence[ForcedTurn]] | Callable[[ModelCall], ForcedTurn]
-"""A list of turns that every conversation reads from its beginning; such a list for each agent by name, agents without
-one being free; or a function of the turn."""
+"""A list of turns, which every conversation reads from its beginning; a dict of such lists by agent, where other agents
+are free; or a function of the call."""
 
 
 def force(engine: Engine, script: ForcedScript) -> ForcedEngine:
-    """An engine that samples exactly the ids of `script` on `engine`, to be given to a `Run` in its place.
+    """Wrap an engine so that it samples exactly the ids of `script`; give the result to a `Run`.
 
     async with Run(environment, force(engine, [[75, 2104, 2], [504, 2]])) as run: ...
 
-    Each turn's list ends with the stop id that ends the turn; a turn that is to be cut has as many ids as its
-    `max_tokens`, or more. Several may force one engine at once, and requests that go to it directly stay free.
+    The list of a turn ends with its stop id; for a turn that is cut off it has at least `max_tokens` ids. Several
+    wrappers may share an engine, and requests directly to the engine stay free.
 
     Args:
         engine: a `VllmEngine` that is started with `FORCING`, or a `ScriptedEngine`.
         script: the ids of each turn.
 
     Raises:
-        BadOption: the engine cannot be forced, or the script is none.
+        BadOption: the engine cannot force ids, or `script` is not a script.
     """
     return ForcedEngine(engine, script)
 
 
 class ForcedEngine(WrappedEngine):
-    """The engine that `force` makes; whatever is not said here, the engine beneath says.
+    """The engine that `force` returns; everything else is delegated to the wrapped engine.
 
-    A turn that cannot be sampled as the script says is refused (`RequestRejected`) and never played otherwise: ids
-    past the vocabulary, too few of them, some behind a stop id, a turn under a grammar, an engine that samples others.
+    A turn that cannot be sampled according to the script is refused (`RequestRejected`): ids outside of the vocabulary,
+    too few ids, ids after a stop id, a turn with a grammar, an engine that samples other ids.
     """
 
     def __init__(self, engine: Engine, script: ForcedScript) -> None:
         _refuse_engine(engine)
         super().__init__(engine)
         self.calls: list[RecordedCall] = []
-        """Every request that was sent and what it was given, free turns too; `assert_exact` compares them."""
+        """All requests with their answers, including free turns; `assert_exact` compares them."""
         self._turn = _turn_reader(script)
         self._script_name = _script_name(script)
         self._running: Any = None
@@ -81,24 +81,24 @@ class ForcedEngine(WrappedEngine):
         return ForcedStream(self, request)
 
     def describe(self) -> dict[str, Any]:
-        """The engine beneath, and that its ids were forced: a run file of forced turns says so."""
+        """The description of the wrapped engine, with the key `forced`, which is stored in run files."""
         return {**self.inner.describe(), "forced": self._script_name}
 
     def _ids(self, request: GenerationRequest) -> list[int] | None:
-        """The ids of a turn, or None where it is free."""
+        """The ids of a turn; None if it is free."""
         call = ModelCall(request, _turn_number(request), len(self.calls), self.tokenizer, 0)
         turn = self._turn(call)
         if turn is None:
             return None
         ids = _checked(turn, request.name, RequestRejected)
-        # A model has padding rows past its tokenizer's ids, which can be sampled as well.
+        # A model has padding rows after its tokenizer's ids, which can be sampled as well.
         size = self.inner.vocabulary if isinstance(self.inner, VllmEngine) else self.tokenizer.size
         _refuse_ids(ids, request, size)
         return ids
 
 
 class ForcedStream(DeltaStream):
-    """The deltas of one request, seen to be the ones that were forced."""
+    """The deltas of one request, checked against the forced ids."""
 
     def __init__(self, engine: ForcedEngine, request: GenerationRequest) -> None:
         self.rest: list[Delta] = []
@@ -137,7 +137,7 @@ class ForcedStream(DeltaStream):
         for sampled, wanted in zip(self._sampled[begin:], self._forced[begin:], strict=False):
             if sampled != wanted:
                 raise RequestRejected(
-                    f"{self._request.name}: the engine sampled {sampled} where {wanted} was forced: it forces no ids."
+                    f"{self._request.name}: the engine sampled {sampled}, not the forced {wanted}: it cannot force ids."
                 )
         self.finish = delta.finish
         return delta
@@ -150,7 +150,7 @@ class ForcedStream(DeltaStream):
 
 
 def _turn_reader(script: ForcedScript) -> Callable[[ModelCall], ForcedTurn]:
-    """What gives each turn's ids, or None where it is free."""
+    """A function that returns the ids of a turn, or None if it is free."""
     if isinstance(script, Mapping):
         agents = {agent: _turns(turns) for agent, turns in script.items()}
         return lambda call: _turn_of_list(agents[call.agent], call) if call.agent in agents else None
@@ -165,13 +165,13 @@ def _turn_of_list(turns: Sequence[ForcedTurn], call: ModelCall) -> ForcedTurn:
     if call.turn < len(turns):
         return turns[call.turn]
     raise RequestRejected(
-        f"{call.request.name}: force() has ids for {len(turns)} turns of this conversation, and this is number "
-        f"{call.turn + 1}. Add them, or None for a turn that the model is free in."
+        f"{call.request.name}: force() has ids for {len(turns)} turns of this conversation, and this is turn number "
+        f"{call.turn + 1}. Add its ids, or None to leave it to the model."
     )
 
 
 def _script_name(script: ForcedScript) -> str:
-    """A script's name for the run's header: a function's, else a hash."""
+    """A name of the script for the run's header: the name of a function, else a hash."""
     if callable(script):
         return str(getattr(script, "__qualname__", type(script).__qualname__))
     return hashlib.sha256(repr(script).encode()).hexdigest()[:16]
@@ -187,7 +187,7 @@ def _checked(ids: Any, name: str, error: type[BadOption | RequestRejected]) -> l
     try:
         return list(map(operator.index, ids))
     except TypeError:
-        raise error(f"{name}: {ids!r:.60} is no turn: give a list of token ids, or None to leave it free.") from None
+        raise error(f"{name}: {ids!r:.60} is not a turn: give a list of token ids, or None to leave it free.") from None
 
 
 def _not_a_script(script: object) -> BadOption:
@@ -200,19 +200,19 @@ def _not_a_script(script: object) -> BadOption:
 def _refuse_engine(engine: Engine) -> None:
     if isinstance(engine, TokenEngine):
         raise BadOption(
-            "force(): a TokenEngine cannot force ids, which takes a logits processor of ours inside the engine: force "
-            "them on a VllmEngine(model, **FORCING), or let generate() itself give the ids that a test wants."
+            "force(): a TokenEngine cannot force ids, because that needs a logits processor inside the engine: force "
+            "them on a VllmEngine(model, **FORCING), or return the wanted ids from generate()."
         )
     if not isinstance(engine, VllmEngine):
-        return  # a scripted engine forces by itself; of any other it shows in the first delta
+        return  # a scripted engine can force ids; another engine fails at its first delta
     fix = "Start it with VllmEngine(model, **FORCING), from runner.testing."
     if _PROCESSOR not in (engine.given.get("logits_processors") or ()):
-        raise BadOption(f"force(): this engine has no logits processor that could force ids. {fix}")
+        raise BadOption(f"force(): this engine has no logits processor that forces ids. {fix}")
     mode = engine.given.get("logprobs_mode", "processed_logprobs")
     if mode != "raw_logprobs":
         raise BadOption(
-            f"force(): with logprobs_mode={mode!r} a forced id has no log-probability of the model's, as it is the "
-            f"only one that could be sampled. {fix}"
+            f"force(): with logprobs_mode={mode!r} a forced id does not have the model's log-probability, as it is the "
+            f"only id that can be sampled. {fix}"
         )
 
 
@@ -222,7 +222,7 @@ def _turn_number(request: GenerationRequest) -> int:
 
 
 def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int) -> None:
-    """Refuse what would be sampled otherwise than it is written."""
+    """Refuse ids that the engine would not sample as given."""
     name, longest = request.name, request.sampling.max_tokens
     if request.constraint is not None:
         raise RequestRejected(
@@ -236,17 +236,17 @@ def _refuse_ids(ids: Sequence[int], request: GenerationRequest, vocabulary: int)
     end = next((index for index, token_id in enumerate(ids, 1) if token_id in stops), None)
     if end is None and len(ids) < longest:
         raise RequestRejected(
-            f"{name}: {len(ids)} ids are forced and the turn may have {longest}: end them with a stop id "
-            f"({', '.join(map(str, sorted(stops)))}), or cut the turn there with Sampling(max_tokens={len(ids)})."
+            f"{name}: {len(ids)} ids are forced, but the turn may have {longest}: end them with a stop id "
+            f"({', '.join(map(str, sorted(stops)))}), or end the turn there with Sampling(max_tokens={len(ids)})."
         )
     least = request.sampling.min_tokens
     if end is not None and end <= least:
         raise RequestRejected(
-            f"{name}: the stop id {ids[end - 1]} is forced after {end - 1} ids, and Sampling(min_tokens={least}) lets "
-            "none be sampled there. Force more ids, or play it without min_tokens."
+            f"{name}: the stop id {ids[end - 1]} is forced after {end - 1} ids, but Sampling(min_tokens={least}) does "
+            "not allow it there. Force more ids, or play without min_tokens."
         )
     if end is not None and end < len(ids):
         raise RequestRejected(
-            f"{name}: the stop id {ids[end - 1]} ends the turn after {end} ids, so the {len(ids) - end} behind it "
-            "could never be sampled. Leave them out."
+            f"{name}: the stop id {ids[end - 1]} ends the turn after {end} ids, so the {len(ids) - end} ids after it "
+            "cannot be sampled. Remove them."
         )

@@ -1,4 +1,4 @@
-"""Finds what a block of code left behind: threads, processes, tasks, open files and requests, by name."""
+"""Finds the leaks of a block of code: threads, processes, tasks, open files and requests, by name."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 _PASS_COUNT: Final = 5
-"""Passes of the event loop that a task gets which was cancelled and not awaited."""
+"""Passes of the event loop that a cancelled task gets to end."""
 
-# Idle threads that anyio and trio keep for the next call; they carry these names only while they have no work.
+# Idle threads that anyio and trio keep for the next call; they have these names only while idle.
 _IDLE_THREAD: Final = re.compile(r"Trio thread \d+")
 
-# Processes that Python's multiprocessing and anyio start once and keep.
+# Processes that multiprocessing and anyio start once and keep.
 _KEPT_PROCESS: Final = re.compile(r"\bmultiprocessing\.(resource_tracker|forkserver)\b|-m anyio\.to_process\b")
 
 UNCLOSED: Final = "closed by the garbage collector alone: "
-"""How a leak begins that is gone by now, but only since nobody held it any more."""
+"""First words of a leak that only the garbage collector closed."""
 
 UNFINISHED_TASKS: Final[deque[str]] = deque(maxlen=64)
-"""Tasks that the event loops of what the test that runs now has played ended with, and cut; for `no_leaks`."""
+"""Tasks of the current test that were unfinished at the end of their event loops; for the fixture `no_leaks`."""
 
 
 class Leaked(AssertionError):
-    """Something outlived its block; the message lists what."""
+    """The block leaked something; the message lists it."""
 
     def __init__(self, leaks: Sequence[str]) -> None:
         self.leaks = tuple(leaks)
-        """What was left behind, each by name."""
-        super().__init__("left behind: " + "; ".join(leaks))
+        """Names of the leaks."""
+        super().__init__("leaked: " + "; ".join(leaks))
 
 
 @contextmanager
 def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
-    """Fail if the block leaves a thread, a process, a task, an open file or an open request behind.
+    """Fail if the block leaves a thread, a process, a task, an open file or an open request.
 
-    What is closed only because the garbage collector came by counts as left open. Works inside and outside an event
-    loop. An exception that leaves the block passes, with a note of what leaked.
+    A file that only the garbage collector closes counts as open. Works inside and outside of an event loop. An
+    exception of the block is raised with notes about the leaks.
 
     Args:
-        engines: the engines whose open and waiting requests and live sessions are counted.
-        settle: seconds that threads and processes which are about to end get to do so.
+        engines: engines whose open and waiting requests and live sessions are checked.
+        settle: seconds for ending threads and processes to end.
 
     Raises:
-        BadOption: what is given is no engine.
-        Leaked: lists what was left behind, each by name.
+        BadOption: an argument is not an engine.
+        Leaked: there are leaks.
     """
     for engine in engines:
         if not isinstance(engine, Engine):
-            raise BadOption(f"no_leaks({engine!r:.60}): give engines, whose requests are counted, or nothing.")
-    gc.collect()  # what others left to it is not this block's
+            raise BadOption(f"no_leaks({engine!r:.60}): give engines, whose requests are checked, or nothing.")
+    gc.collect()  # earlier garbage does not belong to this block
     before = _inventory(engines)
     try:
         with _collect_unclosed() as unclosed:
             try:
                 yield
             finally:
-                gc.collect()  # what nobody holds any more complains now, where it is listened to
+                gc.collect()  # unclosed garbage warns here, where warnings are caught
     except BaseException as error:
         for leak in [*_leaks(engines, before, settle=0), *unclosed]:
             error.add_note(f"leaked: {leak}")
@@ -90,18 +90,18 @@ def no_leaks(*engines: Engine, settle: float = 5.0) -> Iterator[None]:
 
 @contextmanager
 def _collect_unclosed() -> Iterator[list[str]]:
-    """Fill a list with what was closed by the garbage collector; other warnings are passed on."""
+    """Collect the names of objects that the garbage collector closes; other warnings pass."""
     unclosed: list[str] = []
     filters: Iterable[Any] = warnings.filters
     named = [(message, category) for action, message, category, *_ in filters if action == "ignore" and message]
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ResourceWarning)
-            for message, category in named:  # who ignores one by its words knows of it
+            for message, category in named:  # warnings that the user ignores by message stay ignored
                 warnings.filterwarnings("ignore", getattr(message, "pattern", message), category)
             yield unclosed
     finally:
-        for one in told:
+        for one in caught:
             if issubclass(one.category, ResourceWarning):
                 unclosed.append(f"{UNCLOSED}{str(one.message).removeprefix('unclosed ')}")
             else:
@@ -109,7 +109,7 @@ def _collect_unclosed() -> Iterator[list[str]]:
 
 
 async def recording_unfinished_tasks(function: Callable[[], Awaitable[T]]) -> T:
-    """Call it on an event loop that ends with it; tasks that it leaves are put down in `UNFINISHED_TASKS`."""
+    """Call a function as the last one of its event loop, and add the tasks that it leaves to `UNFINISHED_TASKS`."""
     try:
         return await function()
     finally:
@@ -150,7 +150,7 @@ def _is_pooled(thread: threading.Thread) -> bool:
 
 
 def _processes() -> Iterator[str]:
-    """Those that run and were started here; of one that has ended only the number is left."""
+    """Running child processes; an ended one has no command line."""
     for children in Path("/proc/self/task").glob("*/children"):
         for process in _read(children).split():
             command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip()
@@ -161,7 +161,7 @@ def _processes() -> Iterator[str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return ""
 
 
@@ -175,7 +175,7 @@ def _tasks() -> Iterator[str]:
 
 
 def _task_name(task: anyio.TaskInfo) -> str:
-    """A task's name with the function it runs, since most names are such as Task-140."""
+    """The name of a task with its function, since most names are like Task-140."""
     function = str(getattr(task.coro, "__qualname__", "")).rpartition("<locals>.")[2]
     return f"task {task.name!r}" + (f" of {function}()" if function and function not in str(task.name) else "")
 
@@ -184,13 +184,13 @@ def _files() -> Iterator[str]:
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:  # the descriptor of this very listing
+        except OSError:  # the descriptor of this listing
             continue
         yield f"file {descriptor} ({target})"
 
 
 def _kept_by_event_loop(before: set[str]) -> set[str]:
-    """The descriptor that libuv opens beside a loop's first stream, to a socket or a process, and keeps in reserve."""
+    """The descriptor that libuv opens with a loop's first stream and keeps in reserve."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Episodes played in a test: one call, and the trajectory is back, every token of it checked."""
+"""Plays episodes in tests: `play` returns the trajectory, with every token checked."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 EnvironmentOrClass: TypeAlias = Environment[Any] | type[Environment[Any]]
-"""What is played: an environment, or its class where that needs no arguments."""
+"""An environment, or its class if that needs no arguments."""
 
 EngineOrReplies: TypeAlias = BaseEngine | Replies | Sequence[ReplySource]
-"""What speaks: an engine; or what a scripted engine is to say."""
+"""An engine, or the replies of a scripted engine."""
 
 RECENT_EPISODES: Final[deque[tuple[Trajectory, BaseEngine]]] = deque(maxlen=16)
-"""What the test that runs now has played last, for the report of its failure; the plugin empties it after each test."""
+"""The last episodes of the current test, for failure reports; the plugin clears it after each test."""
 
 ACTIVE_WATCHDOGS: Final[list[LoopWatchdog]] = []
-"""Who watches the event loops that the test that runs now plays on; the plugin fills it."""
+"""Watchdogs of the event loops of the current test, added by the plugin."""
 
 
 _ASYNC_NAMES: Final = {
@@ -85,17 +85,17 @@ def play(
 ) -> Trajectory:
     """Play one episode to its end, in a plain `def test_...`.
 
-    The trajectory is checked with `assert_exact`. A failed episode is returned as any other: its `outcome` and `error`
-    say what happened.
+    The trajectory is checked with `assert_exact`. A failed episode is returned like any other: see its `outcome` and
+    `error`.
 
     Args:
         environment: the environment, or its class.
-        engine: an engine; or what to say: a list of replies, each said once and in order (none: `[]`), one text or
-            function that answers every turn of `main`, or a dict of these by agent.
+        engine: an engine; or replies: a list, used once and in order (`[]` for none), a text or a function for every
+            turn of `main`, or a dict of these by agent.
         task: the task or its id; by default the first one.
-        agent: the agent whose trajectory is wanted, where several are trained; `play_many(..., tasks=1)` gives all.
-        clock: a virtual clock, on which limits of minutes pass at once.
-        options: the fields of `RunOptions`, by name, but `tasks`.
+        agent: the agent whose trajectory is returned, if several are trained; `play_many(..., tasks=1)` returns all.
+        clock: a virtual clock, on which limits of minutes end immediately.
+        options: the fields of `RunOptions` by name, except `tasks`.
 
     Returns:
         The trajectory of the agent.
@@ -103,7 +103,7 @@ def play(
     Raises:
         AssertionError: replies were missing or left over, the trajectory is not exact, or a metric, a group reward or
             `close()` raised, which fails no episode.
-        BadInput: something given cannot be used; the message names it and the fix.
+        BadInput: an argument cannot be used; the message names the fix.
     """
     return run_sync("play", partial(play_async, environment, engine, task=task, agent=agent, **options), engine, clock)
 
@@ -116,24 +116,24 @@ def play_many(
     clock: VirtualClock | None = None,
     **options: Unpack[RunKeywords],
 ) -> list[Trajectory]:
-    """Play many episodes at once, in a plain `def test_...`.
+    """Play many episodes concurrently, in a plain `def test_...`.
 
     Args:
         environment: the environment, or its class.
-        engine: as for `play`; but a list of replies is read from its beginning by every conversation. An engine with a
-            queue of replies plays one episode after another, unless `concurrency` says otherwise.
-        tasks: how many of the environment's own, or others; by default all of them.
+        engine: as for `play`, but every conversation reads a list of replies from its beginning. An engine with a
+            queue of replies plays one episode after another, unless `concurrency` is given.
+        tasks: the number of the environment's tasks, or other tasks; by default all of its tasks.
         clock: a virtual clock.
         options: the fields of `RunOptions`, by name; `group_size=4` plays each task four times.
 
     Returns:
-        Every trained trajectory, failed ones too: by task as they were given, then by index, then by agent; of tasks
-        whose source is async or hears of results, as they finished.
+        All trained trajectories, including failed ones, in the order of tasks, indices and agents; with an async source
+        or one that receives results, as they finish.
 
     Raises:
         AssertionError: replies were missing or left over, a trajectory is not exact, or a metric, a group reward or
             `close()` raised, which fails no episode.
-        BadInput: something given cannot be used; the message names it and the fix.
+        BadInput: an argument cannot be used; the message names the fix.
     """
     return run_sync("play_many", partial(play_many_async, environment, engine, tasks=tasks, **options), engine, clock)
 
@@ -146,19 +146,19 @@ async def play_async(
     agent: str = MAIN,
     **options: Unpack[RunKeywords],
 ) -> Trajectory:
-    """`play`, for an `async def` test."""
+    """`play` for an `async def` test."""
     try:
         return await _play_one(environment, engine, task, agent, options)
     except (AssertionError, DeltarunnerError) as error:
-        # It says what to do: where in the kit it was noticed is nobody's business.
+        # Without the traceback inside the test kit: the message names the fix.
         raise error.with_traceback(None) from error.__cause__
 
 
 def choose_task(environment: EnvironmentOrClass, task: Task | str | None) -> Task:
-    """The task, the environment's own of that id, or its first one.
+    """The given task, the environment's task with this id, or its first one.
 
     Raises:
-        BadTask: there is none.
+        BadTask: the task does not exist.
     """
     if isinstance(task, Task):
         return task
@@ -174,13 +174,13 @@ async def _play_one(
     environment: EnvironmentOrClass, engine: EngineOrReplies, task: Task | str | None, agent: str, options: RunKeywords
 ) -> Trajectory:
     if options.get("group_size", 1) != 1:
-        raise BadOption(f"play(group_size={options['group_size']!r}): it plays one episode; play_many() plays groups.")
+        raise BadOption(f"play(group_size={options['group_size']!r}): play() plays one episode; use play_many().")
     speaker = _queued_engine(engine)
     chosen = [task] if isinstance(task, Task) else _select_tasks(environment, 1, task)
     trajectories = await _play_on_home_loop(environment, speaker, chosen, options)
     if not trajectories and options.get("file"):
         raise BadOption(
-            f"play(file={str(options['file'])!r}): it holds this episode already. Give another file, or none."
+            f"play(file={str(options['file'])!r}): the file already contains this episode. Give another file, or none."
         )
     if isinstance(speaker, QueuedEngine) and speaker is not engine:
         _require_no_leftovers(speaker.leftovers(), trajectories)
@@ -190,14 +190,14 @@ async def _play_one(
 
 
 def _of_agent(trajectories: Sequence[Trajectory], agent: str) -> Trajectory:
-    """That agent's; where `main` is not trained, the first one stands for it."""
+    """The trajectory of an agent; for an untrained `main`, the first one."""
     for trajectory in trajectories:
         if trajectory.agent == agent:
             return trajectory
     if agent == MAIN:
         return trajectories[0]
     agents = ", ".join(repr(trajectory.agent) for trajectory in trajectories)
-    raise BadOption(f"play(agent={agent!r}): no trained agent of that name; these are: {agents}.")
+    raise BadOption(f"play(agent={agent!r}): no trained agent of that name; the trained agents are {agents}.")
 
 
 async def play_many_async(
@@ -207,7 +207,7 @@ async def play_many_async(
     tasks: int | Tasks | None = None,
     **options: Unpack[RunKeywords],
 ) -> list[Trajectory]:
-    """`play_many`, for an `async def` test."""
+    """`play_many` for an `async def` test."""
     try:
         return await _play_many(environment, engine, tasks, options)
     except (AssertionError, DeltarunnerError) as error:
@@ -221,13 +221,13 @@ async def _play_many(
     if isinstance(speaker, QueuedEngine) and speaker is engine:
         options.setdefault("concurrency", Concurrency(episodes=1))
     if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
-        raise BadOption(f"play_many(tasks={tasks!r}): give how many, at least 1, or a list of tasks.")
+        raise BadOption(f"play_many(tasks={tasks!r}): give a number of at least 1, or a list of tasks.")
     chosen = _select_tasks(environment, tasks, None) if isinstance(tasks, int | None) else tasks
     order: dict[str, int] = {}
     trajectories = await _play_on_home_loop(environment, speaker, _recording_order(chosen, order), options)
     if speaker is not engine:
         _require_no_leftovers(_unused_replies(engine, speaker), trajectories)
-    if not order:  # a source that hears of results: it gives no order beforehand
+    if not order:  # a task source that receives results has no fixed order
         return trajectories
     return sorted(trajectories, key=lambda t: (order[t.task.id], t.visit, t.index, t.agent != MAIN, t.agent))
 
@@ -235,7 +235,7 @@ async def _play_many(
 async def _play_on_home_loop(
     environment: EnvironmentOrClass, engine: BaseEngine, tasks: Tasks, options: RunKeywords
 ) -> list[Trajectory]:
-    """Play on the event loop that the engine lives on, which need not be this one."""
+    """Play on the event loop of the engine, which may be another one than the caller's."""
     home: BlockingPortal | None = getattr(engine, "home", None)
     if home is None:
         return await _on_this_loop(environment, engine, tasks, options)
@@ -251,8 +251,8 @@ async def _on_this_loop(
     environment: EnvironmentOrClass, engine: BaseEngine, tasks: Tasks, options: RunKeywords
 ) -> list[Trajectory]:
     for name in options.keys() - RunKeywords.__annotations__.keys():
-        raise BadOption(f"play({name}=): there is no such option; these are: {', '.join(RunKeywords.__annotations__)}.")
-    # A test looks at failed episodes too: they do not stop the run.
+        raise BadOption(f"play({name}=): unknown option; the options are {', '.join(RunKeywords.__annotations__)}.")
+    # Failed episodes do not stop the run, because a test may expect them.
     settings: dict[str, Any] = {"breaker": 1, **options, "tasks": tasks}
     async with AsyncExitStack() as watched:
         for watchdog in ACTIVE_WATCHDOGS:
@@ -269,7 +269,7 @@ async def _on_this_loop(
 
 
 _AUTHOR_FAULT: Final = re.compile(r"(.*?: )?(group_reward |metric |reward |close\(\): |exit_stack: )")
-"""The beginning of a fault that is an error of the author's code; a run goes on after it, and no outcome says so."""
+"""Beginning of a fault in an author's code that neither ends the run nor appears in an outcome."""
 
 
 def _check_nothing_raised(faults: Iterable[str]) -> None:
@@ -277,31 +277,31 @@ def _check_nothing_raised(faults: Iterable[str]) -> None:
     if raised:
         more = f"\nand {len(raised) - MAX_FAULTS} more" if len(raised) > MAX_FAULTS else ""
         raise AssertionError(
-            "the environment's code raised, which fails no episode but leaves out what it was to give:\n"
+            "the environment's code raised, which fails no episode but drops its result:\n"
             + "\n".join(raised[:MAX_FAULTS])
             + more
         )
 
 
 MAX_FAULTS: Final = 5
-"""So many errors of the author's code are named in one message."""
+"""Errors of an author's code that one message lists."""
 
 
 def run_sync(name: str, function: Callable[[], Awaitable[T]], engine: Any, clock: VirtualClock | None) -> T:
-    """Call it from code that is not async."""
+    """Run an asynchronous function from synchronous code, on a new event loop or a virtual clock."""
     if _on_an_event_loop():
         raise RuntimeError(
-            f"{name}() is for a plain `def test_...`, and this is called on an event loop: "
+            f"{name}() is for a plain `def test_...`, but was called on an event loop: "
             f"write `await {_ASYNC_NAMES[name]}(...)` here."
         )
     if not isinstance(clock, VirtualClock | None):
         raise BadOption(f"{name}(clock={clock!r:.60}): give the fixture `virtual_clock`, or VirtualClock().")
     if clock is not None and getattr(engine, "home", None) is not None:
         raise BadOption(
-            f"{name}(clock=): a real engine takes real time. Play on a scripted one, or leave the clock out."
+            f"{name}(clock=): a real engine needs real time. Use a scripted engine, or leave out the clock."
         )
 
-    async def watched() -> T:  # a name for the task; that of a partial is all that was given, written out each time
+    async def watched() -> T:  # the task's name; that of a partial would contain all arguments
         return await recording_unfinished_tasks(function)
 
     try:
@@ -318,11 +318,11 @@ def _on_an_event_loop() -> bool:
     return True
 
 
-# --- what speaks
+# --- engines
 
 
 def _queued_engine(given: EngineOrReplies) -> BaseEngine:
-    """An engine for one episode: what is given in a list is said once."""
+    """An engine for one episode, in which each reply of a list is used once."""
     if isinstance(given, BaseEngine | type) or not isinstance(given, list | tuple | Mapping):
         return engine_for(given)
     queued = QueuedEngine()
@@ -331,7 +331,7 @@ def _queued_engine(given: EngineOrReplies) -> BaseEngine:
     for agent, own in by_agent.items():
         if not isinstance(own, list | tuple):
             if not own:
-                raise BadOption(f"play({{{agent!r}: {own!r}}}): give what it says; [] is nothing.")
+                raise BadOption(f"play({{{agent!r}: {own!r}}}): give its replies; [] stands for none.")
             queued.always(own, agent=agent)
         elif own:
             queued.say(*own, agent=agent)
@@ -352,7 +352,7 @@ def engine_for(given: EngineOrReplies) -> BaseEngine:
         return QueuedEngine().always(given)
     name = given.__name__ if isinstance(given, type) else f"{given!r:.60}"
     raise BadOption(
-        f"play(..., {name}): give an engine, such as the fixture `scripted_engine`, or what to say: a text, a list of "
+        f"play(..., {name}): give an engine, such as the fixture `scripted_engine`, or replies: a text, a list of "
         f"replies, a function, or a dict of these by agent."
     )
 
@@ -363,32 +363,32 @@ def _require_no_leftovers(leftovers: str, trajectories: Sequence[Trajectory]) ->
 
 
 def _unused_replies(replies: Any, engine: BaseEngine) -> str:
-    """Which replies of a list no conversation came to."""
+    """A message about replies of a list that no conversation reached, or ""."""
     if not isinstance(engine, ScriptedEngine) or not isinstance(replies, list | tuple | Mapping):
         return ""
-    heard: dict[str, int] = {}
+    used: dict[str, int] = {}
     for call in engine.calls:
         conversation, _, number = call.name.rpartition("/")
         agent = conversation.rpartition("/")[2]
-        heard[agent] = max(heard.get(agent, 0), int(number) + 1)
+        used[agent] = max(used.get(agent, 0), int(number) + 1)
     by_agent: Any = replies if isinstance(replies, Mapping) else {None: replies}
     for agent, own in by_agent.items():
-        most = max(heard.values(), default=0) if agent is None else heard.get(agent, 0)
+        most = max(used.values(), default=0) if agent is None else used.get(agent, 0)
         if isinstance(own, list | tuple) and most < len(own):
             whose = "" if agent is None else f" for {agent}"
             return (
-                f"{len(own)} replies were given{whose} and no episode came to more than {most}; the first that was "
-                f"never said is {show_reply(own[most])}. Take it out, or look why every episode ended before."
+                f"{len(own)} replies were given{whose}, but no episode used more than {most}; the first unused "
+                f"one is {show_reply(own[most])}. Remove it, or find out why every episode ended before."
             )
     return ""
 
 
-# --- what is played
+# --- tasks
 
 
 def _select_tasks(environment: EnvironmentOrClass, most: int | None, only: str | None) -> Tasks:
     if not isinstance(only, str | None):
-        raise BadOption(f"play(task={only!r:.60}): give a Task, or the id of one of the environment's own.")
+        raise BadOption(f"play(task={only!r:.60}): give a Task, or the id of one of the environment's tasks.")
     is_class = isinstance(environment, type) and issubclass(environment, Environment)
     if not is_class and not isinstance(environment, Environment):
         raise BadOption(f"play({environment!r:.60}, ...): give an environment, such as Calculator or Calculator(3).")
@@ -397,7 +397,7 @@ def _select_tasks(environment: EnvironmentOrClass, most: int | None, only: str |
 
 
 def _recording_order(tasks: Tasks, order: dict[str, int]) -> Tasks:
-    """The same tasks; the places at which they were given are noted."""
+    """The same tasks; their order is recorded by id."""
     if not isinstance(tasks, Iterable) or isinstance(tasks, str | Path) or hasattr(tasks, "finished"):
         return tasks
     if isinstance(tasks, Sequence):

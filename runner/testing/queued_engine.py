@@ -1,4 +1,4 @@
-"""A scripted engine whose replies a test enqueues, and which says afterwards what was left over or missing."""
+"""A scripted engine whose replies a test enqueues; it reports replies that are missing or left over."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ __all__ = ["CheckedEngine", "QueuedEngine", "ReplySource", "check_settings", "sh
 __tracebackhide__ = True
 
 ReplySource: TypeAlias = Answer | Sequence[int] | Callable[[ModelCall], Answer | Awaitable[Answer]]
-"""One thing to say: a text, a call, several calls of one turn, a `Reply`, token ids, or a function of the turn."""
+"""One reply: a text, a call, several calls of one turn, a `Reply`, token ids, or a function of the call."""
 
 
 class CheckedEngine(ScriptedEngine):
-    """A scripted engine that keeps every call, and what went wrong with its replies."""
+    """A scripted engine that records every call, and problems with its replies."""
 
     def __init__(self, **settings: Any) -> None:
         self.problems: list[str] = []
-        """What went wrong, one sentence each with what to do about it."""
+        """Problems, each with its fix."""
         name = settings.pop("template", "pythonic")
         template = _loaded(name) if isinstance(name, str) else name
         super().__init__(self._answer_checked, record=True, template=template, **settings)
 
     @property
     def prompts(self) -> list[str]:
-        """What the model was shown at each call, decoded, control tokens included."""
+        """The prompt of each call, decoded, with control tokens."""
         return [self.tokenizer.decode(call.prompt) for call in self.calls]
 
     def check(self) -> None:
-        """Raise what went wrong since this was last asked.
+        """Raise if there are problems since the previous call.
 
         Raises:
-            AssertionError: the problems, each with what to do.
+            AssertionError: the problems, each with its fix.
         """
         problems, self.problems = self.problems, []
         if problems:
@@ -57,14 +57,14 @@ class CheckedEngine(ScriptedEngine):
 
     @abstractmethod
     def leftovers(self) -> str:
-        """What should have been said and was not, as a sentence with what to do; "" if there is nothing."""
+        """A message about unused replies, with the fix; "" if all are used."""
 
     @abstractmethod
     async def _answer(self, call: ModelCall) -> Reply:
-        """What is said now.
+        """The reply to a call.
 
         Raises:
-            RequestRejected: nothing is.
+            RequestRejected: no reply is left.
         """
 
     async def _answer_checked(self, call: ModelCall) -> Reply:
@@ -73,28 +73,28 @@ class CheckedEngine(ScriptedEngine):
         except RequestRejected as rejected:
             self.problems.append(str(rejected))
             raise
-        except BadOption as error:  # what a function says cannot be cut as it was to be
+        except BadOption as error:  # the reply of a function cannot be cut into the given chunks
             self.problems.append(f"{call.request.name}: {error}")
             raise RequestRejected(self.problems[-1]) from None
 
 
 class QueuedEngine(CheckedEngine):
-    """Says what was enqueued, in that order, each once; each agent has a queue of its own.
+    """Replies with enqueued replies, in order, each once; each agent has its own queue.
 
-    `calls` has what was asked and said, one `RecordedCall` for each request; its `prompt` has the exact ids.
+    `calls` contains a `RecordedCall` for each request; its `prompt` has the exact ids.
 
     Args:
         settings: those of `ScriptedEngine`: tokenizer, template, context, places, chunks, latency, tick, faults ...
 
     Raises:
-        BadOption: a setting that cannot be.
+        BadOption: a setting is invalid.
     """
 
     def __init__(self, **settings: Any) -> None:
         self.add_advice = "Add one with say(...)"
-        """How messages say that one more reply is to be given."""
+        """Advice in messages about missing replies."""
         self.drop_advice = "forget them with clear()"
-        """How messages say that a reply is to be taken out."""
+        """Advice in messages about unused replies."""
         self._queues: dict[str, deque[_QueuedReply]] = {}
         self._always: dict[str, _QueuedReply] = {}
         super().__init__(**settings)
@@ -112,31 +112,31 @@ class QueuedEngine(CheckedEngine):
 
         Args:
             sayings: the replies, one each.
-            agent: the agent who says them.
+            agent: the agent that uses them.
             chunks: how the ids are cut into deltas: see `Chunks`, or `inside("é")` to cut inside a piece of the text.
             latency: when the ids arrive, in ticks of the engine.
-            fault: what goes wrong.
+            fault: a fault to inject.
 
         Raises:
-            BadOption: it is no reply, or cannot be cut so.
+            BadOption: a reply is invalid, or cannot be cut into these chunks.
         """
         if not sayings:
-            raise BadOption("say(): give what to say: a text, call(...), a list of token ids, Reply(...), a function.")
+            raise BadOption("say(): give a reply: a text, call(...), a list of token ids, Reply(...) or a function.")
         try:
             made = [_QueuedReply(_as_queued(saying), chunks, latency, fault) for saying in sayings]
             for saying in made:
                 if not callable(saying.what):
-                    self._reply(saying, saying.what)  # what cannot be said is refused here, where it was written
+                    self._reply(saying, saying.what)  # invalid replies are refused here, in the test's own line
         except BadOption as error:
             raise error.with_traceback(None) from None
         self._queues.setdefault(agent, deque()).extend(made)
         return self
 
     def always(self, saying: ReplySource, *, agent: str = MAIN) -> Self:
-        """Say this whenever nothing is enqueued, as often as it takes.
+        """Use this reply whenever the queue is empty, any number of times.
 
         Raises:
-            BadOption: it is no reply.
+            BadOption: the reply is invalid.
         """
         try:
             self._always[agent] = _QueuedReply(_as_queued(saying))
@@ -145,19 +145,19 @@ class QueuedEngine(CheckedEngine):
         return self
 
     def clear(self) -> None:
-        """Forget what is enqueued: nobody is to say it any more."""
+        """Remove all enqueued replies."""
         self._queues.clear()
 
     def leftovers(self) -> str:
-        """What was enqueued and never said."""
+        """A message about enqueued replies that were not used, or ""."""
         left = [(agent, saying) for agent, queue in self._queues.items() for saying in queue]
         if not left:
             return ""
         listed = "".join(f"\n  {agent}: {show_reply(saying.what)}" for agent, saying in left)
         count = "1 reply was" if len(left) == 1 else f"{len(left)} replies were"
         return (
-            f"{count} never said:{listed}\n"
-            f"The episode ended before, or too many were given: take them out, or {self.drop_advice}."
+            f"{count} never used:{listed}\n"
+            f"The episode ended before, or too many were given: remove them, or {self.drop_advice}."
         )
 
     async def _answer(self, call: ModelCall) -> Reply:
@@ -184,14 +184,14 @@ class QueuedEngine(CheckedEngine):
         said = sum(f"/{call.agent}/" in recorded.name for recorded in self.calls) - 1  # this one is among them
         others = [agent for agent, queue in self._queues.items() if queue]
         agent = "" if call.agent == MAIN else f" for agent {call.agent!r}"
-        hint = f" Replies are left for {', '.join(others)} only." if others else ""
+        hint = f" Only {', '.join(others)} has replies left." if others else ""
         return (
-            f"{call.request.name}: the model was asked for a reply and none is left ({said} said so far).{hint} "
-            f"{self.add_advice}{agent}, or let the episode end before. It was asked after {call.prompt[-80:]!r}."
+            f"{call.request.name}: no reply is left for this call ({said} used so far).{hint} "
+            f"{self.add_advice}{agent}, or let the episode end before. The prompt ends with {call.prompt[-80:]!r}."
         )
 
 
-_loaded = cache(ChatTemplate.load)  # compiled once a process: tests make many engines
+_loaded = cache(ChatTemplate.load)  # compiled once per process, because tests create many engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +203,14 @@ class _QueuedReply:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a scripted engine does not have."""
+    """Refuse settings that are not arguments of `ScriptedEngine`."""
     known = inspect.signature(ScriptedEngine.__init__).parameters.keys() - {"self", "replies", "record"}
     for name in settings.keys() - known:
-        raise BadOption(f"there is no setting {name!r}; these are: {', '.join(sorted(known))}.")
+        raise BadOption(f"unknown setting {name!r}; the settings are {', '.join(sorted(known))}.")
 
 
 def show_reply(what: Any) -> str:
-    """A reply in a few words."""
+    """A short description of a reply."""
     if callable(what):
         return f"the function {getattr(what, '__qualname__', type(what).__name__)}"
     what = as_reply(what)
@@ -230,7 +230,7 @@ def _as_reply(saying: Any) -> Reply:
 
 
 async def _call_function(speaker: Callable[[ModelCall], Any], call: ModelCall) -> Reply:
-    """What a function says; the turn is refused where it raises or gives no reply."""
+    """The reply of a function; the request is rejected if it raises or does not return a reply."""
     name = getattr(speaker, "__qualname__", type(speaker).__name__)
     try:
         answer = speaker(call)
@@ -244,6 +244,6 @@ async def _call_function(speaker: Callable[[ModelCall], Any], call: ModelCall) -
         return _as_reply(answer)
     except BadOption:
         raise RequestRejected(
-            f"{call.request.name}: {name}(), which plays the model, gave {answer!r:.60}, a {type(answer).__name__}: "
+            f"{call.request.name}: {name}(), which plays the model, returned {answer!r:.60} ({type(answer).__name__}): "
             f"return a text, call(...), a list of calls or of token ids, or Reply(...)."
         ) from None

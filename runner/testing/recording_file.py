@@ -1,4 +1,4 @@
-"""The file of a recording: small, sorted and readable JSON, written and read back with every doubt about it told."""
+"""The file format of recordings: small, sorted and readable JSON, validated when it is read."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ __all__ = ["RERECORD_ADVICE", "RecordedRequest", "Recording", "read_recording", 
 __tracebackhide__ = True
 
 RECORDING_VERSION: Final = 1
-"""The version of the file."""
-RERECORD_ADVICE: Final = "run pytest with --runner-record=rewrite to record it anew"
+"""Version of the file format."""
+RERECORD_ADVICE: Final = "run pytest with --runner-record=rewrite to record it again"
 
 _TOKENIZERS: Final[dict[str, Callable[[], ByteTokenizer]]] = {
     "bytes": PlainTokenizer,
     "awkward": AwkwardTokenizer,
 }
-"""Vocabularies that are recorded by a name of the kit, since no model has them."""
+"""Vocabularies of the test kit, by their names in files."""
 
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """One request and what came of it."""
+    """One request and its answer."""
 
     name: str
-    """The name of the request: episode, agent and turn."""
+    """Name of the request: episode, agent and turn."""
     prompt: array[int]
-    """Every id that was sent."""
+    """All ids of the prompt."""
     said: array[int] = field(default_factory=lambda: array("i"))
-    """Every id that was sampled, read or not."""
+    """All sampled ids, read or not."""
     logprobs: list[float] | None = field(default_factory=list)
-    """The log-probability of each sampled id in nats; None where the engine gave none."""
+    """Log-probability of each sampled id in nats; None if the engine returned none."""
     finish: FinishReason | None = None
-    """Why the turn ended; None while it goes on."""
+    """Reason of the end; None before it."""
     stop: int | None = None
-    """The stop id that ended it, if one did."""
+    """The stop id that ended the turn, if any."""
     top: TopLogprobs | None = None
-    """The likeliest ids in the place of each sampled one; None where none were asked for."""
+    """Top log-probabilities at each sampled id; None if not requested."""
 
     def add(self, delta: Delta) -> None:
-        """Keep a delta."""
+        """Record a delta."""
         self.said.extend(delta.token_ids)
         if delta.logprobs is None:
             self.logprobs = None
@@ -69,13 +69,13 @@ class RecordedRequest:
             self.top.extend(delta.top)
 
     def end(self, finish: Finish | None) -> None:
-        """Keep how the turn ended; None is an engine that failed."""
+        """Record the end of the turn; None stands for a failed engine."""
         self.finish = finish.reason if finish is not None else FinishReason.ERROR
         self.stop = finish.stop if finish is not None and isinstance(finish.stop, int) else None
 
     def reply(self) -> Reply:
-        """What a scripted engine says to say the same."""
-        # What the runner cut itself, it will cut again: the engine only stops there.
+        """The same turn as a reply of a scripted engine."""
+        # A turn that the runner cut is cut again by the runner, so its finish does not matter.
         stops = self.finish is FinishReason.STOP
         finish = FinishReason.STOP if stops else FinishReason.LENGTH
         stop = self.stop if stops else None
@@ -84,24 +84,21 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is in a file: turns, and what the model has that said them."""
+    """The content of a file: turns, and properties of the model."""
 
     path: Path
-    """The path of the file."""
     turns: Sequence[RecordedRequest]
-    """The turns, sorted by name."""
+    """Sorted by name."""
     tokenizer: Tokenizer
-    """The vocabulary, loaded by the name that the file has, or the one that was given."""
+    """The vocabulary, given or loaded by its name in the file."""
     template: ChatTemplate
-    """The chat template."""
     stop_ids: tuple[int, ...]
-    """The ids that end a turn."""
     context: int
-    """The most ids that a prompt and what is sampled on it may have together."""
+    """Maximum number of ids of a prompt and its turn together."""
 
 
 def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedRequest]) -> None:
-    """Write what `engine` said: sorted, so that it does not depend on who was played first."""
+    """Write a recording of `engine`, sorted so that it does not depend on the order of play."""
     in_order = sorted(turns, key=lambda turn: _natural_key(turn.name))
     document = {"engine": _described(engine), "calls": list(_written(in_order, engine.tokenizer))}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +106,7 @@ def write_recording(path: Path, engine: Engine, turns: Sequence[RecordedRequest]
 
 
 def read_recording(path: Path, tokenizer: Tokenizer | None) -> Recording:
-    """Read it back, with `tokenizer` where the vocabulary cannot be loaded by the model's name."""
+    """Read a recording; `tokenizer` replaces a vocabulary that cannot be loaded by the model's name."""
     document = _read(path)
     said = document["engine"]
     return Recording(
@@ -148,10 +145,10 @@ def _written(calls: Sequence[RecordedRequest], tokenizer: Tokenizer) -> Iterator
     names: dict[str, int] = {}
     for number, call in enumerate(calls):
         names[call.name] = names.get(call.name, 0) + 1
-        if names[call.name] > 1:  # an episode that was played again
+        if names[call.name] > 1:  # a repeated episode
             call = replace(call, name=f"{call.name} ({names[call.name]})")
-        # A prompt is written from where the longest turn before it ends, so that the file does not grow with the square
-        # of the turns.
+        # A prompt is written from the end of its longest known prefix, so that the file does not grow quadratically
+        # with the number of turns.
         before = [earlier for earlier in calls[:number] if _is_prefix(earlier, call)]
         longest = max(before, key=lambda earlier: len(earlier.prompt) + len(earlier.said), default=None)
         known = len(longest.prompt) + len(longest.said) if longest is not None else 0
@@ -189,7 +186,7 @@ def _packed(ids: Sequence[int]) -> str:
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
-    """A key that sorts turn 10 behind turn 9."""
+    """A sort key by which turn 9 comes before turn 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -217,13 +214,13 @@ def _read(path: Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(
-            f"there is no recording {path}: run pytest with --runner-record=once to make it, where the model is."
+            f"the recording {path} does not exist: run pytest with --runner-record=once, on a machine with the model."
         ) from None
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} cannot be read as JSON ({error}): restore it, or {RERECORD_ADVICE}.") from None
     version = document.get("recording") if isinstance(document, dict) else None
     if version is None:
-        raise BadInput(f"{path} is no recording: restore it, or {RERECORD_ADVICE}.")
+        raise BadInput(f"{path} is not a recording: restore it, or {RERECORD_ADVICE}.")
     if version != RECORDING_VERSION:
         raise BadInput(
             f"{path} is a recording of version {version!r}, and this is version {RECORDING_VERSION}: {RERECORD_ADVICE}."
@@ -279,7 +276,7 @@ def _vocabulary(path: Path, said: dict[str, Any], given: Tokenizer | None) -> To
 
 def _load(path: Path, name: Any) -> Tokenizer:
     if not isinstance(name, str):
-        raise BadInput(f"{path} does not say which vocabulary it was recorded with: give it with tokenizer=.")
+        raise BadInput(f"{path} does not name the vocabulary that it was recorded with: give it with tokenizer=.")
     if name in _TOKENIZERS:
         return _TOKENIZERS[name]()
     from runner.models import resolve_model

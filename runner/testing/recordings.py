@@ -1,4 +1,4 @@
-"""Recordings: what an engine said once, in a small file beside the test, said again without it."""
+"""Recordings: the turns of a real engine in a small file next to the test, replayed without the engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __tracebackhide__ = True
 
 
 def record(engine: Engine) -> RecordingEngine:
-    """An engine that passes everything on to `engine` and keeps it; `save(path)` writes the recording.
+    """Wrap an engine so that its requests and turns are recorded; `save(path)` writes the recording.
 
     Raises:
-        BadOption: it is no engine.
+        BadOption: `engine` is not an engine.
     """
     if not isinstance(engine, Engine):
         raise BadOption(f"record({engine!r:.60}): give the engine to record.")
@@ -34,23 +34,23 @@ def record(engine: Engine) -> RecordingEngine:
 
 
 def replay(path: Path | str, *, tokenizer: Tokenizer | None = None, places: int = 256) -> ReplayEngine:
-    """An engine that says what is recorded in a file, each turn to the prompt that it was said to.
+    """An engine that replays a recording: each turn for the same prompt.
 
     Args:
-        path: the recording.
+        path: the recording's file.
         tokenizer: the vocabulary of the model; by default it is loaded by the model's name, without the model.
-        places: the number of requests that run at once.
+        places: maximum number of concurrent requests.
 
     Raises:
-        BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template is
-            not what it was; the message says what to do.
+        BadInput: the file is missing, damaged, edited by hand or of another version, or its vocabulary or template has
+            changed; the message names the fix.
     """
     recording = read_recording(Path(path), tokenizer)
     return ReplayEngine(recording, places=places)
 
 
 class RecordingEngine(WrappedEngine):
-    """Another engine, whose requests and answers are kept."""
+    """A wrapped engine whose requests and turns are recorded."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -58,21 +58,21 @@ class RecordingEngine(WrappedEngine):
 
     @property
     def recorded(self) -> int:
-        """How many requests were recorded."""
+        """Number of recorded requests."""
         return len(self._calls)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The deltas of one request, kept as they are read."""
+        """The deltas of one request, recorded as they are read."""
         return _RecordedStream(self.inner.stream(request), request, self._calls)
 
     def save(self, path: Path | str) -> None:
-        """Write the recording: sorted, so that it does not depend on who was played first; one line a list of ids.
+        """Write the recording, sorted so that it does not depend on the order of play, with one line per list of ids.
 
         Raises:
-            BadInput: nothing was recorded, or the engine failed meanwhile.
+            BadInput: nothing was recorded, or the engine failed.
         """
         if not self._calls:
-            raise BadInput(f"{path}: nothing was asked of the engine, so there is nothing to record.")
+            raise BadInput(f"{path}: the engine had no request, so there is nothing to record.")
         failed = [call.name for call in self._calls if call.finish in (None, FinishReason.ERROR)]
         if failed:
             raise BadInput(f"{path}: the engine failed at {', '.join(failed)}, so nothing is recorded.")
@@ -80,7 +80,7 @@ class RecordingEngine(WrappedEngine):
 
 
 class ReplayEngine(CheckedEngine):
-    """Says what is recorded; made by `replay`."""
+    """An engine that replays a recording; created by `replay`."""
 
     def __init__(self, recording: Recording, *, places: int) -> None:
         self._path = recording.path
@@ -95,19 +95,19 @@ class ReplayEngine(CheckedEngine):
         )
 
     def leftovers(self) -> str:
-        """What is recorded and nobody asked for."""
+        """A message about recorded turns that were not used, or ""."""
         if not self._left:
             return ""
         names = ", ".join(call.name for call in self._left[:8])
         return (
-            f"{self._path}: {len(self._left)} of {len(self._recorded)} recorded turns were never asked for ({names}): "
-            f"the recording is stale. If that is meant, {RERECORD_ADVICE}."
+            f"{self._path}: {len(self._left)} of {len(self._recorded)} recorded turns were not used ({names}): "
+            f"the recording is stale. If that is intended, {RERECORD_ADVICE}."
         )
 
     async def _answer(self, call: ModelCall) -> Reply:
         prompt = array("i", call.prompt_ids)
         name = call.request.name
-        # By the prompt; by the name where several were sent the same one, such as the episodes of a group.
+        # By the prompt; by the name if several have the same prompt, such as the episodes of a group.
         same = [recorded for recorded in self._left if recorded.prompt == prompt]
         found = next((recorded for recorded in same if recorded.name == name), same[0] if same else None)
         if found is None:
@@ -116,12 +116,12 @@ class ReplayEngine(CheckedEngine):
         return found.reply()
 
     def _differs(self, name: str, prompt: array[int]) -> str:
-        again = f"If that is meant, {RERECORD_ADVICE}."
+        again = f"If that is intended, {RERECORD_ADVICE}."
         nearest = next((recorded for recorded in self._left if recorded.name == name), None) or max(
             self._left, key=lambda recorded: first_mismatch(recorded.prompt, prompt), default=None
         )
         if nearest is None:
-            return f"{name}: {self._path} has no further turn; all {len(self._recorded)} were said. {again}"
+            return f"{name}: {self._path} has no further turn; all {len(self._recorded)} are used. {again}"
         at = first_mismatch(nearest.prompt, prompt)
         return (
             f"{name}: the prompt differs from {nearest.name} in {self._path} at id {at} "
@@ -161,14 +161,14 @@ class _RecordedStream(DeltaStream):
         return delta
 
 
-# --- of a test
+# --- fixture
 
 
 class RecordingFixture:
-    """What the fixture `recorded_engine` gives out, and what becomes of it when the test has passed.
+    """Implementation of the fixture `recorded_engine`: replays or records engines, and saves the recordings.
 
     Args:
-        request: the request that pytest gives the fixture.
+        request: the request of the fixture.
         record: "none", "once" or "rewrite".
     """
 
@@ -179,20 +179,20 @@ class RecordingFixture:
         self._recorded: dict[Path, RecordingEngine | None] = {}
 
     def engine(self, source: Any, *, name: str, tokenizer: Tokenizer | None) -> Engine:
-        """An engine that plays a recording back, or makes one.
+        """An engine that replays a recording, or records one.
 
         Args:
-            source: what is recorded: an engine, or a function that gives one; by default `real_engine()`.
-            name: tells the recordings of a test apart.
-            tokenizer: the vocabulary, where it cannot be loaded by the model's name.
+            source: the engine to record, or a function that returns one; by default `real_engine()`.
+            name: distinguishes several recordings of a test.
+            tokenizer: the vocabulary, if it cannot be loaded by the model's name.
         """
         path = self._path(name)
         if path in self._recorded:
             raise BadOption(
-                f"recorded_engine(): this test has the recording {path.name} already. Take the engine that was given, "
+                f"recorded_engine(): this test already has the recording {path.name}. Use its engine, "
                 "or name the second one: recorded_engine(name='judge')."
             )
-        self._recorded[path] = None  # taken, also where what follows raises
+        self._recorded[path] = None  # taken, even if the following lines raise
         if self._mode == "none" or (self._mode == "once" and path.exists()):
             engine = replay(path, tokenizer=tokenizer)
             self._replayed.append(engine)
@@ -201,13 +201,13 @@ class RecordingFixture:
         return recording
 
     def save(self) -> None:
-        """Write what was recorded."""
+        """Write the recordings."""
         for path, recording in self._recorded.items():
             if recording is not None:
                 recording.save(path)
 
     def problems(self) -> list[str]:
-        """What was played back and does not fit the test any more."""
+        """Differences between replayed recordings and the test."""
         left = [engine.leftovers() for engine in self._replayed]
         return [problem for engine in self._replayed for problem in engine.problems] + [text for text in left if text]
 
@@ -216,7 +216,7 @@ class RecordingFixture:
             source = self._request.getfixturevalue("real_engine")
         made = source if isinstance(source, Engine) else source() if callable(source) else source
         if not isinstance(made, Engine):
-            raise BadOption(f"recorded_engine({made!r:.60}): give an engine to record, or a function that gives one.")
+            raise BadOption(f"recorded_engine({made!r:.60}): give an engine to record, or a function that returns one.")
         return made
 
     def _path(self, name: str) -> Path:

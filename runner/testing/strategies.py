@@ -1,6 +1,6 @@
-"""Hypothesis strategies for what environments and token layers meet: awkward text, calls, conversations, chunkings.
+"""Hypothesis strategies for tests of environments and tokens: awkward text, calls, conversations, chunkings.
 
-Importing this module needs hypothesis, which nothing else of the kit does.
+Only this module of the test kit needs hypothesis.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _NAMES: Final = st.from_regex(r"[a-z][a-z_]{0,11}", fullmatch=True)
 
 
 def awkward_text(*, max_pieces: int = 8) -> SearchStrategy[str]:
-    """Text with control tokens, markers, quotes, template code, one character written in several ways; no surrogates.
+    """Text with control tokens, markers, quotes, template code and equivalent Unicode forms; no surrogates.
 
     Args:
-        max_pieces: the most pieces that a text is joined of.
+        max_pieces: maximum number of pieces of a text.
     """
     plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
     return st.lists(st.sampled_from(_PIECES) | plain, max_size=max_pieces).map("".join)
 
 
 def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
-    """Calls: of these tools with arguments that fit their schemas, or of any name with any arguments.
+    """Calls of given tools with arguments that fit their schemas, or with any names and arguments.
 
     Args:
         tools: the tools, such as `Calculator().bound_tools()`.
 
     Raises:
-        BadOption: there is none among them.
+        BadOption: `tools` is empty, or not a list of tools.
     """
     if tools is None:
         values = st.recursive(
@@ -78,19 +78,19 @@ def tool_calls(tools: Sequence[Tool] | None = None) -> SearchStrategy[ToolCall]:
     if isinstance(tools, type) or not isinstance(tools, Iterable):
         raise BadOption(f"tool_calls({tools!r:.60}): give an environment's tools: Calculator().bound_tools().")
     if not tools:
-        raise BadOption("tool_calls([]): give at least one tool, or none at all for calls of any name.")
+        raise BadOption("tool_calls([]): give at least one tool, or no argument for calls of any name.")
     return st.one_of([st.builds(ToolCall, st.just(""), st.just(tool.name), _arguments(tool)) for tool in tools])
 
 
 def conversations(*, max_messages: int = 6, text: SearchStrategy[str] | None = None) -> SearchStrategy[list[Message]]:
-    """Conversations as a template accepts them.
+    """Conversations that templates accept.
 
-    Perhaps a system message, then user and assistant by turns, with calls that are answered; the last message is never
-    the model's.
+    An optional system message, then user and assistant alternately, with answered calls. The last message is never the
+    model's.
 
     Args:
-        max_messages: about how many messages there are at most.
-        text: the texts of the messages; by default awkward ones.
+        max_messages: approximate maximum number of messages.
+        text: texts of the messages; by default `awkward_text()`.
     """
     return _conversation(max_messages, text if text is not None else awkward_text())
 
@@ -99,7 +99,7 @@ def chunkings(*, most: int = 8) -> SearchStrategy[Chunks]:
     """Ways to cut ids into deltas: see `Chunks`.
 
     Args:
-        most: the number of ids in the longest delta.
+        most: maximum number of ids of a delta.
     """
     size = st.integers(1, most)
     named: SearchStrategy[Chunks] = st.sampled_from(["whole", "random", None])
@@ -130,7 +130,7 @@ def _arguments(tool: Tool) -> SearchStrategy[Any]:
 
 
 def _fitting(schema: JsonSchema, definitions: JsonSchema) -> SearchStrategy[Any]:
-    """Values that fit the schemas that tools have; what it does not know is a word."""
+    """Values that fit the schemas of tools; for unknown keywords a text."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return st.deferred(lambda: _fitting(definitions[name], definitions))

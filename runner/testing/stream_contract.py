@@ -1,4 +1,4 @@
-"""The contract of `Engine`, promise by promise, for every engine: its streams."""
+"""Tests of the contract of `Engine`: streams of deltas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["StreamContract"]
 
 
 class Boom(Exception):
-    """What an author's code raises."""
+    """An error in an author's code."""
 
 
 async def leave_by_break(stream: DeltaStream, read: list[Delta]) -> None:
@@ -67,14 +67,12 @@ async def leave_by_timeout(stream: DeltaStream, read: list[Delta]) -> None:
 
 
 class StreamContract:
-    """What is promised of the streams of an engine."""
+    """Tests of the streams of an engine."""
 
     @contract_test
-    async def test_a_turn_that_is_read_to_its_end_has_its_finish_on_the_last_delta(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_last_delta_has_the_finish(self, under_test: EngineUnderTest) -> None:
         said = await under_test.sample(SHORT_TOKENS)
-        stop = max(said, key=said.index)  # the id that comes first as late as any
+        stop = max(said, key=said.index)  # the id whose first occurrence is the latest
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(stop_ids=(stop,))) as stream:
             await drain(stream, read)
@@ -90,9 +88,7 @@ class StreamContract:
         assert stream.rest == []
 
     @contract_test
-    async def test_a_turn_that_is_cut_by_max_tokens_ends_with_length_and_no_stop(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_turn_at_max_tokens_finishes_with_length(self, under_test: EngineUnderTest) -> None:
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(7)) as stream:
             await drain(stream, read)
@@ -101,9 +97,7 @@ class StreamContract:
         assert (stream.finish.reason, stream.finish.stop) == (FinishReason.LENGTH, None)
 
     @contract_test
-    async def test_every_exit_leaves_nothing_open_and_keeps_exactly_what_was_sampled(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_every_exit_closes_the_request_and_keeps_all_ids(self, under_test: EngineUnderTest) -> None:
         engine, said = under_test.engine, await under_test.sample(LONG_TOKENS)
         for leave in (leave_by_break, leave_by_exception, leave_by_cancellation, leave_by_timeout):
             read: list[Delta] = []
@@ -122,9 +116,7 @@ class StreamContract:
             assert [delta.finish for delta in stream.rest[-1:]] == [stream.finish]
 
     @contract_test
-    async def test_every_delta_has_the_likeliest_ids_of_its_positions_whatever_the_exit(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_every_delta_has_the_top_logprobs_of_its_ids(self, under_test: EngineUnderTest) -> None:
         wanted = under_test.request()
         wanted = replace(wanted, sampling=replace(wanted.sampling, logprobs=3))
         for leave in (leave_by_break, leave_by_exception, leave_by_cancellation, leave_by_timeout):
@@ -136,14 +128,14 @@ class StreamContract:
                 assert (len(delta.top), delta.top.count) == (len(delta.token_ids), 3)
 
     @contract_test
-    async def test_nobody_is_given_likeliest_ids_who_asked_for_none(self, under_test: EngineUnderTest) -> None:
+    async def test_top_logprobs_are_none_by_default(self, under_test: EngineUnderTest) -> None:
         read: list[Delta] = []
         async with under_test.engine.stream(under_test.request(5)) as stream:
             await drain(stream, read)
         assert [delta.top for delta in read] == [None] * len(read)
 
     @contract_test
-    async def test_an_end_that_nobody_read_is_kept_as_it_was(self, under_test: EngineUnderTest) -> None:
+    async def test_unread_finish_is_kept(self, under_test: EngineUnderTest) -> None:
         read: list[Delta] = []
         unread = under_test.engine.stream(under_test.request(2))
         async with unread, under_test.engine.stream(under_test.request(LONG_TOKENS)) as other:
@@ -153,7 +145,7 @@ class StreamContract:
         assert unread.finish.reason is FinishReason.LENGTH
 
     @contract_test
-    async def test_leaving_at_once_ends_the_request(self, under_test: EngineUnderTest) -> None:
+    async def test_exit_before_reading_ends_the_request(self, under_test: EngineUnderTest) -> None:
         stream = under_test.engine.stream(under_test.request())
         async with stream:
             await wait_until(lambda: under_test.engine.stats().open == 1)
@@ -161,7 +153,7 @@ class StreamContract:
         assert stream.finish.reason is FinishReason.ABORT
 
     @contract_test
-    async def test_leaving_twice_changes_nothing(self, under_test: EngineUnderTest) -> None:
+    async def test_second_exit_changes_nothing(self, under_test: EngineUnderTest) -> None:
         stream = under_test.engine.stream(under_test.request())
         read: list[Delta] = []
         async with stream:
@@ -171,14 +163,14 @@ class StreamContract:
         assert (stream.rest, stream.finish) == (rest, finish)
 
     @contract_test
-    async def test_a_stream_that_was_left_gives_nothing_more(self, under_test: EngineUnderTest) -> None:
+    async def test_closed_stream_has_no_more_deltas(self, under_test: EngineUnderTest) -> None:
         stream = under_test.engine.stream(under_test.request())
         async with stream:
             pass
         assert [delta async for delta in stream] == []
 
     @contract_test
-    async def test_further_requests_wait_for_a_place(self, under_test: EngineUnderTest) -> None:
+    async def test_requests_wait_for_a_free_place(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         done: list[int] = []
 
@@ -194,14 +186,14 @@ class StreamContract:
         assert sorted(done) == list(range(3 * engine.places))
 
     @contract_test
-    async def test_cancelling_while_it_waits_for_a_place_leaves_nothing_open(self, under_test: EngineUnderTest) -> None:
+    async def test_cancelled_wait_for_a_place_leaves_nothing_open(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         stream = engine.stream(under_test.request())
 
         async def wait_for_a_place() -> None:
             with scope:
                 await stream.__aenter__()
-                raise AssertionError("there was no place")  # pytest.fail would end the engine's event loop
+                raise AssertionError("all places were taken")  # pytest.fail would end the engine's event loop
 
         scope = anyio.CancelScope()
         async with AsyncExitStack() as full:
@@ -217,7 +209,7 @@ class StreamContract:
         assert (stream.rest, stream.finish) == ([], None)
 
     @contract_test
-    async def test_cancelling_at_every_suspension_point_leaves_nothing_open(self, under_test: EngineUnderTest) -> None:
+    async def test_cancellation_at_any_point_leaves_nothing_open(self, under_test: EngineUnderTest) -> None:
         engine, said = under_test.engine, await under_test.sample(SHORT_TOKENS)
         streams: list[tuple[DeltaStream, list[Delta]]] = []
 
@@ -234,9 +226,7 @@ class StreamContract:
             assert (stream.finish is None) <= (kept == [])
 
     @contract_test
-    async def test_a_prompt_that_leaves_no_room_is_rejected_and_hurts_nobody_else(
-        self, under_test: EngineUnderTest
-    ) -> None:
+    async def test_too_long_prompt_is_rejected_alone(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         read: list[Delta] = []
         async with engine.stream(under_test.request(SHORT_TOKENS)) as other:
@@ -247,7 +237,7 @@ class StreamContract:
         assert ids_of(read) == await under_test.sample(SHORT_TOKENS)
 
     @contract_test
-    async def test_a_session_keeps_room_until_it_is_closed(self, under_test: EngineUnderTest) -> None:
+    async def test_session_keeps_its_place_until_it_is_closed(self, under_test: EngineUnderTest) -> None:
         engine = under_test.engine
         session: Session = engine.session()
         assert not engine.session().late

@@ -1,4 +1,4 @@
-"""Time that passes only when nobody has anything to do: limits of minutes fire at once, and exactly."""
+"""A virtual clock: time advances only when all tasks wait, so limits of minutes end immediately and exactly."""
 
 from __future__ import annotations
 
@@ -22,42 +22,41 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 _BUSY_SECONDS = 1.0
-"""Seconds of real time that worker threads may be at work before they are taken for ones that hang."""
+"""Real time that busy worker threads get before they count as hanging."""
 _POLL_SECONDS = 0.005
-"""Seconds of real time after which a loop that waits for others looks again."""
+"""Real time between two checks for busy worker threads."""
 
 
 class VirtualClock:
     """A clock for event loops in tests.
 
-    While anything runs, time stands still. Once everything waits, it jumps to the next deadline. A synchronous tool or
-    hook is given a second of real time, during which the clock stands still; one that takes longer is taken for one
-    that hangs, and time goes on. While it waits for something that it had called on the loop (`anyio.from_thread`), it
-    is not at work; afterwards it has its second again.
+    While code runs, time is paused. When everything waits, it jumps to the next deadline. A synchronous tool or hook
+    gets one second of real time with the clock paused; if it takes longer, it counts as hanging and time continues. A
+    thread that waits for a call on the loop (`anyio.from_thread`) is not busy, and then has its full second again.
 
-    What waits for the network or for another process looks idle to this clock, so its deadlines come at once: use
-    `VirtualClock(autojump=False)` there, and `jump()`.
+    Code that waits for the network or another process looks idle, so its deadlines end immediately. In this case use
+    `VirtualClock(autojump=False)` and `jump()`.
 
     Args:
-        autojump: jump to the next deadline when everything waits; else time passes by `jump()` alone.
+        autojump: jump to the next deadline when everything waits; otherwise time advances only by `jump()`.
     """
 
     def __init__(self, *, autojump: bool = True) -> None:
         self.autojump = autojump
-        """Whether time jumps to the next deadline when everything waits."""
+        """True if time jumps to the next deadline when everything waits."""
         self._now = 0.0
         self._trio: Any = None
 
     @property
     def now(self) -> float:
-        """Seconds that have passed, of virtual time."""
+        """Virtual time in seconds."""
         return self._now if self._trio is None else float(self._trio.current_time())
 
     def jump(self, seconds: float) -> None:
-        """Let so many seconds pass at once; may be called from any thread.
+        """Advance the time; may be called from any thread.
 
         Raises:
-            BadOption: time does not run backwards.
+            BadOption: `seconds` is negative.
         """
         if not seconds >= 0:
             raise BadOption(f"jump({seconds!r}): give a number of seconds, 0 or more.")
@@ -67,12 +66,12 @@ class VirtualClock:
 
     @property
     def asyncio_backend(self) -> tuple[str, dict[str, Any]]:
-        """What the fixture `anyio_backend` returns, so that async tests run by this clock on asyncio."""
+        """Value for the fixture `anyio_backend`, to run async tests with this clock on asyncio."""
         return "asyncio", {"loop_factory": partial(_VirtualLoop, self)}
 
     @property
     def trio_backend(self) -> tuple[str, dict[str, Any]]:
-        """What the fixture `anyio_backend` returns, so that async tests run by this clock on trio.
+        """Value for the fixture `anyio_backend`, to run async tests with this clock on trio.
 
         Raises:
             BadOption: trio is not installed.
@@ -85,7 +84,7 @@ class VirtualClock:
         return "trio", {"clock": self._trio}
 
     def run(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Run an asynchronous function to its end by this clock, on asyncio."""
+        """Run an asynchronous function with this clock on asyncio."""
         name, options = self.asyncio_backend
         return anyio.run(function, backend=name, backend_options=options)
 
@@ -95,7 +94,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         self._clock = clock
         self._in_executor = 0
         self._pending_calls: dict[asyncio.Task[Any], threading.Thread] = {}
-        """What worker threads have called on this loop, and wait for."""
+        """Tasks that worker threads have started on this loop and wait for."""
         self._calling_thread: threading.Thread | None = None
         self._virtual_selector = _VirtualSelector(clock, self)
         super().__init__(self._virtual_selector)
@@ -118,7 +117,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         )
 
     def _call_for(self, thread: threading.Thread, callback: Any, *arguments: Any) -> None:
-        # Only what the thread waits for; what it has started there by a function goes on without it.
+        # Only calls that the thread waits for, not tasks that such a call starts.
         awaited = getattr(callback, "__qualname__", "").startswith(f"{asyncio.run_coroutine_threadsafe.__name__}.")
         self._calling_thread = thread if awaited and self._is_worker(thread) else None
         try:
@@ -138,10 +137,10 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         self._virtual_selector.reset_busy_time()
 
     def _is_worker(self, thread: threading.Thread) -> bool:
-        return getattr(thread, "loop", None) is self  # what anyio's worker threads on asyncio look like
+        return getattr(thread, "loop", None) is self  # an attribute of anyio's worker threads on asyncio
 
     def busy_threads(self) -> int:
-        """Worker threads of this loop that are at work."""
+        """Number of busy worker threads of this loop."""
         waiting = set(self._pending_calls.values())
         return self._in_executor + sum(
             self._is_worker(thread) and thread not in waiting and thread not in getattr(thread, "idle_workers", ())
@@ -150,7 +149,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Where the event loop would wait for its next timer, time jumps there instead."""
+    """A selector that advances the virtual time instead of waiting for the next timer."""
 
     def __init__(self, clock: VirtualClock, loop: _VirtualLoop) -> None:
         super().__init__()
@@ -159,7 +158,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         self._busy_since: float | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout <= 0:  # no timer is set, or something is ready: there is nowhere to jump to
+        if timeout is None or timeout <= 0:  # no timer is set, or something is ready
             return super().select(timeout)
         if ready := super().select(0):
             self._busy_since = None
@@ -170,7 +169,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         return []
 
     def reset_busy_time(self) -> None:
-        """Give worker threads the whole of their time again."""
+        """Restart the time limit of busy worker threads."""
         self._busy_since = None
 
     def _has_to_wait(self) -> bool:

@@ -1,4 +1,4 @@
-"""Vocabularies that nobody has to download: plain bytes, and an awkward one that cannot be decoded and encoded back."""
+"""Vocabularies without downloads: plain bytes, and an awkward one that changes when decoded and encoded again."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WORDS: Final = (
     *("00", "42", "é", "日本", "\U0001f600", "</", "><", '{"', '"}', '": ', "think>"),
 )
 _PADDING_ROWS: Final = 8
-"""Rows behind the vocabulary that decode to nothing, as models have them that pad their embedding."""
+"""Ids after the vocabulary that decode to nothing, as in models with a padded embedding."""
 
 
 class PlainTokenizer(ByteTokenizer):
-    """Ids 0 to 255 are the bytes of UTF-8, then come ChatML's control tokens; with a chat template.
+    """A vocabulary of the 256 bytes of UTF-8 and ChatML's control tokens, with a chat template.
 
     Args:
         control_tokens: further control tokens.
-        template: a bundled name or the path of a .jinja file.
+        template: the name of a bundled template, or the path of a .jinja file.
     """
 
     def __init__(self, control_tokens: Sequence[str] = (), *, template: str = "pythonic") -> None:
@@ -39,7 +39,7 @@ class PlainTokenizer(ByteTokenizer):
     def chat(
         self, messages: Prompt, *, tools: Sequence[dict[str, Any]] = (), generation_prompt: bool = True
     ) -> list[int]:
-        """The ids of a conversation, as the template writes it.
+        """The ids of a conversation, rendered by the template.
 
         Args:
             messages: a text, a message or a list of messages.
@@ -55,11 +55,11 @@ class PlainTokenizer(ByteTokenizer):
 
 
 class AwkwardTokenizer(PlainTokenizer):
-    """The plain one's twin with what makes real vocabularies hard.
+    """A vocabulary with the difficulties of real ones.
 
-    Most texts can be spelled in several ways, and `encode` knows one: sampled ids that are decoded and encoded again
-    come back as others. Text is composed (NFC), so some changes even as text. The last rows are padding and decode to
-    nothing. A scripted engine of this kit spells the model's words by `misspell`, never as `encode` would.
+    Most texts have several sequences of ids, of which `encode` returns one: sampled ids change when they are decoded
+    and encoded again. Text is composed (NFC), so even some texts change. The last ids are padding and decode to
+    nothing. The scripted engine of the test kit samples the ids of `misspell`, never those of `encode`.
     """
 
     def __init__(self, control_tokens: Sequence[str] = (), *, template: str = "pythonic") -> None:
@@ -70,7 +70,7 @@ class AwkwardTokenizer(PlainTokenizer):
         self._longest = max(map(len, words))
         self.pieces = [*self.pieces, *words, *([b""] * _PADDING_ROWS)]
         self.size = len(self.pieces)
-        self.longest_token = 3 * max(map(len, self.pieces))  # composing makes a text up to three times shorter
+        self.longest_token = 3 * max(map(len, self.pieces))  # composed text is up to three times shorter
         self.fingerprint = f"awkward-{self.fingerprint}"
         self._bytes = dict(enumerate(self.pieces))
 
@@ -79,7 +79,7 @@ class AwkwardTokenizer(PlainTokenizer):
         ids: list[int] = []
         plain: list[int] = []
         for token_id in super().encode(text, content):
-            if token_id < 256:  # a byte: joined with its neighbours to words; above are control tokens
+            if token_id < 256:  # bytes are joined to words; higher ids are control tokens
                 plain.append(token_id)
             else:
                 ids += [*self._joined(bytes(plain)), token_id]
@@ -87,7 +87,7 @@ class AwkwardTokenizer(PlainTokenizer):
         return [*ids, *self._joined(bytes(plain))]
 
     def misspell(self, text: str) -> list[int]:
-        """Ids that decode to `text` and that `encode` never gives where a word of the vocabulary stands in it."""
+        """Ids that decode to `text` and differ from those of `encode` if the text contains a word of the vocabulary."""
         return super().encode(text)
 
     def normalize(self, text: str) -> str:

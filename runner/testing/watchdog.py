@@ -1,4 +1,4 @@
-"""Watches event loops during a test, and names whose code kept one from running."""
+"""A watchdog for event loops in tests: names the code that blocks one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["LoopWatchdog"]
 
 
 class LoopWatchdog:
-    """An `async with` block in which nobody may hold up the event loop; may be entered again and again.
+    """An `async with` block in which no code may block the event loop; may be entered several times.
 
     Args:
-        seconds: how long the loop may stand still in all, in one piece of code; under 0.1 nothing is noticed.
-        tick: seconds between two looks; what is over within four of them is not noticed at all.
+        seconds: total time for which one piece of code may block the loop; below 0.1 it has no effect.
+        tick: seconds between two checks; a block of less than four ticks is not noticed.
     """
 
     def __init__(self, seconds: float = 0.2, *, tick: float = TICK) -> None:
         self.seconds = seconds
-        """How long the loop may stand still in one piece of code; may be set before the block is entered."""
+        """Seconds for which one piece of code may block the loop; may be set before the block is entered."""
         self.blockers: list[Blocker] = []
-        """The pieces of code that held it up for longer so far, the worst of each block first."""
+        """Code that has blocked the loop for longer, the worst of each `async with` block first."""
         self._tick = tick
         self._depth = 0
         self._monitor: LagMonitor
@@ -44,17 +44,17 @@ class LoopWatchdog:
         self.blockers += [blocker for blocker in self._monitor.blockers() if blocker.seconds >= self.seconds]
 
     def complaints(self) -> list[str]:
-        """What is wrong, one sentence for each who held it up: the function, its file and line, and what to do."""
+        """A sentence for each blocker: function, file, line, and the fix."""
         return [
-            f"the event loop stood still for {blocker.seconds:.2f} s or more in {blocker.where}: {blocker.advice}"
+            f"the event loop was blocked for {blocker.seconds:.2f} s or more in {blocker.where}: {blocker.advice}"
             for blocker in self.blockers
         ]
 
     def check(self) -> None:
-        """Raise if somebody held the loop up so far.
+        """Raise if code has blocked the loop.
 
         Raises:
-            AssertionError: the complaints.
+            AssertionError: the result of `complaints()`.
         """
         __tracebackhide__ = True
         if self.blockers:

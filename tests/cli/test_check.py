@@ -270,7 +270,7 @@ SAYS = {
         0,
         "warning  Env.words is a list of the class, which all episodes share: create",
     ),
-    "blocking": (3, r"the event loop stood still for .* in Env.bad (.*mine.py:\d+): it blocks the event loop: make"),
+    "blocking": (3, r"the event loop was blocked for .* in Env.bad (.*mine.py:\d+): it blocks the event loop: make"),
     "file": (3, "still open after close(): self.log (file .*mine.py). Close it in close(), or open it in setup() with"),
     "thread": (3, "still open after close(): self.ticker (thread 'Thread (wait)'). Close it in close()"),
     "thread of nobody": (3, "still open after close(): thread 'Thread (sleep)'. Close it in close()"),

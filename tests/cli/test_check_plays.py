@@ -128,7 +128,7 @@ SAYS = {
         3,
         r"tool number\(\) returned another result in 4 of 4 episodes when another episode of the group played",
     ),
-    "blocks briefly": (3, r"the event loop stood still for .* in Env.ask \(.*mine.py:\d+\): it blocks the event loop"),
+    "blocks briefly": (3, r"the event loop was blocked for .* in Env.ask \(.*mine.py:\d+\): it blocks the event loop"),
     "not awaited": (3, r"error    coroutine 'sleep' was never awaited \(.*mine.py:\d+\): write `await` before it"),
     "tools of a turn that depend on each other": (
         3,

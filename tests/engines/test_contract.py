@@ -26,9 +26,9 @@ class TestOurEngines(EngineContract):
     """Every promise, on every engine."""
 
     @pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
-    def keep(self, request: pytest.FixtureRequest) -> RunContractTest:
-        keep: RunContractTest = request.param(request)
-        return keep
+    def run_test(self, request: pytest.FixtureRequest) -> RunContractTest:
+        run_test: RunContractTest = request.param(request)
+        return run_test
 
 
 # --- before it is entered, and its end

@@ -332,7 +332,7 @@ async def test_a_conversation_that_begins_with_what_was_sampled_says_so(added: b
     assert [segment.cause for segment in branch.segments] == ["reencoded"]
     assert run.summary.junction_causes == {"reencoded": 1}
     assert_exact(main)
-    with pytest.raises(AssertionError, match=r"^t0#0 branch: its first prompt holds what this episode sampled"):
+    with pytest.raises(AssertionError, match=r"^t0#0 branch: its first prompt contains text that this episode sampled"):
         assert_exact(branch)
 
 

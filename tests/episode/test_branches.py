@@ -221,7 +221,9 @@ async def test_a_branch_that_was_encoded_anew_is_found(monkeypatch: pytest.Monke
     engine = misspelling(lambda asked: "It is the same")
     tokenizer = engine.tokenizer
     monkeypatch.setattr(prompting, "_branch_off", encoded_anew)
-    with pytest.raises(AssertionError, match=r"a segment 0 \(branch\): it was encoded anew, and has not the ids of"):
+    with pytest.raises(
+        AssertionError, match=r"a segment 0 \(branch\): it was encoded again, and does not have the ids of"
+    ):
         await play_all(Branches, engine)
 
 

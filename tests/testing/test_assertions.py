@@ -37,7 +37,7 @@ async def played() -> tuple[Trajectory, ScriptedEngine]:
 async def test_an_id_of_the_log_that_was_not_sent_is_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
     trajectory, engine = played
     trajectory.segments[0].log.ids[trajectory.turns[1].start - 2] ^= 1
-    with pytest.raises(AssertionError, match=r"t0#0 main turn 1: the engine was sent another prompt\n  sent: "):
+    with pytest.raises(AssertionError, match=r"t0#0 main turn 1: the engine received another prompt\n  sent: "):
         assert_exact(trajectory, engine)
 
 
@@ -67,7 +67,7 @@ async def test_a_mask_that_covers_another_id_is_found(played: tuple[Trajectory, 
 async def test_a_log_probability_without_a_sample_is_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
     trajectory, _ = played
     trajectory.segments[0].log.logprobs[0] = -1.0
-    with pytest.raises(AssertionError, match="nobody sampled"):
+    with pytest.raises(AssertionError, match="was not sampled"):
         assert_exact(trajectory)
 
 
@@ -105,7 +105,7 @@ async def test_a_mask_that_is_wrong_is_shown_where_it_is(played: tuple[Trajector
 async def test_calls_that_the_messages_do_not_hold_are_found(played: tuple[Trajectory, ScriptedEngine]) -> None:
     trajectory, _ = played
     trajectory.turns[0].tool_calls[0] = ToolCall("call_0", "add", {"a": 1, "b": 3})
-    with pytest.raises(AssertionError, match=r"the turns called .*'b': 3.* and the messages hold .*'b': 2"):
+    with pytest.raises(AssertionError, match=r"the turns called .*'b': 3.* but the messages contain .*'b': 2"):
         assert_exact(trajectory)
 
 
@@ -119,13 +119,13 @@ async def test_turns_that_are_out_of_order_are_found(played: tuple[Trajectory, S
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"outcome": Outcome.TURN_LIMIT}, "outcome turn_limit, and its limit is ''"),
-        ({"limit": "turns"}, "outcome completed, and its limit is 'turns'"),
-        ({"outcome": Outcome.TIME_LIMIT, "limit": "tokens"}, "outcome time_limit, and its limit is 'tokens'"),
-        ({"outcome": Outcome.ENV_ERROR, "reward": None}, "outcome env_error, and no error says why"),
-        ({"outcome": Outcome.ENV_ERROR, "error": "why"}, r"a reward of 1\.0, and env_error, 3 turns, trained"),
-        ({"trained": False}, r"a reward of 1\.0, and completed, 3 turns, not trained"),
-        ({"reward": float("nan")}, "a reward that is no finite number"),
+        ({"outcome": Outcome.TURN_LIMIT}, "outcome turn_limit, but its limit is ''"),
+        ({"limit": "turns"}, "outcome completed, but its limit is 'turns'"),
+        ({"outcome": Outcome.TIME_LIMIT, "limit": "tokens"}, "outcome time_limit, but its limit is 'tokens'"),
+        ({"outcome": Outcome.ENV_ERROR, "reward": None}, "outcome env_error without an error text"),
+        ({"outcome": Outcome.ENV_ERROR, "error": "why"}, r"a reward of 1\.0, but env_error, 3 turns, trained"),
+        ({"trained": False}, r"a reward of 1\.0, but completed, 3 turns, not trained"),
+        ({"reward": float("nan")}, "a reward that is not a finite number"),
     ],
     ids=["no limit", "a limit too many", "another limit", "no error", "a failure's reward", "untrained", "nan"],
 )
@@ -154,5 +154,5 @@ async def test_likeliest_ids_of_another_length_are_found() -> None:
     turn = trajectory.turns[1]
     turn.log.top_logprobs[turn.start].ids.pop()
     turn.log.top_logprobs[turn.start].ids.pop()
-    with pytest.raises(AssertionError, match=r"t0#0 main turn 1: 8 ids, and the likeliest of 7"):
+    with pytest.raises(AssertionError, match=r"t0#0 main turn 1: 8 ids, but top log-probabilities of 7"):
         assert_exact(trajectory, engine)

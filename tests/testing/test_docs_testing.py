@@ -61,7 +61,7 @@ def test_a_recording_that_is_missing_and_an_engine_that_nobody_asked_for(calcula
     result = run(calculator, REAL, "-m", "not engine")
     result.assert_outcomes(failed=1, deselected=1)
     result.stdout.fnmatch_lines(
-        ["there is no recording *recordings/page.what_it_said_then.json: *--runner-record=once*"]
+        ["the recording *recordings/page.what_it_said_then.json does not exist: *--runner-record=once*"]
     )
 
 

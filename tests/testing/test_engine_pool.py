@@ -69,9 +69,7 @@ async def test_an_async_test_plays_on_it_from_any_loop(pool: EnginePool) -> None
 async def test_on_the_tests_own_loop_it_says_what_to_write_instead(pool: EnginePool) -> None:
     from runner import Run
 
-    with pytest.raises(
-        BadOption, match=r"lives on a loop of its own.*`await play_async\(environment, real_engine\(\)\)`"
-    ):
+    with pytest.raises(BadOption, match=r"runs on a separate loop.*`await play_async\(environment, real_engine\(\)\)`"):
         async with Run(Sums, pool.engine()):
             pass
     with pytest.raises(BadOption, match="running already"):
@@ -91,7 +89,7 @@ def test_another_one_takes_its_place_in_another_test(pool: EnginePool, tests: Te
 def test_two_in_one_test_are_refused(pool: EnginePool) -> None:
     pool.engine()
     with pytest.raises(
-        BadOption, match=r"real_engine\(says='3'\): this test has real_engine\(\) already, and one model"
+        BadOption, match=r"real_engine\(says='3'\): this test has real_engine\(\) already, and only one model"
     ):
         pool.engine(says="3")
 
@@ -105,7 +103,7 @@ def test_one_that_died_is_started_anew(pool: EnginePool, tests: Tests) -> None:
 
 
 def test_a_virtual_clock_is_not_for_it(pool: EnginePool) -> None:
-    with pytest.raises(BadOption, match=r"play\(clock=\): a real engine takes real time"):
+    with pytest.raises(BadOption, match=r"play\(clock=\): a real engine needs real time"):
         play(Sums, pool.engine(), clock=VirtualClock())
 
 
@@ -145,7 +143,7 @@ def test_time(real_engine, virtual_clock): pass
     result.assert_outcomes(failed=1, errors=1)
     result.stdout.fnmatch_lines(
         [
-            "virtual_clock and real_engine: a real engine takes real time.*",
+            "virtual_clock and real_engine: a real engine needs real time.*",
             "real_engine(says='43'): this test has real_engine() already*",
         ]
     )
@@ -167,7 +165,7 @@ def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None
 def test_a_second_worker_that_would_start_a_model_is_told_what_to_do(pytester: pytest.Pytester) -> None:
     result = run_apart(pytester, EACH, "--runner-engine", "-n", "2", conftest=STAND_IN)
     result.assert_outcomes(passed=2, failed=2)
-    told = "real_engine: gw? would start a model while * has one. *--dist loadfile*-m engine -n 0*"
+    told = "real_engine: gw? cannot start a model while * has one. *--dist loadfile*-m engine -n 0*"
     result.stdout.fnmatch_lines([told])
 
 

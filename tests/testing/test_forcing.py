@@ -167,7 +167,7 @@ async def test_a_turn_ends_by_its_own_stop_or_is_cut(ids: list[int], kept: list[
 
 async def test_a_stop_id_before_min_tokens_cannot_be_forced() -> None:
     wanted = replace(request(), sampling=replace(request().sampling, min_tokens=4))
-    with pytest.raises(RequestRejected, match=r"the stop id 257 is forced after 2 ids, and Sampling\(min_tokens=4\)"):
+    with pytest.raises(RequestRejected, match=r"the stop id 257 is forced after 2 ids, but Sampling\(min_tokens=4\)"):
         await sampled(force(ScriptedEngine("free"), [[1, 2, STOP]]), wanted)
     assert await sampled(force(ScriptedEngine("free"), [[1, 2, 3, 4, STOP]]), wanted) == (
         [1, 2, 3, 4, STOP],
@@ -178,14 +178,14 @@ async def test_a_stop_id_before_min_tokens_cannot_be_forced() -> None:
 @pytest.mark.parametrize(
     ("ids", "constraint", "said"),
     [
-        ([1, 2, 3], None, r"e/main/0: 3 ids are forced and the turn may have 8: end them with a stop id \(99, 257\)"),
+        ([1, 2, 3], None, r"e/main/0: 3 ids are forced, but the turn may have 8: end them with a stop id \(99, 257\)"),
         ([], None, "0 ids are forced"),
-        ([1, STOP, 3], None, "the stop id 257 ends the turn after 2 ids, so the 1 behind it"),
+        ([1, STOP, 3], None, "the stop id 257 ends the turn after 2 ids, so the 1 ids after it"),
         ([1, 400, STOP], None, "400 cannot be forced: the model's ids are 0 to"),
         ([-1, STOP], None, "-1 cannot be forced"),
         ([1, STOP], Constraint(ConstraintKind.REGEX, "[0-9]+"), r"constrained \(regex\).*tool_choice='auto'"),
     ],
-    ids=["too few", "none at all", "behind a stop", "past the vocabulary", "negative", "grammar"],
+    ids=["too few", "none at all", "after a stop", "past the vocabulary", "negative", "grammar"],
 )
 async def test_a_turn_that_cannot_be_sampled_as_written_is_refused(
     ids: list[int], constraint: Constraint | None, said: str
@@ -202,7 +202,7 @@ async def test_a_refusal_is_the_episodes_error_and_is_not_tried_again() -> None:
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.ENGINE_ERROR}
     assert {trajectory.attempt for trajectory in trajectories} == {0}
     for trajectory in trajectories:
-        assert "force() has ids for 1 turns of this conversation, and this is number 2" in trajectory.error
+        assert "force() has ids for 1 turns of this conversation, and this is turn number 2" in trajectory.error
         assert trajectory.turns[0].text == "one"
 
 
@@ -215,7 +215,7 @@ class Deaf(ScriptedEngine):
 
 async def test_an_engine_that_samples_other_ids_is_found_out_at_the_first_of_them() -> None:
     engine = force(Deaf("one"), [ids_of("only")])
-    with pytest.raises(RequestRejected, match=r"e/main/0: the engine sampled 101 where 108 was forced"):
+    with pytest.raises(RequestRejected, match=r"e/main/0: the engine sampled 101, not the forced 108"):
         await sampled(engine, request())
     assert engine.inner.stats().open == 0
 

@@ -9,21 +9,21 @@ from tests.testing.inner import run
 pytest_plugins = ["pytester"]
 
 MISUSES = {
-    "play(Calculator, 5)": "play(..., 5): give an engine, such as the fixture `scripted_engine`, or what to say*",
+    "play(Calculator, 5)": "play(..., 5): give an engine, such as the fixture `scripted_engine`, or replies: *",
     "play(Calculator, ScriptedEngine)": "play(..., ScriptedEngine): give an engine, such as the fixture*",
     "play('calculator', 'x')": "play('calculator', ...): give an environment, such as Calculator*",
-    "play(Calculator, 'x', task=3)": "play(task=3): give a Task, or the id of one of the environment's own.",
+    "play(Calculator, 'x', task=3)": "play(task=3): give a Task, or the id of one of the environment's tasks.",
     "play(Calculator, 'x', task='no')": "There is no task 'no' among 3; the first ids are '6', '7', '8'.",
-    "play(Calculator, 'x', turns=3)": "play(turns=): there is no such option; these are: group_size, *history.",
+    "play(Calculator, 'x', turns=3)": "play(turns=): unknown option; the options are group_size, *history.",
     "play(Calculator, 'x', limits={'turns': 3})": "limits={'turns': 3}: give Limits(...).",
     "play(Calculator, 'x', clock=5)": "play(clock=5): give the fixture `virtual_clock`, or VirtualClock().",
-    "play(Calculator, lambda asked: 5)": "*<lambda>(), which plays the model, gave 5, a int: return a text*",
+    "play(Calculator, lambda asked: 5)": "*<lambda>(), which plays the model, returned 5 (int): return a text*",
     "play(Calculator, lambda asked: 1 / 0)": "*<lambda>(), which plays the model, raised ZeroDivisionError*",
     "play(Calculator, lambda: 'x')": "*<lambda>(), which plays the model, raised TypeError*1 was given",
     "play(Calculator, [['x', 5]])": "['x', 5] is no reply: give a text, call(...), a list of them, or Reply(...).",
-    "play_many(Calculator, 'x', tasks=-1)": "play_many(tasks=-1): give how many, at least 1, or a list of tasks.",
+    "play_many(Calculator, 'x', tasks=-1)": "play_many(tasks=-1): give a number of at least 1, or a list of tasks.",
     "play_cancelled(Calculator, 'x', check='x')": "play_cancelled(check='x'): give a function of the environment.",
-    "scripted_engine.say()": "say(): give what to say: a text, call(...), *",
+    "scripted_engine.say()": "say(): give a reply: a text, call(...), *",
     "scripted_engine.say(None)": "None is no reply: give a text, call(...), a list of them, or Reply(...).",
     "scripted_engine.say('x', chunks=0)": "chunks=0: give a size of at least 1, a tuple of such sizes*",
     "scripted_engine.say('x', chunks=1.5)": "chunks=1.5: give a size of at least 1*",
@@ -33,12 +33,12 @@ MISUSES = {
     "scripted_engine.say('x', latency=5)": "latency=5: give Latency(first=..., between=...), in ticks.",
     "assert_exact('x')": "assert_exact('x'): give a trajectory, such as play(...) returns.",
     "record('x')": "record('x'): give the engine to record.",
-    "replay('no.json')": "there is no recording no.json: run pytest with --runner-record=once to make it*",
+    "replay('no.json')": "the recording no.json does not exist: run pytest with --runner-record=once*",
     "VirtualClock().jump(-1)": "jump(-1): give a number of seconds, 0 or more.",
-    "no_leaks('x').__enter__()": "no_leaks('x'): give engines, whose requests are counted, or nothing.",
+    "no_leaks('x').__enter__()": "no_leaks('x'): give engines, whose requests are checked, or nothing.",
     "tool_calls(Calculator)": "tool_calls(<class 'calculator.Calculator'>): give an environment's tools: *",
     "anyio.run(cancel_everywhere, later())": "cancel_everywhere(<coroutine *give the `async def` function itself, *",
-    "anyio.run(cancel_everywhere, lambda: 5)": "cancel_everywhere(): the scenario gave 5: give an `async def`*",
+    "anyio.run(cancel_everywhere, lambda: 5)": "cancel_everywhere(): the scenario returned 5: give an `async def`*",
 }
 
 HEAD = """
@@ -49,7 +49,7 @@ async def later(): pass
 """
 
 MARKERS = {
-    "colour='red'": "@pytest.mark.scripted_engine: there is no setting 'colour'; these are: adapters, chunks, *",
+    "colour='red'": "@pytest.mark.scripted_engine: unknown setting 'colour'; the settings are adapters, chunks, *",
     "'hermes'": "@pytest.mark.scripted_engine('hermes'): settings have names, such as template='hermes'; *",
     "template='no'": "template 'no' cannot be read * give one of the bundled names (*",
     "context='big'": "ScriptedEngine(context='big'): give a number of at least 2.",

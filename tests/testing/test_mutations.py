@@ -126,7 +126,7 @@ def test_sources_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         log.sources[-1] = Source.BRIDGE
 
     monkeypatch.setattr(TokenLog, "append_sampled", one_early)
-    with pytest.raises(AssertionError, match="t-0#0: an id that nobody sampled has -"):
+    with pytest.raises(AssertionError, match="t-0#0: an id that was not sampled has log-probability -"):
         play(Adds, SAYS)
 
 
@@ -153,7 +153,7 @@ def test_a_prompt_that_is_rendered_again_instead_of_extended(monkeypatch: pytest
 
     monkeypatch.setattr(turns, "_request", rendered_again)
     with pytest.raises(
-        AssertionError, match=r"t-0#0 main turn \d: the engine was sent another prompt\n  sent: .*\n  kept: "
+        AssertionError, match=r"t-0#0 main turn \d: the engine received another prompt\n  sent: .*\n  kept: "
     ):
         play(Adds, engine)
 
@@ -181,7 +181,7 @@ def test_a_failed_episode_that_gets_a_reward_of_zero(monkeypatch: pytest.MonkeyP
 
     assert play(Fails, "It is 3").outcome is Outcome.ENV_ERROR
     monkeypatch.setattr(Play, "_trajectory", never_none)
-    with pytest.raises(AssertionError, match=r"t-0#0 main: a reward of 0\.0, and env_error, 1 turns, trained"):
+    with pytest.raises(AssertionError, match=r"t-0#0 main: a reward of 0\.0, but env_error, 1 turns, trained"):
         play(Fails, "It is 3")
 
 
@@ -196,7 +196,7 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TokenLog, "append_sampled", one_late)
     with pytest.raises(
-        AssertionError, match=r"t-0#0 main turn 0: the log-probability of its id 0 is -1, and the engine gave -"
+        AssertionError, match=r"t-0#0 main turn 0: the log-probability of its id 0 is -1, but the engine returned -"
     ):
         play(Adds, SAYS)
 
@@ -286,7 +286,7 @@ async def test_a_tool_that_blocks_the_event_loop() -> None:
     async with LoopWatchdog() as watchdog:
         await play_async(Blocks, SAYS)
     with pytest.raises(
-        AssertionError, match=r"stood still for .* in Blocks\.add \(.*test_mutations\.py:\d+\): it blocks"
+        AssertionError, match=r"was blocked for .* in Blocks\.add \(.*test_mutations\.py:\d+\): it blocks"
     ):
         watchdog.check()
 
@@ -302,7 +302,7 @@ def test_a_tool_that_swallows_its_cancellation() -> None:
 
     with pytest.raises(
         AssertionError,
-        match=r"cancelled in .*Pays\.add \(.*, and went on as if it were not: Pays\.add \(.*test_mutations\.py:\d+\) "
+        match=r"cancelled in .*Pays\.add \(.*, but it continued: Pays\.add \(.*test_mutations\.py:\d+\) "
         r"swallowed the cancellation\. Clean up in `finally`, or raise it again\.",
     ):
         play_cancelled(Pays, [call("add", a=1, b=2), *SAYS[1:]])
@@ -314,7 +314,7 @@ def test_a_rollout_that_swallows_its_cancellation() -> None:
             with contextlib.suppress(BaseException):
                 await super().rollout(conversation)
 
-    with pytest.raises(AssertionError, match=r"as if it were not: Retries\.rollout \(.* swallowed the cancellation"):
+    with pytest.raises(AssertionError, match=r"but it continued: Retries\.rollout \(.* swallowed the cancellation"):
         play_cancelled(Retries, SAYS)
 
 
@@ -327,7 +327,7 @@ def test_a_file_that_only_the_garbage_collector_closes() -> None:
             return open(__file__).read(10)  # the mistake
 
     unclosed = r"closed by the garbage collector alone: file <_io\.TextIOWrapper name='.*test_mutations\.py'"
-    with pytest.raises(Leaked, match=f"left behind: {unclosed}"), no_leaks():
+    with pytest.raises(Leaked, match=f"leaked: {unclosed}"), no_leaks():
         play(Reads, [call("read"), "It is read", "Yes"])
     assert re.search(unclosed, found(Reads, fatal=False))
 
@@ -344,7 +344,7 @@ def test_a_file_that_is_left_open() -> None:
 
 
 def assert_is_found_open(cls: type[Environment]) -> None:
-    with pytest.raises(Leaked, match=r"left behind: file \d+ \(.*test_mutations\.py\)"):
+    with pytest.raises(Leaked, match=r"leaked: file \d+ \(.*test_mutations\.py\)"):
         play_cancelled(cls, SAYS)
     assert "still open after close(): self.log (file" in found(cls)
 
@@ -372,7 +372,7 @@ class LeavesTask(Adds):
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_a_task_that_is_left_running() -> None:
-    with pytest.raises(Leaked, match="left behind: task 'heart'"), no_leaks():
+    with pytest.raises(Leaked, match="leaked: task 'heart'"), no_leaks():
         await play_async(LeavesTask, SAYS)
     for task in asyncio.all_tasks():
         if task.get_name() == "heart":
@@ -406,8 +406,8 @@ def test_none(no_leaks, environment):
 def test_a_task_that_the_end_of_a_plain_test_cuts(pytester: pytest.Pytester) -> None:
     result = run(pytester, LEAVE_TASKS)
     result.assert_outcomes(passed=4, errors=2)
-    result.stdout.fnmatch_lines(["left behind: task 'heart' of LeavesTask.beat()"])
-    result.stdout.re_match_lines([r"left behind: task 'Task-\d+' of LeavesTask\.beat\(\)"])
+    result.stdout.fnmatch_lines(["leaked: task 'heart' of LeavesTask.beat()"])
+    result.stdout.re_match_lines([r"leaked: task 'Task-\d+' of LeavesTask\.beat\(\)"])
 
 
 def test_a_task_that_is_left_running_is_named_by_check() -> None:

@@ -98,12 +98,12 @@ def test_an_episode_that_fails_undisturbed_proves_nothing() -> None:
         async def step(self, turn: Turn) -> None:
             raise ZeroDivisionError
 
-    with pytest.raises(AssertionError, match="undisturbed, the episode fails: env_error: ZeroDivisionError"):
+    with pytest.raises(AssertionError, match="the undisturbed episode fails: env_error: ZeroDivisionError"):
         play_cancelled(Broken, "hm")
 
 
 def test_a_queue_is_refused_and_so_is_what_cannot_be_played() -> None:
-    with pytest.raises(BadOption, match=r"a queue of replies is empty after the first time\. Give the replies"):
+    with pytest.raises(BadOption, match=r"a queue of replies is empty after the first play\. Give the replies"):
         play_cancelled(Closes, QueuedEngine().say("x"))
     with pytest.raises(BadTask, match="There is no task 'x'"):
         play_cancelled(Closes, SAYS, task="x")

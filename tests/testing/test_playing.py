@@ -90,7 +90,7 @@ def test_tasks_may_come_from_async_code_or_a_file(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_the_episode_says_so(tmp_path: Path) -> None:
     assert play(Sums, "stop", file=tmp_path / "run.db").text == "stop"
-    with pytest.raises(BadOption, match=r"it holds this episode already\. Give another file"):
+    with pytest.raises(BadOption, match=r"the file already contains this episode\. Give another file"):
         play(Sums, "stop", file=tmp_path / "run.db")
 
 
@@ -111,7 +111,7 @@ def test_a_dict_speaks_for_each_agent() -> None:
             return (await judge.generate()).text == "Yes"
 
     assert play(Judged, {"main": ["1", "stop"], "judge": "Yes"}).reward == 1
-    with pytest.raises(AssertionError, match=r"none is left.*for agent 'judge'"):
+    with pytest.raises(AssertionError, match=r"no reply is left.*for agent 'judge'"):
         play(Judged, ["1", "stop"])
 
 
@@ -126,7 +126,7 @@ def test_a_failed_episode_comes_back_as_any_other() -> None:
 
 
 def test_replies_that_are_left_over_are_listed() -> None:
-    with pytest.raises(AssertionError, match=r"^2 replies were never said:\n  main: '5'\n  main: f\(a=1\)\n"):
+    with pytest.raises(AssertionError, match=r"^2 replies were never used:\n  main: '5'\n  main: f\(a=1\)\n"):
         play(Sums, ["stop", "5", call("f", a=1)])
 
 
@@ -163,7 +163,7 @@ def test_the_fixture_tells_of_replies_left_over_with_how_the_episode_ended(pytes
     result = run(
         pytester, "def test_it(scripted_engine):\n    play(Calculator, scripted_engine.say('42', 'more'), task='6')"
     )
-    result.stdout.fnmatch_lines(["*1 reply was never said:*", "*6#0 ended completed*"])
+    result.stdout.fnmatch_lines(["*1 reply was never used:*", "*6#0 ended completed*"])
 
 
 def test_nothing_may_be_said_where_nobody_is_asked() -> None:
@@ -173,7 +173,7 @@ def test_nothing_may_be_said_where_nobody_is_asked() -> None:
 
     for door in (play, play_many):
         assert door(Silent, [])
-    with pytest.raises(AssertionError, match=r"none is left \(0 said so far\)"):
+    with pytest.raises(AssertionError, match=r"no reply is left for this call \(0 used so far\)"):
         play(Sums, [])
 
 
@@ -188,14 +188,15 @@ def test_each_of_several_trained_agents_can_be_had() -> None:
     assert [play(Two, says, agent=agent).text for agent in ("main", "other")] == ["1", "2"]
     assert {t.agent: t.text for t in play_many(Two, says, tasks=1)} == {"main": "1", "other": "2"}
     with pytest.raises(
-        BadOption, match=r"play\(agent='third'\): no trained agent of that name; these are: 'main', 'other'"
+        BadOption, match=r"play\(agent='third'\): no trained agent of that name; the trained agents are 'main', 'other'"
     ):
         play(Two, says, agent="third")
 
 
 def test_a_missing_reply_says_what_was_asked() -> None:
     with pytest.raises(
-        AssertionError, match=r"^b#0/main/1: .* none is left \(1 said so far\)\. Add one .*1\..*assistant"
+        AssertionError,
+        match=r"^b#0/main/1: .*no reply is left for this call \(1 used so far\)\. Add one .*1\..*assistant",
     ):
         play(Sums, ["1"])
 
@@ -220,9 +221,9 @@ def test_many_of_one_queue_are_played_one_after_another() -> None:
 
 
 def test_many_say_which_reply_no_episode_came_to() -> None:
-    with pytest.raises(AssertionError, match=r"3 replies were given and no episode came to more than 2; .*'more'"):
+    with pytest.raises(AssertionError, match=r"3 replies were given, but no episode used more than 2; .*'more'"):
         play_many(Sums, ["1", "stop", "more"])
-    with pytest.raises(AssertionError, match=r"2 replies were given for judge and no episode came to more than 0"):
+    with pytest.raises(AssertionError, match=r"2 replies were given for judge, but no episode used more than 0"):
         play_many(Sums, {"main": "stop", "judge": ["a", "b"]})
 
 
@@ -245,11 +246,11 @@ ANY: Any = play  # mistakes that a type checker would find
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no environment": (lambda: ANY(int, "x"), BadOption, r"play\(<class 'int'>, ...\): give an environment"),
     "an engine's class": (lambda: ANY(Sums, ScriptedEngine), BadOption, "ScriptedEngine.: give an engine"),
-    "a number": (lambda: ANY(Sums, 5), BadOption, r"play\(\.\.\., 5\): give an engine, .* or what to say"),
-    "nothing of an agent": (lambda: ANY(Sums, {"main": None}), BadOption, "'main': None}.: give what it says"),
-    "no such agent": (lambda: play(Sums, "x", agent="judge"), BadOption, "agent='judge'.: .* these are: 'main'"),
+    "a number": (lambda: ANY(Sums, 5), BadOption, r"play\(\.\.\., 5\): give an engine, .* or replies"),
+    "nothing of an agent": (lambda: ANY(Sums, {"main": None}), BadOption, "'main': None}.: give its replies"),
+    "no such agent": (lambda: play(Sums, "x", agent="judge"), BadOption, "agent='judge'.: .* the trained agents are 'main'"),
     "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is no reply: give a text"),
-    "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* gave 5, a int: return a"),
+    "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* returned 5 .int.: return a"),
     "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),
     "no such task": (lambda: play(Sums, "x", task="d"), BadTask, "There is no task 'd' among 3; the first ids are 'b'"),
     "a task's number": (lambda: ANY(Sums, "x", task=3), BadOption, "give a Task, or the id"),

@@ -111,12 +111,12 @@ def test_bytes_that_are_no_text_are_cut_where_the_piece_is() -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda engine: engine.say(), "give what to say"),
+        (lambda engine: engine.say(), "give a reply"),
         (lambda engine: engine.say(5), "5 is no reply"),
         (lambda engine: engine.always([]), "is no reply"),
         (lambda engine: engine.say("abc", chunks=0), "chunks=0: give a size of at least 1"),
         (lambda engine: engine.say("abc", chunks=inside("x")), r"inside\('x'\): 'x' does not occur in 'abc'"),
-        (lambda engine: engine.say("abc", chunks=inside()), "a character of several bytes does not occur"),
+        (lambda engine: engine.say("abc", chunks=inside()), "a multi-byte character does not occur"),
         (lambda engine: engine.say("abc", chunks=inside("b")), "a single token id in this vocabulary"),
         (lambda engine: engine.say("<|im_end|>", chunks=inside("<|im_end|>")), "a single token id"),
         (lambda engine: engine.say("abc", chunks=inside(NUMBER)), r"inside\(5\): give a piece of the text"),
@@ -162,7 +162,7 @@ def test_replies_that_nobody_heard_fail_the_test_and_are_listed(pytester: pytest
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(
         [
-            "3 replies were never said:",
+            "3 replies were never used:",
             "  main: multiply(a=6, b=7)",
             "  main: the ids [[]1, 2[]]",
             "  main: the function test_left.<locals>.<lambda>",
@@ -189,13 +189,15 @@ def anyio_backend():
 """
     result = run(pytester, test)
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*none is left (0 said so far). Add one with scripted_engine.say(...)*"])
+    result.stdout.fnmatch_lines(
+        ["*no reply is left for this call (0 used so far). Add one with scripted_engine.say(...)*"]
+    )
 
 
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ("templat='x'", "@pytest.mark.scripted_engine: there is no setting 'templat'; these are: adapters, chunks,*"),
+        ("templat='x'", "@pytest.mark.scripted_engine: unknown setting 'templat'; the settings are adapters, chunks,*"),
         ("'a reply'", "@pytest.mark.scripted_engine('a reply'): settings have names*scripted_engine.say(...)."),
         ("template='x'", "template 'x' cannot be read*"),
         ("chunks=0", "chunks=0: give a size of at least 1*"),

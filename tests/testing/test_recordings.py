@@ -106,7 +106,7 @@ def test_a_turn_too_many_says_that_all_were_said(recording: Path) -> None:
     engine = replay(recording)
     play(Sums, engine)
     with pytest.raises(
-        AssertionError, match=r"has no further turn; all 3 were said\. If that is meant, run pytest with"
+        AssertionError, match=r"has no further turn; all 3 are used\. If that is intended, run pytest with"
     ):
         play(Sums, engine)
 
@@ -123,7 +123,7 @@ def spoilt(recording: Path, before: str, after: str) -> Path:
     [
         ('"stop<|im_end|>"', '"step<|im_end|>"', "was edited by hand or merged"),
         ('"recording": 1', '"recording": 99', "a recording of version 99, and this is version 1"),
-        ('"recording": 1', '"recordin": 1', "is no recording"),
+        ('"recording": 1', '"recordin": 1', "is not a recording"),
         ('"calls": [', '"callz": [', "has no 'calls': it was edited by hand"),
         ('"calls": [', '<<<<<<< HEAD "calls": [', "cannot be read as JSON"),
     ],
@@ -136,7 +136,9 @@ def test_a_file_that_cannot_be_trusted_is_refused(recording: Path, before: str, 
 
 
 def test_a_missing_file_says_how_it_is_made(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"there is no recording .*none\.json: run pytest with --runner-record=once"):
+    with pytest.raises(
+        BadInput, match=r"the recording .*none\.json does not exist: run pytest with --runner-record=once"
+    ):
         replay(tmp_path / "none.json")
 
 
@@ -156,7 +158,7 @@ def test_a_vocabulary_that_cannot_be_loaded_can_be_given(tmp_path: Path) -> None
 
 
 def test_nothing_is_recorded_of_an_engine_that_failed_or_was_not_asked(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="nothing was asked of the engine"):
+    with pytest.raises(BadInput, match="the engine had no request"):
         record(QueuedEngine()).save(tmp_path / "it.json")
     assert not list(tmp_path.iterdir())
 
@@ -172,7 +174,9 @@ def test_a_call_in_flight_elsewhere_is_told_from_one_that_was_made(recording: Pa
 def test_without_a_recording_the_test_fails_and_says_how_to_make_it(pytester: pytest.Pytester) -> None:
     result = run(pytester, TEST)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["there is no recording *recordings/it.it.json: run pytest with --runner-record=once*"])
+    result.stdout.fnmatch_lines(
+        ["the recording *recordings/it.it.json does not exist: run pytest with --runner-record=once*"]
+    )
 
 
 def test_once_records_what_is_missing_and_none_replays_it(pytester: pytest.Pytester) -> None:
@@ -196,7 +200,7 @@ def test_recorded_turns_that_nobody_asks_for_make_it_stale(pytester: pytest.Pyte
     )
     result = run(pytester, shorter.replace(".reward == 1", ".outcome == 'turn_limit'"))
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*1 of 2 recorded turns were never asked for (6#0/main/1): the recording is stale.*"])
+    result.stdout.fnmatch_lines(["*1 of 2 recorded turns were not used (6#0/main/1): the recording is stale.*"])
 
 
 def test_two_recordings_of_one_test_need_names(pytester: pytest.Pytester) -> None:
@@ -205,7 +209,7 @@ def test_it(recorded_engine):
     say = lambda text: lambda: QueuedEngine().say(text)
     assert play(Calculator, recorded_engine(say("42"))).reward == 1
     assert play(Calculator, recorded_engine(say("43"), name="judge")).reward == 0
-    with pytest.raises(pytest.fail.Exception, match="has the recording it.it.json already.*name='judge'"):
+    with pytest.raises(pytest.fail.Exception, match="already has the recording it.it.json.*name='judge'"):
         recorded_engine(say("44"))
 """
     run(pytester, test, "--runner-record=once").assert_outcomes(passed=1)
@@ -216,7 +220,7 @@ def test_it(recorded_engine):
 def test_what_is_no_engine_cannot_be_recorded(pytester: pytest.Pytester) -> None:
     result = run(pytester, "def test_it(recorded_engine): recorded_engine(5)", "--runner-record=once")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["recorded_engine(5): give an engine to record, or a function that gives one."])
+    result.stdout.fnmatch_lines(["recorded_engine(5): give an engine to record, or a function that returns one."])
 
 
 def test_an_option_that_there_is_not_lists_those_there_are(pytester: pytest.Pytester) -> None:

@@ -33,7 +33,7 @@ def test_a_hook_that_blocks_the_loop_is_named(pytester: pytest.Pytester) -> None
     result = run(pytester, BLOCKS.format(colour="async"))
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(
-        ["the event loop stood still for * s or more in Blocks.step (*test_it.py:*): it blocks*"]
+        ["the event loop was blocked for * s or more in Blocks.step (*test_it.py:*): it blocks*"]
     )
 
 
@@ -87,4 +87,4 @@ def test_fails_anyhow(no_leaks):
 """
     result = run(pytester, test)
     result.assert_outcomes(passed=2, failed=1, errors=1)
-    result.stdout.fnmatch_lines(["left behind: thread 'the hung one' (*"])
+    result.stdout.fnmatch_lines(["leaked: thread 'the hung one' (*"])

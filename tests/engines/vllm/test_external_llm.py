@@ -362,9 +362,9 @@ class ForcedIds:
 
 
 def test_ids_are_forced_where_its_owner_started_it_for_that_and_nowhere_else() -> None:
-    with pytest.raises(BadOption, match="no logits processor that could force ids"):
+    with pytest.raises(BadOption, match="no logits processor that forces ids"):
         force(VllmEngine.over(stand_in()), [[1]])
-    with pytest.raises(BadOption, match="logprobs_mode='processed_logprobs' a forced id has no log-probability"):
+    with pytest.raises(BadOption, match="logprobs_mode='processed_logprobs' a forced id does not have the model's log"):
         force(VllmEngine.over(stand_in(processors=[ForcedIds])), [[1]])
     for processor in (ForcedIds, *FORCING["logits_processors"]):
         assert force(VllmEngine.over(stand_in(processors=[processor], mode="raw_logprobs")), [[1]])
