@@ -248,7 +248,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an engine's class": (lambda: ANY(Sums, ScriptedEngine), BadOption, "ScriptedEngine.: give an engine"),
     "a number": (lambda: ANY(Sums, 5), BadOption, r"play\(\.\.\., 5\): give an engine, .* or replies"),
     "nothing of an agent": (lambda: ANY(Sums, {"main": None}), BadOption, "'main': None}.: give its replies"),
-    "no such agent": (lambda: play(Sums, "x", agent="judge"), BadOption, "agent='judge'.: .* the trained agents are 'main'"),
+    "no such agent": (
+        lambda: play(Sums, "x", agent="judge"),
+        BadOption,
+        "agent='judge'.: .* the trained agents are 'main'",
+    ),
     "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is no reply: give a text"),
     "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* returned 5 .int.: return a"),
     "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),
