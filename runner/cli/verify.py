@@ -31,9 +31,9 @@ from runner.trajectory import Trajectory
 from runner.transcript import printable
 from runner.verify.audit import first_misfit, launch_difference
 from runner.verify.differences import Difference, Kind
+from runner.verify.message_turns import first_message_mismatch
 from runner.verify.rebuild import first_difference, stored_chat
 from runner.verify.records import first_contradiction
-from runner.verify.unspoken import first_unspoken
 
 __all__ = ["verify_command"]
 
@@ -137,7 +137,7 @@ def _difference(run_file: RunFile, row: EpisodeRow, chats: ChatModels) -> Differ
     if run_file.header.has_ids(row.agent):
         found = first_difference(trajectory, chats.of(row.agent), other)
     else:
-        found = first_unspoken(trajectory)
+        found = first_message_mismatch(trajectory)
     return found or first_contradiction(trajectory, run_file.header)
 
 

@@ -25,7 +25,7 @@ from runner.errors import EngineError, EngineStalled, PromptTooLong
 from runner.messages import Message, ToolCall
 from runner.options import Sampling, ToolChoice
 from runner.parsing.events import ContentPiece, ReasoningPiece
-from runner.tokens.shape import is_plain
+from runner.tokens.turn_shape import is_plain
 from runner.trajectory import AGAIN, BRANCH, RETRY, Segment, Timings, Turn
 from runner.turn_events import ToolCalled, TurnAdmitted, TurnEvent
 

@@ -21,7 +21,7 @@ from runner.tokens.bridging.bridge import Bridge, PromptText
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.log import Source
-from runner.tokens.shape import AnsweredTurn, is_plain
+from runner.tokens.turn_shape import AnsweredTurn, is_plain
 from runner.trajectory import AGAIN, BRANCH, RETRY, Outcome, Segment, Turn
 
 __all__ = [

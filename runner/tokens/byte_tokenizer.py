@@ -1,4 +1,4 @@
-"""A vocabulary of the 256 bytes and a few control tokens: nothing to download, for scripted engines and tests."""
+"""A vocabulary of the 256 bytes and a few control tokens, without a download: for scripted engines and tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from runner.tokens.content_encoding import Borders, Content, masked
-from runner.tokens.pieces import Words
+from runner.tokens.token_bytes import Words
 from runner.tokens.tokenizer import Tokenizer, without_surrogates
 
 __all__ = ["ByteTokenizer"]
@@ -18,11 +18,11 @@ class ByteTokenizer(Tokenizer):
 
     Args:
         control_tokens: further control tokens, after ChatML's.
-        eos_token: the one that ends a turn.
+        eos_token: the token that ends a turn.
         added_tokens: tokens that are single ids as well, but not special, as "<tool_call>" is in some vocabularies.
 
     Raises:
-        ValueError: `eos_token` is no control token, or a name is empty or given as both kinds.
+        ValueError: `eos_token` is not a control token, or a name is empty or given as both kinds.
     """
 
     CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -51,7 +51,7 @@ class ByteTokenizer(Tokenizer):
         self.longest_token = max(map(len, self.pieces))
         kinds = (*special, eos_token, *(("", *added_tokens) if added_tokens else ()))
         self.fingerprint = hashlib.sha256("\0".join(kinds).encode()).hexdigest()[:16]
-        # Longest first, so that a token which begins like another is not cut short.
+        # Longest first, so that a token is not cut short by one that is its prefix.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._borders = Borders(names)
@@ -75,7 +75,7 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         try:
             said = b"".join(map(self._bytes.__getitem__, ids))
-        except KeyError:  # ids of no token say nothing
+        except KeyError:  # ids without a token have no text
             said = b"".join([self._bytes.get(token_id, b"") for token_id in ids])
         return said.decode(errors="replace")
 

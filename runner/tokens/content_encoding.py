@@ -1,12 +1,12 @@
-"""Encoding in which content of users and tools forms no control token, whatever is written in it.
+"""Encoding in which content of users and tools never forms a control token.
 
 A tokenizer looks for its added tokens in the raw text, wherever it came from. Here they are looked for with the
 content masked out, by the library itself, so that its rules hold (longest first, white space swallowed, single words,
-normalised forms). Each one found is written as a mark that no text holds, and the marked text is encoded in one go by
-a twin tokenizer: the same model, normaliser and pre-tokenizer, and no added tokens but the marks and the words.
+normalised forms). Each token found is replaced by a mark that no text contains. The marked text is encoded in one pass
+by a twin tokenizer: the same model, normaliser and pre-tokenizer, with no added tokens but the marks and the words.
 
-Words: some vocabularies list what the model learnt among their added tokens, such as runs of spaces, tags of HTML, and
-names kept for later. Those control nothing, and are what they are wherever they stand.
+Words: some vocabularies list words that the model learnt among their added tokens, such as runs of spaces, HTML tags,
+and reserved names. Those control nothing and are encoded alike everywhere.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 Content = Sequence[tuple[int, int]]
-"""Sorted, disjoint spans of a text, as indices into it: what users and tools said."""
+"""Sorted, disjoint spans of a text, as indices into it: the text of users and tools."""
 
 
 def check_content(text: str, content: Content) -> None:
-    """See that `content` is what it has to be.
+    """Check that `content` is valid.
 
     Raises:
         ValueError: the spans are not sorted, not disjoint, or not within the text.
@@ -50,7 +50,7 @@ def check_content(text: str, content: Content) -> None:
 
 
 def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
-    """`text` with each span of content replaced by what `mask` makes of it, which has the same length."""
+    """Return `text` with each span of content replaced by the result of `mask`, which has the same length."""
     check_content(text, content)
     parts: list[str] = []
     end = 0
@@ -61,18 +61,18 @@ def masked(text: str, content: Content, mask: Callable[[str], str]) -> str:
 
 
 class Borders:
-    """Whether a text could be part of one of some names, together with what stands beside it."""
+    """Test of whether a text could be part of one of some names, together with its neighbours."""
 
     def __init__(self, names: Iterable[str]) -> None:
         names = [name for name in names if name]
         self._joined = "\0".join(names)
-        # What is compared with the end of a text is read from right to left, as that end is.
+        # The end of a text is compared from right to left, so these are reversed.
         self._heads = frozenset(name[:end][::-1] for name in names for end in range(1, len(name)))
         self._tails = frozenset(name[start:] for name in names for start in range(1, len(name)))
         self._longest = max(map(len, names), default=1)
 
     def touched_by(self, text: str) -> bool:
-        """`text` is inside a name, or begins as a name ends, or ends as a name begins; also without its white space."""
+        """True if `text` is inside a name, or shares an end with one; also without its white space."""
         bare = text.strip()
         if any(form and form in self._joined for form in (text, bare)):
             return True
@@ -86,12 +86,12 @@ class Borders:
 
 
 class AddedTokens:
-    """The added tokens of one tokenizer, which stays as it is: its model is shared, none of its flags is set.
+    """The added tokens of one tokenizer. The tokenizer is not changed: its model is shared, and no flag is set.
 
     Args:
         tokenizer: the library's tokenizer.
-        model: what the twin encodes with, where the tokenizer's own model makes control tokens of plain text.
-        visible: what the normaliser makes of a text, as far as decoding does not undo it.
+        model: the twin's model, if the tokenizer's own model makes control tokens of plain text.
+        visible: the normaliser's effect on a text, as far as decoding does not undo it.
         words: names of added tokens that are words of the model, white space among them.
     """
 
@@ -105,11 +105,11 @@ class AddedTokens:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         self._control = [(token_id, token) for token_id, token in added if token.content not in words]
         self.control_ids = frozenset(token_id for token_id, _ in self._control)
-        """The ids of all added tokens but those words, which control nothing."""
+        """The ids of all added tokens except words, which control nothing."""
         self._visible = visible
         names = [token.content for _, token in self._control]
         self._normalizer = tokenizer.normalizer
-        # A normalised token is cut out of normalised text, so then the twin's text has to be normalised before.
+        # A normalised token is cut out of normalised text, so the twin's text must be normalised before.
         self._normalizes_first = _changes_text(self._normalizer) and any(token.normalized for _, token in self._control)
         matched = [self._normalizer.normalize_str(name) for name in names] if self._normalizes_first else []
         self._borders = Borders({*names, *map(visible, names), *matched})
@@ -126,11 +126,11 @@ class AddedTokens:
         self._marks = [*self._control, *self._cut]
 
     def near(self, text: str) -> bool:
-        """`text` holds an added token, or part of one that its neighbours may complete."""
+        """True if `text` holds an added token, or part of one that its neighbours may complete."""
         return any(self._found(form) or self._borders.touched_by(form) for form in {text, self._visible(text)})
 
     def encode(self, text: str, content: Content) -> list[int]:
-        """Ids of `text`, with control ids for the added tokens that stand outside `content` alone."""
+        """Return the ids of `text`, with control ids only for added tokens outside `content`."""
         twin, ids = self._twin
         found = list(self._scaffold(text, content))
         if self._cut:
@@ -139,16 +139,16 @@ class AddedTokens:
         return [ids.get(token_id, token_id) for token_id in twin.encode(marked, add_special_tokens=False).ids]
 
     def _found(self, text: str) -> list[tuple[int, int, int]]:
-        """The control tokens in `text`: index in the list, start, stop; white space that they swallow included."""
+        """Return the control tokens in `text`: index, start, stop; with the white space that they swallow."""
         found = self._finder.encode(text, add_special_tokens=False)
-        # The finder takes all between two tokens for one word, so a text without any is a single id.
+        # The finder takes the text between two tokens as one word, so a text without tokens is a single id.
         if len(found.ids) < 2 and not set(found.ids) & self._indices.keys():
             return []
         indices = self._indices
         return [(indices[i], *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in indices]
 
     def _scaffold(self, text: str, content: Content) -> Iterator[tuple[int, int, int]]:
-        """The control tokens outside `content`; they may swallow white space of it, as they do in any text."""
+        """The control tokens outside `content`. They may swallow white space of it, as they do in any text."""
         said = list(self._without_words(text, content)) if self._cut else content
         for index, start, stop in self._found(masked(text, said, self._mask)):
             token = self._control[index][1]
@@ -159,7 +159,7 @@ class AddedTokens:
                 yield index, start, stop
 
     def _without_words(self, text: str, content: Content) -> Iterator[tuple[int, int]]:
-        """What of `content` is no word that is cut out: the neighbours of such a word see that it is one."""
+        """The parts of `content` outside words that are cut out: neighbours of such a word depend on it."""
         words = [(start, stop) for _, start, stop in self._between(text, ())]
         for begin, end in content:
             for start, stop in words:
@@ -169,7 +169,7 @@ class AddedTokens:
             yield begin, end
 
     def _between(self, text: str, found: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        """The words between the control tokens `found` that are cut out as those are: index, start, stop."""
+        """The words between the control tokens `found` that are cut out like them: index, start, stop."""
         taken: list[tuple[int, int]] = []
         for _, start, stop in found:  # neighbours may have swallowed the same white space
             begin = max(start, taken[-1][1]) if taken else start
@@ -181,7 +181,7 @@ class AddedTokens:
                 yield indices[token_id], start, stop
 
     def _mask(self, said: str) -> str:
-        """As many characters, none of them in a control token; what the neighbours can see of `said` is kept."""
+        """Return a mask of the same length without control tokens that keeps what the neighbours can see of `said`."""
         words = said.strip(_SPACES)
         if not words:
             return said
@@ -194,7 +194,7 @@ class AddedTokens:
         return before + mask + after
 
     def _marked(self, text: str, found: Sequence[tuple[int, int, int]]) -> str:
-        """`text` with marks for what was found; normalised where the twin does not do that itself."""
+        """Return `text` with marks for the tokens found; normalised if the twin does not normalise."""
         parts: list[str] = []
         stretch, before, end = "", "", 0
         for index, start, stop in found:
@@ -209,14 +209,14 @@ class AddedTokens:
         return "".join((*parts, self._normalized(stretch + text[end:], before)))
 
     def _normalized(self, stretch: str, before: str) -> str:
-        """`stretch` normalised as the twin tokenizer expects it; `before` comes in front if it begins with a mark."""
+        """Return `stretch` normalised as the twin expects it; `before` is put in front if it begins with a mark."""
         if not self._normalizes_first or not stretch:
             return stretch
         text: str = self._normalizer.normalize_str(stretch)
         return before + text[text.index(self._stem) :] if stretch.startswith(self._stem) else text
 
     def _before_first(self, index: int, found: str) -> str:
-        """What normalising writes before a normalised token at the start of a stretch, less what is the token's."""
+        """The text that normalising puts before a normalised token at the start of a stretch."""
         token = self._marks[index][1]
         name: str = self._normalizer.normalize_str(token.content)
         before: str = self._normalizer.normalize_str(found).partition(name)[0]
@@ -226,17 +226,17 @@ class AddedTokens:
         return self._normalizes_first and bool(token.normalized)
 
     def _mark(self, index: int) -> str:
-        # It ends in digits, which compose with no accent that may follow.
+        # It ends in digits, which do not combine with an accent that follows.
         return f"{self._stem}{index:06}"
 
     @functools.cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
-        """The twin, and what its ids for added tokens stand for."""
+        """The twin, and the meaning of its ids for added tokens."""
         twin = tokenizers.Tokenizer(self._model or self._tokenizer.model)
         twin.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not self._normalizes_first:
             twin.normalizer = self._tokenizer.normalizer
-        # Ids go on behind the number of learnt tokens, which is not behind their ids where some are left out.
+        # New ids start at the number of learnt tokens, which may be below their largest id if some are left out.
         learnt = twin.get_vocab(with_added_tokens=False)
         gaps = max(learnt.values(), default=-1) + 1 - len(learnt)
         marks = {self._mark(index): token_id for index, (token_id, _) in enumerate(self._marks)}
@@ -248,7 +248,7 @@ class AddedTokens:
 
     @functools.cached_property
     def _word_finder(self) -> tuple[tokenizers.Tokenizer, dict[int | None, int]]:
-        """What finds the words that are cut out, and the indices of its ids among the marks."""
+        """The tokenizer that finds words to cut out, and the indices of its ids among the marks."""
         finder = _finder(self._tokenizer, [token for _, token in self._cut])
         first = len(self._control)
         return finder, {finder.token_to_id(token.content): first + i for i, (_, token) in enumerate(self._cut)}
@@ -260,14 +260,14 @@ class AddedTokens:
 
 
 def learnt_words(tokenizer: tokenizers.Tokenizer, visible: Callable[[str], str]) -> frozenset[str]:
-    """Names of the added tokens that are words: white space, and what the model learnt and nobody calls special."""
+    """Return the names of added tokens that are words: white space, and learnt tokens that are not special."""
     learnt = tokenizer.get_vocab(with_added_tokens=False)
     names = ((token.content, token.special) for token in tokenizer.get_added_tokens_decoder().values())
     return frozenset(name for name, special in names if _is_white(name, visible) or (name in learnt and not special))
 
 
 def written(words: Iterable[str], text: str, visible: Callable[[str], str]) -> frozenset[str]:
-    """Those of `words` that stand in what a template writes, `text`, and have a sign in them, as control tokens do."""
+    """Return those of `words` that occur in a template's own text and contain a sign, as control tokens do."""
     signed = (name for name in words if any(not char.isalnum() and not char.isspace() for char in name))
     return frozenset(name for name in signed if name in text and not _is_white(name, visible))
 
@@ -277,14 +277,15 @@ def _is_white(name: str, visible: Callable[[str], str]) -> bool:
 
 
 _SPACE_WRITTEN = "\u2581"
-"""For a space, in vocabularies that were SentencePiece's."""
+"""A space in vocabularies made by SentencePiece."""
 
 
 def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[str]) -> tokenizers.models.Model | None:
-    """A model with the same ids that makes none of `names` out of plain text; None where it makes none anyway.
+    """Return a model with the same ids that makes none of `names` out of plain text; None if it never does.
 
-    A model that learnt control tokens as words, as Unigram models do, needs no added token to make them. The `settings`
-    are the model's part of a tokenizer.json.
+    A model that learnt control tokens as words, as Unigram models do, makes them without added tokens. The `settings`
+    are
+    the model's part of a tokenizer.json.
     """
     vocabulary = settings["vocab"]
     learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}
@@ -311,13 +312,13 @@ def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[st
     return model
 
 
-# White space as the library has it; Python's own has U+001C to U+001F as well.
+# White space of the library; Python's own also has U+001C to U+001F.
 _SPACES = "".join(map(chr, (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F)))
 _SPACES += "\u205f\u3000"
 
 
 def _finder(tokenizer: tokenizers.Tokenizer, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """A tokenizer that finds the added tokens as `tokenizer` does, and takes all between two of them for one word."""
+    """Return a tokenizer that finds the same added tokens, and takes text between two of them as one word."""
     word = secrets.token_hex(12)
     finder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={word: 0}, unk_token=word))
     finder.normalizer = tokenizer.normalizer
@@ -337,13 +338,13 @@ def _copy(token: tokenizers.AddedToken, **changed: Any) -> tokenizers.AddedToken
 
 
 def _mask_characters(names: str) -> tuple[str, str]:
-    """A letter and a sign that are in none of the names and that no normaliser changes."""
+    """Return a letter and a sign that are in none of the names and that no normaliser changes."""
     return next(char for char in "жщыэю" if char not in names), next(char for char in "☃☎♞⚓" if char not in names)
 
 
 @functools.cache
 def _is_word(char: str) -> bool:
-    """Whether the library takes `char` for a part of a word."""
+    """True if the library counts `char` as part of a word."""
     probe = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab={"a": 0}, unk_token="a"))
     probe.add_tokens([tokenizers.AddedToken("b", single_word=True, normalized=False)])
     return 1 not in probe.encode(char + "b", add_special_tokens=False).ids

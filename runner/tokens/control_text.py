@@ -1,11 +1,11 @@
-"""Control tokens by their shape, for a template whose vocabulary is not at hand."""
+"""Control tokens recognised by their form, for a template without its vocabulary."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the process that probes a template loads no vocabulary
+if TYPE_CHECKING:  # a process that probes a template does not load a vocabulary
     from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["lacking", "special_tokens", "tag_tokens"]
@@ -26,16 +26,16 @@ _TAG = re.compile(
 
 
 def special_tokens(text: str) -> tuple[str, ...]:
-    """What public vocabularies have as special tokens, such as `<|im_end|>`: in order, each once."""
+    """Return the special tokens in a text, in the forms of public vocabularies: in order, each once."""
     return tuple(dict.fromkeys(_SPECIAL.findall(text)))
 
 
 def tag_tokens(text: str) -> tuple[str, ...]:
-    """Tags that some vocabularies have as single ids without calling them special, such as `<tool_call>`."""
+    """Return the tags that some vocabularies have as single ids but not as special ones, such as `<tool_call>`."""
     return tuple(dict.fromkeys(_TAG.findall(text)))
 
 
 def lacking(rendered: str, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Control tokens of a render that a vocabulary has not got, so that a model reads and writes them as letters."""
+    """Return the control tokens of a render that a vocabulary lacks; a model reads them as letters."""
     names = special_tokens(rendered)
     return tuple(name for name in names if tokenizer.control_ids.isdisjoint(tokenizer.encode(name)))

@@ -1,11 +1,11 @@
-"""Incremental text of ids as they stream: never half a character, never a second encoding."""
+"""Incremental text of streamed ids: never half a character, never a second encoding."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
 
-from runner.tokens.pieces import Words
+from runner.tokens.token_bytes import Words
 from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDecoder", "text_of_token"]
@@ -15,11 +15,13 @@ _UNREADABLE = "\ufffd"
 
 
 class IncrementalDecoder:
-    """Text of ids as they come; all it returns, joined, is `tokenizer.decode` of all the ids.
+    """The text of ids as they come. All returned parts, joined, equal `tokenizer.decode` of all the ids.
 
-    A character whose bytes are spread over several ids comes with the last of them; in a vocabulary that falls back
-    to single bytes, with the id behind the run of bytes that it is in. The work for an id does not depend on how many
-    came before.
+    A character whose bytes are spread over several ids is returned with the last of them. In a vocabulary that falls
+    back
+    to single bytes, it is returned with the id after its run of bytes. The work for an id does not depend on how many
+    came
+    before.
     """
 
     __slots__ = ("_steps",)
@@ -34,18 +36,18 @@ class IncrementalDecoder:
             self._steps = _WindowSteps(tokenizer)
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete; "" while a character is still open."""
+        """Return the text that `ids` complete; "" while a character is incomplete."""
         return self._steps.feed(ids)
 
     def finish(self) -> str:
-        """What was still open, as replacement characters; the decoder begins anew."""
+        """Return an incomplete rest as replacement characters, and reset the decoder."""
         return self._steps.finish()
 
 
 def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one id, also where it is the beginning of a text or a part of a character.
+    """Return the text of one id, also if it is the beginning of a text or a part of a character.
 
-    Bytes that are no text by themselves are characters U+DC80 to U+DCFF, as Python's `surrogateescape` makes them.
+    Bytes that are not text by themselves are characters U+DC80 to U+DCFF, as in Python's `surrogateescape`.
     """
     if tokenizer.pieces is not None and token_id < len(tokenizer.pieces):
         return tokenizer.pieces[token_id].decode("utf-8", "surrogateescape")
@@ -58,7 +60,7 @@ def text_of_token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 class _ByteSteps:
-    """Decoding is joining the bytes of the ids, so one UTF-8 decoder does it."""
+    """For vocabularies of bytes: decoding joins the bytes of the ids, so one UTF-8 decoder does it."""
 
     __slots__ = ("_pieces", "_utf8")
 
@@ -77,7 +79,7 @@ class _ByteSteps:
 
 
 class _WordSteps:
-    """Decoding is joining words and runs of bytes, and dropping a space at the very beginning.
+    """For vocabularies of words: decoding joins words and runs of bytes, and drops a space at the very beginning.
 
     A run that is valid so far is held back until it ends, since one wrong byte changes all of it.
     """
@@ -89,7 +91,7 @@ class _WordSteps:
         self._utf8 = _utf8_decoder(errors="strict")
         self._to_drop = words.dropped
         self._open: list[str] = []  # the characters of the run so far
-        self._run = 0  # its bytes
+        self._run = 0  # the number of its bytes
         self._broken = False
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -120,7 +122,7 @@ class _WordSteps:
         return ""
 
     def _end_run(self) -> str:
-        """The text of the run that ends here, as far as it was not shown."""
+        """Return the text of the run that ends here, without the part that was returned already."""
         is_cut = bool(self._utf8.getstate()[0])
         text = "" if self._broken else _UNREADABLE * self._run if is_cut else "".join(self._open)
         self._utf8.reset()
@@ -136,15 +138,15 @@ class _WordSteps:
 
 
 class _WindowSteps:
-    """Decoding depends on neighbours, so the ids since the last settled text are decoded again with the new ones.
+    """For other vocabularies: ids since the last settled text are decoded again with the new ones.
 
-    Exact where an id changes no text before the last settled id, as in the decoders that remain: those of WordPiece,
-    Metaspace, and words joined by spaces.
+    Exact if an id changes no text before the last settled id, as in the decoders that remain: WordPiece, Metaspace, and
+    words joined by spaces.
     """
 
     __slots__ = ("_ids", "_settled", "_shown", "_tokenizer")
 
-    # No character has more ids than bytes, so an open end as long as this is no character any more.
+    # A character has at most as many ids as bytes, so a longer open end is not a character.
     LONGEST_OPEN = 16
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -169,7 +171,7 @@ class _WindowSteps:
         new = text[self._shown :]
         if not new:
             return ""
-        # The ids that were new this time stay as the left neighbours of the next ones.
+        # The new ids of this call stay as the left neighbours of the next ones.
         self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
         self._shown = len(self._tokenizer.decode(self._ids))

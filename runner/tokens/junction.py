@@ -1,4 +1,4 @@
-"""The junction record: what was put between one sampled turn and the next prompt, and why."""
+"""The junction record: the ids inserted between a sampled turn and the next prompt, and why."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Anchor", "Close", "Junction", "Result", "Seam"]
 
 
 class Result(enum.StrEnum):
-    """What became of the history."""
+    """The result for the history."""
 
     APPENDED = "appended"
-    """The prompt extends what was there, bit for bit."""
+    """The prompt extends the previous ids, bit for bit."""
     FORKED = "forked"
     """A new segment was started."""
     REFUSED = "refused"
@@ -20,53 +20,49 @@ class Result(enum.StrEnum):
 
 
 class Anchor(enum.StrEnum):
-    """What the bridge was attached after."""
+    """The place after which the bridge was attached."""
 
     STOP = "stop"
-    """The stop id that was sampled stands in the template's tail."""
+    """The stop id that was sampled, which is in the template's tail."""
     COMMON_PREFIX = "common_prefix"
-    """The tail begins as it does without new messages."""
+    """The end of what the tail has in common with a tail without new messages."""
     NONE = "none"
-    """There is nothing to attach it after: a cut turn, or a first prompt."""
+    """Nothing to attach it to: a cut turn, or a first prompt."""
 
 
 class Close(enum.StrEnum):
-    """Where the assistant turn's closing tokens came from."""
+    """The origin of the assistant turn's closing tokens."""
 
     SAMPLED = "sampled"
-    """The model wrote them."""
+    """The model sampled them."""
     MASKED = "masked"
-    """The bridge wrote them, with loss mask 0."""
+    """The bridge added them, with loss mask 0."""
     REPLACED = "replaced"
-    """The sampled stop stands where the template's close would."""
+    """The sampled stop is in the place of the template's close."""
 
 
 class Seam(enum.StrEnum):
-    """How it is known that the ids on both sides of the seam would not have merged."""
+    """The proof that the ids on both sides of the seam would not have merged."""
 
     SPECIAL = "special"
-    """One neighbour is a control token, and no text merges with those."""
+    """One neighbour is a control token, which never merges with text."""
     VERIFIED = "verified"
     """Encoding the pieces equals encoding the whole."""
     UNVERIFIED = "unverified"
-    """It is not known: the ids on both sides are right as text, and might have merged."""
+    """Not known: the ids on both sides are right as text, but might have merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """One junction; each question has a field of its own, none is mixed with another."""
+    """One junction, with one field for each question."""
 
     result: Result
-    """What became of the history."""
     anchor: Anchor
-    """What the bridge is attached after."""
     close: Close
-    """Where the turn's closing tokens came from."""
     seam: Seam
-    """How the seam was proven."""
     inserted: int
-    """How many ids were put in between, all with loss mask 0."""
+    """Number of ids inserted, all with loss mask 0."""
     dropped: int = 0
-    """How many sampled ids are not in the next prompt; why is in `cause`."""
+    """Number of sampled ids that are not in the next prompt; `cause` has the reason."""
     cause: str = ""
-    """Why the new messages were not simply appended, or ""."""
+    """The reason why the new messages were not simply appended, or ""."""

@@ -1,4 +1,4 @@
-"""The token log: the append-only record of every id of an episode's segment and where it came from."""
+"""The token log: the append-only record of every id of an episode's segment and its origin."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Source", "TokenLog", "VersionSpan"]
 
 
 class Source(enum.IntEnum):
-    """Where an id came from. Only SAMPLED ids are trained on."""
+    """The origin of an id. Only SAMPLED ids are trained on."""
 
     PROMPT = 0
     """The first render of the segment."""
     BRIDGE = 1
-    """What the template put between two sampled turns, new messages included."""
+    """Inserted by the template between two sampled turns, new messages included."""
     SAMPLED = 2
-    """What the model sampled in this segment."""
+    """Sampled by the model in this segment."""
     RETRIED = 3
-    """Sampled too, then taken back: the turn was played again in a later segment, or left out."""
+    """Sampled, then withdrawn: the turn was played again in a later segment, or left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +31,27 @@ class VersionSpan:
     """Ids `start` to `end` (exclusive) were sampled with weights `version`."""
 
     version: str
-    """The weight version."""
     start: int
-    """The index of the first id."""
     end: int
-    """One past the last."""
 
 
 @dataclass(slots=True, repr=False)
 class TokenLog:
-    """Every id of one segment, with parallel arrays; no object per id is kept."""
+    """Every id of one segment, in parallel arrays without an object per id."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     """The token ids, shape [length], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """The log-probability of each sampled id in nats.
+    """The log-probability of each sampled id in nats; shape [length], float32.
 
-    NaN for ids that were not sampled or where the engine gave none; shape [length], float32.
+    NaN for ids that were not sampled or for which the engine returned none.
     """
     sources: array[int] = field(default_factory=lambda: array("b"))
     """A `Source` for each id, shape [length], int8."""
     versions: list[VersionSpan] = field(default_factory=list)
     """The weight versions of the sampled ids, as spans in order."""
     top_logprobs: MutableMapping[int, TopLogprobs] = field(default_factory=dict)
-    """The likeliest ids of each turn that asked for them, by the index of its first sampled id."""
+    """The most likely ids of each turn that requested them, by the index of its first sampled id."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -63,15 +60,15 @@ class TokenLog:
         return f"<TokenLog of {len(self)} ids>"
 
     def append_prompt(self, ids: Iterable[int], source: Source) -> None:
-        """Append ids that nobody sampled: the first prompt or a bridge."""
-        before = len(self.ids)  # `ids` may be any iterable, so what was added is counted afterwards
+        """Append ids that were not sampled: the first prompt or a bridge."""
+        before = len(self.ids)  # `ids` may be any iterable, so the new ids are counted afterwards
         self.ids.extend(ids)
         added = len(self.ids) - before
         self.logprobs.extend(array("f", [math.nan]) * added)
         self.sources.extend(array("b", [source]) * added)
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Append ids as the engine sampled them, with a log-probability for each, or None where it gave none."""
+        """Append sampled ids with their log-probabilities, or None if the engine returned none."""
         if logprobs is not None and len(logprobs) != len(ids):
             raise ValueError(f"{len(ids)} ids came with {len(logprobs)} log-probabilities")
         self.ids.extend(ids)
@@ -79,7 +76,7 @@ class TokenLog:
         self.sources.frombytes(_SAMPLED * len(ids))
 
     def append_top(self, start: int, top: TopLogprobs) -> None:
-        """Append the likeliest ids of what was just sampled in the turn that begins at `start`."""
+        """Append the most likely ids of what was just sampled in the turn that begins at `start`."""
         known = self.top_logprobs.get(start)
         if known is None:
             self.top_logprobs[start] = top.part(0, len(top))  # a copy, which grows
@@ -87,7 +84,7 @@ class TokenLog:
             known.extend(top)
 
     def cut(self, end: int) -> None:
-        """Forget the ids from `end` on, which no later prompt and no turn refers to."""
+        """Remove the ids from `end` on, which no later prompt and no turn refers to."""
         del self.ids[end:], self.logprobs[end:], self.sources[end:]
         self.versions = [span for span in self.versions if span.end <= end]
         for start in [start for start in self.top_logprobs if start >= end]:
@@ -112,7 +109,7 @@ class TokenLog:
         return array("b", (self.sources.tobytes().translate(_MASK)))
 
 
-# Tables for `bytes.translate`, which goes over the ids of a long episode without a loop in Python.
+# Tables for `bytes.translate`, which processes a long episode's ids without a loop in Python.
 _SAMPLED = bytes([Source.SAMPLED])
 _TAKEN_BACK = bytes(Source.RETRIED if value == Source.SAMPLED else value for value in range(256))
 _MASK = bytes(1 if value == Source.SAMPLED else 0 for value in range(256))

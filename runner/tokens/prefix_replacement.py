@@ -1,4 +1,4 @@
-"""NeMo RL's prefix replacement on three lists of ids, refused by name where the ids show that it would corrupt."""
+"""NeMo RL's prefix replacement on three lists of ids. It is refused by name if the ids show that it would corrupt."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ __all__ = ["PrefixReplacement", "PrefixResult", "replace_prefix_tokens"]
 
 
 class PrefixResult(enum.StrEnum):
-    """What became of the three lists. The first two have ids, the others are refusals."""
+    """The result for the three lists. The first two have ids, the others are refusals."""
 
     FIRST_TURN = "first_turn"
-    """The model has said nothing yet, and the template's ids are taken as they are."""
+    """The model has not sampled anything yet; the template's ids are used unchanged."""
     JOINED = "joined"
-    """The model's own ids stand first, and the template's follow from the close of the last turn on."""
+    """The model's own ids, followed by the template's from the close of the last turn on."""
     NO_EOS = "no_eos"
-    """The template closes no turn with an EOS, so that nothing says where to join."""
+    """The template closes no turn with an EOS, so the place to join is unknown."""
     SECOND_STOP = "second_stop"
-    """The model stopped with an id that is no EOS, and the template's EOS would stand behind it."""
+    """The model stopped with an id that is not an EOS, and the template's EOS would follow it."""
     TWO_TRAILING_EOS = "two_trailing_eos"
     """The model's ids end with more EOS than the template writes at a turn's end."""
     TURN_WITHOUT_IDS = "turn_without_ids"
     """The template closes a turn that the model's ids lack: an assistant turn without ids, or an EOS in a message."""
     HISTORY_SHRUNK = "history_shrunk"
-    """A turn that the model's ids hold is not in the template's any more, or is not closed with an EOS there."""
+    """A turn in the model's ids is not in the template's any more, or is not closed with an EOS there."""
     HISTORY_EDITED = "history_edited"
-    """Earlier text is not what it was."""
+    """Earlier text has changed."""
 
     @property
     def refused(self) -> bool:
-        """Whether there is no replacement; `PrefixReplacement.explanation` says why."""
+        """True if there is no replacement; `PrefixReplacement.explanation` has the reason."""
         return self not in (PrefixResult.FIRST_TURN, PrefixResult.JOINED)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixReplacement:
-    """The next prompt, or why there is none."""
+    """The next prompt, or a refusal."""
 
     ids: list[int] | None
-    """The next prompt; None where it is refused."""
+    """The next prompt; None if it is refused."""
     result: PrefixResult
-    """What was done, or the refusal's name."""
+    """The result, or the name of the refusal."""
     explanation: str = ""
-    """A refusal for people, with positions; "" where there is nothing to explain."""
+    """A refusal for people, with positions; otherwise ""."""
 
 
 def replace_prefix_tokens(
@@ -58,23 +58,25 @@ def replace_prefix_tokens(
     stop_ids: Collection[int] = (),
     sampled: Sequence[int] | None = None,
 ) -> PrefixReplacement:
-    """The template's ids with the history as the model saw and sampled it, not as the template would encode it again.
+    """Return the template's ids with the history as the model saw and sampled it, not as the template encodes it again.
 
-    The model's ids stay bit for bit. The EOS that close turns in the template's prefix are counted, and what the
-    template writes after that many follows. The model's own last EOS stands for the template's; a turn that was cut
-    before one gets the template's.
+    The model's ids stay bit for bit. The EOS that close turns in the template's prefix are counted, and the template's
+    ids
+    after that many follow. The model's own last EOS replaces the template's; a turn that was cut before an EOS gets the
+    template's.
 
-    What the ids alone do not show, and `sampled` does:
+    Two cases are visible only with `sampled`:
 
-    - *An edit of an earlier message*, since any id may be a sampled one. Without `sampled` only this is seen: a turn
-      that the whole writes otherwise than the prefix does, where leaving ids out (reasoning that the template drops)
-      is no difference. A template that adds ids to turns of the past is refused for the same reason, with `sampled`
-      or without.
-    - *A turn without ids, or one more EOS*, where the model's ids and the prefix differ from the first id on: their
-      turns are then not counted against each other. NeMo RL publishes such a case, and joins it.
+    - *An edit of an earlier message*, since any id may be a sampled one. Without `sampled` only this is detected: a
+    turn
+      that differs between the whole and the prefix by more than left-out ids (reasoning that the template drops). A
+      template that adds ids to earlier turns is refused for the same reason, with `sampled` or without.
+    - *A turn without ids, or one more EOS*, if the model's ids and the prefix differ from the first id on: their turns
+    are
+      then not counted against each other. NeMo RL publishes such a case, and joins it.
 
-    What nothing here shows: an edit of the model's own words in the messages (the sampled ids win), a stop that is not
-    in `stop_ids` (it looks like a turn that was cut), and one EOS of several that stands for another.
+    Not visible here: an edit of the model's own words in the messages (the sampled ids win), a stop that is not in
+    `stop_ids` (it looks like a turn that was cut), and one EOS of several in the place of another.
 
     Source: `replace_prefix_tokens` in NVIDIA-NeMo/RL, nemo_rl/models/generation/openai_server_utils.py (before:
     vllm/vllm_worker_async.py). Its tokenizer argument is the EOS id here, its assertions are results.
@@ -83,12 +85,13 @@ def replace_prefix_tokens(
         model_prefix_token_ids: prompt and generation so far, as the engine had them; empty before the first turn.
         template_prefix_token_ids: the template's ids up to the last assistant turn, that turn included.
         template_token_ids: the template's ids of everything, generation prompt included.
-        eos_token_id: what closes a turn in the template; of several, each stands for any other.
-        stop_ids: what may have ended the model's turn; those that are no EOS are refused at its end.
-        sampled: 1 for each of the model's ids that was sampled, else 0, as `TokenLog.mask` gives it; shape
-            [len(model_prefix_token_ids)]. Every id that is 0 must then stand in the template's ids too, bit for bit.
-            Where the template writes a generation prompt that it drops from history (an opened reasoning block), set
-            1 for these ids as well.
+        eos_token_id: the id that closes a turn in the template; of several, each counts as any other.
+        stop_ids: ids that may have ended the model's turn; those that are not an EOS are refused at its end.
+        sampled: 1 for each of the model's ids that was sampled, else 0, as in `TokenLog.mask`; shape
+            [len(model_prefix_token_ids)]. Every id with 0 must then be in the template's ids too, bit for bit. If the
+            template writes a generation prompt that it drops from history (an opened reasoning block), set 1 for these
+            ids
+            as well.
 
     Raises:
         BadOption: there is no EOS id, or `sampled` has another length than the model's ids.
@@ -122,14 +125,14 @@ def _as_set(eos_token_id: int | Collection[int] | None) -> frozenset[int]:
 
 
 def _closes(ids: Sequence[int], eos: Collection[int]) -> list[int]:
-    """Where the EOS stand."""
+    """Positions of the EOS."""
     return [index for index, token_id in enumerate(ids) if token_id in eos]
 
 
 def _stopped_otherwise(
     model: list[int], prefix: list[int], eos: frozenset[int], stop_ids: frozenset[int]
 ) -> PrefixReplacement | None:
-    """The model's ids end in a way that the template does not write."""
+    """Check that the model's ids end in a way that the template writes."""
     if not eos.intersection(prefix):
         return _refused(PrefixResult.NO_EOS, f"none of {sorted(eos)} is in template_prefix_token_ids")
     if model[-1] in stop_ids - eos:
@@ -151,7 +154,7 @@ def _trailing(ids: list[int], eos: frozenset[int]) -> int:
 def _miscounted(
     model: list[int], prefix: list[int], everything: list[int], eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """The three do not hold the same number of turns."""
+    """Check that the three lists have the same number of turns."""
     said = len(_closes(model, eos)) + (model[-1] not in eos)  # the template closes a turn that was cut
     closed, closed_in_all = len(_closes(prefix, eos)), len(_closes(everything, eos))
     counts = f"model_prefix_token_ids holds {said} turns by their EOS, template_prefix_token_ids {closed}"
@@ -166,7 +169,7 @@ def _miscounted(
 
 
 def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) -> PrefixReplacement | None:
-    """A turn of the prefix is another one in the whole; a template may leave ids of it out, and nothing else."""
+    """Check each turn of the prefix against the whole; a template may leave ids of it out, and nothing else."""
     turns = list(_turns(prefix, eos))
     for number, (turn, again) in enumerate(zip(turns, _turns(everything, eos), strict=False)):
         if turn == again or _is_subsequence(again, turn):
@@ -181,7 +184,7 @@ def _rewritten(prefix: list[int], everything: list[int], eos: frozenset[int]) ->
 
 
 def _turns(ids: list[int], eos: frozenset[int]) -> Iterator[list[int]]:
-    """What stands before each EOS, back to the one before."""
+    """The ids before each EOS, back to the EOS before."""
     begin = 0
     for close in _closes(ids, eos):
         yield ids[begin:close]
@@ -196,7 +199,7 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 def _lost(
     model: list[int], sampled: Sequence[int], render: list[int], name: str, eos: frozenset[int]
 ) -> PrefixReplacement | None:
-    """The first position where `render` lacks what nobody sampled. Between, a sampled turn may be written otherwise."""
+    """Find the first position where `render` lacks ids that were not sampled. A sampled turn between may differ."""
     position, cut = 0, False  # cut: a sampled turn whose EOS is still to come
     for begin, end in _stretches(sampled):
         stretch = model[begin:end]
@@ -207,7 +210,7 @@ def _lost(
         if cut:
             closes = _closes(stretch, eos)
             if not closes:
-                continue  # it stands inside the turn, which the template may write as it likes
+                continue  # inside the turn, which the template may write differently
             position = max(position, _after(position, render, eos) - closes[0] - 1)
         there = render[position : position + len(stretch)]
         if there != stretch:
@@ -231,7 +234,7 @@ def _lost(
 
 
 def _stretches(sampled: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the ids are all sampled, or all not."""
+    """Ranges of ids that are all sampled, or all not."""
     begin = 0
     for index in range(1, len(sampled) + 1):
         if index == len(sampled) or bool(sampled[index]) != bool(sampled[begin]):
@@ -240,7 +243,7 @@ def _stretches(sampled: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _after(position: int, render: list[int], eos: frozenset[int], closes: int = 1) -> int:
-    """Where `render` goes on after the next EOS from `position`, or its end."""
+    """The position in `render` after the next EOS from `position`, or its end."""
     while closes and position < len(render):
         closes -= render[position] in eos
         position += 1

@@ -1,6 +1,6 @@
-"""The messages that templates are probed with: plain conversations in words that no template writes of itself.
+"""The messages that templates are probed with: plain conversations in words that no template contains.
 
-Whoever wants to know what a template does renders some of these and looks where their words come out.
+Code that tests a template renders some of these and looks for their words in the output.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 View: TypeAlias = Mapping[str, Any]
-"""A message in OpenAI's shape; unlike those of a conversation it may have a null content or arguments as text."""
+"""A message in OpenAI's form; unlike in a conversation, content may be null and arguments may be text."""
 
-# Each begins and ends with letters that no word of a language does, and none is part of another. Signs are left out of
-# them, since templates write those as escapes inside JSON.
+# Each begins and ends with letters that no word of a language does, and none is part of another. They have no signs,
+# which templates escape inside JSON.
 ASKED, ANSWERED, AGAIN = "zqquestionz", "zqanswerz", "zqagainz"
 THOUGHT, TOLD, RETURNED = "zqthoughtz", "zqtoldz", "zqreturnedz"
 TOOL, KEY, VALUE = "zqtoolz", "zqkeyz", "zqvaluez"
@@ -65,14 +65,14 @@ def call_id(number: int) -> str:
 
 
 def calling(arguments: Any, *, count: int = 1, content: str | None = "", name: str = TOOL) -> Any:
-    """An assistant message with so many calls of one tool."""
+    """An assistant message with `count` calls of one tool."""
     function = {"name": name, "arguments": arguments}
     calls = [{"id": call_id(number), "type": "function", "function": function} for number in range(count)]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def result(number: int = 0, content: str = RETURNED) -> Message:
-    """What the tool answered to the call of that number."""
+    """The tool's result for the call of that number."""
     return {"role": "tool", "content": content, "tool_call_id": call_id(number), "name": TOOL}
 
 
@@ -83,4 +83,4 @@ VARIED: Final[Sequence[Sequence[View]]] = (
     (SYSTEM, QUESTION, CALL, result()),
     (QUESTION, {**ANSWER, "reasoning_content": THOUGHT}, AGAIN_ASKED, {**CALL, "reasoning_content": THOUGHT}),
 )
-"""Conversations that together have everything that a template may look at."""
+"""Conversations that together contain everything a template may depend on."""

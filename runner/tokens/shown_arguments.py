@@ -1,7 +1,6 @@
-"""What a template shows of a tool's arguments: their fields, their values and their types, looked for in renders.
+"""The parts of a tool's arguments that a template shows: fields, values and types, found in renders.
 
-Fields and values are given names that stand nowhere else, and are looked for. A type is shown where another one in its
-place changes the render.
+Fields and values get unique names, which are searched for. A type counts as shown if another type changes the render.
 """
 
 from __future__ import annotations
@@ -14,14 +13,23 @@ from typing import Any, Final, TypeAlias
 
 from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, noted, parameters_in, resolved
 
-__all__ = ["ALL_SORTS", "Part", "RenderTool", "Unseen", "fitted", "needs_fitting", "unseen_arguments", "unseen_of"]
+__all__ = [
+    "ALL_SORTS",
+    "ArgumentPart",
+    "RenderTool",
+    "Unseen",
+    "fitted",
+    "needs_fitting",
+    "unseen_arguments",
+    "unseen_of",
+]
 
 RenderTool: TypeAlias = Callable[[Mapping[str, Any]], "str | None"]
-"""Renders a question with a tool whose arguments have this schema; None where the template raises."""
+"""Renders a question with a tool whose arguments have this schema; None if the template raises."""
 
 
-class Part(enum.StrEnum):
-    """What of an argument a prompt can leave out."""
+class ArgumentPart(enum.StrEnum):
+    """A part of an argument that a prompt can leave out."""
 
     NAME = "name"
     FIELD = "field"
@@ -32,31 +40,29 @@ class Part(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """Something of an argument that a prompt does not show."""
+    """A part of an argument that a prompt does not show."""
 
     argument: str
-    """The argument's name."""
-    part: Part
-    """What it is."""
+    part: ArgumentPart
     what: str
     """The field, the value or the type, as the schema has it; with the fields it is within."""
 
     def __str__(self) -> str:
         match self.part:
-            case Part.ALL:
+            case ArgumentPart.ALL:
                 return f"anything of {self.argument} (the template raises)"
-            case Part.NAME:
+            case ArgumentPart.NAME:
                 return f"the name of {self.argument}"
         return f"the {self.part} {self.what}"
 
 
 def unseen_of(render: RenderTool, tool: Mapping[str, Any]) -> list[Unseen]:
-    """What is left out of the arguments of a tool in OpenAI's shape."""
+    """Return the parts of a tool's arguments that are left out; the tool is in OpenAI's form."""
     return unseen_arguments(render, tool["function"].get("parameters") or {})
 
 
 def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[Unseen]:
-    """What is left out of arguments with this schema, of type object."""
+    """Return the parts of arguments that are left out, for a schema of type object."""
     properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
         return []
@@ -65,7 +71,7 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
 
 
 def needs_fitting(render: RenderTool) -> bool:
-    """Whether the template leaves out something of arguments of the usual sorts, as their author wrote the schemas."""
+    """True if the template leaves out parts of arguments of the usual kinds, as their author wrote them."""
     if all(word in (render(ALL_SORTS) or "") for word in SHOWN_IN_ALL):  # it writes the schema itself
         return False
     unseen = unseen_arguments(render, ALL_SORTS)
@@ -73,7 +79,7 @@ def needs_fitting(render: RenderTool) -> bool:
 
 
 def fitted(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of arguments, of which each that the template does not show is written in another form."""
+    """Return the schema of arguments with each argument that the template does not show written in another form."""
     if not isinstance(parameters.get("properties"), Mapping):
         return {**parameters}
     if render(_undescribed()) is None and render(_undescribed(description="")) is not None:
@@ -96,7 +102,7 @@ def _undescribed(**more: str) -> dict[str, Any]:
 
 
 def _described(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with an empty description where an argument has none, for a template that raises without."""
+    """Return the same with an empty description for arguments without one, since some templates raise otherwise."""
     described = {
         name: {**each, "description": each.get("description", "")} if isinstance(each, Mapping) else each
         for name, each in parameters["properties"].items()
@@ -113,8 +119,8 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     written = ToolsForm.WRITTEN
 
     def order(form: ToolsForm) -> tuple[bool, int, bool]:
-        """Of two that show as much, the one that tells at least the type of what a reference leads to."""
-        raises = any(each.part is Part.ALL for each in unseen[form])
+        """Of two that show as much, prefer the one that shows at least the type behind a reference."""
+        raises = any(each.part is ArgumentPart.ALL for each in unseen[form])
         return raises, len(unseen[form]), bool(unseen[form]) and form is written
 
     form = min(unseen, key=order)
@@ -124,14 +130,16 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
         if form is ToolsForm.WRITTEN
         else parameters_in(form, parameters)["properties"][name]
     )
-    if not left or any(each.part is Part.NAME for each in left):
+    if not left or any(each.part is ArgumentPart.NAME for each in left):
         return given
-    return noted(given, parameters, name, bare=any(each.part is Part.ALL for each in left))
+    return noted(given, parameters, name, bare=any(each.part is ArgumentPart.ALL for each in left))
 
 
 def _shows_no_name(unseen: Sequence[Unseen]) -> bool:
-    """The template shows no tools, or raises on all of them."""
-    return {each.argument for each in unseen if each.part in (Part.NAME, Part.ALL)} == set(ALL_SORTS["properties"])
+    """True if the template shows no tools, or raises on all of them."""
+    return {each.argument for each in unseen if each.part in (ArgumentPart.NAME, ArgumentPart.ALL)} == set(
+        ALL_SORTS["properties"]
+    )
 
 
 ALL_SORTS: Final[Mapping[str, Any]] = {
@@ -158,40 +166,40 @@ ALL_SORTS: Final[Mapping[str, Any]] = {
         "Unit": {"type": "string", "enum": ["zqmetrez", "zqfootz"]},
     },
 }
-"""The schema of arguments of all sorts that templates pass over, each under the name of its sort."""
+"""The schema of arguments of all kinds that templates skip, each under the name of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A part of a schema: the steps that lead to it, and what people call it."""
+    """A part of a schema: the steps that lead to it, and its name for people."""
 
-    part: Part
+    part: ArgumentPart
     steps: tuple[Any, ...]
     called: str
 
 
 def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str) -> list[Unseen]:
-    """What is left out of one argument."""
+    """Return the parts of one argument that are left out."""
     alone: dict[str, Any] = copy.deepcopy({**parameters, "properties": {name: parameters["properties"][name]}})
     alone["required"] = [each for each in parameters.get("required") or () if each == name]
     places = list(_places(alone, ("properties", name), name, set()))
     marked, marks = _marked(alone, name, places)
     shown = render(marked)
     if shown is None:
-        return [Unseen(name, Part.ALL, "")]
+        return [Unseen(name, ArgumentPart.ALL, "")]
     found = [
-        Unseen(name, Part.NAME if place is None else place.part, name if place is None else place.called)
+        Unseen(name, ArgumentPart.NAME if place is None else place.part, name if place is None else place.called)
         for mark, place in marks.items()
         if mark not in shown
     ]
-    if any(each.part is Part.NAME for each in found):
-        return [each for each in found if each.part is Part.NAME]
+    if any(each.part is ArgumentPart.NAME for each in found):
+        return [each for each in found if each.part is ArgumentPart.NAME]
     plain = render(alone)
     for place in places:
-        if place.part is Part.TYPE:
+        if place.part is ArgumentPart.TYPE:
             other = _with_other_type(alone, place)
             if plain is not None and render(other) == plain:
-                found.append(Unseen(name, Part.TYPE, place.called))
+                found.append(Unseen(name, ArgumentPart.TYPE, place.called))
     return found
 
 
@@ -203,7 +211,7 @@ _SINGLE: Final = ("items", "additionalProperties")
 
 
 def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
-    """The fields, values and types of a schema, each where it is written."""
+    """The fields, values and types of a schema, at the place where each is written."""
     node = _at(whole, steps)
     if not isinstance(node, Mapping):
         return
@@ -214,13 +222,13 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
         yield from _places(whole, target, called, seen)
     for index, value in enumerate(node["enum"] if isinstance(node.get("enum"), list) else ()):
         if _can_be_marked(value):
-            yield _Place(Part.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
+            yield _Place(ArgumentPart.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
     if _can_be_marked(node.get("const")):
-        yield _Place(Part.VALUE, (*steps, "const"), f"{node['const']!r} of {called}")
+        yield _Place(ArgumentPart.VALUE, (*steps, "const"), f"{node['const']!r} of {called}")
     yield from _type_of(node, steps, called)
     for name in node.get("properties") or ():
         inner = f"{called}.{name}"
-        yield _Place(Part.FIELD, (*steps, "properties", name), inner)
+        yield _Place(ArgumentPart.FIELD, (*steps, "properties", name), inner)
         yield from _places(whole, (*steps, "properties", name), inner, seen)
     for keyword in _LISTS:
         for index in range(len(node[keyword]) if isinstance(node.get(keyword), list) else 0):
@@ -233,12 +241,12 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
 
 def _type_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:
     kind = node.get("type")
-    if kind is None or kind == "null" or "enum" in node or "const" in node:  # the values tell the type
+    if kind is None or kind == "null" or "enum" in node or "const" in node:  # the values show the type
         return
     if kind == "object" and (node.get("properties") or isinstance(node.get("additionalProperties"), Mapping)):
         return
     kinds = " or ".join(each for each in kind if each != "null") if isinstance(kind, list) else str(kind)
-    yield _Place(Part.TYPE, (*steps, "type"), f"{kinds} of {called}")
+    yield _Place(ArgumentPart.TYPE, (*steps, "type"), f"{kinds} of {called}")
 
 
 def _can_be_marked(value: Any) -> bool:
@@ -260,18 +268,18 @@ def _at(schema: Any, steps: Sequence[Any]) -> Any:
 def _marked(
     schema: dict[str, Any], name: str, places: Sequence[_Place]
 ) -> tuple[dict[str, Any], dict[str, _Place | None]]:
-    """The schema with marks for fields and values, and which mark stands for what; None for the argument itself."""
+    """Return the schema with marks for fields and values, and the place of each mark; None for the argument itself."""
     marked, marks = copy.deepcopy(schema), dict[str, _Place | None]()
-    # Values first and inner fields before outer ones, since a field's new name changes the way to what is in it.
+    # Values first and inner fields before outer ones, since a new field name changes the path to what is in it.
     for number, place in enumerate(sorted(places, key=lambda place: -len(place.steps))):
         owner = _at(marked, place.steps[:-1])
-        if place.part is Part.VALUE:
+        if place.part is ArgumentPart.VALUE:
             mark: Any = f"zqv{number:03}z"
             if not isinstance(owner[place.steps[-1]], str):
                 mark = 9_170_000 + number
             owner[place.steps[-1]] = mark
             marks[str(mark)] = place
-        elif place.part is Part.FIELD:
+        elif place.part is ArgumentPart.FIELD:
             _rename(_at(marked, place.steps[:-2]), place.steps[-1], f"zqf{number:03}z")
             marks[f"zqf{number:03}z"] = place
     _rename(marked, name, "zqargumentz")

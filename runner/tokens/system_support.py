@@ -1,4 +1,4 @@
-"""How many system messages a template takes at the beginning, and how many user messages in a row."""
+"""Number of system messages that a template takes at the beginning, and of user messages in a row."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _SECOND: Final[Message] = {"role": "system", "content": _FURTHER}
 
 @dataclass(frozen=True, slots=True)
 class SystemSupport:
-    """What a template does with system messages."""
+    """A template's support for system messages."""
 
     one: bool
-    """Whether it shows a system message at the beginning."""
+    """True if it shows a system message at the beginning."""
     several: bool
-    """Whether it shows two of them there, in their order."""
+    """True if it shows two of them there, in their order."""
     user_rows: bool
-    """Whether it shows two user messages in a row."""
+    """True if it shows two user messages in a row."""
 
 
 TAKES_ALL: Final = SystemSupport(one=True, several=True, user_rows=True)
-"""The support of a server of messages, which has a template that nobody sees."""
+"""The support of a chat API, whose template is not known."""
 
 
 def system_support(renderer: Renderer) -> SystemSupport:
-    """What a template does with system messages, found by rendering with tools and without."""
+    """Find a template's support for system messages by rendering with tools and without."""
     one = {tools: _shows(renderer, [SYSTEM, QUESTION], [TOLD, ASKED], tools) for tools in (False, True)}
-    # A template that shows no system message beside tools shows no second one either, whatever is done about it.
+    # A template that shows no system message beside tools does not show a second one either.
     several = all(
         _shows(renderer, [SYSTEM, _SECOND, QUESTION], [TOLD, _FURTHER, ASKED], tools)
         for tools, shown in one.items()

@@ -51,15 +51,15 @@ class ChatTemplate:
     text: str
     """The jinja2 source."""
     name: str
-    """What people call the template: a bundled name, a file, or the model it came with."""
+    """Its name for people: a bundled name, a file, or the model it came with."""
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Strings that the template reads by name, mostly the vocabulary's control tokens."""
     response_template: Mapping[str, Any] | None = field(default=None, hash=False)
-    """How answers are parsed, by the word of the checkpoint that the template serves: what transformers calls so."""
+    """The checkpoint's rules for parsing answers; "response_template" in transformers."""
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """The template bundled under that name, or the one in that file.
+        """Load the template bundled under that name, or the one in that file.
 
         Raises:
             BadTemplate: there is no such template, or it is not valid jinja2.
@@ -75,18 +75,18 @@ class ChatTemplate:
                 f"template {str(name_or_path)!r} cannot be read ({error}): "
                 f"give one of the bundled names ({names}) or the path of a .jinja file"
             ) from error
-        _compile(text, str(name_or_path))  # rendering waits for whoever has seen that it ends
+        _compile(text, str(name_or_path))  # only compiled: rendering waits until the template was seen to end
         return cls(text, name=str(name_or_path))
 
     @property
     def fingerprint(self) -> str:
-        """A hash that names the text, its variables and what comes with it."""
+        """A hash of the text, its variables and its response template."""
         further = [] if self.response_template is None else [self.response_template]
         content = canonical_json([self.text, sorted(self.variables.items()), *further])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def with_variables(self, variables: Mapping[str, str]) -> Self:
-        """The same template for a vocabulary whose control tokens are `variables`."""
+        """Return the same template for a vocabulary with these control tokens."""
         return replace(self, variables={**self.variables, **variables})
 
     def renderer(
@@ -96,10 +96,11 @@ class ChatTemplate:
         *,
         fit_tools: bool | None = False,
     ) -> Renderer:
-        """A renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
+        """Return a renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
 
-        With `fit_tools` what the template does not show of a tool's arguments is written in another form; with None
-        where it leaves out something of such as authors usually have.
+        With `fit_tools` the parts of a tool's arguments that the template does not show are written in another form.
+        None does
+        so if the template leaves out parts of usual schemas.
         """
         written = Renderer(self, dict(options or {}), now or datetime.now())
         fit = _needs_fitting(written) if fit_tools is None else fit_tools
@@ -107,37 +108,37 @@ class ChatTemplate:
 
 
 def two_templates(with_tools: str, without: str, *, name: str) -> ChatTemplate:
-    """One template that renders as the first of two where there are tools, and as the second elsewhere."""
-    # Jinja drops one line break at the end of a template and one behind a tag, and, but for a plus, space before a tag.
+    """Return one template that renders as the first of two if there are tools, and otherwise as the second."""
+    # Jinja drops one line break at the end of a template and one after a tag, and, except for a plus, space before a
+    # tag.
     first, second = (text.removesuffix("\n") for text in (with_tools, without))
     return ChatTemplate("{%+ if tools %}\n" + first + "{%+ else %}\n" + second + "{%+ endif %}", name=name)
 
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A template with its options and its clock fixed, so that one conversation always renders to one text."""
+    """A template with fixed options and a fixed clock, so that one conversation always renders to one text."""
 
     template: ChatTemplate
-    """What is rendered."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)
     """The time that the template sees."""
     as_written: Renderer | None = None
-    """The same that gives the template the schemas of tools as they are; None where this one does."""
+    """The same renderer with the schemas of tools unchanged; None if this one leaves them unchanged."""
     text_arguments: bool = field(init=False, default=False)
-    """Whether the template wants the arguments of a tool call as JSON text, not as an object; found by rendering."""
+    """True if the template needs the arguments of a tool call as JSON text, not as an object; found by rendering."""
     null_content: bool = field(init=False, default=False)
-    """Whether it shows calls only where there is no content, not where it is empty; found by rendering."""
+    """True if it shows calls only if the content is null, not if it is empty; found by rendering."""
     _compiled: jinja2.Template = field(init=False, repr=False, compare=False)
     context: dict[str, Any] = field(init=False, repr=False, compare=False)
-    """What the template is given beside the messages, the tools and whether it asks."""
+    """Variables of the template beside the messages, the tools and `add_generation_prompt`."""
 
     def __post_init__(self) -> None:
         context = {**self.template.variables, **self.options, "strftime_now": self.now.strftime}
         object.__setattr__(self, "_compiled", _compile(self.template.text, self.template.name))
         object.__setattr__(self, "context", context)
-        # The instance is frozen for others; here it renders itself to find the form that its template wants.
+        # The instance is frozen for others; here it renders itself to find the form that its template needs.
         for text_arguments, null_content in _FORMS:
             object.__setattr__(self, "text_arguments", text_arguments)
             object.__setattr__(self, "null_content", null_content)
@@ -149,19 +150,19 @@ class Renderer:
     def render(
         self, messages: Sequence[MessageView], *, tools: Sequence[ToolSchema] = (), generation_prompt: bool = True
     ) -> str:
-        """The text of `messages`; the template sees None for empty `tools`.
+        """Return the text of `messages`; the template gets None for empty `tools`.
 
         Raises:
             TemplateRaised: the template refuses these messages, or fails on them.
         """
-        # Templates may add lists to them, and to nothing else.
+        # Templates may append to this list, and to nothing else.
         messages = [*messages]
         if self.text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
         if self.null_content:
             messages = [_with_null_content(message) for message in messages]
         try:
-            # None for no tools, as transformers has it: some templates begin a block of tools for an empty list.
+            # None for no tools, as in transformers: some templates begin a block of tools for an empty list.
             return self._compiled.render(
                 self.context,
                 messages=messages,
@@ -172,19 +173,19 @@ class Renderer:
             raise TemplateRaised(f"template {self.template.name!r} never ends on these messages") from error
         except MemoryError:
             raise
-        # A template raises its own refusals, and whatever its expressions meet in a message: any error may come of it.
+        # A template raises its own refusals, and any error that its expressions run into.
         except Exception as error:
             raise TemplateRaised(f"template {self.template.name!r} raised: {error}") from error
 
     def shown(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
-        """The tools as the template is given them."""
+        """Return the tools in the form that the template gets."""
         written = self.as_written
         if written is None:
             return [*tools]
         return [_fitted_tool(written, json.dumps(tool, default=str)) for tool in tools]
 
     def render_tool(self, parameters: Mapping[str, Any]) -> str | None:
-        """A question with a tool whose arguments have this schema; None where the template raises."""
+        """Render a question with a tool whose arguments have this schema; None if the template raises."""
         function = {"name": TOOL, "description": "zqdescribedz", "parameters": parameters}
         try:
             return self.render([QUESTION], tools=[{"type": "function", "function": function}])
@@ -193,19 +194,19 @@ class Renderer:
 
     @property
     def fits_tools(self) -> bool:
-        """What the template does not show of a tool's arguments is written in another form."""
+        """True if parts of a tool's arguments that the template does not show are written in another form."""
         return self.as_written is not None
 
     def written(self) -> str:
-        """What the template may write of itself: its source, the values that it reads by name, and a render.
+        """The template's own text: its source, the values of its variables, and a render.
 
-        The render has what the source only puts together, such as "<|" + role + "|>".
+        The render has texts that the source only assembles, such as "<|" + role + "|>".
         """
         values = (value for value in self.context.values() if isinstance(value, str))
         return "\n".join([self.template.text, *values, self.rendered()])
 
     def rendered(self) -> str:
-        """Renders of a question, a call and its result, with tools and without; "" where the template raises."""
+        """Renders of a question, a call and its result, with tools and without; "" if the template raises."""
         parts: list[str] = []
         for tools in (TOOLS, []):
             with suppress(TemplateRaised):
@@ -217,7 +218,7 @@ _fitting: dict[str, bool] = {}
 
 
 def _needs_fitting(renderer: Renderer) -> bool:
-    """Whether the template leaves out something of tools' arguments; looked for once in a process."""
+    """True if the template leaves out parts of tools' arguments; computed once per process."""
     key = canonical_json([renderer.template.fingerprint, renderer.options])
     if key not in _fitting:
         _fitting[key] = needs_fitting(renderer.render_tool)
@@ -226,7 +227,7 @@ def _needs_fitting(renderer: Renderer) -> bool:
 
 @functools.lru_cache(maxsize=2048)
 def _fitted_tool(renderer: Renderer, text: str) -> ToolSchema:
-    """A tool, given as JSON, as the template shows it; the renderer is one that changes no tools."""
+    """Return a tool, given as JSON, in the form for the template; the renderer must not change tools."""
     tool: dict[str, Any] = json.loads(text)
     function = tool["function"]
     if not function.get("parameters"):
@@ -245,7 +246,7 @@ _PROBE: Sequence[MessageView] = (QUESTION, CALL, result())
 
 
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
-"""Of a call: its arguments as text, and its empty content as null; the first in which a template shows it is taken."""
+"""Forms of a call: arguments as text, empty content as null. The first one that a template shows is used."""
 
 
 def _with_null_content(message: MessageView) -> MessageView:
@@ -265,7 +266,7 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, which marks assistant text for trainers that render; here it changes nothing."""
+    """Accepts `{% generation %}`, which marks assistant text for trainers that render; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance variable
 
@@ -295,7 +296,7 @@ def _tojson(
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The immutable sandbox, with a short way to what templates read most: keys of messages and `loop.first`."""
+    """The immutable sandbox, with a fast path for the most frequent reads: keys of messages and `loop.first`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -312,7 +313,7 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """The sandbox of transformers' `apply_chat_template`, so that a template means here what it means there."""
+    """Return the sandbox of transformers' `apply_chat_template`, so that a template behaves as it does there."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -327,13 +328,13 @@ def _compile(text: str, name: str) -> jinja2.Template:
         raise BadTemplate(
             f"template {name!r} is not valid jinja2, line {error.lineno}: {error.message}; correct it there"
         ) from error
-    # jinja2 copies the globals at every render, and a chain of mappings takes as long to copy as a turn to render.
+    # jinja2 copies the globals at every render, and copying a chain of mappings takes as long as rendering a turn.
     template.globals = dict(template.globals)
     return template
 
 
 def _bundled() -> dict[str, Path]:
-    """The templates that come with the package: inside it in a wheel, beside it in a checkout."""
+    """The templates of the package: inside it in a wheel, beside it in a checkout."""
     package = Path(__file__).parent.parent
     folder = next((f for f in (package / "templates", package.parent / "templates") if f.is_dir()), None)
     return {path.stem: path for path in folder.glob("*.jinja")} if folder else {}

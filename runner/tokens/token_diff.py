@@ -1,4 +1,4 @@
-"""Where two sequences first differ, and two lists of token ids aligned there for people."""
+"""The first difference of two sequences, and two lists of token ids aligned there for people."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:  # the process that probes a template loads no vocabulary
+if TYPE_CHECKING:  # a process that probes a template does not load a vocabulary
     from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["first_mismatch", "token_diff"]
 
 _BEFORE: Final = 4
-"""Ids that are shown before the first one that differs."""
+"""Number of ids shown before the first difference."""
 _COLUMNS: Final = 12
-"""Ids that are shown in all: as many as fit a line of a terminal."""
+"""Number of ids shown in all: as many as fit a line of a terminal."""
 _TEXT: Final = 40
-"""Characters of text that are shown on each side."""
+"""Number of characters of text shown on each side."""
 
 
 def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The first index at which two sequences differ; where one begins with the other, the length of the shorter."""
+    """Return the first index at which two sequences differ; the length of the shorter if one begins with the other."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
@@ -29,7 +29,7 @@ def first_mismatch(one: Sequence[Any], other: Sequence[Any]) -> int:
 def token_diff(
     recorded: Sequence[int], now: Sequence[int], tokenizer: Tokenizer, names: tuple[str, str] = ("recorded", "now")
 ) -> str:
-    """Both around their first difference: as text, and id by id, aligned, with marks under the ids that differ."""
+    """Show both around their first difference: as text, and id by id, with marks under the ids that differ."""
     at = first_mismatch(recorded, now)
     begin = max(0, at - _BEFORE)
     columns = list(_columns(recorded[begin : begin + _COLUMNS], now[begin : begin + _COLUMNS]))[:_COLUMNS]

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, each an instance of our own that nobody else shares."""
+"""Tokenizers: text to ids and back. Each instance is our own and not shared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.tokens.content_encoding import (
     model_without_control_tokens,
     written,
 )
-from runner.tokens.pieces import Words, byte_pieces, words
+from runner.tokens.token_bytes import Words, byte_pieces, words
 from runner.tokens.vocabulary_files import VocabularyFiles, read_vocabulary_files
 
 __all__ = [
@@ -37,39 +37,41 @@ __all__ = [
 
 
 class Tokenizer(Protocol):
-    """What the runner needs of a vocabulary."""
+    """The interface of a vocabulary."""
 
     eos_id: int | None
-    """The id that ends a turn by the vocabulary's own word, or None."""
+    """The id that ends a turn according to the vocabulary, or None."""
     special_ids: frozenset[int]
-    """The ids of control tokens, which no plain text encodes to by merging."""
+    """The ids of control tokens, which plain text never encodes to by merging."""
     control_ids: frozenset[int]
-    """These and the ids of tokens that were merely added, such as "<tool_call>" in some vocabularies.
+    """The special ids and those of tokens that were only added, such as "<tool_call>" in some vocabularies.
 
-    Content never encodes to one of them. Words that the model learnt are none of them, unless the template writes them:
+    Content never encodes to one of them. Words that the model learnt are not among them unless the template writes
+    them:
     runs of spaces, "<table>" and "<unused42>" in Gemma's.
     """
     size: int
-    """The number of ids, padding rows of the model not included."""
+    """Number of ids, without padding rows of the model."""
     longest_token: int
-    """The bytes of the longest token, so that n bytes are at least n / longest_token ids."""
+    """Number of bytes of the longest token, so that n bytes are at least n / longest_token ids."""
     fingerprint: str
-    """A hash that names the vocabulary and its rules."""
+    """A hash of the vocabulary and its rules."""
     pieces: Sequence[bytes] | None
-    """The bytes of each id, shape [size], where decoding is joining them (byte-level vocabularies).
+    """The bytes of each id, shape [size], if decoding only joins them (byte-level vocabularies).
 
-    None where the text of an id depends on its neighbours.
+    None if the text of an id depends on its neighbours.
     """
     words: Words | None
-    """The words and single bytes of the ids, where decoding is joining those (SentencePiece); None elsewhere."""
+    """The words and single bytes of the ids, if decoding joins those (SentencePiece); otherwise None."""
 
     def encode(self, text: str, content: Content = ()) -> list[int]:
-        """Ids of `text`; control tokens written in it become control ids, none are added.
+        """Return the ids of `text`; control tokens written in it become control ids, none are added.
 
         Args:
-            text: what to encode.
-            content: sorted, disjoint spans of `text` that hold what users and tools said. Control text that lies in
-                one of them, even partly, is ordinary text; where none does, the ids are those of the plain encoding.
+            text: the text to encode.
+            content: sorted, disjoint spans of `text` from users and tools. Control text that overlaps one of them is
+                ordinary
+                text; without such control text, the ids are those of the plain encoding.
 
         Raises:
             ValueError: the spans are not sorted, not disjoint, or not within the text.
@@ -77,9 +79,9 @@ class Tokenizer(Protocol):
         ...
 
     def holds_control(self, text: str) -> bool:
-        """Whether `text` as content could form a control token, alone or with what stands beside it.
+        """True if `text` as content could form a control token, alone or with its neighbours.
 
-        Where it says no, encoding it as content and encoding it plainly give the same ids.
+        If not, encoding it as content and encoding it plainly return the same ids.
         """
         ...
 
@@ -92,7 +94,7 @@ class Tokenizer(Protocol):
         ...
 
     def normalize(self, text: str) -> str:
-        """`text` as the vocabulary's normaliser leaves it (NFC for some); decode(encode(x)) is compared with it."""
+        """Return `text` as the vocabulary's normaliser leaves it (NFC for some): decode(encode(x)) equals this."""
         ...
 
 
@@ -102,10 +104,10 @@ class VocabularyTokenizer:
     Args:
         text: the file's content.
         eos_token: the name of the token that ends a turn, or None.
-        files: what else the model's folder says of its tokens.
+        files: the other files of the model's folder about its tokens.
 
     Raises:
-        ValueError: the text describes no tokenizer.
+        ValueError: the text is not a tokenizer.
     """
 
     def __init__(self, text: str, *, eos_token: str | None = None, files: VocabularyFiles | None = None) -> None:
@@ -113,7 +115,7 @@ class VocabularyTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(str(error)) from error
-        # A tokenizer.json may say to cut or fill up what is encoded, as for training.
+        # A tokenizer.json may request truncation or padding, as for training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = json.loads(text)
@@ -141,10 +143,10 @@ class VocabularyTokenizer:
         self.control_ids = self._added.control_ids
 
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
-        """This vocabulary with those words for control tokens that a template writes; itself where it writes none.
+        """Return this vocabulary with the words that a template writes as control tokens; itself if it writes none.
 
         Args:
-            text: gives all that the template writes of itself; not called where no added token is a word.
+            text: returns the template's own text; not called if no added token is a word.
         """
         names = written(self._learnt, text(), self.normalize) if self._learnt else frozenset()
         if not names:
@@ -161,14 +163,14 @@ class VocabularyTokenizer:
         return self._by_template[names]
 
     def extended(self, special_tokens: Sequence[str], *, eos_token: str | None = None) -> VocabularyTokenizer:
-        """This vocabulary with further special tokens behind its last id; what it learnt is shared, not copied.
+        """Return this vocabulary with further special tokens after its last id; learnt tokens are shared, not copied.
 
         Args:
-            special_tokens: their names; those that are special already stay what they are.
-            eos_token: the one that ends a turn; None for this vocabulary's own.
+            special_tokens: their names; tokens that are special already are unchanged.
+            eos_token: the token that ends a turn; None for this vocabulary's own.
 
         Raises:
-            ValueError: a name is an ordinary word of the vocabulary, or `eos_token` is none of its tokens.
+            ValueError: a name is an ordinary word of the vocabulary, or `eos_token` is not one of its tokens.
         """
         added = dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
         known = {token.content for token in added.values()}
@@ -180,7 +182,7 @@ class VocabularyTokenizer:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(tokenizer, part, getattr(self._tokenizer, part))
         further = [tokenizers.AddedToken(name, special=True, normalized=False) for name in new]
-        # The library gives ids in this order, from behind the learnt tokens on: the old ones come first to keep theirs.
+        # The library numbers tokens in this order after the learnt ones: the old ones come first to keep their ids.
         tokenizer.add_tokens([*added.values(), *further])
         return self._with(tokenizer, added, new, eos_token)
 
@@ -191,7 +193,7 @@ class VocabularyTokenizer:
         new: Sequence[str],
         eos_token: str | None,
     ) -> VocabularyTokenizer:
-        """A copy of this with `tokenizer` for its own, which has the added tokens and then the new ones."""
+        """Return a copy with another library tokenizer, which has the added tokens and then the new ones."""
         if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
             raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added behind them")
         other = copy.copy(self)
@@ -222,7 +224,7 @@ class VocabularyTokenizer:
         return self._added.near(without_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        # Control tokens are part of the text: what ends a turn is looked for in it.
+        # Control tokens are part of the text: the end of a turn is looked for in it.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
@@ -238,12 +240,12 @@ class VocabularyTokenizer:
 
 
 def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:
-    """The vocabulary as one template uses it: what the template writes is control text, and no word."""
+    """Return the vocabulary for one template: words that the template writes are control text."""
     return tokenizer.for_template(text) if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
 
 
 def load_tokenizer(folder: Path) -> VocabularyTokenizer:
-    """The tokenizer of the model in `folder`: a new instance, which must stay in one thread.
+    """Load the tokenizer of the model in `folder`: a new instance, which must stay in one thread.
 
     It is read from tokenizer.json itself, since classes that rebuild it from the model's type change some vocabularies,
     with the tokens that the folder's other files add to it.
@@ -266,10 +268,10 @@ def load_tokenizer(folder: Path) -> VocabularyTokenizer:
 
 
 def check_round_trip(tokenizer: Tokenizer, *, name: str = "the vocabulary") -> None:
-    """See that ordinary text of several scripts survives encoding and decoding, spaces and line breaks included.
+    """Check that ordinary text of several scripts survives encoding and decoding, spaces and line breaks included.
 
     Raises:
-        BadModel: a text is lost; the message has it and what became of it.
+        BadModel: a text is lost; the message has it and the result.
     """
     for text in _ORDINARY:
         kept = tokenizer.decode(tokenizer.encode(text))
@@ -292,7 +294,7 @@ _ORDINARY = (
 
 
 def _add(tokenizer: tokenizers.Tokenizer, files: VocabularyFiles) -> Sequence[str]:
-    """Adds the tokens of the other files; gives all added tokens with their ids, or () where nothing has changed."""
+    """Add the tokens of the other files. Returns all added tokens with their ids, or () if nothing has changed."""
     before = tokenizer.get_added_tokens_decoder()
     tokenizer.add_tokens(files.tokens(tokenizer))
     after = tokenizer.get_added_tokens_decoder()
@@ -304,7 +306,7 @@ def _other_names(tokenizer: tokenizers.Tokenizer, words: frozenset[str]) -> list
 
 
 def without_surrogates(text: str) -> str:
-    """`text` with each lone surrogate, which no vocabulary has ids for, replaced by U+FFFD."""
+    """Return `text` with each lone surrogate, which has no id in any vocabulary, replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 

@@ -1,8 +1,8 @@
-"""What a template is given of a tool's arguments: their schema as its author wrote it, or one that it can show.
+"""The form of a tool's arguments for a template: the author's schema, or one that the template can show.
 
-Some templates write types out themselves and pass over what they do not know: a reference, a union with null, a
-`const`. For those, and only for those, references are put in place and unions are flattened, as far as it takes. Calls
-are read, checked and enforced by the author's schema all the same.
+Some templates write types out themselves and skip what they do not know: a reference, a union with null, a `const`.
+For those, and only for those, references are put in place and unions are flattened, as far as needed. Calls are read,
+checked and enforced by the author's schema in any case.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Final, TypeAlias
 __all__ = ["SHOWN_IN_ALL", "ToolsForm", "is_simple", "noted", "parameters_in", "resolved", "unresolved"]
 
 SHOWN_IN_ALL: Final = ("$ref", "$defs", "anyOf", "allOf", "oneOf", "const", "prefixItems", "zqmetrez")
-"""What stands in the render of a template that writes schemas as they are."""
+"""Texts in the render of a template that writes schemas unchanged."""
 
 Schema: TypeAlias = Mapping[str, Any]
 
 
 class ToolsForm(enum.StrEnum):
-    """How the schema of an argument is written for a template; each form changes what the one before does, and more."""
+    """The form of an argument's schema for a template. Each form changes what the previous one does, and more."""
 
     WRITTEN = "written"  # as their author wrote them
     FLAT = "flat"  # references in place, X for X or null, `enum` for `const`, a type beside each `enum`
@@ -31,7 +31,7 @@ class ToolsForm(enum.StrEnum):
 
 
 _NODES: Final = 2000
-"""Schemas that one tool may hold once references are in place; what would be more stays a bare type."""
+"""Most schemas in one tool once references are in place; the rest becomes a bare type."""
 
 _REWRITTEN: Final = frozenset(
     {"$ref", "$defs", "definitions", "anyOf", "oneOf", "allOf", "const", "enum", "prefixItems"}
@@ -39,20 +39,20 @@ _REWRITTEN: Final = frozenset(
 
 
 def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
-    """The schema of a tool's arguments in this form."""
+    """Return the schema of a tool's arguments in this form."""
     if form is ToolsForm.WRITTEN or _is_plain(parameters):
         return parameters
     return _Rewriting(parameters, form).whole()
 
 
 def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
-    """The schema of an argument with all of it in its description, for a template that shows it nowhere else.
+    """Return the schema of an argument with all of it in its description, for a template that shows it nowhere else.
 
     Args:
-        given: the schema as the template is given it.
+        given: the schema in the form for the template.
         parameters: the schema of all arguments, as its author wrote it.
         name: the argument.
-        bare: leave out all but the type, since the template raises on the rest.
+        bare: leave out everything but the type, since the template raises on the rest.
     """
     whole = _Rewriting(parameters, ToolsForm.WRITTEN).whole()["properties"][name]
     if not isinstance(given, Mapping) or not isinstance(whole, Mapping):
@@ -66,7 +66,7 @@ def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str,
 
 
 def is_simple(schema: Any) -> bool:
-    """A schema of one of the few kinds that every template knows, so that nothing has to be looked at."""
+    """True if a schema is of one of the few kinds that every template knows, so that no check is needed."""
     return isinstance(schema, Mapping) and schema.get("type") in _SCALARS and _is_plain(schema)
 
 
@@ -74,7 +74,7 @@ _SCALARS: Final = ("string", "integer", "number", "boolean")
 
 
 def _is_plain(schema: Any) -> bool:
-    """No form changes anything of it."""
+    """True if no form changes anything of it."""
     if isinstance(schema, Mapping):
         if not _REWRITTEN.isdisjoint(schema) or isinstance(schema.get("type"), list):
             return False
@@ -83,7 +83,7 @@ def _is_plain(schema: Any) -> bool:
 
 
 def unresolved(parameters: Schema) -> Iterator[tuple[str, str]]:
-    """The references of a tool's arguments that lead to nothing in the schema, each with the argument that has it."""
+    """The references of a tool's arguments that lead nowhere in the schema, each with its argument."""
     for name, schema in (parameters.get("properties") or {}).items():
         waiting, seen = [schema], set[str]()
         while waiting:
@@ -102,11 +102,11 @@ def unresolved(parameters: Schema) -> Iterator[tuple[str, str]]:
 
 
 _VALUES: Final = frozenset({"enum", "const", "default", "examples"})
-"""Keywords under which values stand, and no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def resolved(reference: Any, whole: Schema) -> Any:
-    """What a reference within the same schema leads to; None where that is nothing."""
+    """Return the target of a reference within the same schema; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: Any = whole
@@ -123,7 +123,7 @@ def resolved(reference: Any, whole: Schema) -> Any:
 
 @dataclass(slots=True)
 class _Rewriting:
-    """Writes one schema in another form; in that of its author, with references in place."""
+    """Writes one schema in another form; in its author's form only references are put in place."""
 
     written: Schema
     form: ToolsForm
@@ -135,7 +135,7 @@ class _Rewriting:
         return {key: value for key, value in made.items() if key not in ("$defs", "definitions")}
 
     def schema(self, schema: Any) -> Any:
-        """One schema, with everything in it."""
+        """Return one schema, with all its parts rewritten."""
         self.nodes += 1
         if not isinstance(schema, Mapping):
             return schema
@@ -164,10 +164,10 @@ class _Rewriting:
         reference = schema["$ref"]
         beside = {key: value for key, value in schema.items() if key != "$ref"}
         target = resolved(reference, self.written)
-        if target is None:  # of another document: nobody here knows what it says
+        if target is None:  # of another document, whose content is not known
             return dict(schema)
         if reference in self.within or self.nodes > _NODES:
-            # What refers to itself is shown once, and within itself as what it is.
+            # A schema that refers to itself is shown once, and within itself as its type.
             return {**{key: target[key] for key in ("type", "description") if key in target}, **self._beside(beside)}
         self.within.append(reference)
         try:
@@ -194,7 +194,7 @@ class _Rewriting:
         return {**beside, name: members, **null}
 
     def _items(self, made: dict[str, Any]) -> dict[str, Any]:
-        """A tuple as a list of what its places may hold, for a template that shows the items of lists alone."""
+        """Write a tuple as a list of its items' schemas, for a template that shows only the items of lists."""
         places = made.get("prefixItems")
         if self.form is not ToolsForm.MERGED or not isinstance(places, list) or isinstance(made.get("items"), Mapping):
             return made
@@ -206,7 +206,7 @@ def _is_null(schema: Schema) -> bool:
 
 
 def _without_null(made: dict[str, Any]) -> dict[str, Any]:
-    """A schema that says of null only that it may be that."""
+    """Return a schema without its alternative null."""
     kinds, values = made.get("type"), made.get("enum")
     if isinstance(kinds, list) and "null" in kinds:
         kinds = [kind for kind in kinds if kind != "null"]
@@ -229,7 +229,7 @@ _TYPES: Final[Sequence[tuple[type, str]]] = (
 
 
 def _typed(made: dict[str, Any]) -> dict[str, Any]:
-    """`enum` for `const`, and a type beside it."""
+    """Replace `const` by `enum`, and add a type."""
     if "const" in made and made["const"] is not None:
         made = {"enum": [made["const"]], **{key: value for key, value in made.items() if key != "const"}}
     if "type" not in made and isinstance(made.get("enum"), list):
@@ -242,7 +242,7 @@ def _typed(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(made: dict[str, Any]) -> dict[str, Any]:
-    """The members of `allOf` as one schema; as they are where they say different things of one keyword."""
+    """Return the members of `allOf` as one schema; unchanged if they contradict each other on a keyword."""
     joined: dict[str, Any] = {}
     beside = {key: value for key, value in made.items() if key != "allOf"}
     for each in [*made["allOf"], beside]:
@@ -261,11 +261,11 @@ def _joined(made: dict[str, Any]) -> dict[str, Any]:
 
 
 _NOTES: Final = ("description", "title", "default", "examples")
-"""Keywords that say nothing of which values are right."""
+"""Keywords that do not constrain values."""
 
 
 def _merged(members: Sequence[Schema]) -> dict[str, Any]:
-    """One schema that shows all that any of the members does."""
+    """Return one schema that shows everything that any of the members does."""
     made: dict[str, Any] = {}
     kinds = [*dict.fromkeys(kind for each in members for kind in _as_list(each.get("type")))]
     if kinds:

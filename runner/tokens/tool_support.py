@@ -1,4 +1,4 @@
-"""Whether a chat template can serve an environment with tools: it shows their definitions, calls and results."""
+"""Checks that a chat template can serve an environment with tools: it shows definitions, calls and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class ToolProperty(enum.StrEnum):
-    """What a template must do for an environment with tools."""
+    """A feature that a template needs for an environment with tools."""
 
     DEFINITIONS = "tool_definitions"
     CALLS = "tool_calls"
@@ -38,7 +38,7 @@ _MISSING = {
 
 
 def require_tools(renderer: Renderer) -> None:
-    """Refuse a template that cannot carry tools."""
+    """Refuse a template that cannot show tools."""
     missing = missing_tool_property(renderer)
     if missing is not None:
         raise BadTemplate(
@@ -48,7 +48,7 @@ def require_tools(renderer: Renderer) -> None:
 
 
 def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
-    """The first thing that the template does not do for an environment with tools, found by rendering."""
+    """Return the first feature that the template lacks for an environment with tools, found by rendering."""
     if not shows_tools(renderer):
         return ToolProperty.DEFINITIONS
     if not shows_calls(renderer):
@@ -57,12 +57,12 @@ def missing_tool_property(renderer: Renderer) -> ToolProperty | None:
 
 
 def shows_tools(renderer: Renderer) -> bool:
-    """The model is shown the definitions of the tools."""
+    """True if the definitions of the tools are in the render."""
     return _shown(renderer, TOOL, [QUESTION], tools=True, asking=True)
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """A turn's calls are shown, as the last turn, or, where that is dropped, with their results behind."""
+    """True if a turn's calls are in the render: as the last turn or, if that is dropped, before results."""
     return any(
         _shown(renderer, VALUE, [QUESTION, CALL, *answers], tools=tools)
         for answers in ((), (result(),))
@@ -71,23 +71,23 @@ def shows_calls(renderer: Renderer) -> bool:
 
 
 def shows_results(renderer: Renderer) -> bool:
-    """The model is shown what a tool returned."""
+    """True if a tool's result is in the render."""
     return _shown(renderer, RETURNED, [QUESTION, CALL, result()], tools=True, asking=True)
 
 
 class IdUse(enum.StrEnum):
-    """How a template treats the ids of calls."""
+    """A template's use of the ids of calls."""
 
     UNREAD = "unread"
-    """It neither shows them nor refuses any."""
+    """It neither shows nor checks them."""
     READ = "read"
     """It shows them, or refuses some."""
     COUNTED = "counted"
-    """It shows calls by their number in the turn, and results by their ids, which have to agree with that."""
+    """It shows calls by their number in the turn, and results by their ids, which must match."""
 
 
 def id_use(renderer: Renderer) -> IdUse:
-    """How the template treats the ids of calls, found by rendering."""
+    """Find the template's use of the ids of calls by rendering."""
     found = IdUse.UNREAD
     for tools in (TOOLS, []):
         try:

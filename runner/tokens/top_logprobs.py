@@ -1,4 +1,4 @@
-"""The likeliest ids of some positions with their log-probabilities, in flat arrays: no object per id is kept."""
+"""The most likely ids of some positions with their log-probabilities, in flat arrays without an object per id."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["TopLogprobs"]
 
 @dataclass(slots=True, repr=False)
 class TopLogprobs:
-    """The `count` likeliest ids of each position, the likeliest first."""
+    """The `count` most likely ids of each position, the most likely first."""
 
     count: int
-    """How many of each position, at least 1."""
+    """Number of ids per position, at least 1."""
     ids: array[int] = field(default_factory=lambda: array("i"))
     """The ids, one position after the other, shape [positions * count], int32."""
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -33,7 +33,7 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, float]], count: int) -> Self:
-        """The `count` likeliest of the ids that are given for each position, with their log-probabilities."""
+        """Return the `count` most likely of the ids given for each position, with their log-probabilities."""
         top = cls(count)
         for row in rows:
             likeliest = sorted(row.items(), key=lambda item: -item[1])[:count]
@@ -42,17 +42,17 @@ class TopLogprobs:
         return top
 
     def extend(self, other: TopLogprobs) -> None:
-        """Add the positions of another, which has as many of each."""
+        """Append the positions of another one with the same count."""
         self.ids.extend(other.ids)
         self.logprobs.extend(other.logprobs)
 
     def part(self, start: int, end: int) -> TopLogprobs:
-        """The positions `start` to `end`, exclusive; a copy."""
+        """Return the positions `start` to `end`, exclusive; a copy."""
         some = slice(start * self.count, end * self.count)
         return TopLogprobs(self.count, self.ids[some], self.logprobs[some])
 
     def narrowed(self, count: int) -> TopLogprobs:
-        """The `count` likeliest of each position; a copy."""
+        """Return the `count` most likely ids of each position; a copy."""
         import numpy as np
 
         ids, logprobs = self.id_rows()[:, :count], self.logprob_rows()[:, :count]
@@ -60,7 +60,7 @@ class TopLogprobs:
 
     def id_rows(self) -> NDArray[np.int32]:
         """The ids, shape [positions, count], int32; a copy."""
-        import numpy as np  # here, since what needs no such array is imported without it
+        import numpy as np  # here, since users without such arrays should not import it
 
         return np.array(self.ids, dtype=np.int32).reshape(-1, self.count)
 

@@ -1,4 +1,4 @@
-"""What a model's folder says of its added tokens beside tokenizer.json, read as transformers reads it."""
+"""Added tokens from the files beside tokenizer.json in a model's folder, read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tokenizers
 __all__ = ["VocabularyFiles", "read_vocabulary_files"]
 
 Named: TypeAlias = str | tokenizers.AddedToken
-"""A token by its name alone, which is special then, or with its flags."""
+"""A token by its name alone, which makes it special, or with its flags."""
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -24,18 +24,18 @@ class VocabularyFiles:
     """Tokens that a vocabulary has beyond those of its tokenizer.json."""
 
     listed: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
-    """The tokens with the ids that they are to have.
+    """The tokens with their ids.
 
-    They are from added_tokens_decoder of tokenizer_config.json, or else from added_tokens.json.
+    From added_tokens_decoder of tokenizer_config.json, or otherwise from added_tokens.json.
     """
     named: Mapping[str, Named] = field(default_factory=dict)
-    """The special tokens by the names under which a template reads them, such as `bos_token`."""
+    """The special tokens by the names that a template uses, such as `bos_token`."""
     extra: Sequence[Named] = ()
     """The special tokens without such a name."""
     legacy: bool = True
-    """Whether tokenizer_config.json lists no tokens.
+    """True if tokenizer_config.json lists no tokens.
 
-    Then those of tokenizer.json are the list, and go before others.
+    Then those of tokenizer.json are the list, and come before others.
     """
 
     @property
@@ -44,7 +44,7 @@ class VocabularyFiles:
         return {name: _content(token) for name, token in self.named.items()}
 
     def tokens(self, tokenizer: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
-        """What is to be added to `tokenizer`, in that order; one that it has takes on the flags that it has here."""
+        """Return the tokens to add to `tokenizer`, in order; existing ones get the flags that they have here."""
         own = tokenizer.get_added_tokens_decoder()
         listed = {**self.listed, **own} if self.legacy else self.listed
         tokens = [token for _, token in sorted(listed.items())]
@@ -56,9 +56,9 @@ class VocabularyFiles:
 
 
 def read_vocabulary_files(folder: Path) -> VocabularyFiles:
-    """What tokenizer_config.json, special_tokens_map.json and added_tokens.json of `folder` say; any may be missing.
+    """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json of `folder`; any may be missing.
 
-    The two small files are read only where tokenizer_config.json lists no tokens itself.
+    The two small files are read only if tokenizer_config.json lists no tokens itself.
     """
     settings = _read(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
@@ -76,7 +76,7 @@ def read_vocabulary_files(folder: Path) -> VocabularyFiles:
 
 
 def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    """Tokens without a name of both files; either may give them names."""
+    """Tokens without a name of both files; either may name them."""
     given = [each.get("extra_special_tokens") for each in (settings, further)]
     named = {name: token for each in given if isinstance(each, dict) for name, token in each.items()}
     own = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
@@ -84,7 +84,7 @@ def _both_extra(settings: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Named]:
-    """bos_token and its like, then those of the model's own, such as `image_token`."""
+    """bos_token and similar, then the model's own names, such as `image_token`."""
     own = [name for name in settings if name.endswith("_token") and name not in NAMES]
     values = {name: settings.get(name) for name in (*NAMES, *own)}
     further = settings.get("extra_special_tokens")
@@ -117,7 +117,7 @@ def _as_special(value: Any) -> Any:
 
 
 def _special(token: Named) -> tokenizers.AddedToken:
-    """A token as it is added where somebody gave it a name: special."""
+    """Return a named token in the form for adding it: special."""
     if isinstance(token, str):
         return tokenizers.AddedToken(token, special=True)
     flags = {flag: getattr(token, flag) for flag in _FLAGS}

@@ -12,10 +12,10 @@ from runner.trajectory import Trajectory, Turn
 
 __all__ = ["Comparison", "Difference", "DifferenceFound", "Ids", "Kind", "SpokenText"]
 
-AROUND = 12
+CONTEXT_IDS = 12
 """Ids on each side of a difference that are shown."""
 
-TEXT_AROUND = 40
+CONTEXT_CHARS = 40
 """The same in characters, where texts are compared."""
 
 Ids: TypeAlias = Sequence[int]
@@ -138,7 +138,7 @@ class Comparison:
         if list(stored) == list(derived):
             return
         at = first_mismatch(stored, derived)
-        window = slice(max(0, at - AROUND), at + AROUND)
+        window = slice(max(0, at - CONTEXT_IDS), at + CONTEXT_IDS)
         one, other = (self._named(ids, at) for ids in (stored, derived))
         self.differ(
             kind,
@@ -155,7 +155,7 @@ class Comparison:
         if stored == derived:
             return
         at = first_mismatch(stored, derived)
-        window = slice(max(0, at - TEXT_AROUND), at + TEXT_AROUND)
+        window = slice(max(0, at - CONTEXT_CHARS), at + CONTEXT_CHARS)
         self.differ(
             kind,
             f"{what} is not what the sampled ids say, from character {at} on",

@@ -27,10 +27,10 @@ from runner.store.json_values import encode_json
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.turn_shape import AnsweredTurn
 from runner.tools.tool import Tool
 from runner.trajectory import AGAIN, BRANCH, RETRY, Origin, Segment, Trajectory, Turn
 from runner.verify.differences import Comparison, Difference, DifferenceFound, Ids, Kind, SpokenText

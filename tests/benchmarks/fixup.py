@@ -16,9 +16,9 @@ from runner import Concurrency, Environment, Message, Run, Task, reward, tool
 from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
 from runner.tokens.bridging.bridge import Bridger
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import VocabularyTokenizer
+from runner.tokens.turn_shape import AnsweredTurn
 from tests.benchmarks.environments import REPLIES
 from tests.benchmarks.figures import Figure, main, on_one_core
 from tests.conformance.corpus import corpus

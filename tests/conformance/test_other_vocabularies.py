@@ -8,8 +8,8 @@ import pytest
 
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.bridging.refusal import Unbridgeable
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.tokenizer import VocabularyTokenizer
+from runner.tokens.turn_shape import AnsweredTurn
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus, every_control_token
 from tests.conformance.expected import Expected, NotApplicable, expected

@@ -4,7 +4,7 @@ import pytest
 
 from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridger, Unbridgeable
-from runner.tokens.bridging.contents import absent
+from runner.tokens.bridging.content_spans import absent
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close, Seam
 from runner.tokens.template import ChatTemplate

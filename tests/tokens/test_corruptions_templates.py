@@ -20,8 +20,8 @@ from runner.tokens.bridging.tail import Tail
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.tokens.probing.appends import Append, Exactness, verdicts
 from runner.tokens.probing.profile import SystemPosition
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import ChatTemplate
+from runner.tokens.turn_shape import AnsweredTurn
 from tests.conformance.corpus import corpus
 from tests.playing import Plain, play, talked, tasks, twice
 from tests.tokens.client_messages import compare, messages

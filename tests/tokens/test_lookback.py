@@ -19,8 +19,8 @@ from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.lookback.proof import Lookback, Proofs
-from runner.tokens.shape import AnsweredTurn, Arrival, Shape
 from runner.tokens.template import ChatTemplate, Renderer, ToolSchema, environment
+from runner.tokens.turn_shape import AnsweredTurn, Arrival, TurnShape
 from tests import sweeps
 from tests.conformance.corpus import Entry, corpus
 from tests.conformance.sweep import is_tool_capable
@@ -196,13 +196,13 @@ def _conversation(rng: random.Random, words: Sequence[str], *, tools: bool) -> l
 
 # --- what is proven of small templates
 
-USER = Shape(system=False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
-TOOL = Shape(system=False, calls=1, reasoning=False, text=False, new=(Arrival("tool", False, True),), tools=b"")
+USER = TurnShape(system=False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
+TOOL = TurnShape(system=False, calls=1, reasoning=False, text=False, new=(Arrival("tool", False, True),), tools=b"")
 CHATML = chatml()
 QWEN = next(entry.text for entry in corpus() if entry.name == "Qwen-Qwen3-0.6B")
 
 
-def past(text: str, shape: Shape = USER) -> Lookback:
+def past(text: str, shape: TurnShape = USER) -> Lookback:
     return Proofs(ChatTemplate(text, name="inline").renderer()).past(shape, [ADD])
 
 
@@ -213,14 +213,16 @@ def behind(expression: str) -> str:
 
 @pytest.mark.parametrize("shape", [USER, TOOL], ids=["user", "tool"])
 @pytest.mark.parametrize("name", ["hermes", "pythonic"])
-def test_the_templates_that_come_with_us_do_not_look_back(name: str, shape: Shape) -> None:
+def test_the_templates_that_come_with_us_do_not_look_back(name: str, shape: TurnShape) -> None:
     proofs = Proofs(ChatTemplate.load(name).renderer())
     assert proofs.past(shape, [ADD]) is Lookback.NONE
     assert not proofs.words_matter(shape, [ADD])
 
 
 @pytest.mark.parametrize("shape", [USER, TOOL], ids=["user", "tool"])
-def test_a_template_that_looks_for_the_last_question_from_behind_writes_the_same_after_every_past(shape: Shape) -> None:
+def test_last_question_found_from_the_end_is_the_same_after_every_past(
+    shape: TurnShape,
+) -> None:
     assert "last_query_index" in QWEN
     assert past(QWEN, shape) is Lookback.NONE
 
@@ -343,7 +345,7 @@ SHOWS_ARGUMENTS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function
         (chatml(body=SHOWS_ARGUMENTS + "{{ 'A' if m.tool_calls[0].function.arguments | length > 1 }}"), TOOL, True),
     ],
 )
-def test_words_of_every_shape_are_proven_with_words_of_that_shape(text: str, shape: Shape, matter: bool) -> None:
+def test_words_of_every_shape_are_proven_with_words_of_that_shape(text: str, shape: TurnShape, matter: bool) -> None:
     assert Proofs(ChatTemplate(text, name="inline").renderer()).words_matter(shape, [ADD]) is matter
 
 

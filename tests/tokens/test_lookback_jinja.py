@@ -11,8 +11,8 @@ from runner.tokens.bridging.locality import Locality
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.lookback.proof import Proofs
-from runner.tokens.shape import AnsweredTurn, Arrival, Shape
 from runner.tokens.template import ChatTemplate
+from runner.tokens.turn_shape import AnsweredTurn, Arrival, TurnShape
 from tests.tokens.bridging import ADD, chatml
 
 LATE = "{{% if messages | length > 2 %}}{}{{% endif %}}"  # a plain question is rendered too, and must not raise
@@ -104,12 +104,12 @@ WORDS = {
 def test_words_that_change_what_follows_them_are_not_taken_for_others(name: str) -> None:
     body, matter = WORDS[name]
     renderer = ChatTemplate(chatml(body=body), name=name).renderer()
-    shape = Shape(False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
+    shape = TurnShape(False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
     assert Proofs(renderer).words_matter(shape, []) is matter
 
 
 def test_a_refusal_under_two_conditions_is_one() -> None:
     inner = "{% if 'q' in messages[0].content %}{{ raise_exception('n') }}{% endif %}"
     text = chatml() + f"{{% if messages | length > 6 %}}{inner}{{% endif %}}"
-    shape = Shape(False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
+    shape = TurnShape(False, calls=0, reasoning=False, text=True, new=(Arrival("user", False, False),), tools=b"")
     assert Proofs(ChatTemplate(text, name="two").renderer()).past(shape, []) == "refuses"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.tokens.shown_arguments import Part, unseen_of
+from runner.tokens.shown_arguments import ArgumentPart, unseen_of
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tool_forms import ToolsForm, parameters_in, unresolved
 from tests.conformance.argument_kinds import KINDS, kinds
@@ -100,14 +100,17 @@ def test_what_is_shown_of_a_tool_does_not_depend_on_the_tools_beside_it() -> Non
 
 def test_what_a_template_without_descriptions_leaves_out_is_named() -> None:
     unseen = unseen_of(renderer(NO_NOTES).render_tool, kinds()["model"])
-    assert {(each.part, each.what) for each in unseen} >= {(Part.FIELD, "given.begin"), (Part.FIELD, "given.days")}
+    assert {(each.part, each.what) for each in unseen} >= {
+        (ArgumentPart.FIELD, "given.begin"),
+        (ArgumentPart.FIELD, "given.days"),
+    }
     assert "the field given.begin" in map(str, unseen)
 
 
 def test_a_template_that_shows_no_tools_is_given_them_as_they_are() -> None:
     made = renderer(chatml())
     assert not made.fits_tools
-    assert {each.part for each in unseen_of(made.render_tool, kinds()["model"])} == {Part.NAME}
+    assert {each.part for each in unseen_of(made.render_tool, kinds()["model"])} == {ArgumentPart.NAME}
 
 
 # --- forms

@@ -17,27 +17,27 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from runner.messages import Message
-from runner.tokens.bridging.closes import Closes
-from runner.tokens.bridging.contents import FIELDS, Field, Rendering, Span, absent
+from runner.tokens.bridging.content_spans import FIELDS, Field, Rendering, Span, absent
 from runner.tokens.bridging.locality import Locality
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.bridging.tail_ids import TailIds
+from runner.tokens.bridging.turn_closers import TurnClosers
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, for_template
+from runner.tokens.turn_shape import AnsweredTurn
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
 # Episodes of a group begin with the same prompt, and start within a moment of each other.
-PROMPTS_KEPT = 16
+PROMPT_CACHE_SIZE = 16
 
 WORD = 40
 """A text of at most so many characters, such as a name or an id, comes again: what is known of it is kept."""
 
-WORDS_KEPT = 4096
+CONTROL_TEXT_CACHE_SIZE = 4096
 """The number of such texts of which it is kept."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
@@ -76,7 +76,7 @@ class Bridger:
 
     locality: Locality
     """Makes tails, and knows which of them depend on nothing before the last turn."""
-    closes: Closes
+    closes: TurnClosers
     """Which control tokens end a turn."""
 
     def __init__(
@@ -95,9 +95,9 @@ class Bridger:
         self.close_reasoning = close_reasoning
         self._prompts = PromptRenderer(renderer)
         self.locality = Locality(self._prompts)
-        self.closes = Closes(tokenizer, self._prompts)
+        self.closes = TurnClosers(tokenizer, self._prompts)
         self._latest: OrderedDict[PromptText, array[int]] = OrderedDict()
-        self._word_holds = lru_cache(WORDS_KEPT)(tokenizer.holds_control)
+        self._word_holds = lru_cache(CONTROL_TEXT_CACHE_SIZE)(tokenizer.holds_control)
 
     # --- bridges
 
@@ -292,7 +292,7 @@ class Bridger:
         if ids is None:
             ids = self._encoded(*prompt)
             self._latest[prompt] = ids[:]
-            while len(self._latest) > PROMPTS_KEPT:
+            while len(self._latest) > PROMPT_CACHE_SIZE:
                 self._latest.popitem(last=False)
         return ids
 

@@ -15,25 +15,25 @@ from functools import lru_cache
 from typing import cast
 
 from runner.messages import Message, canonical_json
-from runner.tokens.bridging.contents import words
+from runner.tokens.bridging.content_spans import words
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Further, Tail
 from runner.tokens.lookback.proof import Lookback, Proofs
 from runner.tokens.probe_messages import QUESTION, SYSTEM, TOOL, call_id, calling, tool_named
-from runner.tokens.shape import AnsweredTurn, Shape
 from runner.tokens.template import Renderer, ToolSchema
+from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Locality"]
 
 # Environments may offer other tools in every episode, which is another shape each time: what was learnt first is
 # forgotten, and learnt again if need be.
-KINDS_KEPT = 1000
-PROOFS_KEPT = 4096
+SHAPE_CACHE_SIZE = 1000
+PROOF_CACHE_SIZE = 4096
 
 
 @dataclass(slots=True)
-class _TurnShape:
+class _ShapeToProve:
     """What is known of the turns of one shape."""
 
     past: Lookback
@@ -54,7 +54,7 @@ class Locality:
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
         self._template = _key_of(renderer.renderer)
-        self._kinds: dict[Shape, _TurnShape] = {}
+        self._kinds: dict[TurnShape, _ShapeToProve] = {}
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
@@ -97,7 +97,7 @@ class Locality:
 
     # --- tails
 
-    def _short(self, kind: _TurnShape, answered: AnsweredTurn, stand_in: Sequence[Message] | None) -> Tail | None:
+    def _short(self, kind: _ShapeToProve, answered: AnsweredTurn, stand_in: Sequence[Message] | None) -> Tail | None:
         """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
@@ -118,7 +118,7 @@ class Locality:
             tail.real = self._real(stand_in, answered)
         return tail
 
-    def _proving(self, kind: _TurnShape, answered: AnsweredTurn) -> Callable[[Further], bool]:
+    def _proving(self, kind: _ShapeToProve, answered: AnsweredTurn) -> Callable[[Further], bool]:
         def proves(further: Further) -> bool:
             if further not in kind.proven:
                 kind.proven[further] = _further_proven(further, self._question(answered))
@@ -138,7 +138,7 @@ class Locality:
 
     # --- what is learnt of a shape
 
-    def _bridgeable_kind(self, answered: AnsweredTurn) -> _TurnShape:
+    def _bridgeable_kind(self, answered: AnsweredTurn) -> _ShapeToProve:
         shape = answered.shape
         kind = self._kinds.get(shape)
         if kind is None:
@@ -149,16 +149,16 @@ class Locality:
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
         return kind
 
-    def _learn(self, answered: AnsweredTurn) -> _TurnShape:
+    def _learn(self, answered: AnsweredTurn) -> _ShapeToProve:
         shape, tools = answered.shape, answered.tools
         refusal = self._hidden_message(shape, tools) or self._moved(shape, tools)
         past, words_matter = _proven(self._question(answered))
-        if len(self._kinds) >= KINDS_KEPT:
+        if len(self._kinds) >= SHAPE_CACHE_SIZE:
             del self._kinds[next(iter(self._kinds))]
-        kind = self._kinds[shape] = _TurnShape(past, words_matter, refusal)
+        kind = self._kinds[shape] = _ShapeToProve(past, words_matter, refusal)
         return kind
 
-    def _hidden_message(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
+    def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """A new message that the template does not show: markers tell, where "u" or "0" would be found anywhere."""
         markers = words(len(shape.new))
         tail = self._example(shape, tools, markers)
@@ -168,7 +168,7 @@ class Locality:
                 return Unbridgeable(Property.CONTENT_SHOWN, why)
         return None
 
-    def _moved(self, shape: Shape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
+    def _moved(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
         """Where the template prints tools or a system message behind the turn, which the prompt has before it.
 
         Mistral-Nemo prints the tools before the last user message, so that they move when a user speaks again.
@@ -195,7 +195,7 @@ class Locality:
         )
 
     def _example(
-        self, shape: Shape, tools: Sequence[ToolSchema], markers: Sequence[str], *, system: Message = SYSTEM
+        self, shape: TurnShape, tools: Sequence[ToolSchema], markers: Sequence[str], *, system: Message = SYSTEM
     ) -> Tail | None:
         """The tail of plain messages of this shape, or None where the template raises."""
         turn = _example_turn(shape, tools)
@@ -215,7 +215,7 @@ class _Question:
 
     template: tuple[object, ...]
     """All that tells the template, its options and its clock from others."""
-    shape: Shape
+    shape: TurnShape
     """The shape of the turn and what answers it; it tells the tools from others too."""
     renderer: Renderer = field(compare=False)
     tools: Sequence[ToolSchema] = field(compare=False)
@@ -226,7 +226,7 @@ def _key_of(renderer: Renderer) -> tuple[object, ...]:
     return template.text, canonical_json([template.variables, renderer.options, renderer.fits_tools]), renderer.now
 
 
-@lru_cache(PROOFS_KEPT)
+@lru_cache(PROOF_CACHE_SIZE)
 def _proven(asked: _Question) -> tuple[Lookback, bool]:
     """Whether the past can change tails of a shape, and whether the turn's words can."""
     proofs = Proofs(asked.renderer)
@@ -237,7 +237,7 @@ def _proven(asked: _Question) -> tuple[Lookback, bool]:
     return past, words_matter
 
 
-@lru_cache(PROOFS_KEPT)
+@lru_cache(PROOF_CACHE_SIZE)
 def _further_proven(further: Further, asked: _Question) -> bool:
     """Whether it is proven that what came before cannot change a further render."""
     shape = further.shape(asked.shape)
@@ -247,7 +247,7 @@ def _further_proven(further: Further, asked: _Question) -> bool:
 # --- plain messages of a shape
 
 
-def _example_turn(shape: Shape, tools: Sequence[ToolSchema]) -> Message:
+def _example_turn(shape: TurnShape, tools: Sequence[ToolSchema]) -> Message:
     content = "Some words." if shape.text else ""
     turn: Message = {"role": "assistant", "content": content}
     if shape.calls:
@@ -258,7 +258,7 @@ def _example_turn(shape: Shape, tools: Sequence[ToolSchema]) -> Message:
     return turn
 
 
-def _example_new(shape: Shape, turn: Message, markers: Sequence[str]) -> list[Message]:
+def _example_new(shape: TurnShape, turn: Message, markers: Sequence[str]) -> list[Message]:
     calls = iter(turn.get("tool_calls") or ())
     messages = []
     for each, word in zip(shape.new, markers, strict=True):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
 from runner.messages import Message
-from runner.tokens.bridging.contents import Rendering, find
+from runner.tokens.bridging.content_spans import Rendering, find
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.probe_messages import ANSWER, QUESTION
 from runner.tokens.template import Renderer, TemplateRaised, ToolSchema

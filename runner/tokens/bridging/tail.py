@@ -13,12 +13,12 @@ from functools import cached_property
 from typing import Any, cast
 
 from runner.messages import Message
-from runner.tokens.bridging.contents import ControlNames, Field, Rendering, Span, absent, find
+from runner.tokens.bridging.content_spans import ControlNames, Field, Rendering, Span, absent, find
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
-from runner.tokens.shape import AnsweredTurn, Shape
 from runner.tokens.template import ToolSchema
 from runner.tokens.token_diff import first_mismatch
+from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Further", "Tail"]
 
@@ -36,7 +36,7 @@ class Further(enum.StrEnum):
         """Whether it ends with the generation prompt."""
         return self is not Further.ALONE
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: TurnShape) -> TurnShape:
         """The shape of this further render, where the tail's own render has the given one."""
         if self is Further.WITHOUT_CALLS:
             return replace(shape, calls=0, reasoning=False, text=True)

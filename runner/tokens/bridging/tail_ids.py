@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from runner.tokens.bridging.closes import Closes
-from runner.tokens.bridging.contents import Span
+from runner.tokens.bridging.content_spans import Span
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Tail
+from runner.tokens.bridging.turn_closers import TurnClosers
 from runner.tokens.token_diff import first_mismatch
 from runner.tokens.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ class TailIds:
     ids: list[int]
     """The ids of the tail."""
 
-    def __init__(self, tail: Tail, tokenizer: Tokenizer, closes: Closes, spans: Sequence[Span]) -> None:
+    def __init__(self, tail: Tail, tokenizer: Tokenizer, closes: TurnClosers, spans: Sequence[Span]) -> None:
         self.ids = tokenizer.encode(tail.text, spans)
         self._tail = tail
         self._text = tail.text

@@ -13,7 +13,7 @@ from jinja2.visitor import NodeVisitor
 
 from runner.tokens.lookback.filters import TransferFunctions
 from runner.tokens.lookback.join import LoopExits, State, Symbols, join
-from runner.tokens.lookback.operators import RenderRaised, RenderStopped, Words
+from runner.tokens.lookback.operators import LastTurnText, RenderRaised, RenderStopped
 from runner.tokens.lookback.positions import range_of
 from runner.tokens.lookback.values import (
     AMBIGUOUS,
@@ -53,7 +53,7 @@ class Evaluator(NodeVisitor, ABC):
         names: dict[str, Value],
         symbols: Symbols,
         *,
-        words: Words | None = None,
+        words: LastTurnText | None = None,
         null_content: bool = False,
     ) -> None:
         self.refuses = False

@@ -42,7 +42,7 @@ from runner.tokens.lookback.values import (
     may_hold_end,
 )
 
-__all__ = ["Operators", "RenderRaised", "RenderStopped", "Words"]
+__all__ = ["LastTurnText", "Operators", "RenderRaised", "RenderStopped"]
 
 
 class RenderStopped(Exception):
@@ -54,7 +54,7 @@ class RenderRaised(RenderStopped):
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class LastTurnText:
     """What stands for the last turn's words where those are no sentinel."""
 
     text: Text
@@ -74,7 +74,7 @@ class Operators:
         words: the last turn's words where those may be any; None where they are a sentinel.
     """
 
-    def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: Words | None = None) -> None:
+    def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: LastTurnText | None = None) -> None:
         self._environment = environment
         self._context = environment.from_string("").new_context()
         self._eval_context = nodes.EvalContext(environment)

@@ -12,7 +12,7 @@ from jinja2 import nodes
 
 from runner.tokens.lookback.interpreter import Interpreter
 from runner.tokens.lookback.join import Symbols
-from runner.tokens.lookback.operators import Words
+from runner.tokens.lookback.operators import LastTurnText
 from runner.tokens.lookback.values import (
     END,
     GappedList,
@@ -25,8 +25,8 @@ from runner.tokens.lookback.values import (
     Value,
     is_independent,
 )
-from runner.tokens.shape import Arrival, Shape
 from runner.tokens.template import Renderer, ToolSchema, environment
+from runner.tokens.turn_shape import Arrival, TurnShape
 
 __all__ = ["Lookback", "Proofs"]
 
@@ -46,7 +46,7 @@ class Proofs:
     renderer: Renderer
     """The template, with its options and its clock fixed."""
 
-    def past(self, shape: Shape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
+    def past(self, shape: TurnShape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
         """Whether what came between the first question and the turn can change the text behind the turn's words."""
         symbols = Symbols()
         messages = [_last_turn(self.renderer, shape, symbols), *_new_messages(shape.new, symbols)]
@@ -55,19 +55,19 @@ class Proofs:
             return Lookback.POSSIBLE
         return Lookback.REFUSES if refuses else Lookback.NONE
 
-    def words_matter(self, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
+    def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
         """Whether the words of the turn may change the text behind them, or behind the first answer to its calls."""
         # Nothing of a call without arguments could be marked, so of that nothing is proven.
         return shape.bare or not self._same_behind_words(shape, tools, given=False)
 
-    def past_matters_to_words(self, shape: Shape, tools: Sequence[ToolSchema]) -> bool:
+    def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
         """Whether what came before may change the text behind some words of the turn, those of no sentinel included.
 
         `past` speaks of the render with the sentinel, in which no turn is empty or blank.
         """
         return not self._same_behind_words(shape, tools, given=True)
 
-    def _same_behind_words(self, shape: Shape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
+    def _same_behind_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
         """The text behind the turn's words is proven to be the same after every past and, unless `given`, all words.
 
         The same proof as `past`, with other words in the place of the sentinel: any at all that the shape allows.
@@ -77,7 +77,7 @@ class Proofs:
             self._same_behind(place, shape, tools, given=given) for place in places
         )
 
-    def _same_behind(self, place: str, shape: Shape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
+    def _same_behind(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
         """The same of what follows one place: the turn's content, its last argument, or the first answer to its calls.
 
         What is said in a call stands before the answer, so that the words of that are followed as well.
@@ -104,13 +104,13 @@ class Proofs:
         match place:
             case "content":
                 # The sentinel is among all words, and never empty.
-                words = Words(end, shape.text if given or shape.text else None)
+                words = LastTurnText(end, shape.text if given or shape.text else None)
                 content = words.text
             case "argument":
-                words = Words(end, True if as_text else None, typed=as_text)
+                words = LastTurnText(end, True if as_text else None, typed=as_text)
                 calls[-1]["function"]["arguments"] = end if as_text else LastArguments(said("argument"), end)
             case _:
-                words = Words(end, not shape.new[0].empty)
+                words = LastTurnText(end, not shape.new[0].empty)
                 new[0] = {**new[0], "content": end}
         turn = _turn(self.renderer, shape, content, said("reasoning"), calls)
         output, _ = self._output(shape, [turn, *new], tools, symbols, words=words)
@@ -121,13 +121,13 @@ class Proofs:
 
     def _output(
         self,
-        shape: Shape,
+        shape: TurnShape,
         last_items: Sequence[Value],
         tools: Sequence[ToolSchema],
         symbols: Symbols,
         *,
         asking: bool = True,
-        words: Words | None = None,
+        words: LastTurnText | None = None,
     ) -> tuple[Text | None, bool]:
         """What the template writes, as far as the turn's words end in it, and whether the past may make it raise."""
         roles = ["system", "user"] if shape.system else ["user"]
@@ -153,7 +153,7 @@ def _parsed(text: str) -> nodes.Template:
     return environment().parse(text)
 
 
-def _last_turn(renderer: Renderer, shape: Shape, symbols: Symbols) -> dict[str, Value]:
+def _last_turn(renderer: Renderer, shape: TurnShape, symbols: Symbols) -> dict[str, Value]:
     """The last turn with the end of its words marked, as a bridge renders it."""
     reasoning = _filled(symbols, "reasoning")
     if not shape.calls:
@@ -171,7 +171,7 @@ def _last_turn(renderer: Renderer, shape: Shape, symbols: Symbols) -> dict[str, 
 
 
 def _turn(
-    renderer: Renderer, shape: Shape, content: Value, reasoning: Value, calls: Sequence[Value] = ()
+    renderer: Renderer, shape: TurnShape, content: Value, reasoning: Value, calls: Sequence[Value] = ()
 ) -> dict[str, Value]:
     if calls and not shape.text:
         content = None if renderer.null_content else ""

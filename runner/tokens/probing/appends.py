@@ -17,9 +17,9 @@ from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking, special_tokens, tag_tokens
 from runner.tokens.junction import Seam
 from runner.tokens.probing.profile import TemplateProfile
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
+from runner.tokens.turn_shape import AnsweredTurn
 
 __all__ = ["Append", "AppendVerdict", "Exactness", "ExamplePassage", "appends_answer", "example", "verdicts"]
 

@@ -6,10 +6,10 @@ from runner.episode.parsed_turn import ParsedTurn
 from runner.trajectory import Trajectory
 from runner.verify.differences import Comparison, Difference, DifferenceFound, Kind
 
-__all__ = ["first_unspoken"]
+__all__ = ["first_message_mismatch"]
 
 
-def first_unspoken(trajectory: Trajectory) -> Difference | None:
+def first_message_mismatch(trajectory: Trajectory) -> Difference | None:
     """The first turn that is not in the messages, or that has ids although nobody gave any; None where all is well."""
     compare = Comparison(trajectory, repr)
     try:

@@ -1,4 +1,4 @@
-"""A sampled turn with the messages that answer it, and its shape: what is left of that whatever is said in it."""
+"""A sampled turn with the messages that answer it, and its shape: roles, call count and flags, without any text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import orjson
 from runner.messages import Message
 from runner.tokens.template import ToolSchema
 
-__all__ = ["AnsweredTurn", "Arrival", "Shape", "is_plain"]
+__all__ = ["AnsweredTurn", "Arrival", "TurnShape", "is_plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredTurn:
-    """A turn of the model and the messages that answer it: what a bridge is made for."""
+    """A turn of the model and the messages that answer it: the input of a bridge."""
 
     history: Sequence[Message]
     """Everything up to the turn, which is its last message."""
@@ -27,7 +27,7 @@ class AnsweredTurn:
     number: int = 0
     """The turn's number in its conversation."""
     plain: bool | None = None
-    """Whether `is_plain` holds for all of the history, where that is known; None lets it be looked up."""
+    """True if `is_plain` holds for all of the history; None if not known yet."""
 
     @property
     def turn(self) -> Message:
@@ -35,10 +35,10 @@ class AnsweredTurn:
         return self.history[-1]
 
     @property
-    def shape(self) -> Shape:
-        """What all answered turns of one kind have in common."""
+    def shape(self) -> TurnShape:
+        """The properties that all answered turns of one kind share."""
         turn = self.turn
-        return Shape(
+        return TurnShape(
             system=self.history[0]["role"] == "system",
             calls=len(turn.get("tool_calls") or ()),
             reasoning=bool(turn.get("reasoning_content")),
@@ -49,16 +49,17 @@ class AnsweredTurn:
         )
 
     def stand_in(self) -> list[Message] | None:
-        """The beginning of the history and the turn, or None where the messages are not such that these could do.
+        """Return the beginning of the history and the turn, if they are enough for a bridge; otherwise None.
 
-        They could where nothing but the usual is in any message, and no new one refers to what would be left out.
+        They are enough if each message has only the usual fields, and no new one refers to a message that would be left
+        out.
         """
         beginning = _beginning(self.history)
         if not beginning or "name" in self.turn:
             return None
         if not (all(map(is_plain, self.history)) if self.plain is None else self.plain):
             return None
-        # An answer to an earlier call is looked up by its id in the history.
+        # The result of an earlier call is found by its id in the history.
         ids = {call["id"] for call in self.turn.get("tool_calls") or ()}
         answers = (message.get("tool_call_id") for message in self.new if message["role"] == "tool")
         if not all(map(is_plain, self.new)) or not ids.issuperset(answers):
@@ -68,38 +69,37 @@ class AnsweredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A new message, whatever it says."""
+    """A new message, without its text."""
 
     role: str
-    """Whose message it is."""
     empty: bool
-    """Whether it says nothing."""
+    """True if its content is empty."""
     named: bool
-    """Whether it has a name."""
+    """True if it has a name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A turn and what answers it, whatever they say."""
+class TurnShape:
+    """The shape of a turn: roles, call count and flags, without any text. Bridges are cached per shape."""
 
     system: bool
-    """Whether the conversation begins with a system message."""
+    """True if the conversation begins with a system message."""
     calls: int
-    """How many calls the turn made."""
+    """Number of calls of the turn."""
     reasoning: bool
-    """Whether the turn has reasoning."""
+    """True if the turn has reasoning."""
     text: bool
-    """Whether the turn has content."""
+    """True if the turn has content."""
     new: tuple[Arrival, ...]
     """The messages after the turn."""
     tools: bytes
     """A hash of the schemas of the tools."""
     bare: bool = False
-    """Whether one of the calls has no arguments."""
+    """True if one of the calls has no arguments."""
 
 
 def is_plain(message: Message) -> bool:
-    """The message has what messages of its role have, and nothing else that a template could read."""
+    """True if a message has only the usual fields of its role, and nothing else that a template could read."""
     if not message.keys() <= _KEYS[message["role"]]:
         return False
     return bool(message.get("reasoning_content", True)) and bool(message.get("tool_calls", True))
@@ -114,7 +114,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def _beginning(history: Sequence[Message]) -> Sequence[Message]:
-    """The first question and a system message before it, neither empty nor named; nothing where it begins otherwise."""
+    """The first question and a system message before it, neither empty nor named; empty for any other beginning."""
     length = 2 if history[0]["role"] == "system" else 1
     begun = history[:length]
     if len(history) <= length or begun[-1]["role"] != "user":

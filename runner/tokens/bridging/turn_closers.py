@@ -1,4 +1,4 @@
-"""Closes: which control tokens a template ends turns with, and which open the next one."""
+"""TurnClosers: which control tokens a template ends turns with, and which open the next one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from contextlib import suppress
 from functools import cached_property
 
 from runner.messages import Message
-from runner.tokens.bridging.contents import words
+from runner.tokens.bridging.content_spans import words
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.probe_messages import AGAIN_ASKED, ANSWER, CALL, QUESTION, SYSTEM, result
-from runner.tokens.shape import AnsweredTurn
 from runner.tokens.tokenizer import Tokenizer
+from runner.tokens.turn_shape import AnsweredTurn
 
-__all__ = ["Closes"]
+__all__ = ["TurnClosers"]
 
 
-class Closes:
+class TurnClosers:
     """What is learnt of closes from plain conversations, each thing when it is first asked for."""
 
     def __init__(self, tokenizer: Tokenizer, renderer: PromptRenderer) -> None:

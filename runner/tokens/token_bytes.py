@@ -1,4 +1,4 @@
-"""Pieces: what each id of a vocabulary stands for when it is decoded, read from the steps of its decoder."""
+"""The bytes or words of each id of a vocabulary, read from the steps of its decoder."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["Words", "byte_pieces", "words"]
 class Words:
     """A vocabulary of words and single bytes, as SentencePiece makes them.
 
-    A run of byte ids is a text where all of it is valid UTF-8, and one U+FFFD for each byte where any of it is not.
+    A run of byte ids decodes to text if all of it is valid UTF-8, and otherwise to one U+FFFD for each byte.
     """
 
     texts: Sequence[str | None]
-    """The text of each id, shape [size]; None for ids that are not in the vocabulary, which are passed over."""
+    """The text of each id, shape [size]; None for ids outside the vocabulary, which are skipped."""
     bytes: Mapping[int, int]
-    """The byte of each id that stands for one."""
+    """The byte of each id that stands for one byte."""
     space: str
     """The character that may be dropped at the very beginning."""
     dropped: int
-    """How many such characters are dropped, at most."""
+    """Most such characters that are dropped."""
     rewritten: Sequence[tuple[str, str]]
-    """What decoding writes in another way wherever it stands, such as "▁" for a space, and how."""
+    """Texts that decoding replaces everywhere, such as "▁" for a space, and their replacements."""
 
 
 def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> list[bytes] | None:
-    """The bytes of each id, shape [size], where decoding is joining them; None elsewhere.
+    """Return the bytes of each id, shape [size], if decoding only joins them; otherwise None.
 
     Args:
         decoder: the decoder's part of a tokenizer.json.
@@ -43,13 +43,13 @@ def byte_pieces(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
     written = {chr(point) for point in names}
     pieces = [b""] * size
     for name, token_id in vocabulary.items():
-        # A token with any other character stands for its own text, as added tokens do.
+        # A token with any other character is its own text, as added tokens are.
         pieces[token_id] = name.translate(names).encode("latin-1") if written.issuperset(name) else name.encode()
     return pieces
 
 
 def words(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int], size: int) -> Words | None:
-    """The words of a vocabulary whose decoder replaces, joins bytes and strips the beginning; None elsewhere."""
+    """Return the words of a vocabulary whose decoder replaces, joins bytes and strips the beginning; otherwise None."""
     steps = _steps(decoder) if decoder else []
     shape = "".join(_letter(step) for step in steps)
     if not re.fullmatch("R*B?F?|R*B?FS", shape) or not steps:
@@ -76,7 +76,7 @@ def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _letter(step: Mapping[str, Any]) -> str:
-    """The step's letter in the shapes that are known; a question mark for all else."""
+    """The letter of a step in the known decoders; a question mark for any other step."""
     match step:
         case {"type": "Replace", "pattern": {"String": _}}:
             return "R"
@@ -90,7 +90,7 @@ def _letter(step: Mapping[str, Any]) -> str:
 
 
 def _byte_names() -> dict[int, int]:
-    """Code points of the characters in which byte-level vocabularies write bytes, to the bytes (GPT-2's table)."""
+    """Bytes by the code points of the characters that byte-level vocabularies use for them (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
