@@ -224,7 +224,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise BadModel(f"{path} is no JSON: {error}. {_CHOICES}") from error
+        raise BadModel(f"{path} is not JSON: {error}. {_CHOICES}") from error
     return content if isinstance(content, dict) else {}
 
 

@@ -40,7 +40,7 @@ class ByteTokenizer(Tokenizer):
             raise ValueError(f"{'a token is empty' if '' in names else 'a token is given as special and as added'}")
         self._control = {name: 256 + index for index, name in enumerate(names)}
         if eos_token not in special:
-            raise ValueError(f"{eos_token!r} is none of the control tokens {', '.join(special)}")
+            raise ValueError(f"{eos_token!r} is not one of the control tokens {', '.join(special)}")
         self.eos_id: int | None = self._control[eos_token]
         self.special_ids = frozenset(self._control[name] for name in special)
         self.control_ids = frozenset(self._control.values())

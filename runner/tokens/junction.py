@@ -57,9 +57,13 @@ class Junction:
     """One junction, with one field for each question."""
 
     result: Result
+    """The result for the history."""
     anchor: Anchor
+    """The place after which the bridge is attached."""
     close: Close
+    """The origin of the turn's closing tokens."""
     seam: Seam
+    """The proof that the ids at the seam would not have merged."""
     inserted: int
     """Number of ids inserted, all with loss mask 0."""
     dropped: int = 0

@@ -31,8 +31,11 @@ class VersionSpan:
     """Ids `start` to `end` (exclusive) were sampled with weights `version`."""
 
     version: str
+    """The weight version."""
     start: int
+    """Index of the first id."""
     end: int
+    """Index after the last id."""
 
 
 @dataclass(slots=True, repr=False)

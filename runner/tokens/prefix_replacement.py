@@ -217,7 +217,7 @@ def _lost(
             at = next((at for at, pair in enumerate(zip(stretch, there, strict=False)) if len({*pair}) > 1), len(there))
             return _refused(
                 PrefixResult.HISTORY_EDITED,
-                f"model_prefix_token_ids[{begin + at}:] is {_shown(stretch[at:])}, which nobody sampled, "
+                f"model_prefix_token_ids[{begin + at}:] is {_shown(stretch[at:])}, which was not sampled, "
                 f"and {name}[{position + at}:] is {_shown(there[at:])}",
             )
         position += len(stretch)

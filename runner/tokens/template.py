@@ -120,6 +120,7 @@ class Renderer:
     """A template with fixed options and a fixed clock, so that one conversation always renders to one text."""
 
     template: ChatTemplate
+    """The template to render."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Names that the template reads, such as `enable_thinking`."""
     now: datetime = field(default_factory=datetime.now)

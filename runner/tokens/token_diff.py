@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # a process that probes a template does not load a vocabulary
 
 __all__ = ["first_mismatch", "token_diff"]
 
-_BEFORE: Final = 4
+_IDS_BEFORE_COUNT: Final = 4
 """Number of ids shown before the first difference."""
-_COLUMNS: Final = 12
+_COLUMN_COUNT: Final = 12
 """Number of ids shown in all: as many as fit a line of a terminal."""
-_TEXT: Final = 40
+_TEXT_CHARS: Final = 40
 """Number of characters of text shown on each side."""
 
 
@@ -31,8 +31,10 @@ def token_diff(
 ) -> str:
     """Show both around their first difference: as text, and id by id, with marks under the ids that differ."""
     at = first_mismatch(recorded, now)
-    begin = max(0, at - _BEFORE)
-    columns = list(_columns(recorded[begin : begin + _COLUMNS], now[begin : begin + _COLUMNS]))[:_COLUMNS]
+    begin = max(0, at - _IDS_BEFORE_COUNT)
+    columns = list(_columns(recorded[begin : begin + _COLUMN_COUNT], now[begin : begin + _COLUMN_COUNT]))[
+        :_COLUMN_COUNT
+    ]
     sides = [[_cell(column[side], tokenizer) for column in columns] for side in (0, 1)]
     widths = [max(map(len, cells)) for cells in zip(*sides, strict=True)]
     marks = ["" if one == other else "^" * width for (one, other), width in zip(columns, widths, strict=True)]
@@ -60,6 +62,6 @@ def _row(name: str, cells: Sequence[str], widths: Sequence[int], margin: int) ->
 
 
 def _text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> str:
-    before = tokenizer.decode(ids[max(0, at - _TEXT) : at])
-    after = tokenizer.decode(ids[at : at + _TEXT])
-    return f"{before[-_TEXT:]!r} then {after[:_TEXT]!r}"
+    before = tokenizer.decode(ids[max(0, at - _TEXT_CHARS) : at])
+    after = tokenizer.decode(ids[at : at + _TEXT_CHARS])
+    return f"{before[-_TEXT_CHARS:]!r} then {after[:_TEXT_CHARS]!r}"

@@ -195,7 +195,7 @@ class VocabularyTokenizer:
     ) -> VocabularyTokenizer:
         """Return a copy with another library tokenizer, which has the added tokens and then the new ones."""
         if any(tokenizer.token_to_id(token.content) != token_id for token_id, token in added.items()):
-            raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added behind them")
+            raise ValueError("the added tokens of this vocabulary leave ids out, so none can be added after them")
         other = copy.copy(self)
         other._by_template = {}
         other.size = max([self.size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
@@ -208,7 +208,7 @@ class VocabularyTokenizer:
         own = self._tokenizer.id_to_token(self.eos_id) if self.eos_id is not None else None
         other._use(tokenizer, eos_token or own)
         if eos_token is not None and other.eos_id is None:
-            raise ValueError(f"{eos_token!r} is no token of this vocabulary")
+            raise ValueError(f"{eos_token!r} is not a token of this vocabulary")
         return other
 
     def encode(self, text: str, content: Content = ()) -> list[int]:

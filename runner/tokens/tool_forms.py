@@ -30,7 +30,7 @@ class ToolsForm(enum.StrEnum):
     MERGED = "merged"  # the same, with one schema for every union: lists of types, all the fields, all the values
 
 
-_NODES: Final = 2000
+_MAX_NODES: Final = 2000
 """Most schemas in one tool once references are in place; the rest becomes a bare type."""
 
 _REWRITTEN: Final = frozenset(
@@ -166,7 +166,7 @@ class _Rewriting:
         target = resolved(reference, self.written)
         if target is None:  # of another document, whose content is not known
             return dict(schema)
-        if reference in self.within or self.nodes > _NODES:
+        if reference in self.within or self.nodes > _MAX_NODES:
             # A schema that refers to itself is shown once, and within itself as its type.
             return {**{key: target[key] for key in ("type", "description") if key in target}, **self._beside(beside)}
         self.within.append(reference)

@@ -134,5 +134,5 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path.name} is no JSON: {error}") from error
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
     return content if isinstance(content, dict) else {}

@@ -1,1 +1,1 @@
-"""Looks at what a run file says and builds it again from what the model was given."""
+"""Verification of a run file: prompts, turns and records are built again and compared."""

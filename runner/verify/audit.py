@@ -1,4 +1,4 @@
-"""Whether the episodes of a run file fit one another: none missing, none there twice, and the summary counts these."""
+"""Checks that the episodes of a run file fit together: none missing, none twice, and a matching summary."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _SAME_EPISODE: Final = (
 _OF_ALL_AGENTS: Final = ("outcome", "limit_name", "limit_agent", "reason", "error", "metrics", "seed", "superseded")
 _DISAGREE: Final = " OR ".join(f"count(DISTINCT {column}) > 1" for column in _OF_ALL_AGENTS)
 
-# Each selects the episodes, or tasks, of which something is wrong. In SQL, since a run may have more episodes than fit
-# the memory.
+# Each selects faulty episodes or tasks. In SQL, since a run may have more episodes than fit into memory.
 _MISFITS: Final = (
     ("SELECT '' AS id FROM segments WHERE episode NOT IN (SELECT key FROM episodes)", "segments of no episode"),
     ("SELECT '' AS id FROM turns WHERE episode NOT IN (SELECT key FROM episodes)", "turns of no episode"),
@@ -56,7 +55,7 @@ _MISFITS: Final = (
     ),
     (
         "SELECT id FROM episodes WHERE group_index NOT BETWEEN 0 AND :group_size - 1",
-        "its index is none of a group of the run's size",
+        "its index is not within a group of the run's size",
     ),
     (
         "SELECT id FROM episodes GROUP BY task_id, visit, group_index "
@@ -70,7 +69,7 @@ _MISFITS: Final = (
     ),
     (
         f"SELECT id FROM episodes WHERE superseded AND outcome NOT IN ({_AGAIN})",
-        "it is no result of the run, and nothing was wrong with it",
+        "it is not a result of the run, and it did not fail",
     ),
     (
         "SELECT id FROM episodes AS this WHERE superseded AND (SELECT complete FROM run) AND NOT EXISTS "
@@ -91,9 +90,9 @@ _COUNTED: Final = f"FROM episodes WHERE NOT superseded AND outcome NOT IN ({_UNF
 
 
 def first_misfit(path: Path, header: Header) -> Difference | None:
-    """The first thing of the file at `path` in which its episodes do not fit one another, or None.
+    """Return the first inconsistency between the episodes of the file at `path`, or None.
 
-    A run that is being written is looked at as it is at one moment.
+    A run that is being written is checked as of one moment.
     """
     with storage_faults(path), closing(open_reader(path)) as connection:
         connection.execute("BEGIN")  # every statement sees the file as it is at the first one
@@ -105,7 +104,7 @@ def first_misfit(path: Path, header: Header) -> Difference | None:
 
 
 def _miscount(connection: sqlite3.Connection) -> Difference | None:
-    """What the summary of a complete run counts otherwise."""
+    """Return the first figure of a complete run's summary that differs from its rows."""
     complete, text = connection.execute("SELECT complete, summary FROM run").fetchone()
     if not complete:
         return None
@@ -125,7 +124,7 @@ def _of_the_summary(explanation: str, stored: object, derived: object) -> Differ
 
 
 def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """What the rows hold, by the keys under which a summary tells it."""
+    """The figures of the rows, by their keys in a summary."""
     episodes = f"SELECT DISTINCT task_id, visit, group_index, outcome {_COUNTED}"
     outcomes = dict(connection.execute(f"SELECT outcome, count(*) FROM ({episodes}) GROUP BY outcome").fetchall())
     yield ("episodes",), sum(outcomes.values())
@@ -140,7 +139,7 @@ def _counts(connection: sqlite3.Connection, summary: Mapping[str, Any]) -> Itera
 
 
 def _told(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
-    """What the summary says there; 0 where it says nothing."""
+    """The figure of the summary; 0 if it has none."""
     value: Any = summary
     for key in keys:
         value = value.get(key, {})
@@ -148,7 +147,7 @@ def _told(summary: Mapping[str, Any], keys: tuple[str, ...]) -> float:
 
 
 def launch_difference(path: Path, header: Header) -> Difference | None:
-    """The first launch of a file whose configuration could not have gone on with the run."""
+    """Return the first launch of a file whose configuration could not have continued the run."""
     with storage_faults(path), closing(open_reader(path)) as connection:
         for number, text in connection.execute("SELECT number, header FROM launches ORDER BY number"):
             try:

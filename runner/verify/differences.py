@@ -1,4 +1,4 @@
-"""What does not follow: where in a trajectory it is, and how it looks from both sides."""
+"""Differences: the place in a trajectory, and both sides."""
 
 from __future__ import annotations
 
@@ -13,113 +13,111 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["Comparison", "Difference", "DifferenceFound", "Ids", "Kind", "SpokenText"]
 
 CONTEXT_IDS = 12
-"""Ids on each side of a difference that are shown."""
+"""Number of ids shown on each side of a difference."""
 
 CONTEXT_CHARS = 40
-"""The same in characters, where texts are compared."""
+"""The same in characters, for texts."""
 
 Ids: TypeAlias = Sequence[int]
 
 
 class Kind(enum.StrEnum):
-    """What it is that does not follow from the rest."""
+    """The kind of a difference."""
 
     HEADER = "header"
-    """The run's configuration is not the one that it was begun with."""
+    """The run's configuration differs from the one at its beginning."""
     EPISODES = "episodes"
-    """The episodes of the file do not fit one another, or what the run says of them."""
+    """The episodes of the file do not fit together, or not to the summary."""
     UNREADABLE = "unreadable"
-    """A row holds no trajectory."""
+    """A row is not a trajectory."""
     LAYOUT = "layout"
-    """Turns, ids, sources and messages do not fit one another."""
+    """Turns, ids, sources and messages do not fit together."""
     FIRST_PROMPT = "first_prompt"
     """A first prompt is not the render of its messages."""
     BRIDGE = "bridge"
-    """What stands between two turns is not what the template puts there."""
+    """The ids between two turns are not those that the template inserts."""
     JUNCTION = "junction"
-    """The record of how a prompt was made is not how it is made."""
+    """The record of how a prompt was made differs."""
     STOP = "stop"
-    """What is said to have ended a turn is not where it was sampled."""
+    """The stop of a turn is not where it was sampled."""
     TURN = "turn"
-    """The sampled ids say something else than the turn."""
+    """The text of the sampled ids differs from the turn."""
     MESSAGE = "message"
-    """The sampled ids say something else than the assistant's message, or a message cannot be."""
+    """The text of the sampled ids differs from the assistant's message, or a message is invalid."""
     OUTCOME = "outcome"
-    """How the episode ended contradicts itself."""
+    """The outcome of the episode contradicts itself."""
     REWARD = "reward"
     """The reward is not the weighted sum of its parts, or there should be none."""
     SEED = "seed"
     """A seed does not follow from the run's."""
     LOGPROBS = "logprobs"
-    """A sampled id has no log-probability, or one that cannot be."""
+    """A sampled id has no log-probability, or an impossible one."""
     VERSIONS = "versions"
     """The weight versions do not cover the sampled ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first thing of a trajectory that does not follow from its messages and its sampled ids."""
+    """The first part of a trajectory that does not follow from its messages and its sampled ids."""
 
     kind: Kind
-    """What it is that does not follow."""
     explanation: str
-    """The same for people."""
+    """The difference in words."""
     episode: str = ""
-    """The id of the episode; "" where it is in none."""
+    """The id of the episode; "" if it is not in one."""
     agent: str = ""
     attempt: int = 0
     segment: int | None = None
-    """The segment of the trajectory; None where the difference is in none."""
+    """The segment of the trajectory; None if it is not in one."""
     turn: int | None = None
-    """The turn that it belongs to, as in `Turn.number`, or None."""
+    """The turn, as in `Turn.number`, or None."""
     index: int | None = None
     """The first id that differs, as an index into the segment's ids, or None."""
     stored: str = ""
-    """What the file holds around it, decoded."""
+    """The file's content around it, decoded."""
     derived: str = ""
-    """What was made again, decoded."""
+    """The derived content, decoded."""
     stored_ids: tuple[int, ...] = ()
-    """The ids behind `stored`, where ids were compared."""
+    """The ids of `stored`, if ids were compared."""
     derived_ids: tuple[int, ...] = ()
-    """The ids behind `derived`."""
+    """The ids of `derived`."""
 
 
 class DifferenceFound(Exception):
-    """Ends the examination of a trajectory, since what follows a first difference differs for its sake."""
+    """Ends the check of a trajectory: everything after a first difference may differ because of it."""
 
     def __init__(self, difference: Difference) -> None:
         super().__init__(difference.explanation)
         self.difference = difference
-        """The difference that was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpokenText:
-    """The text of a turn's ids, with those of the cut turns that it goes on with."""
+    """The text of a turn's ids, with those of the cut turns that it continues."""
 
     turn: Turn
     begin: int
     """The first of the ids, as an index into the segment's."""
     text: str
-    """What was said, without the stop."""
+    """The text without the stop."""
 
 
 class Comparison:
-    """Compares what is stored with what was derived, in one turn of a trajectory after the other.
+    """Compares stored and derived values, one turn of a trajectory after the other.
 
-    Each comparison raises `DifferenceFound` where the two differ.
+    Each comparison raises `DifferenceFound` if the two differ.
     """
 
     def __init__(self, trajectory: Trajectory, decode: Callable[[Ids], str]) -> None:
         self.segment: int | None = None
-        """The segment that is being looked at."""
+        """The segment that is being checked."""
         self.turn: int | None = None
-        """The turn that is being looked at, as in `Turn.number`; None beside every turn."""
+        """The turn that is being checked, as in `Turn.number`; None outside turns."""
         self._trajectory = trajectory
         self._decode = decode
 
     def differ(self, kind: Kind, explanation: str, **fields: Any) -> NoReturn:
-        """Raise `DifferenceFound`: something differs here."""
+        """Raise `DifferenceFound` for this place."""
         trajectory = self._trajectory
         difference = Difference(
             kind=kind,
@@ -151,7 +149,7 @@ class Comparison:
         )
 
     def text(self, kind: Kind, what: str, stored: str, derived: str, spoken: SpokenText) -> None:
-        """Compare text with what was read from sampled ids."""
+        """Compare text with the text of sampled ids."""
         if stored == derived:
             return
         at = first_mismatch(stored, derived)
@@ -165,7 +163,7 @@ class Comparison:
         )
 
     def _index_of(self, part: str, at: int, spoken: SpokenText) -> int:
-        """The id that character `at` of `part` came from; where that is not seen, the first one of what was said."""
+        """The id of character `at` of `part`; the first one of the turn if that is not found."""
         offset = spoken.text.find(part) if part else -1
         if offset < 0:
             return spoken.begin

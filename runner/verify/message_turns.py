@@ -1,4 +1,4 @@
-"""What can be looked at where a server of messages spoke: the turns stand in the messages, and there are no ids."""
+"""Checks for a chat API as the engine: the turns are in the messages, and there are no ids."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["first_message_mismatch"]
 
 
 def first_message_mismatch(trajectory: Trajectory) -> Difference | None:
-    """The first turn that is not in the messages, or that has ids although nobody gave any; None where all is well."""
+    """Return the first turn that is not in the messages, or that has ids although the engine has none; or None."""
     compare = Comparison(trajectory, repr)
     try:
         for number, segment in enumerate(trajectory.segments):
             compare.segment = number
             if len(segment.log):
-                compare.differ(Kind.LAYOUT, "it has ids, and its server gives none", stored=str(len(segment.log)))
+                compare.differ(Kind.LAYOUT, "it has ids, and its server returns none", stored=str(len(segment.log)))
             said = iter(segment.messages[: len(segment.messages) - segment.unseen])
             for turn in trajectory.turns:
                 if turn.segment != number:
                     continue
                 compare.turn = turn.number
                 reply = ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
-                if not any(message == reply for message in said):  # each behind the one before
+                if not any(message == reply for message in said):  # each after the one before
                     compare.differ(Kind.MESSAGE, "what it says is in no message", stored="", derived=str(reply))
             compare.turn = None
     except DifferenceFound as found:

@@ -1,8 +1,8 @@
-"""Verification: every prompt of a trajectory made again from its messages and its sampled ids, and compared.
+"""Verification: every prompt of a trajectory is built again from its messages and its sampled ids, and compared.
 
-Messages and sampled ids are what a trajectory is made from; everything else of it follows. The first prompt of a
-segment is the render of its first messages, a bridge is what the template puts between a turn and the messages after
-it, and a turn says what its ids decode to. Whatever does not follow is a `Difference`.
+A trajectory is made from messages and sampled ids; everything else follows from them. The first prompt of a segment is
+the render of its first messages, a bridge is what the template inserts between a turn and the next messages, and a
+turn's text is what its ids decode to. Anything that does not follow is a `Difference`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def stored_chat(
     named: Callable[[Tokenizer], ExternalReader] | None = None,
     fit_tools: bool = False,
 ) -> ChatModel:
-    """The chat model of a run whose engine is not running: it makes prompts and reads turns, and samples nothing."""
-    # As much of an engine as prompts are made with.
+    """Return the chat model of a run whose engine is not running, for building prompts and parsing turns."""
+    # The parts of an engine that prompts need.
     engine = SimpleNamespace(tokenizer=tokenizer, template=template, stop_ids=tuple(stop_ids))
     return ChatModel(
         cast("Engine", engine),
@@ -67,14 +67,14 @@ def stored_chat(
 def first_difference(
     trajectory: Trajectory, chat: ChatModel, others: Callable[[str], Trajectory] | None = None
 ) -> Difference | None:
-    """The first thing of `trajectory` that does not follow from its messages and its sampled ids, or None.
+    """Return the first part of `trajectory` that does not follow from its messages and its sampled ids, or None.
 
-    Every prompt is rendered whole. Messages at the end that the model never saw are not looked at.
+    Every prompt is rendered whole. Messages at the end that the model never saw are not checked.
 
     Args:
-        trajectory: what is looked at.
-        chat: the model that spoke for its agent; see `stored_chat`.
-        others: gives the trajectory of another agent of the same episode, which a segment may go on from.
+        trajectory: the trajectory to check.
+        chat: the model of its agent; see `stored_chat`.
+        others: returns the trajectory of another agent of the same episode, which a segment may continue.
     """
     try:
         _TrajectoryCheck(trajectory, chat, others).run()
@@ -91,7 +91,7 @@ class _CheckedSegment:
     turns: list[Turn]
     """The turns that were sampled in it, in order."""
     seen: list[Message]
-    """The messages that were put before the model, and those that it said."""
+    """The messages that the model saw, and its own."""
     spoken: list[int]
     """The indices into `seen` of the assistant messages that were sampled in this segment."""
 
@@ -101,22 +101,22 @@ class _CheckedSegment:
         return self.seen[: self.spoken[0]]
 
     def speech_of(self, turn: Turn) -> int:
-        """The index of the message that a turn is of, among those that were sampled in this segment."""
+        """The index of a turn's message among those that were sampled in this segment."""
         return len(_speeches([each for each in self.turns if each.start <= turn.start])) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What the first turn of a segment begins with."""
+    """The state at the first turn of a segment."""
 
     calls: int = 0
-    """How many calls were made before, on its path."""
+    """Number of calls before it, on its path."""
     begin: int | None = None
-    """The first id of its message, where that began in the turn that the segment follows."""
+    """The first id of its message, if that began in the turn that the segment follows."""
 
 
 class _TrajectoryCheck:
-    """One trajectory, from its first id to its last; raises `DifferenceFound` at the first difference."""
+    """The check of one trajectory, from its first id to its last; raises `DifferenceFound` at the first difference."""
 
     def __init__(
         self, trajectory: Trajectory, chat: ChatModel, others: Callable[[str], Trajectory] | None = None
@@ -124,9 +124,9 @@ class _TrajectoryCheck:
         self._trajectory = trajectory
         self._chat = chat
         self._others = others
-        self._calls = 0  # made so far on the path: the calls of a turn are numbered on from those before
+        self._calls = 0  # number of calls so far on the path: a turn's calls are numbered after those before
         self._made_calls: dict[tuple[str, int], tuple[int, int]] = {}
-        self._junction: Junction | None = None  # of the bridge that was made last
+        self._junction: Junction | None = None  # of the latest bridge
         self._done: list[_CheckedSegment] = []
         self._compare = Comparison(trajectory, chat.tokenizer.decode)
         self._retried = _played_again(trajectory)
@@ -156,7 +156,7 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.LAYOUT, f"{length - ends[-1]} ids belong to no turn", index=ends[-1])
         below = next((index for index, token_id in enumerate(ids) if token_id < 0), None)
         if below is not None:
-            self._compare.differ(Kind.LAYOUT, f"{ids[below]} is no token id", index=below)
+            self._compare.differ(Kind.LAYOUT, f"{ids[below]} is not a token id", index=below)
         self._check_sources(segment, turns)
         self._compare.turn = None
 
@@ -174,9 +174,9 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.LAYOUT, "the source of an id", index=at, stored=stored, derived=derived)
 
     def _seen(self, segment: Segment, turns: Sequence[Turn]) -> tuple[list[Message], list[int]]:
-        """The messages that the model saw or said, and which of them it said in this segment.
+        """The messages that the model saw or sampled, and which of them it sampled in this segment.
 
-        No assistant message comes to a segment but by a turn, so those of the turns are the last ones.
+        Every assistant message of a segment comes from a turn, so those of the turns are the last ones.
         """
         try:
             messages = as_messages(segment.messages)
@@ -194,7 +194,7 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.LAYOUT, f"{speeches} turns have {len(said)} assistant messages")
         if len(seen) > (said[-1] + 1 if speeches else 0):
             self._compare.differ(
-                Kind.MESSAGE, "messages behind the last turn are not among those that the model never saw"
+                Kind.MESSAGE, "messages after the last turn are not among those that the model never saw"
             )
         return seen, said[len(said) - speeches :]
 
@@ -237,7 +237,7 @@ class _TrajectoryCheck:
             self._compare.differ(Kind.JUNCTION, "the record of its junction", stored=was, derived=becomes)
 
     def _origin(self, origin: Origin) -> tuple[_CheckedSegment, Turn]:
-        """The turn that a segment follows, and its own segment."""
+        """The turn that a segment follows, and its segment."""
         parts, turns = self._done, self._trajectory.turns
         if origin.agent != self._trajectory.agent:
             other = self._others(origin.agent) if self._others is not None else None
@@ -245,7 +245,7 @@ class _TrajectoryCheck:
             parts = _parts_of(other) if other is not None else []
         turn = next((turn for turn in turns if turn.number == origin.number), None)
         if turn is None or turn.segment >= len(parts):
-            self._compare.differ(Kind.LAYOUT, f"there is no turn {origin.number} of {origin.agent!r} to go on from")
+            self._compare.differ(Kind.LAYOUT, f"there is no turn {origin.number} of {origin.agent!r} to continue")
         return parts[turn.segment], turn
 
     def _once_more(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> Ids:
@@ -256,7 +256,7 @@ class _TrajectoryCheck:
         return turn.prompt_ids
 
     def _branched(self, part: _CheckedSegment, before: _CheckedSegment, turn: Turn) -> tuple[Ids, _Begun]:
-        """The prompt of a segment that goes on behind a turn of another one."""
+        """The prompt of a segment that continues after a turn of another one."""
         first, speech = part.turns[0], before.speech_of(turn)
         begin = _speeches([each for each in before.turns if each.start <= turn.start])[-1].start
         calls = self._calls_of(before, turn)
@@ -264,14 +264,14 @@ class _TrajectoryCheck:
         going_on = first.start == turn.end
         shared = history[: len(history) - going_on]
         if encode_json(part.prompt[: len(shared)]) != encode_json(shared):
-            self._compare.differ(Kind.MESSAGE, "what it goes on from was said otherwise")
+            self._compare.differ(Kind.MESSAGE, "the turn that it continues differs")
         ids = turn.log.ids[: turn.end]
         if going_on:
             return ids, _Begun(calls[0], begin)
         return ids + array("i", self._joined(part, turn, history, part.prompt[len(history) :])), _Begun(calls[1])
 
     def _message_of(self, part: _CheckedSegment, turn: Turn, begin: int, calls: int) -> Message:
-        """What a turn said; where it was cut and gone on with, as far as it came."""
+        """The message of a turn; of a cut and continued one, as far as it came."""
         last = [each for each in part.turns if part.speech_of(each) == part.speech_of(turn)][-1]
         if last is turn:
             return part.seen[part.spoken[part.speech_of(turn)]]
@@ -281,7 +281,7 @@ class _TrajectoryCheck:
         ).as_message()
 
     def _calls_of(self, part: _CheckedSegment, turn: Turn) -> tuple[int, int]:
-        """How many calls were made before a turn's message on its path, and with it."""
+        """Number of calls before a turn's message on its path, and with it."""
         key = turn.agent, turn.number
         if key not in self._made_calls:
             self._count_calls(part, turn.agent)
@@ -314,8 +314,8 @@ class _TrajectoryCheck:
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))
 
     def _appended(self, segment: Segment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
-        # The run renders a short stand-in for the history where that is proven to give the same bridge. Verification
-        # has to find out whether it did, so it renders the history itself.
+        # The run renders a short stand-in for the history if that is proven to have the same bridge. Verification must
+        # check that, so it renders the history itself.
         tail = self._chat.bridger.locality.whole_tail(AnsweredTurn(history, new, segment.tools), real=True)
         bridge = self._chat.bridge(before, tail)
         self._junction = bridge.junction
@@ -330,7 +330,7 @@ class _TrajectoryCheck:
         return junction
 
     def _followed(self, part: _CheckedSegment, before: Turn, messages: Sequence[Message]) -> Ids:
-        """What the render of everything has behind the turn, where a template is followed."""
+        """The render of everything after the turn, if a template is followed."""
         bridger, tools = self._chat.bridger, part.segment.tools
         whole = self._made(Kind.BRIDGE, lambda: bridger.first_prompt(messages, tools))
         self._compare.ids(Kind.BRIDGE, part.segment.log.ids[: before.end], whole[: before.end], 0)
@@ -341,7 +341,7 @@ class _TrajectoryCheck:
             return make()
         except Unbridgeable as error:
             self._compare.differ(kind, f"no prompt can be made of the messages: {error}")
-        # What malformed messages raise; no author could have added them.
+        # Errors of malformed messages, which no author could have added.
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self._compare.differ(Kind.MESSAGE, f"the messages cannot be rendered: {type(error).__name__}: {error}")
 
@@ -384,7 +384,7 @@ class _TrajectoryCheck:
         return view
 
     def _said(self, turn: Turn, begin: int) -> str:
-        """The text of what was said from `begin` on, without the stop."""
+        """The text from `begin` on, without the stop."""
         ids, decode = turn.log.ids, self._chat.tokenizer.decode
         if turn.finish is not FinishReason.STOP or turn.stop is None:
             ends = () if turn.sampling is not None and turn.sampling.ignore_eos else self._chat.stop_ids
@@ -415,14 +415,14 @@ class _TrajectoryCheck:
 
 
 def _as_tools(segment: Segment) -> list[Tool]:
-    """As much of the tools as reading a call takes."""
+    """The parts of the tools that parsing a call needs."""
     functions = [tool["function"] for tool in segment.tools]
     tools = [SimpleNamespace(name=each["name"], parameters=each.get("parameters") or {}) for each in functions]
     return cast("list[Tool]", tools)
 
 
 def _parts_of(trajectory: Trajectory) -> list[_CheckedSegment]:
-    """The segments of another agent's trajectory, which is checked by itself."""
+    """The segments of another agent's trajectory, which is checked separately."""
     parts = []
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
@@ -433,7 +433,7 @@ def _parts_of(trajectory: Trajectory) -> list[_CheckedSegment]:
 
 
 def _played_again(trajectory: Trajectory) -> set[int]:
-    """The numbers of the turns that were taken back, since they were played again."""
+    """The numbers of the turns that were withdrawn, since they were played again."""
     found = set()
     for segment in trajectory.segments:
         if segment.cause != RETRY or segment.origin is None:
@@ -448,12 +448,12 @@ def _played_again(trajectory: Trajectory) -> set[int]:
 
 
 def _speeches(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns that begin an assistant message: those that go on with one that was cut left out."""
+    """The turns that begin an assistant message, without those that continue a cut one."""
     return [turn for before, turn in zip([None, *turns], turns, strict=False) if not _continues(before, turn)]
 
 
 def _continues(before: Turn | None, turn: Turn | None) -> bool:
-    """The turn went on with one that was cut, with nothing put in between."""
+    """True if the turn continued a cut one, with nothing inserted."""
     return before is not None and turn is not None and before.end == turn.start
 
 
@@ -464,5 +464,5 @@ def _source_name(sources: array[int], at: int) -> str:
 
 
 def _parts(view: ParsedTurn) -> dict[str, str]:
-    """The parts of a view as text, by what people call them."""
+    """The parts of a view as text, by their names for people."""
     return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(view.tool_calls)}

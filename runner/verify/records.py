@@ -1,6 +1,6 @@
-"""What the records of a trajectory say of one another, and of the run's configuration.
+"""Consistency of the records of a trajectory with each other, and with the run's configuration.
 
-Prompts and turns follow from messages and sampled ids (`runner.verify.rebuild`). Beside these, seeds follow from the
+Prompts and turns follow from messages and sampled ids (`runner.verify.rebuild`). In addition, seeds follow from the
 run's, a reward from its parts, and log-probabilities and weight versions belong to the sampled ids, one by one.
 """
 
@@ -23,8 +23,8 @@ from runner.verify.differences import Comparison, Difference, DifferenceFound, K
 
 __all__ = ["LIMITS_OF", "first_contradiction"]
 
-ABOVE_ZERO: Final = 1e-3
-"""A logarithm that was computed with 32 bits may come out so much above 0."""
+LOGPROB_TOLERANCE: Final = 1e-3
+"""Most that a logarithm computed with 32 bits may be above 0."""
 
 LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.COMPLETED: ("",),
@@ -34,13 +34,13 @@ LIMITS_OF: Final[Mapping[Outcome, tuple[str, ...]]] = {
     Outcome.TIME_LIMIT: ("seconds",),
     Outcome.CANCELLED: ("",),
 }
-"""What `limit` may say of each outcome; of the others it says anything."""
+"""Values of `limit` for each outcome; any value for the other outcomes."""
 
 
 def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | None:
-    """The first record of `trajectory` that another one, or the configuration, says otherwise, or None.
+    """Return the first record of `trajectory` that contradicts another one, or the configuration; or None.
 
-    Its turns and ids are known to fit one another (`first_difference`).
+    Its turns and ids are known to fit together (`first_difference`).
     """
     try:
         _Records(trajectory, header).check()
@@ -50,7 +50,7 @@ def first_contradiction(trajectory: Trajectory, header: Header) -> Difference | 
 
 
 class _Records:
-    """One trajectory; raises `DifferenceFound` at the first contradiction."""
+    """The check of one trajectory; raises `DifferenceFound` at the first contradiction."""
 
     def __init__(self, trajectory: Trajectory, header: Header) -> None:
         self._trajectory = trajectory
@@ -131,7 +131,7 @@ class _Records:
         recorded = self._engine.get("logprobs") is not None
         for index in sampled:
             value = log.logprobs[index]
-            if value > ABOVE_ZERO:
+            if value > LOGPROB_TOLERANCE:
                 self._compare.differ(Kind.LOGPROBS, "a log-probability is above 0", index=index, stored=str(value))
             if recorded and math.isnan(value):
                 self._compare.differ(
@@ -154,10 +154,10 @@ class _Records:
             self._differ(Kind.LOGPROBS, "its likeliest ids are of other positions", len(top), turn.end - turn.start)
         ids, logprobs = top.id_rows(), top.logprob_rows().astype(float)
         total, own = np.exp(logprobs).sum(axis=1), np.array(turn.logprobs)[:, None]
-        # Minus infinity is less than itself nowhere, and NaN is what no comparison finds right.
+        # Minus infinity is not less than itself, and comparisons with NaN are false.
         sorted_down = (logprobs[:, 1:] <= logprobs[:, :-1]).all(axis=1)
-        same = ((ids != np.array(turn.token_ids)[:, None]) | (np.abs(logprobs - own) <= ABOVE_ZERO)).all(axis=1)
-        wrong = np.flatnonzero(~(sorted_down & same & (total <= 1 + ABOVE_ZERO)))
+        same = ((ids != np.array(turn.token_ids)[:, None]) | (np.abs(logprobs - own) <= LOGPROB_TOLERANCE)).all(axis=1)
+        wrong = np.flatnonzero(~(sorted_down & same & (total <= 1 + LOGPROB_TOLERANCE)))
         if len(wrong):
             self._compare.differ(
                 Kind.LOGPROBS,
@@ -183,7 +183,7 @@ class _Records:
             self._differ(Kind.VERSIONS, "a weight version of ids that were not sampled", _shown(spans), "")
 
     def _is_stamped(self, turn: Turn) -> bool:
-        """Its engine says for each turn that came to its end which weights sampled it."""
+        """True if the engine reports the weights of each finished turn."""
         ended = turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
         return ended and turn.end > turn.start and not self._engine.keys().isdisjoint(_STAMPED)
 
@@ -206,7 +206,7 @@ class _Records:
             if turn.stop not in stops:
                 known = ", ".join(map(repr, stops))
                 self._differ(Kind.STOP, "it ended by what was to end no turn", repr(turn.stop), known)
-            # A grammar that allows nothing but its end ends the turn all the same.
+            # A grammar that allows only its end also ends the turn.
             before = sampled - isinstance(turn.stop, int)
             if before < sampling.min_tokens and turn.constraint is None:
                 self._differ(Kind.STOP, "it ended before it had min_tokens ids", before, sampling.min_tokens)
@@ -222,7 +222,7 @@ class _Records:
 
 
 _STAMPED: Final = frozenset({"versions_stamped_by", "weight_version"})
-"""Keys of `Engine.describe()` of which an engine has one if it gives a weight version for each id."""
+"""Keys of `Engine.describe()`, one of which an engine with weight versions has."""
 
 
 def _same(one: float | None, other: float | None) -> bool:

@@ -151,7 +151,7 @@ def test_earlier_text_edited_in_both_renders_is_refused_where_the_sampled_ids_ar
     replaced = replace_prefix_tokens(*EDITED, EOS, sampled=[0, 0, 0, 1, 1])
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert replaced.explanation == (
-        "model_prefix_token_ids[0:] is [10, 2, 99], which nobody sampled, "
+        "model_prefix_token_ids[0:] is [10, 2, 99], which was not sampled, "
         "and template_prefix_token_ids[0:] is [13, 2, 99]"
     )
 

@@ -130,7 +130,7 @@ def test_an_extended_sentencepiece_vocabulary_decodes_its_new_tokens() -> None:
 def test_extending_refuses_words_and_unknown_ends() -> None:
     with pytest.raises(ValueError, match="'the' is an ordinary word"):
         host(["the"])
-    with pytest.raises(ValueError, match="'<nothing>' is no token"):
+    with pytest.raises(ValueError, match="'<nothing>' is not a token"):
         host(["<x>"], eos_token="<nothing>")
 
 

@@ -323,10 +323,10 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
         "message",
         "another name than its call",
     ),
-    "a message behind the last turn": (
+    "a message after the last turn": (
         as_json("segments", "messages", lambda m: m.append(ASKED), f"episode = {KEY} AND number = 1"),
         "message",
-        "behind the last turn",
+        "after the last turn",
     ),
     "a message of an earlier segment": (
         sql(
@@ -379,7 +379,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "what was right is put aside": (
         incomplete(sql("UPDATE episodes SET superseded = 1 WHERE id = 't0#0'")),
         "episodes",
-        "nothing was wrong with it",
+        "it did not fail",
     ),
     "what failed counts": (
         sql("UPDATE episodes SET superseded = 0 WHERE id = 't1#0'"),
@@ -396,7 +396,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "the size of the groups": (
         incomplete(headers(put("group_size", value=1))),
         "episodes",
-        "none of a group of the run's size",
+        "not within a group of the run's size",
     ),
 }
 

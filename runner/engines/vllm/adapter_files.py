@@ -139,7 +139,7 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_bytes())
     except ValueError as error:
-        raise BadWeights(f"{file.name} is no JSON: {error}.") from error
+        raise BadWeights(f"{file.name} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise BadWeights(f"{file.name} holds {type(config).__name__}, not settings by name: {_SAVE}.")
     kind = config.get("peft_type", "LORA")

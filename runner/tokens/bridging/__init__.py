@@ -1,1 +1,1 @@
-"""The token fix-up: ids of a next prompt that begin with the very ids that were sampled."""
+"""The token fix-up: the ids of a next prompt, which begins with exactly the ids that were sampled."""

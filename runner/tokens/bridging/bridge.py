@@ -1,10 +1,10 @@
 """The bridge: exactly the ids that a template puts between one sampled turn and the next, sampled ids left alone.
 
-The way of a next prompt: the last assistant message is copied with a sentinel in it and rendered with the new messages
-behind. What follows the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation prompt.
-Nothing before it is compared or encoded, so it does not matter what the template makes of the model's words. Where the
-template is proven not to look back, a short stand-in is rendered in place of the history (locality.py). The tail is
-encoded, the stop id that was sampled is looked for in it (tail_ids.py), and the bridge is what follows that.
+For the next prompt, the last assistant message is copied with a sentinel in it and rendered with the new messages
+after it. The text after the sentinel is the *tail* (tail.py): the turn's close, the new messages, the generation
+prompt. Nothing before it is compared or encoded, so the template's rendering of the model's words does not matter. If
+the template is proven not to look back, a short stand-in replaces the history (locality.py). The tail is encoded, the
+sampled stop id is looked for in it (tail_ids.py), and the bridge is what follows that id.
 """
 
 from __future__ import annotations
@@ -31,53 +31,52 @@ from runner.tokens.turn_shape import AnsweredTurn
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
-# Episodes of a group begin with the same prompt, and start within a moment of each other.
+# Episodes of a group begin with the same prompt, and start at almost the same time.
 PROMPT_CACHE_SIZE = 16
 
-WORD = 40
-"""A text of at most so many characters, such as a name or an id, comes again: what is known of it is kept."""
+MAX_CACHED_CHARS = 40
+"""Longest text whose control tokens are cached: names, ids and the like, which occur again."""
 
 CONTROL_TEXT_CACHE_SIZE = 4096
-"""The number of such texts of which it is kept."""
+"""Entries of that cache."""
 
 PromptText: TypeAlias = tuple[str, tuple[Span, ...]]
-"""A render, and where contents in it hold control text that must not become control ids."""
+"""A render, and the spans of control text in contents that must not become control ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What goes between the sampled ids and the next ones."""
+    """The ids between the sampled ids and the next ones."""
 
     ids: list[int]
-    """What is appended to prompt and sampled ids, with loss mask 0."""
+    """The ids to append to prompt and sampled ids, with loss mask 0."""
     junction: Junction
     """The record of how the ids were found."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BridgeStart:
-    """Where in the tail the bridge begins, and why there."""
+    """The place in the tail where the bridge begins, and the reason."""
 
     ids: list[int]
-    """The bridge."""
     anchor: Anchor
-    """What the bridge is attached after."""
+    """The place after which the bridge is attached."""
     close: Close
-    """Where the turn's closing tokens came from."""
+    """The origin of the turn's closing tokens."""
     cause: str = ""
-    """What else there is to tell, for the junction."""
+    """Further remarks for the junction."""
 
 
 class Bridger:
-    """Makes the prompts of one template and one vocabulary. It keeps no conversation.
+    """Builds the prompts of one template and one vocabulary. It does not store conversations.
 
-    What `content_safe` and `close_reasoning` mean is said at `History`.
+    `History` documents `content_safe` and `close_reasoning`.
     """
 
     locality: Locality
-    """Makes tails, and knows which of them depend on nothing before the last turn."""
+    """Builds tails, and knows which of them depend on nothing before the last turn."""
     closes: TurnClosers
-    """Which control tokens end a turn."""
+    """The control tokens that end a turn."""
 
     def __init__(
         self,
@@ -112,30 +111,30 @@ class Bridger:
         thinking: bool = False,
         turn: int = 0,
     ) -> Bridge:
-        """The bridge behind the turn that `history` ends with, all of it made here: `tail`, then `join`."""
+        """Return the bridge after the turn that `history` ends with: `tail`, then `join`."""
         if not new or not history or history[-1]["role"] != "assistant":
             raise ValueError("a bridge leads from an assistant message to at least one new message")
         tail = self.tail(AnsweredTurn(history, new, tools, turn))
         return self.join(tail, sampled=sampled, stop=stop, thinking=thinking)
 
     def tail(self, answered: AnsweredTurn) -> Tail:
-        """What follows the words of a turn, as text: only renders, so any thread may call."""
+        """Return the text after the words of a turn. It only renders, so it may be called in any thread."""
         tail = self.locality.tail(answered)
         if not tail.local:
-            self._control_text(tail)  # renders all once more, and not on the event loop
+            self._control_text(tail)  # renders everything once more, and not on the event loop
         return tail
 
     def join(self, tail: Tail, *, sampled: Sequence[int], stop: int | None, thinking: bool = False) -> Bridge:
-        """The ids that put the tail's new messages behind a sampled turn and ask for the next one.
+        """Return the ids that append the tail's new messages to a sampled turn and request the next one.
 
         Args:
             tail: the turn's tail.
             sampled: the turn's ids, its stop included.
             stop: the id that ended the turn, or None for a turn that was cut.
-            thinking: the turn was cut inside its reasoning.
+            thinking: whether the turn was cut inside its reasoning.
 
         Raises:
-            Unbridgeable: there is no exact bridge; names the property that is missing.
+            Unbridgeable: there is no exact bridge; names the missing property.
         """
         if stop is not None and (not sampled or sampled[-1] != stop):
             raise ValueError(f"the turn's last id is not the stop id {stop}")
@@ -162,37 +161,37 @@ class Bridger:
             self._check_real(
                 tail, tail.real, tail.text if thinking else self._with_close(tail, tail_ids.ids, start.ids)
             )
-        # Where nothing tells a content from the template's own words, control ids may stand for what somebody said.
+        # If contents cannot be told from the template's own words, control ids may stand for a user's text.
         seam = Seam.UNVERIFIED if spans is None else self._seam(sampled, start.ids)
         junction = Junction(Result.APPENDED, start.anchor, start.close, seam, len(start.ids), cause=start.cause)
         return Bridge(start.ids, junction)
 
     def _with_close(self, tail: Tail, ids: Sequence[int], bridge: list[int]) -> str:
-        """The text of a bridge and of the close before it: from the last control token that the turn ends with."""
+        """The text of a bridge and of the close before it: from the last control token at the end of the turn."""
         begin = len(ids) - len(bridge)
-        if begin < 0 or ids[begin:] != bridge:  # what follows a close that another stop replaces may be other ids
+        if begin < 0 or ids[begin:] != bridge:  # after a close that another stop replaces, the ids may differ
             return self.tokenizer.decode(bridge)
         closes = [index for index in range(begin) if ids[index] in self.tokenizer.control_ids]
         first = closes[-1] if closes else begin if tail.after_call else 0
         return self.tokenizer.decode(ids[first:])
 
     def _repeats(self, tail: Tail) -> bool:
-        """Whether a stop stands between the first place of the turn's words and the last one."""
+        """True if a stop stands between the first copy of the turn's words and the last one."""
         return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
 
     def _check_real(self, tail: Tail, real: str, text: str) -> None:
-        """Refuse a conversation that does not end, with its own words, as it does with the sentinel in their place."""
+        """Refuse a conversation whose end with its own words differs from the end with the sentinel."""
         if self.tokenizer.normalize(real).endswith(self.tokenizer.normalize(text)):
             return
-        # A vocabulary that writes white space otherwise: then all behind the words has to be there, letter for letter.
+        # For a vocabulary with other white space: all text after the words must be there, letter for letter.
         if not tail.after_call and real.endswith(tail.text):
             return
-        # SentencePiece writes a space behind each control token, so the render is compared as it writes that.
+        # SentencePiece writes a space after each control token, so the render is compared in that form.
         if self.tokenizer.decode(self.tokenizer.encode(real)).endswith(text):
             return
         raise Unbridgeable(
             Property.TURN_STAYS_BEHIND,
-            f"what template {self.renderer.template.name!r} writes behind a turn depends on what was said in it: "
+            f"what template {self.renderer.template.name!r} writes after a turn depends on its words: "
             f"{real[-80:]!r} where {text[-80:]!r} was expected",
         )
 
@@ -200,7 +199,7 @@ class Bridger:
         index = tail_ids.find_in_close({stop})
         if index is not None:
             return _BridgeStart(tail_ids.ids[index + 1 :], Anchor.STOP, Close.SAMPLED)
-        # Some models write the template's close and then stop with another token: the close is not written twice.
+        # Some models write the template's close and then stop with another token: the close is not added again.
         closed = tail_ids.end_of_sampled_close(sampled[:-1])
         if closed is not None:
             return _BridgeStart(tail_ids.ids[closed:], Anchor.STOP, Close.SAMPLED, cause="closed_before_stop")
@@ -216,7 +215,7 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
-        # gpt-oss stops with <|return|>, where history has <|end|>: what was sampled stays and stands for the close.
+        # gpt-oss stops with <|return|> where history has <|end|>: the sampled id stays and counts as the close.
         return _BridgeStart(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 
     def _after_cut(self, tail: Tail, tail_ids: TailIds, sampled: Sequence[int]) -> _BridgeStart:
@@ -241,9 +240,7 @@ class Bridger:
             )
         between = tail.end_of_reasoning
         if between is None:
-            raise Unbridgeable(
-                Property.REASONING_CLOSED, "the template shows no reasoning, so nothing tells how it ends"
-            )
+            raise Unbridgeable(Property.REASONING_CLOSED, "the template shows no reasoning, so its end is not known")
         ids = [*self.tokenizer.encode(between), *tail_ids.ids]
         return _BridgeStart(ids, Anchor.NONE, Close.MASKED, cause="reasoning_closed")
 
@@ -252,7 +249,7 @@ class Bridger:
         # No text merges with a control token. Between two ordinary ones, encoding the whole shows whether they would.
         if bridge[0] in control or (sampled and sampled[-1] in control):
             return Seam.SPECIAL
-        if not sampled:  # the neighbour is the generation prompt, which is not at hand
+        if not sampled:  # the neighbour is the generation prompt, which is not available here
             return Seam.UNVERIFIED
         said, follows = self.tokenizer.decode(sampled), self.tokenizer.decode(bridge)
         whole = self.tokenizer.encode(said + follows)
@@ -261,15 +258,16 @@ class Bridger:
     # --- whole prompts
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> array[int]:
-        """Ids of the whole render, shape [prompt], int32; a BOS is the template's own, none is added."""
+        """Return the ids of the whole render, shape [prompt], int32. A BOS is the template's own; none is added."""
         return self.prompt_ids(self.prompt_text(messages, tools))
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PromptText:
-        """The whole render, for `prompt_ids`: any thread may call.
+        """Return the whole render, for `prompt_ids`. May be called in any thread.
 
         Raises:
             Unbridgeable: the template raises, or does not ask for an answer; or control text of a content cannot be
-                told from the template's own.
+                told from
+                the template's own.
         """
         text = self._prompts.prompt(messages, tools)
         wanted = self._unsafe(messages)
@@ -281,13 +279,13 @@ class Bridger:
             index, name = wanted[0]
             raise Unbridgeable(
                 Property.CONTENT_LOCATED,
-                f"the {name} of message {index} ({messages[index]['role']}) holds control text, and nothing tells "
+                f"the {name} of message {index} ({messages[index]['role']}) holds control text; it is not known "
                 f"where template {self.renderer.template.name!r} writes it, so that it would become control ids",
             )
         return text, tuple(spans)
 
     def prompt_ids(self, prompt: PromptText) -> array[int]:
-        """Ids of a render, shape [prompt], int32. Those of the latest are kept, since siblings begin alike."""
+        """Return the ids of a render, shape [prompt], int32. Recent ones are cached, since siblings begin alike."""
         ids = self.known_prompt(prompt)
         if ids is None:
             ids = self._encoded(*prompt)
@@ -297,12 +295,12 @@ class Bridger:
         return ids
 
     def known_prompt(self, prompt: PromptText) -> array[int] | None:
-        """The same of a render that was encoded lately; None where that is to be done yet, which may take long."""
+        """Return the ids of a recently encoded render; None if it must be encoded, which may take long."""
         ids = self._latest.pop(prompt, None)
         if ids is None:
             return None
-        self._latest[prompt] = ids  # at the end, as what was used last
-        return ids[:]  # a copy, since the kept one serves others too and an array can change
+        self._latest[prompt] = ids  # at the end, as the most recently used
+        return ids[:]  # a copy, since the cached array is shared and arrays are mutable
 
     def _encoded(self, text: str, spans: tuple[Span, ...]) -> array[int]:
         return array("i", self.tokenizer.encode(text, spans))
@@ -310,12 +308,12 @@ class Bridger:
     # --- control text in what was said
 
     def _control_text(self, tail: Tail) -> Sequence[Span] | None:
-        """Where contents in a tail hold control text; None where they cannot be told from what the template writes."""
+        """The spans of control text of contents in a tail; None if they cannot be told from the template's own text."""
         wanted = self._unsafe(tail.new)
         return tail.locate(wanted, self._control_names) if wanted else ()
 
     def _unsafe(self, messages: Sequence[Message]) -> list[Field]:
-        """Fields that hold control text which must not become control ids."""
+        """The fields with control text that must not become control ids."""
         if not self.content_safe:
             return []
         return [
@@ -327,10 +325,10 @@ class Bridger:
         ]
 
     def _holds_control(self, text: str) -> bool:
-        return self._word_holds(text) if len(text) <= WORD else self.tokenizer.holds_control(text)
+        return self._word_holds(text) if len(text) <= MAX_CACHED_CHARS else self.tokenizer.holds_control(text)
 
     def _control_names(self, text: str) -> list[str]:
-        """The control tokens that stand in a text."""
+        """The control tokens in a text."""
         ids = set(self.tokenizer.encode(text)) & self.tokenizer.control_ids
         return [self.tokenizer.decode([token_id]) for token_id in ids]
 

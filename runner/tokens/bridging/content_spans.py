@@ -1,4 +1,4 @@
-"""Contents: where the words of messages stand in a render, found by putting others in their place."""
+"""The positions of message contents in a render, found by rendering with other contents."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from runner.tokens.token_diff import first_mismatch
 __all__ = ["FIELDS", "Field", "Rendering", "Span", "absent", "find", "words"]
 
 Span: TypeAlias = tuple[int, int]
-"""Begin and end of a stretch of text."""
+"""Begin and end of a range of text."""
 
 Field: TypeAlias = tuple[int, str]
 """A message's index and the name of one of its `FIELDS`."""
 
 FIELDS = ("content", "name", "tool_call_id")
-"""What is said, and by whom: text that comes from users, tools and models, and is none of the template's."""
+"""The fields with text of users, tools and models, which is not the template's."""
 
 ControlNames: TypeAlias = Callable[[str], Iterable[str]]
-"""Gives the names of the control tokens that stand in a text."""
+"""Returns the names of the control tokens in a text."""
 
 _SWITCHES = ("/no_think", "/think", "detailed thinking on", "detailed thinking off")
-"""Words that templates look for in what is said, and some take out of it."""
+"""Words in contents that templates react to; some templates remove them."""
 
 
 def absent(messages: Iterable[Message]) -> str:
-    """The first of a row of words, all of one length, that none of `messages` holds.
+    """Return the first of a series of words, all of one length, that none of `messages` contains.
 
-    The same messages get the same word, in every process: some templates count letters.
+    The same messages have the same word in every process: some templates count letters.
     """
     said = "\n".join([message["content"] + "\n" + message.get("reasoning_content", "") for message in messages])
     stems = (f"zq7f3a9c1e5bn{number:06}z" for number in itertools.count())
@@ -44,12 +44,12 @@ def absent(messages: Iterable[Message]) -> str:
 
 
 def words(count: int) -> list[str]:
-    """So many words that no template holds, none of which is in another or begins like one of `absent`."""
+    """Return words that no template contains. None is part of another or begins like one of `absent`."""
     return [f"zqword{number:03}z" for number in range(count)]
 
 
 def find(text: str, content: str, start: int = 0) -> Span | None:
-    """Where a content stands in `text` from `start` on, in the first of its forms that is there."""
+    """Return the position of a content in `text` from `start` on, in the first of its forms that occurs."""
     for form in _forms(content):
         begin = text.find(form, start)
         if begin >= 0:
@@ -59,20 +59,20 @@ def find(text: str, content: str, start: int = 0) -> Span | None:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A render, and how others like it are made, so that its contents can be told from what the template writes."""
+    """A render, and a way to make similar ones, so that its contents can be told from the template's text."""
 
     text: str
-    """The render, or the part of it that is looked into."""
+    """The render, or the part of it that is searched."""
     messages: Sequence[Message]
-    """The messages that it was made of, as far as they are looked for."""
+    """The messages that it was made of, as far as they are searched for."""
     render: Callable[[Sequence[Message]], str]
-    """Makes the same part of a render of other messages."""
+    """Renders the same part for other messages."""
 
     def check_shown(self, index: int) -> Span:
-        """About where a message stands that held nothing but a switch, which the template has taken out of it.
+        """Return the approximate place of a message that held only a switch, which the template has removed.
 
         Raises:
-            Unbridgeable: it is hidden.
+            Unbridgeable: the message is hidden.
         """
         role, content = self.messages[index]["role"], self.messages[index]["content"]
         found = self._shown(index) if _without_switches(content) is not None else None
@@ -83,7 +83,7 @@ class Rendering:
         return found
 
     def _shown(self, index: int) -> Span | None:
-        """About where a content is shown that is not written as it is; None where the message is hidden."""
+        """The approximate place of a content that is not shown verbatim; None if the message is hidden."""
         other = self.render(_with(self.messages, {(index, "content"): _SHOWN}))
         before, found, after = other.partition(_SHOWN)
         if not found:
@@ -93,22 +93,23 @@ class Rendering:
         return begin, max(begin, len(self.text) - ending)
 
     def end_of_last(self) -> int:
-        """Where the last content ends, by the last position where one of its forms stands."""
+        """The end of the last content, by the last position of one of its forms."""
         ends = (self.text.rfind(form) + len(form) for form in _forms(self.messages[-1]["content"]) if form in self.text)
         end = next(ends, None)
         return self.check_shown(len(self.messages) - 1)[1] if end is None else end
 
     def locate(self, wanted: Sequence[Field], stem: str, names: ControlNames) -> list[Span] | None:
-        """Where some fields that hold control text stand, or None where that cannot be told.
+        """Return the positions of fields with control text, or None if they cannot be found.
 
-        A render with markers in their place shows what stands around them. Templates that look into contents, compare
-        them or take words out of them write something else then; they are asked with all of a content as it is but
-        for its control text.
+        A render with markers in place of the fields shows the text around them. Templates that look into contents,
+        compare
+        them or remove words from them then write something else. For those, only the control text of a content is
+        replaced.
 
         Args:
             wanted: fields that are not empty; those that the template does not print have no span.
-            stem: begins markers, and stands in none of the messages.
-            names: the control tokens that stand in a text.
+            stem: beginning of markers, which none of the messages contains.
+            names: returns the control tokens in a text.
         """
         with suppress(Unbridgeable):
             spans = self._located_by_markers(wanted, stem)
@@ -119,9 +120,10 @@ class Rendering:
         return None
 
     def _located_by_markers(self, wanted: Sequence[Field], stem: str) -> list[Span] | None:
-        """Where the fields stand if the real contents fit between what stands around markers.
+        """The positions of the fields if the real contents fit between the texts around markers.
 
-        Where markers change that too, one field after the other is put in and found by what stays on both sides of it.
+        If markers change those texts too, one field after the other is inserted and found by what is unchanged on both
+        sides.
         """
         markers = {field: f"{stem}content{number}z" for number, field in enumerate(wanted)}
         copy = _with(self.messages, markers)
@@ -146,7 +148,7 @@ class Rendering:
         return spans if before == self.text and apart and all(begin <= end for begin, end in spans) else None
 
     def _located_by_disguise(self, wanted: Sequence[Field], names: ControlNames) -> list[Span] | None:
-        """Where the control text of the fields stands, which is written as words of the same length once more."""
+        """The positions of the fields' control text, found by replacing it with other words of the same length."""
         found = {name for field in wanted for name in names(_value(self.messages, field))}
         # The longest first, so that a name inside another is not replaced within it.
         disguises = {name: _disguise(len(name), self.text) for name in sorted(found, key=len, reverse=True)}
@@ -162,7 +164,7 @@ class Rendering:
         )
         for name, disguise in disguises.items():
             other = other.replace(disguise, name)
-        # Only where nothing but the control text differs does each span stand for a piece of it.
+        # Only if nothing but the control text differs, each span is a piece of it.
         return spans if other == self.text else None
 
 
@@ -170,7 +172,7 @@ _SHOWN = "zqshownz"
 
 
 def _without_switches(content: str) -> str | None:
-    """What is left of a content once the switches are out of it; None where there are none."""
+    """Return a content without its switches; None if it has none."""
     left = content
     for switch in _SWITCHES:
         left = left.replace(switch, "")
@@ -178,7 +180,7 @@ def _without_switches(content: str) -> str | None:
 
 
 def _forms(content: str) -> Iterator[str]:
-    """How templates write a content: as it is, trimmed, inside JSON, or as Python writes a string."""
+    """The forms in which templates write a content: verbatim, trimmed, inside JSON, or as a Python string."""
     yield from _written(content)
     left = _without_switches(content)
     if left is not None and left.strip():
@@ -194,9 +196,8 @@ def _written(content: str) -> Iterator[str]:
 
 
 def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> list[Span] | None:
-    """The spans of the contents if `text` is exactly the scaffold pieces with some form of each content between."""
-    # What does not fit from some position on is not tried again: forms of contents that repeat would be tried
-    # without end.
+    """The spans of the contents if `text` is exactly the pieces with some form of each content between them."""
+    # A position that did not fit is not tried again: repeated forms of contents would be tried endlessly.
     dead: set[tuple[int, int]] = set()
 
     def ends(number: int, begin: int) -> Iterator[int]:
@@ -204,7 +205,7 @@ def _fitted(text: str, pieces: Sequence[str], contents: Mapping[str, str]) -> li
         forms = (piece,) if number % 2 == 0 else dict.fromkeys(_forms(contents[piece]))
         return (begin + len(form) for form in forms if text.startswith(form, begin))
 
-    # No call of its own for each piece: of a long history there are more than calls may be inside one another.
+    # No recursion per piece: a long history has more pieces than the stack has frames.
     begins, ways = [0], [ends(0, 0)]
     while ways:
         end = next(ways[-1], None)

@@ -1,8 +1,8 @@
-"""Histories that an author gives as a whole: where they depart from the stored one, and what that makes of them.
+"""Comparison of a whole history from an author with the stored one, and the result for the conversation.
 
-`Conversation.replace` takes a conversation that may have been saved, edited or written again by another library.
-Comparing tolerates what that changes without meaning it: white space at the ends, reasoning that is left out, call ids.
-Then the stored messages and their ids stay.
+`Conversation.replace` takes a conversation that may have been saved, edited or written again by another library. The
+comparison tolerates changes without meaning: white space at the ends, missing reasoning, call ids. Then the stored
+messages and their ids stay.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _Answered: TypeAlias = tuple[CallIndex, str]
 
 
 class AlignmentKind(enum.StrEnum):
-    """What an incoming history is to the stored one."""
+    """The relation of an incoming history to the stored one."""
 
     SAME = "same"
     """Nothing is new."""
     APPEND = "append"
-    """New messages follow everything that is stored, and none of them is the assistant's."""
+    """New messages follow all stored ones, and none of them is the assistant's."""
     RETRY = "retry"
-    """One step back: it is all that is stored before the last assistant turn, and nothing else."""
+    """One step back: exactly the stored messages before the last assistant turn."""
     INSERTED = "inserted"
-    """New messages follow everything that is stored, and an assistant turn that nobody sampled is among them."""
+    """New messages follow all stored ones, with an assistant turn among them that was not sampled."""
     EDITED = "edited"
-    """A stored message is another one."""
+    """A stored message differs."""
     SHRUNK = "shrunk"
     """The last stored messages are missing, more or fewer of them than a retry leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """An incoming history against the stored one: stored[:index] and `appended` are what came in."""
+    """An incoming history compared with the stored one: it is stored[:index] and `appended`."""
 
     kind: AlignmentKind
-    """What became of the stored history."""
+    """The relation of the two."""
     index: int
-    """The first message where the two differ, counted from 0; the shorter one's length where none does."""
+    """The first message where the two differ, counted from 0; the shorter one's length if none does."""
     appended: tuple[Message, ...]
-    """The incoming messages from `index` on, normalised, their tool results answering the stored calls by their ids."""
+    """The incoming messages from `index` on, normalised; their tool results answer the stored calls by their ids."""
 
 
 def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment:
-    """What `incoming`, a whole history as `as_messages` gives it, is to `stored`."""
+    """Compare `incoming`, a whole history as `as_messages` returns it, with `stored`."""
     before, after = [normalize(message) for message in stored], [normalize(message) for message in incoming]
     answered_before, answered_after = _answered(before), _answered(after)
     index = 0
@@ -59,7 +59,7 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
         before[index], answered_before[index], after[index], answered_after[index]
     ):
         index += 1
-    # Up to there both have the same calls, so that where a call stands says which stored one is meant.
+    # Up to here both have the same calls, so the position of a call identifies the stored one.
     appended: list[Message] = [
         message
         if answered is None or answered[0].message >= index
@@ -70,13 +70,13 @@ def compare(stored: Sequence[Message], incoming: Sequence[Message]) -> Alignment
 
 
 def normalize(message: Message) -> Message:
-    """A message as it may be put before a model; the given one is left as it is.
+    """Return a message in the form for a model; the argument is not changed.
 
-    No calls, an empty name and empty reasoning are left out. `reasoning` is another word for `reasoning_content`, as
-    vLLM has it. Keys that are not in `Message`, or not of this role, are dropped.
+    No calls, an empty name and empty reasoning are left out. `reasoning` is another word for `reasoning_content`, as in
+    vLLM. Keys that are not in `Message`, or not of this role, are dropped.
 
     Raises:
-        TypeError: the reasoning is no text.
+        TypeError: the reasoning is not text.
     """
     given: Mapping[str, Any] = message
     role = message["role"]
@@ -99,10 +99,11 @@ def normalize(message: Message) -> Message:
 
 
 def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Mapping[str, Any]] | None) -> bool:
-    """The same tools are offered, in any order: the same names, descriptions and parameters.
+    """True if the same tools are offered, in any order: the same names, descriptions and parameters.
 
-    None and [] are both no tools, an empty description or empty parameters are the same as none, and the order of
-    keys does not matter. Other keys (`strict`, ...) are not the model's to read.
+    None and [] both mean no tools, an empty description or empty parameters equal missing ones, and the order of keys
+    does
+    not matter. Other keys (`strict`, ...) are not shown to the model.
     """
     return stored == incoming or _tools(stored) == _tools(incoming)
 
@@ -121,7 +122,7 @@ def _kind(stored: Sequence[Message], incoming: Sequence[Message], index: int) ->
 
 
 def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
-    """For each message the call that it answers, or None where it answers none that is known."""
+    """For each message the call that it answers, or None if it answers no known call."""
     calls = AnsweredCalls()
     answered = [calls.by(index, message) for index, message in enumerate(messages)]
     return [
@@ -133,7 +134,7 @@ def _answered(messages: Sequence[Message]) -> list[_Answered | None]:
 def _tolerated(
     stored: Message, stored_answers: _Answered | None, incoming: Message, incoming_answers: _Answered | None
 ) -> bool:
-    """The incoming message says what the stored one does; it may lack the reasoning, since clients leave that out."""
+    """True if the incoming message equals the stored one; it may lack the reasoning, since clients leave that out."""
     reasoning = incoming.get("reasoning_content", "").strip()
     if reasoning and reasoning != stored.get("reasoning_content", "").strip():
         return False
@@ -141,7 +142,7 @@ def _tolerated(
 
 
 def _counting(message: Message, answers: _Answered | None) -> list[Any]:
-    """What counts in a message beside the reasoning. A result has the name of the call that it answers."""
+    """The parts of a message that are compared, except the reasoning. A result has the name of its call."""
     name = message.get("name")
     if answers and name is None:
         name = answers[1]
@@ -157,16 +158,16 @@ def canonical(value: Any) -> str:
     try:
         plain = json.loads(json.dumps(value, default=str), parse_float=_number)
         return json.dumps(plain, sort_keys=True)
-    except (RecursionError, ValueError):  # too deep, or it holds itself
+    except (RecursionError, ValueError):  # too deep, or it contains itself
         return repr(value)
 
 
 def _number(text: str) -> float | int:
     number = float(text)
-    return int(number) if number.is_integer() and abs(number) <= _EXACT_INTEGERS else number
+    return int(number) if number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER else number
 
 
-_EXACT_INTEGERS = 2.0**53
+_MAX_EXACT_INTEGER = 2.0**53
 
 
 def _call(call: Any) -> Any:

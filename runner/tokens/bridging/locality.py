@@ -1,9 +1,9 @@
-"""Locality: where a template is proven not to look back, its tail is rendered without what came in between.
+"""Locality: for a template that is proven not to look back, the tail is rendered without the earlier history.
 
 The stand-in for a history is its beginning (a system message and the first question) and the turn itself. Whether its
-tail is that of the whole history is read from the template's source (`runner.tokens.lookback`), for all histories at
-once. Where that is not proven, the whole history is rendered at every turn. What is decided here depends on nothing
-but the conversation itself: never on what others said, nor on which of them came first.
+tail equals that of the whole history is proven from the template's source (`runner.tokens.lookback`), for all histories
+at once. Without a proof, the whole history is rendered at every turn. The decisions depend only on the conversation
+itself: never on other conversations, nor on their order.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Locality"]
 
-# Environments may offer other tools in every episode, which is another shape each time: what was learnt first is
-# forgotten, and learnt again if need be.
+# Environments may offer other tools in every episode, which is another shape each time. The oldest shapes are dropped,
+# and learnt again if needed.
 SHAPE_CACHE_SIZE = 1000
 PROOF_CACHE_SIZE = 4096
 
 
 @dataclass(slots=True)
 class _ShapeToProve:
-    """What is known of the turns of one shape."""
+    """The known properties of turns of one shape."""
 
     past: Lookback
-    """Whether what came before can change the tail."""
+    """True if the messages before can change the tail."""
     words_matter: bool
-    """Whether what the turn says may change what is written behind it."""
+    """True if the turn's words may change the text after it."""
     refusal: Unbridgeable | None = None
-    """Why no turn of this shape can be bridged, or None."""
+    """The reason why no turn of this shape can be bridged, or None."""
     asked: set[Further] = field(default_factory=set)
-    """The further renders that tails of this shape were asked for."""
+    """The further renders that tails of this shape have needed."""
     proven: dict[Further, bool] = field(default_factory=dict)
-    """Whether it is proven of a further render that what came before cannot change it."""
+    """For each further render, whether it is proven that earlier messages cannot change it."""
 
 
 class Locality:
-    """Makes tails, from a stand-in for the history where that is proven to give the same one. Any thread may call."""
+    """Builds tails, from a stand-in for the history if that is proven to be equal. May be called in any thread."""
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
@@ -58,15 +58,15 @@ class Locality:
         self._learning = threading.Lock()
 
     def tail_at_once(self, answered: AnsweredTurn) -> Tail | None:
-        """What `tail` gives where it takes no longer than the new messages; None where a worker thread should do it."""
+        """Return `tail` if it takes no longer than the new messages; None if a worker thread should compute it."""
         kind = self._kinds.get(answered.shape)
-        # A further render that is not proven is made of the whole history.
+        # A further render without a proof is made of the whole history.
         if kind is None or not all(kind.proven.values()):
             return None
         return self._short(kind, answered, answered.stand_in())
 
     def tail(self, answered: AnsweredTurn) -> Tail:
-        """The tail behind a turn.
+        """Return the tail after a turn.
 
         Raises:
             Unbridgeable: no turn of this shape can be bridged, or the template raises.
@@ -78,13 +78,13 @@ class Locality:
             short.complete()
             return short
         tail = self.whole_tail(answered, kind.asked)
-        # What is proven of words is proven for messages that have no more than usual, as a stand-in has them.
+        # A proof about words holds for messages with only the usual fields, as a stand-in has them.
         if kind.words_matter or stand_in is None:
             tail.real = self._real(answered.history, answered)
         return tail
 
     def whole_tail(self, answered: AnsweredTurn, asked: set[Further] | None = None, *, real: bool = False) -> Tail:
-        """The tail of the whole history, whatever is proven; with the `real` render where that is wanted."""
+        """Return the tail of the whole history, without using proofs; with the `real` render if requested."""
         tail = Tail(self._renderer, answered, asked=asked)
         tail.complete()
         if real:
@@ -92,17 +92,17 @@ class Locality:
         return tail
 
     def is_local(self, answered: AnsweredTurn) -> bool:
-        """Whether the work for tails of this shape does not grow with the history."""
+        """True if the work for tails of this shape does not grow with the history."""
         return self._bridgeable_kind(answered).past is not Lookback.POSSIBLE
 
     # --- tails
 
     def _short(self, kind: _ShapeToProve, answered: AnsweredTurn, stand_in: Sequence[Message] | None) -> Tail | None:
-        """The stand-in's tail; None where there is no stand-in, or its end takes the whole history to see."""
+        """The stand-in's tail; None if there is no stand-in, or its end needs the whole history."""
         if kind.refusal is not None or kind.past is Lookback.POSSIBLE:
             return None
-        # A template that some pasts make raise is asked for the whole at turns 1, 2, 4, 8 and so on, so that what it
-        # refuses is found without growing work.
+        # If some pasts may make a template raise, the whole is rendered at turns 1, 2, 4, 8 and so on: refusals are
+        # found without growing work.
         if kind.past is Lookback.REFUSES and (answered.number + 1) & answered.number == 0:
             return None
         if stand_in is None:
@@ -127,10 +127,10 @@ class Locality:
         return proves
 
     def _real(self, rendered: Sequence[Message], answered: AnsweredTurn) -> str | None:
-        """The render of a conversation as it is, without a sentinel; None where the template raises on its words."""
+        """The render of a conversation as it is, without a sentinel; None if the template raises on its words."""
         try:
             return self._renderer.render([*rendered, *answered.new], answered.tools)
-        except Unbridgeable:  # on the words themselves, and the sentinel stands in for them
+        except Unbridgeable:  # on the words themselves; the sentinel is used instead
             return None
 
     def _question(self, answered: AnsweredTurn) -> _Question:
@@ -145,7 +145,7 @@ class Locality:
             with self._learning:
                 kind = self._kinds.get(shape) or self._learn(answered)
         if kind.refusal is not None:
-            # One refusal serves many turns, and an exception gathers the frames of everyone who raises it.
+            # One refusal serves many turns, and an exception collects the frames of every raise.
             raise Unbridgeable(kind.refusal.property, kind.refusal.explanation)
         return kind
 
@@ -159,7 +159,7 @@ class Locality:
         return kind
 
     def _hidden_message(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """A new message that the template does not show: markers tell, where "u" or "0" would be found anywhere."""
+        """Find a new message that the template does not show, by markers: "u" or "0" would be found anywhere."""
         markers = words(len(shape.new))
         tail = self._example(shape, tools, markers)
         for each, word in zip(shape.new, markers, strict=True):
@@ -169,9 +169,9 @@ class Locality:
         return None
 
     def _moved(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> Unbridgeable | None:
-        """Where the template prints tools or a system message behind the turn, which the prompt has before it.
+        """Find a template that prints tools or a system message after the turn, while the prompt has them before it.
 
-        Mistral-Nemo prints the tools before the last user message, so that they move when a user speaks again.
+        Mistral-Nemo prints the tools before the last user message, so that they move with each new user message.
         """
         name, *markers = words(1 + len(shape.new))
         if tools and self._moves(self._example(shape, [*tools, tool_named(name)], markers), name):
@@ -190,14 +190,14 @@ class Locality:
     def _misplaced(self, property: Property, what: str) -> Unbridgeable:
         return Unbridgeable(
             property,
-            f"template {self._renderer.renderer.template.name!r} prints {what} behind the turn, before the new "
+            f"template {self._renderer.renderer.template.name!r} prints {what} after the turn, before the new "
             "messages, so that what the prompt has of it stands where the template would not have it",
         )
 
     def _example(
         self, shape: TurnShape, tools: Sequence[ToolSchema], markers: Sequence[str], *, system: Message = SYSTEM
     ) -> Tail | None:
-        """The tail of plain messages of this shape, or None where the template raises."""
+        """The tail of plain messages of this shape, or None if the template raises."""
         turn = _example_turn(shape, tools)
         history = [*([system] if shape.system else ()), QUESTION, turn]
         try:
@@ -211,12 +211,12 @@ class Locality:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What a proof is asked for; two questions are equal where template and shape are."""
+    """The input of a proof; two are equal if template and shape are."""
 
     template: tuple[object, ...]
-    """All that tells the template, its options and its clock from others."""
+    """Identity of the template, its options and its clock."""
     shape: TurnShape
-    """The shape of the turn and what answers it; it tells the tools from others too."""
+    """The shape of the turn and its answers, which also identifies the tools."""
     renderer: Renderer = field(compare=False)
     tools: Sequence[ToolSchema] = field(compare=False)
 
@@ -228,10 +228,10 @@ def _key_of(renderer: Renderer) -> tuple[object, ...]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _proven(asked: _Question) -> tuple[Lookback, bool]:
-    """Whether the past can change tails of a shape, and whether the turn's words can."""
+    """True if the past can change tails of a shape, and whether the turn's words can."""
     proofs = Proofs(asked.renderer)
     past, words_matter = proofs.past(asked.shape, asked.tools), proofs.words_matter(asked.shape, asked.tools)
-    # Then the words themselves are looked at behind the stand-in, which has to tell of them what the whole would.
+    # Then the words themselves are checked in the stand-in, which must behave as the whole for them.
     if words_matter and past is not Lookback.POSSIBLE and proofs.past_matters_to_words(asked.shape, asked.tools):
         past = Lookback.POSSIBLE
     return past, words_matter
@@ -239,7 +239,7 @@ def _proven(asked: _Question) -> tuple[Lookback, bool]:
 
 @lru_cache(PROOF_CACHE_SIZE)
 def _further_proven(further: Further, asked: _Question) -> bool:
-    """Whether it is proven that what came before cannot change a further render."""
+    """True if it is proven that earlier messages cannot change a further render."""
     shape = further.shape(asked.shape)
     return Proofs(asked.renderer).past(shape, asked.tools, asking=further.asking) is not Lookback.POSSIBLE
 

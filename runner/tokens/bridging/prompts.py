@@ -1,4 +1,4 @@
-"""Prompts: renders that ask the model to speak, once, and hide nothing of what was said to it."""
+"""Prompts: renders that ask the model to speak exactly once, and show all messages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from runner.tokens.token_diff import first_mismatch
 
 __all__ = ["PromptRenderer"]
 
-_DOUBLED = 200
-"""The number of characters at the end of a prompt among which an opener that stands there twice is looked for."""
+_DOUBLED_OPENER_CHARS = 200
+"""Number of characters at the end of a prompt in which a doubled opener is looked for."""
 
-_MEANT = 8
-"""An opener has more characters than this: shorter texts stand twice by chance."""
+_MIN_OPENER_CHARS = 8
+"""An opener is longer than this: shorter texts occur twice by chance."""
 
 RenderAsking: TypeAlias = Callable[[Sequence[Message], bool], str]
-"""The text of messages, with or without the generation prompt."""
+"""Renders messages, with or without the generation prompt."""
 
 
 class PromptRenderer:
-    """Renders conversations of one template and sees that each prompt asks for an answer. Any thread may call."""
+    """Renders conversations of one template and checks that each prompt asks for an answer. Usable in any thread."""
 
     renderer: Renderer
-    """The template, with its options and its clock fixed."""
+    """The template with fixed options and clock."""
     generation_prompt: str
-    """What asks the model to speak, as a plain question shows it; "" where that shows nothing."""
+    """The text that asks the model to speak, found with a plain question; "" if there is none."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -40,7 +40,7 @@ class PromptRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, generation_prompt: bool = True
     ) -> str:
-        """The text of `messages`.
+        """Return the text of `messages`.
 
         Raises:
             Unbridgeable: the template raises.
@@ -51,15 +51,15 @@ class PromptRenderer:
             raise Unbridgeable(Property.TEMPLATE_RENDERS, str(error)) from error
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-        """The whole render, which asks the model to speak.
+        """Return the whole render, which asks the model to speak.
 
         Raises:
-            Unbridgeable: the template raises, does not ask, or hides what a user, a tool or the system says.
+            Unbridgeable: the template raises, does not ask, or hides a message of a user, a tool or the system.
         """
         text = self.render(messages, tools)
         whole = Rendering(text, messages, lambda new: self.render(new, tools))
         for index, message in enumerate(messages):
-            # What a model said may be shown without its reasoning.
+            # A model's message may be shown without its reasoning.
             if message["role"] != "assistant" and find(text, message["content"]) is None:
                 whole.check_shown(index)
         if messages:
@@ -67,16 +67,18 @@ class PromptRenderer:
         return text
 
     def check_asks(self, text: str, messages: Sequence[Message], render: RenderAsking) -> None:
-        """See that a render ends where the model's words begin.
+        """Check that a render ends where the model's words begin.
 
-        Most templates say so as they do behind a plain question. Elsewhere either the generation prompt stands behind
-        the last content; or the template needs none, or writes another one in history: then the render goes on as one
-        with an answer behind it does, further than one with a question.
+        Most templates end as they do after a plain question. Otherwise either the generation prompt follows the last
+        content;
+        or the template needs none, or writes another one in history: then the render continues like one with an answer,
+        for
+        longer than one with a question.
 
         Args:
-            text: the render, or the part of it that `messages` are in.
+            text: the render, or the part of it that contains `messages`.
             messages: the last ones of the render.
-            render: the same part of other renders.
+            render: renders the same part for other messages.
         """
         if self.asks_as_usual(text, messages[-1]):
             return
@@ -85,7 +87,7 @@ class PromptRenderer:
         self._check_doubled(behind)
         if end <= first_mismatch(text, render(messages, False)) < len(text):
             return
-        # It does not: what stands there may still be what an answer in history begins with.
+        # It does not: the text there may still be the beginning of an answer in history.
         answer = _behind(messages, ANSWER, render)
         if behind.startswith(answer.rstrip()):
             return
@@ -99,7 +101,7 @@ class PromptRenderer:
         )
 
     def asks_as_usual(self, text: str, last: Message) -> bool:
-        """The generation prompt that a plain question shows is at the end, once, behind the `last` message.
+        """True if the generation prompt of a plain question is at the end, once, after the `last` message.
 
         Raises:
             Unbridgeable: it is there twice.
@@ -107,14 +109,14 @@ class PromptRenderer:
         asked = self.generation_prompt
         if not asked or not text.endswith(asked):
             return False
-        said = last["content"].rstrip().endswith(asked.strip())  # somebody wrote the like at the end of a message
+        said = last["content"].rstrip().endswith(asked.strip())  # a message ends with the same text
         if asked.strip() and text.removesuffix(asked).endswith(asked) and not said:
             self._refuse_doubled(asked)
         return True
 
     def _check_doubled(self, behind: str) -> None:
-        last = behind[-_DOUBLED:]
-        for length in range(len(last) // 2, _MEANT, -1):
+        last = behind[-_DOUBLED_OPENER_CHARS:]
+        for length in range(len(last) // 2, _MIN_OPENER_CHARS, -1):
             if last[-length:] == last[-2 * length : -length] and last[-length:].strip():
                 self._refuse_doubled(last[-length:])
 
@@ -124,7 +126,7 @@ class PromptRenderer:
 
 
 def _behind(messages: Sequence[Message], last: Message, render: RenderAsking) -> str:
-    """What stands between the last content of `messages` and that of a message behind them."""
+    """The text between the last content of `messages` and that of a message after them."""
     text = render([*messages, last], False)
     before = text[: max(0, text.rfind(last["content"]))]
     rendering = Rendering(before, messages, lambda new: render([*new, last], False).rpartition(last["content"])[0])

@@ -1,4 +1,4 @@
-"""Refusals: what a template, a vocabulary or a turn must have for an exact bridge, by name."""
+"""Refusals: the property of a template, a vocabulary or a turn that is missing for an exact bridge."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ __all__ = ["Property", "Unbridgeable"]
 
 
 class Property(enum.StrEnum):
-    """What must hold for an exact bridge; `Unbridgeable` names the one that does not."""
+    """A property that an exact bridge needs; `Unbridgeable` names the missing one."""
 
     TEMPLATE_RENDERS = "template_raises"  # the template raised on these messages
-    SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show what was said or called
+    SENTINEL_SHOWN = "no_sentinel"  # the last assistant turn does not show its text or calls
     TURN_STAYS_BEHIND = "marker_in_tail"  # the model's words would be repeated after the turn
-    TOOLS_STAY = "tools_move"  # the tools are printed behind the turn, so those in the prompt are in the wrong place
-    SYSTEM_STAYS = (
-        "system_moves"  # the system message is printed behind the turn, so the prompt's is in the wrong place
-    )
+    TOOLS_STAY = "tools_move"  # the tools are printed after the turn, so those in the prompt are in the wrong place
+    SYSTEM_STAYS = "system_moves"  # the system message is printed after the turn, so the prompt's is in the wrong place
     CONTENT_LOCATED = "content_not_located"  # control text of a content cannot be told from the template's own
     CONTENT_SHOWN = "content_missing"  # a new message cannot be seen in the render
-    STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop cannot stand where the template closes a turn
-    STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the one that came
-    CLOSE_KNOWN = "close_not_found"  # a cut turn with calls: nothing shows where the template closes it
+    STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop cannot be in the place of the template's close
+    STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the next one
+    CLOSE_KNOWN = "close_not_found"  # a cut turn with calls: the place of the template's close is not known
     REASONING_CLOSED = "reasoning_open"  # the turn was cut inside its reasoning
-    TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail gives another text
+    TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail returns another text
     PROMPTS_ANSWER = "generation_prompt_missing"  # the render does not end by asking the model to speak
-    OPENED_ONCE = "assistant_opened_twice"  # the generation prompt stands there twice
-    TURNS_SAMPLED = "assistant_in_new"  # an assistant message that nobody sampled was appended
+    OPENED_ONCE = "assistant_opened_twice"  # the generation prompt is there twice
+    TURNS_SAMPLED = "assistant_in_new"  # an assistant message that was not sampled was appended
 
 
 class Unbridgeable(Exception):
@@ -35,6 +33,6 @@ class Unbridgeable(Exception):
     def __init__(self, property: Property, explanation: str) -> None:
         super().__init__(f"{property}: {explanation}")
         self.property = property
-        """The name of what is missing."""
+        """The name of the missing property."""
         self.explanation = explanation
-        """What is missing, for people."""
+        """The missing property, for people."""

@@ -1,6 +1,6 @@
-"""The tail: what a render has after the words of the last assistant turn. Text only; safe in any thread.
+"""The tail: the text of a render after the words of the last assistant turn. Safe in any thread.
 
-A copy of the turn is rendered with a sentinel where its words end. What stands before the sentinel is never looked at.
+A copy of the turn is rendered with a sentinel at the end of its words. The text before the sentinel is never used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Further", "Tail"]
 
 
 class Further(enum.StrEnum):
-    """The renders that a tail may be asked for beside its own; each is the name of an attribute of `Tail`."""
+    """Further renders that a tail may need; each is the name of an attribute of `Tail`."""
 
     BORDER = "border"
     ALONE = "alone"
@@ -33,11 +33,11 @@ class Further(enum.StrEnum):
 
     @property
     def asking(self) -> bool:
-        """Whether it ends with the generation prompt."""
+        """True if it ends with the generation prompt."""
         return self is not Further.ALONE
 
     def shape(self, shape: TurnShape) -> TurnShape:
-        """The shape of this further render, where the tail's own render has the given one."""
+        """The shape of this further render, if the tail's own render has the given one."""
         if self is Further.WITHOUT_CALLS:
             return replace(shape, calls=0, reasoning=False, text=True)
         if self is Further.BORDER:
@@ -46,10 +46,10 @@ class Further(enum.StrEnum):
 
 
 class Tail:
-    """What one render has after its last sentinel.
+    """The text of one render after its last sentinel.
 
-    A `stand_in` is rendered in place of the history. Where `proves` does not say that it gives some further render
-    too, that one is made of the whole history.
+    A `stand_in` is rendered in place of the history. Further renders that `proves` does not cover are made of the whole
+    history.
     """
 
     text: str
@@ -57,15 +57,15 @@ class Tail:
     new: Sequence[Message]
     """The messages after the turn."""
     after_call: bool
-    """Whether the sentinel stood in a tool call, so that the tail begins inside it."""
+    """True if the sentinel stood in a tool call, so that the tail begins inside it."""
     local: bool
-    """Whether it was rendered with a stand-in for the history."""
+    """True if a stand-in was rendered for the history."""
     asked: set[Further]
-    """The further renders that were asked for; the tails of one shape share the set."""
+    """The further renders that were needed; the tails of one shape share the set."""
     real: str | None
-    """A render with the words themselves, where those may change what follows them; else None."""
+    """A render with the words themselves, if those may change the text after them; otherwise None."""
     repeated: str
-    """What stands between the first sentinel and the last one, where the template writes the words more than once."""
+    """The text between the first sentinel and the last one, if the template writes the words more than once."""
 
     def __init__(
         self,
@@ -86,16 +86,16 @@ class Tail:
         self._renderer = renderer
         self._answered = answered
         self._proves = proves
-        # Only in what is rendered: a word that holds for the stand-in is found without reading the whole history.
+        # Only in rendered messages: a word that is absent from the stand-in is found without reading the whole history.
         self._stem = absent([*rendered, *answered.new])
         self._located: tuple[Sequence[Field], list[Span] | None] | None = None
         self._history: Sequence[Message] = ()
         self.text = self._first_text(rendered)
 
     def _first_text(self, history: Sequence[Message]) -> str:
-        """The tail, without the words of the model where the template raises on them.
+        """Return the tail, without the words of the model if the template raises on them.
 
-        A model samples words that a parser should have taken out, and some templates raise where they meet those.
+        A model may sample words that a parser should have removed, and some templates raise on those.
         """
         raised: Unbridgeable | None = None
         for marked_history in self._marked(history):
@@ -121,7 +121,7 @@ class Tail:
     # --- what can be wrong with it
 
     def check(self) -> None:
-        """See that the new messages are in the tail and that it ends by asking the model to speak."""
+        """Check that the new messages are in the tail and that it ends by asking the model to speak."""
         if self._fault is not None:
             raise self._fault
 
@@ -137,11 +137,11 @@ class Tail:
         return None
 
     def holds_marker(self, text: str) -> bool:
-        """Whether what was said before the turn's end stands in `text`."""
+        """True if `text` contains text from before the turn's end."""
         return self._stem in text
 
     def stands_before(self, word: str) -> bool:
-        """Whether a word stands before the sentinel in a render of its own."""
+        """True if a word occurs before the sentinel in a render of its own."""
         text = self._renderer.render([*self._history, *self.new], self._answered.tools)
         return word in text.rpartition(_sentinel(self._stem))[0]
 
@@ -149,12 +149,12 @@ class Tail:
 
     @cached_property
     def seen(self) -> Span:
-        """Where the first new content begins and the last one ends.
+        """The begin of the first new content and the end of the last one.
 
-        The beginning may be too early: a content "m" is found in the template's own words.
+        The begin may be too early: a content "m" is found in the template's own words.
 
         Raises:
-            Unbridgeable: a content cannot be seen, in the order of the messages.
+            Unbridgeable: a content is not found, in the order of the messages.
         """
         first, end = 0, 0
         for index, message in enumerate(self.new):
@@ -163,7 +163,7 @@ class Tail:
         return first, end
 
     def locate(self, wanted: Sequence[Field], names: ControlNames) -> list[Span] | None:
-        """Where these fields of the new messages stand in `text`, or None where that cannot be told."""
+        """Return the positions of these fields of the new messages in `text`, or None if they cannot be found."""
         if self._located is None or self._located[0] != wanted:
             self._located = (wanted, self._rendering.locate(wanted, self._stem, names))
         return self._located[1]
@@ -175,9 +175,9 @@ class Tail:
     # --- further renders
 
     def complete(self) -> None:
-        """Make the renders that a check takes, and those that tails of this shape were asked for before.
+        """Make the renders that a check needs, and those that tails of this shape needed before.
 
-        What is made off the event loop leaves none to be made on it.
+        Renders that are made off the event loop need not be made on it.
         """
         _ = self._fault
         for further in tuple(self.asked):
@@ -186,9 +186,9 @@ class Tail:
 
     @cached_property
     def border(self) -> int:
-        """Where the first new content begins, by rendering a marker in its place.
+        """The begin of the first new content, found by rendering a marker in its place.
 
-        Where the content changes what the template writes before it, only what both renders begin with counts.
+        If the content changes the template's text before it, only the common beginning of both renders counts.
         """
         marker = self._stem + "content"
         first = cast("Message", {**self.new[0], "content": marker})
@@ -197,21 +197,21 @@ class Tail:
 
     @cached_property
     def alone(self) -> str | None:
-        """The tail without the new messages: the turn's close where nothing follows; None where that raises."""
+        """The tail without the new messages: the turn's close at the end; None if that raises."""
         with suppress(Unbridgeable):
             return self._further(Further.ALONE, ())
         return None
 
     @cached_property
     def alone_asking(self) -> str | None:
-        """The tail without the new messages, with the generation prompt; None where that raises."""
+        """The tail without the new messages, with the generation prompt; None if that raises."""
         with suppress(Unbridgeable):
             return self._further(Further.ALONE_ASKING, ())
         return None
 
     @cached_property
     def without_calls(self) -> str | None:
-        """The tail that the turn would have if it had called nothing; None where that raises."""
+        """The tail that the turn would have without calls; None if that raises."""
         said: Message = {"role": "assistant", "content": "x"}
         history = [*self._history_for(Further.WITHOUT_CALLS)[:-1], said]
         with suppress(Unbridgeable):
@@ -220,10 +220,10 @@ class Tail:
 
     @cached_property
     def end_of_reasoning(self) -> str | None:
-        """What the template writes between the turn's reasoning and its text; None where it shows no reasoning."""
+        """The template's text between the turn's reasoning and its text; None if it shows no reasoning."""
         end, said = self._stem + "thought", self._stem + "words"
         turn: Message = {"role": "assistant", "content": said, "reasoning_content": end}
-        # The proofs know of one mark only, so this one is always asked of the whole.
+        # The proofs know only one mark, so this one is always rendered with the whole history.
         before = self._answered.history[:-1] if self.local else self._history[:-1]
         text = self._renderer.render([*before, turn], self._answered.tools, generation_prompt=False)
         _, found, rest = text.rpartition(end)
@@ -234,7 +234,7 @@ class Tail:
         return self._behind(self._history_for(further), new, generation_prompt=further.asking)
 
     def _history_for(self, further: Further) -> Sequence[Message]:
-        """What stands before the new messages: the stand-in only where it is known to give the same text."""
+        """The messages before the new ones: the stand-in only if it is known to have the same result."""
         self.asked.add(further)
         if not self.local or self._proves is None or self._proves(further):
             return self._history
@@ -245,7 +245,7 @@ class Tail:
 
     def _behind(self, history: Sequence[Message], new: Sequence[Message], *, generation_prompt: bool) -> str:
         text = self._renderer.render([*history, *new], self._answered.tools, generation_prompt=generation_prompt)
-        # Behind the last one, since a template may write the words more than once.
+        # After the last one, since a template may write the words more than once.
         before, found, tail = text.rpartition(_sentinel(self._stem))
         self.repeated = self.repeated or before.partition(_sentinel(self._stem))[2]
         if not found:
@@ -260,12 +260,12 @@ class Tail:
 
 
 def _sentinel(stem: str) -> str:
-    """Stands where the words of the last turn end."""
+    """Marks the end of the last turn's words."""
     return stem + "end"
 
 
 def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_words: bool = True) -> Message:
-    """A copy of an assistant message with the sentinel where its words end, and markers behind what else it says.
+    """Return a copy of an assistant message with the sentinel after its words, and markers after its other parts.
 
     With `with_words` the words themselves stay, since templates look into them.
     """
@@ -277,7 +277,7 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
         copy["content"] = message["content"] * with_words + _sentinel(stem)
         return cast("Message", copy)
     if message["content"]:
-        # Gemma 4 prints the text beside a call behind the tool's result: a bridge with the marker in it is refused.
+        # Gemma 4 prints the text beside a call after the tool's result: a bridge with the marker in it is refused.
         copy["content"] = message["content"] * with_words + stem + "text"
     function = calls[-1]["function"]
     arguments = {_parameter(function, tools): _sentinel(stem)}
@@ -287,7 +287,7 @@ def _marked(message: Message, stem: str, tools: Sequence[ToolSchema], *, with_wo
 
 
 def _without_words(message: Message, stem: str) -> Message:
-    """A copy of an assistant message that says only a marker where it said anything; others as they are."""
+    """Return a copy of an assistant message with a marker for each text; other messages unchanged."""
     if message["role"] != "assistant":
         return message
     copy: dict[str, Any] = {**message, "content": stem + "text" if message["content"] else ""}
@@ -297,7 +297,7 @@ def _without_words(message: Message, stem: str) -> Message:
 
 
 def _parameter(function: Mapping[str, Any], tools: Sequence[ToolSchema]) -> str:
-    """A parameter that the called tool has, else any name."""
+    """Return a parameter of the called tool, or any name."""
     arguments = function["arguments"]
     if arguments and isinstance(arguments, Mapping):
         return str(next(iter(arguments)))

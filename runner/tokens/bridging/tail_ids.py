@@ -15,11 +15,11 @@ from runner.tokens.tokenizer import Tokenizer
 
 __all__ = ["TailIds"]
 
-_SEEN_END = 2
-"""Characters that show where a call ends, if the model's last words and the template's end of a call share them."""
+_MIN_END_CHARS = 2
+"""Number of characters that identify the end of a call, if both the model's text and the template's end have them."""
 
 _MARK_BORDER = re.compile(r"""[\s"'}\])>]|(?=[<\[])""")
-"""Where no mark of a call's end is in its midst."""
+"""A place that is not inside a mark of a call's end."""
 
 
 class TailIds:
@@ -37,15 +37,16 @@ class TailIds:
         self._closes = closes
 
     def check_text(self) -> None:
-        """See that the vocabulary keeps the text."""
+        """Check that the vocabulary keeps the text."""
         if self._tokenizer.decode(self.ids) != self._text:
             self._check_stretches()
 
     def _check_stretches(self) -> None:
-        """The text is kept between any two control tokens.
+        """Check that the text between any two control tokens is kept.
 
-        Some vocabularies write a space before each stretch, which decoding takes away, and some control tokens
-        swallow the white space beside them.
+        Some vocabularies write a space before each range, which decoding removes, and some control tokens swallow the
+        white
+        space beside them.
         """
         tokenizer, at = self._tokenizer, 0
         text = tokenizer.normalize(self._text)
@@ -58,7 +59,8 @@ class TailIds:
         bare = at + len(text[at:]) - len(text[at:].lstrip())
         swallowed = f"x{text[at:bare]}x"
         starts = [(piece, at), (" " + piece, at)]
-        # What the vocabulary can write was taken by a control token beside it; what it cannot write is lost.
+        # Text that the vocabulary can write was swallowed by a neighbouring control token; text that it cannot write is
+        # lost.
         if bare > at and self._tokenizer.decode(self._tokenizer.encode(swallowed)) == swallowed:
             starts.append((piece, bare))
         for form, begin in starts:
@@ -70,27 +72,27 @@ class TailIds:
         raise Unbridgeable(Property.TEXT_KEPT, f"the vocabulary has no ids for {lost!r}, which becomes {became!r}")
 
     def find_in_close(self, wanted: Iterable[int]) -> int | None:
-        """The first position of a wanted id in what the template writes before any new content."""
-        # The first one, since contents and the next turn may have the same ids, and it has to stand before all of them.
+        """Return the first position of a wanted id in the template's text before any new content."""
+        # The first one, since contents and the next turn may have the same ids, and it must come before all of them.
         index = min((self.ids.index(token_id) for token_id in wanted if token_id in self.ids), default=None)
         if index is None or not self._before_content(index + 1):
             return None
-        # Behind what opens a message it would be the close of that one, where a turn's words stand behind its own.
+        # After an opener of a message it would be that message's close, if a turn's words come after its own.
         control = self._tokenizer.control_ids
         opened = any(each in control and self._closes.opens_a_role(each) for each in self.ids[:index])
         return None if opened else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
-        """Where the tail goes on after a close that the model wrote itself at the end of `sampled`, or None.
+        """Return where the tail continues after a close that the model sampled at the end of `sampled`, or None.
 
-        The close is looked for from the tail's first control token on: before it stands the rest of a call.
+        The close is looked for from the tail's first control token on: the rest of a call comes before it.
         """
         special = self._tokenizer.special_ids
         first = next((index for index, token_id in enumerate(self.ids) if token_id in special), None)
         if first is None:
             return None
         last = list(sampled[-len(self.ids) :])
-        # The close is short, and begins at one of the few control tokens near the end of what was sampled.
+        # The close is short, and begins at one of the few control tokens near the end of the sampled ids.
         for begin in (index for index, token_id in enumerate(last) if token_id == self.ids[first]):
             end = first + len(last) - begin
             if last[begin:] == self.ids[first:end] and self._before_content(end):
@@ -98,20 +100,21 @@ class TailIds:
         return None
 
     def behind_close(self) -> list[int] | None:
-        """The ids behind the template's own close, where a stop was sampled that does not stand there, or None.
+        """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
 
-        The close is what the same render ends with when nothing follows, and a control token that every turn gets
-        once something does. White space behind such a token separates the turns, whatever stands in its place.
+        The close is the end of the same render without new messages, and a control token that every turn has once
+        something
+        follows. White space after such a token separates the turns, also after another token.
         """
         alone = self._tail.alone
         if alone is None:
             return None
-        # Words of a content may be what the tail without it goes on with, so the close ends before them.
+        # The close ends before the words of a content, which may equal what the tail without it continues with.
         cut = min(first_mismatch(self._text, alone), self._tail.border)
         cut = self._token_border(cut)
         if any(map(self._closes.opens_a_role, self._control_ids_before(cut))):
             return None
-        # The template's own close is skipped: the sampled stop stands in its place.
+        # The template's own close is skipped: the sampled stop takes its place.
         rest = self._encode_from(cut)
         if rest and self._is_close(rest[0], cut):
             return rest[1:]
@@ -121,7 +124,7 @@ class TailIds:
         return rest if separated is None else self.ids[separated:]
 
     def _behind_last_control(self, cut: int) -> int | None:
-        """The index behind the last control token before `cut`, where only white space follows it there."""
+        """The index after the last control token before `cut`, if only white space follows it there."""
         behind, end = None, 0
         for index, token_id in enumerate(self.ids):
             until = len(self._tokenizer.decode(self.ids[: index + 1]))
@@ -132,10 +135,11 @@ class TailIds:
         return behind if not self._text[end:cut].strip() else None
 
     def behind_call(self, sampled: Sequence[int], stop_ids: Iterable[int]) -> list[int] | None:
-        """The ids behind what the model wrote of its last call, in whose middle the tail begins, or None.
+        """Return the ids after the sampled part of the last call, in whose middle the tail begins, or None.
 
-        The turn's close is where a stop id stands, or where the tail begins that the turn would have if it had called
-        nothing. What the model has not written of the text before it is in the bridge.
+        The turn's close is at a stop id, or at the begin of the tail that the turn would have without calls. The part
+        of the
+        text before it that the model has not sampled is in the bridge.
         """
         index, plain = self.find_in_close(stop_ids), None
         if index is not None:
@@ -152,7 +156,7 @@ class TailIds:
         plain = self._tail.without_calls
         if not plain or not self._text.endswith(plain) or self._text == plain:
             return None
-        # Without a control token in front, where the call ends would be guesswork.
+        # Without a control token in front, the end of the call would be a guess.
         return plain if self._tokenizer.encode(plain)[0] in self._tokenizer.special_ids else None
 
     def _control_ids_before(self, end: int) -> list[int]:
@@ -176,7 +180,7 @@ class TailIds:
         return cut
 
     def _is_close(self, token_id: int, at: int) -> bool:
-        """A control token that stands there whatever follows, and is not what opens the next turn."""
+        """True if a control token occurs there whatever follows, and does not open the next turn."""
         if token_id not in self._tokenizer.control_ids or token_id in self._closes.generation_prompt:
             return False
         if token_id == self._closes.of_user:
@@ -191,24 +195,24 @@ class TailIds:
         return all(token_id in self._tokenizer.control_ids for token_id in ids)
 
     def _before_content(self, end: int) -> bool:
-        """The first `end` ids of the tail are the template's own: no new content is among them."""
+        """True if the first `end` ids of the tail are the template's own, without new content."""
         length = len(self._tokenizer.decode(self.ids[:end]))
-        # What was seen may be too early: a content "m" is found inside <|im_end|>. Then the position is looked up.
+        # `seen` may be too early: a content "m" is found inside <|im_end|>. Then the position is searched for.
         return length <= self._tail.seen[0] or length <= self._tail.border
 
 
 def _end_of_call(ending: str, said: str) -> int | None:
-    """How much of a call's `ending` stands in `said`, which may go on behind it; None where nothing shows that."""
-    # A part that begins within a mark would be seen in the mark that opens a call.
+    """Return the length of the part of a call's `ending` that is in `said`; None if that cannot be found."""
+    # A part that begins within a mark would be found in the mark that opens a call.
     borders = [0, *(match.end() for match in _MARK_BORDER.finditer(ending))]
-    # What it ends with decides: an earlier call may be closed.
+    # The end decides: an earlier call may be closed.
     for last in (said[-len(ending) :], said.rstrip()[-len(ending) :]):
         partly = max(range(len(ending) + 1), key=lambda end: (_seen_ending(ending[:end], last, borders), end))
         if _seen_ending(ending[:partly], last, borders):
             return partly
     written = ending.rstrip()
     whole = next((written[begin:] for begin in borders if written[begin:] in said), "")
-    if len(whole) < _SEEN_END:
+    if len(whole) < _MIN_END_CHARS:
         return None
     behind = said[said.rindex(whole) + len(whole) :]
     space = ending[len(written) :]
@@ -216,7 +220,7 @@ def _end_of_call(ending: str, said: str) -> int | None:
 
 
 def _seen_ending(one: str, other: str, borders: Sequence[int]) -> int:
-    """How many characters from a border on two texts end with alike; 0 where they are too few to show anything."""
+    """The number of common characters from a border on; 0 if they are too few to identify anything."""
     alike = len(one) - first_mismatch(one[::-1], other[::-1])
     begin = next((border for border in borders if border >= alike), len(one))
-    return len(one) - begin if len(one[begin:].strip()) >= _SEEN_END else 0
+    return len(one) - begin if len(one[begin:].strip()) >= _MIN_END_CHARS else 0

@@ -1,4 +1,4 @@
-"""TurnClosers: which control tokens a template ends turns with, and which open the next one."""
+"""The control tokens that end turns of a template, and those that open the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TurnClosers"]
 
 
 class TurnClosers:
-    """What is learnt of closes from plain conversations, each thing when it is first asked for."""
+    """The closes of a template, learnt from plain conversations, each on first use."""
 
     def __init__(self, tokenizer: Tokenizer, renderer: PromptRenderer) -> None:
         self._tokenizer = tokenizer
@@ -28,12 +28,12 @@ class TurnClosers:
 
     @cached_property
     def generation_prompt(self) -> frozenset[int]:
-        """Ids in what asks the model to speak."""
+        """Ids of the text that asks the model to speak."""
         return frozenset(self._tokenizer.encode(self._renderer.generation_prompt))
 
     @cached_property
     def of_turn(self) -> list[int]:
-        """What stands behind an answer that nothing follows, from its first control token on; [] where none does."""
+        """The ids after a final answer, from its first control token on; [] if there are none."""
         with suppress(Unbridgeable):
             ids = self._tokenizer.encode(self._tail(ANSWER).alone or "")
             special = self._tokenizer.special_ids
@@ -42,7 +42,7 @@ class TurnClosers:
 
     @cached_property
     def of_user(self) -> int | None:
-        """The control token behind what a user says, or None."""
+        """The control token after a user's text, or None."""
         with suppress(Unbridgeable):
             text = self._renderer.render([QUESTION], (), generation_prompt=False)
             ids = self._tokenizer.encode(text.rpartition(QUESTION["content"])[2])
@@ -50,14 +50,14 @@ class TurnClosers:
         return None
 
     def opens_a_role(self, token_id: int) -> bool:
-        """The token opens messages of some role, as those of GLM do: only one of that role may follow it."""
+        """True if the token opens messages of some role, as those of GLM do: only one of that role may follow it."""
         if token_id not in self._opening:
             following: Sequence[Message] = (AGAIN_ASKED, result(), SYSTEM)
             self._opening[token_id] = any(self._opens(token_id, message) for message in following)
         return self._opening[token_id]
 
     def _opens(self, token_id: int, message: Message) -> bool:
-        """Whether the token opens this message: it stands before it and ends no turn, or between two of them alone."""
+        """True if the token opens this message: it precedes it and ends no turn, or is between two of them."""
         turn = CALL if message["role"] == "tool" else ANSWER
         with suppress(Unbridgeable):
             tail = self._tail(turn, message)

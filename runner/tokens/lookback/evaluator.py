@@ -1,4 +1,4 @@
-"""Evaluates the expressions of a template over abstract values, and takes both branches where it cannot be told."""
+"""Evaluation of a template's expressions over abstract values; both branches are taken if a condition is unknown."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from runner.tokens.template import environment
 __all__ = ["FUNCTIONS", "Evaluator"]
 
 MAX_STEPS = 40_000
-"""Nodes that may be looked at; a large template with a few tools takes some thousands."""
+"""Most nodes that are visited; a large template with a few tools needs some thousands."""
 
 
 class Evaluator(NodeVisitor, ABC):
-    """The state of one render, and the values of expressions in it: `visit` of an expression gives its value.
+    """The state of one render, and the values of expressions in it: `visit` of an expression returns its value.
 
     Args:
         jinja: the environment of the template.
-        names: what the template is given.
+        names: the template's variables.
         symbols: numbers for symbols.
-        words: the last turn's words where those may be any; None where they are a sentinel.
-        null_content: messages with calls may have no content.
+        words: the last turn's words, if those may be any; None for the sentinel.
+        null_content: whether messages with calls may have no content.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Evaluator(NodeVisitor, ABC):
         null_content: bool = False,
     ) -> None:
         self.refuses = False
-        """Whether the past decides that the template raises."""
+        """True if the past decides that the template raises."""
         self._symbols = symbols
         self._transfer = TransferFunctions(jinja, symbols, words)
         self._state = State([{**FUNCTIONS, **names}, {}])
@@ -73,7 +73,7 @@ class Evaluator(NodeVisitor, ABC):
         return super().visit(node, *args, **kwargs)
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        # And and Or are binary in jinja's tree, too, and have methods of their own.
+        # `And` and `Or` are binary in jinja's tree too, and have methods of their own.
         if isinstance(node, nodes.BinExpr):
             return self._transfer.binary(node.operator, self.visit(node.left), self.visit(node.right))
         raise NotFollowed(f"{type(node).__name__} is not followed")
@@ -86,8 +86,8 @@ class Evaluator(NodeVisitor, ABC):
     # --- branches
 
     def _both(self, condition: Condition, one: Callable[[], Value], other: Callable[[], Value]) -> Value:
-        """The join of two branches, by a condition that is not known; `RenderStopped` if neither goes on."""
-        # Both start from the same state. While one is taken, the condition tells who decided, if it raises.
+        """Join two branches of an unknown condition; raises `RenderStopped` if neither continues."""
+        # Both start from the same state. If a branch raises, the condition shows what decided that.
         before, ends = self._state, []
         self._conditions.append(condition)
         try:
@@ -100,7 +100,7 @@ class Evaluator(NodeVisitor, ABC):
         finally:
             self._conditions.pop()
         if not ends:
-            raise RenderStopped("neither branch goes on")
+            raise RenderStopped("neither branch continues")
         if len(ends) == 1:
             value, self._state = ends[0]
             return value
@@ -171,7 +171,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._compared(self.visit(node.expr), node.ops)
 
     def _compared(self, one: Value, operands: Sequence[nodes.Operand]) -> Value:
-        """A chain of comparisons, which ends at the first that does not hold."""
+        """Evaluate a chain of comparisons, which ends at the first that does not hold."""
         operand, *rest = operands
         other = self.visit(operand.expr)
         found = self._transfer.compared(operand.op, one, other)
@@ -204,7 +204,7 @@ class Evaluator(NodeVisitor, ABC):
 
     def visit_Filter(self, node: nodes.Filter) -> Value:
         if node.name in _LAZY:
-            # The abstract value is a list, and a generator differs from that unless it is read at once.
+            # The abstract value is a list, and a generator differs from a list unless it is read at once.
             raise NotFollowed("a generator that is kept, which is true and can be read once")
         return self._filtered(node)
 
@@ -214,7 +214,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._filter(node, self._read(node.node) if node.name in _READERS else self.visit(node.node))
 
     def _read(self, node: nodes.Node) -> Value:
-        """The value of an expression whose elements are read at once, so that it may be a generator."""
+        """Return the value of an expression whose elements are read at once, so that it may be a generator."""
         return self._filtered(node) if isinstance(node, nodes.Filter) else self.visit(node)
 
     def _filter(self, node: nodes.Filter, value: Value) -> Value:
@@ -222,7 +222,7 @@ class Evaluator(NodeVisitor, ABC):
         return self._transfer.filtered(node.name, value, arguments, keywords)
 
     def _filter_block(self, node: nodes.Filter | None, value: Value) -> Value:
-        """What the filters of a block make of what is written in it; the first of them has no operand."""
+        """Apply the filters of a block to its output; the first of them has no operand."""
         if node is None:
             return value
         return self._filter(node, self._filter_block(node.node, value))  # type: ignore[arg-type]  # filters only
@@ -236,7 +236,7 @@ class Evaluator(NodeVisitor, ABC):
 
     @abstractmethod
     def _call_macro(self, macro: Macro, arguments: Sequence[Value], keywords: dict[str, Value]) -> Value:
-        """What a macro writes."""
+        """Return the output of a macro."""
 
     def visit_Call(self, node: nodes.Call) -> Value:
         callee = self.visit(node.node)
@@ -276,10 +276,10 @@ class Evaluator(NodeVisitor, ABC):
 _LAZY = frozenset(
     {"map", "select", "reject", "selectattr", "rejectattr", "batch", "slice", "unique", "items", "reverse"}
 )
-"""Filters that give generators."""
+"""Filters that return generators."""
 
 _READERS = _LAZY | {"list", "first", "join", "sort", "sum", "min", "max"}
-"""Filters that read what they are given once, from its beginning."""
+"""Filters that read their input once, from its beginning."""
 
 _NAMESPACE, _RAISE, _STATEFUL = Function(), Function(), Function()
 
@@ -290,7 +290,7 @@ FUNCTIONS: dict[str, Value] = {
     "range": safe_range,
     "dict": dict,
 }
-"""What every template can call."""
+"""Functions that every template can call."""
 
 _JINJAS_OWN = frozenset({"self", "kwargs", "varargs", "caller"})
-"""Names that jinja gives a meaning where nobody has assigned them."""
+"""Names that jinja defines unless the template assigns them."""

@@ -1,4 +1,4 @@
-"""What filters and methods give, those above all that keep where the turn's words end."""
+"""Transfer functions of filters and methods, above all of those that keep the end of the turn's words."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TransferFunctions(Operators):
     def _modelled(
         self, name: str, value: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]
     ) -> Value | None:
-        """What a filter makes of a value that is partly known; None where it has no transfer function of its own."""
+        """Apply a filter to a partly known value; None if it has no transfer function of its own."""
         match name:
             case "default" | "d":
                 given = dict(zip(("default_value", "boolean"), arguments, strict=False)) | dict(keywords)
@@ -111,14 +111,14 @@ class TransferFunctions(Operators):
         if isinstance(value, list | tuple | dict):
             return len(value)
         if is_text(value) and self.truth(value) is True and not is_independent(value):
-            return Position(UnknownCount(1))  # of the text's length, too, only the least is known
+            return Position(UnknownCount(1))  # of the text's length, too, only the minimum is known
         return self.of("length", value)
 
     def _as_json(self, value: Value, keywords: Mapping[str, Value]) -> Value:
-        """JSON, of which what follows the end of the turn's words is known where all that is written later is."""
+        """Return the value as JSON: the text after the end of the turn's words is known if all later parts are."""
         leaves = list(_leaves(value))
         ends = [index for index, leaf in enumerate(leaves) if may_hold_end(leaf)]
-        if len(ends) != 1 or "sort_keys" in keywords:  # sorted, what is written later is not what comes later
+        if len(ends) != 1 or "sort_keys" in keywords:  # sorted keys change the order of what follows
             return self.of("tojson", value, *keywords, *keywords.values(), text=True)
         leaf, *later = leaves[ends[0] :]
         if isinstance(leaf, LastArguments) and self._untyped(leaf.value):
@@ -166,7 +166,7 @@ class TransferFunctions(Operators):
     # --- methods
 
     def method(self, value: Value, name: str, arguments: Sequence[Value]) -> Value:
-        """What a method of a string or a mapping gives."""
+        """Call a method of a string or a mapping."""
         if is_concrete(value) and all(map(is_concrete, arguments)):
             return self.concrete(lambda: _read_now(self._environment.getattr(value, name)(*arguments)))
         match value:
@@ -184,7 +184,7 @@ class TransferFunctions(Operators):
     def _got(
         self, get: Callable[[str], Value], has: Callable[[str], bool | Unknown], arguments: Sequence[Value]
     ) -> Value:
-        """What `get` of a mapping gives."""
+        """Return the result of `get` of a mapping."""
         key, otherwise = (*arguments, None)[:2]
         if not isinstance(key, str):
             return Unknown(may_end=True)
@@ -194,19 +194,22 @@ class TransferFunctions(Operators):
         return Unknown(may_end=may_hold_end(otherwise))
 
     def _method_of_words(self, value: Text, name: str, arguments: Sequence[Value]) -> Value:
-        """Of a text in which the turn's words end.
+        """Call a method of a text in which the turn's words end.
 
-        Where the words are given, they end in the sentinel: small letters and digits, so that neither `strip` of other
-        characters nor `lower` changes it, and what is not a word is not found across its end.
+        If the words are known, they end in the sentinel: small letters and digits, so that neither `strip` of other
+        characters
+        nor `lower` changes it, and text that is not a word is not found across its end.
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)
         if self._words is not None and name in ("strip", "lstrip") and self._may_lose_begin(rest, name, arguments):
-            return Unknown(may_end=True, text=True)  # blank words are taken away, and what follows them is reached
+            return Unknown(
+                may_end=True, text=True
+            )  # blank words are removed, and then the text after them is stripped too
         if name == "lstrip":
             return dataclasses.replace(value, before=before)
         if self._words is not None and name in ("replace", "split") and rest != "":
-            return Unknown(may_end=True, text=name == "replace")  # what is looked for may begin in the words
+            return Unknown(may_end=True, text=name == "replace")  # a match may begin in the words
         if isinstance(rest, str) and all(map(is_concrete, arguments)) and value.has_end:
             match name:
                 case "strip" | "rstrip" if not _has_letters(arguments):
@@ -224,7 +227,7 @@ class TransferFunctions(Operators):
         return self.of("method " + name, value, *arguments, text=name in _TEXT_METHODS)
 
     def _may_lose_begin(self, rest: Value, name: str, arguments: Sequence[Value]) -> bool:
-        """Whether `strip` of words that it takes away wholly may also take away the begin of what follows them."""
+        """True if `strip` may remove all words and then also the begin of the text after them."""
         if not all(map(is_concrete, arguments)):
             return True
         if isinstance(rest, str):
@@ -235,7 +238,7 @@ class TransferFunctions(Operators):
 
 
 def _leaves(value: Value) -> Iterator[Value]:
-    """What a structure holds, in the order in which it is written."""
+    """The leaves of a structure, in the order in which they are written."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield key
@@ -248,12 +251,12 @@ def _leaves(value: Value) -> Iterator[Value]:
 
 
 def _has_letters(arguments: Sequence[Value]) -> bool:
-    """Something else than strings free of letters and digits is among the arguments."""
+    """True if the arguments contain anything but strings without letters and digits."""
     return any(not isinstance(each, str) or any(map(str.isalnum, each)) for each in arguments)
 
 
 def _is_no_word(text: Value) -> bool:
-    """It is not empty, and has a character that is neither a letter nor a digit."""
+    """True if a text is not empty and has a character that is neither a letter nor a digit."""
     return isinstance(text, str) and bool(text) and not text.isalnum()
 
 
@@ -264,6 +267,6 @@ _TEXT_METHODS = frozenset({"strip", "lstrip", "rstrip", "replace", "upper", "low
 
 
 def _read_now(value: Any) -> Any:
-    """Make a list of what would be made as it is read: a generator is empty the second time."""
+    """Turn a lazy result into a list: a generator is empty the second time."""
     view = isinstance(value, type({}.items()) | type({}.keys()) | type({}.values()))
     return list(value) if view or hasattr(value, "__next__") else value

@@ -1,4 +1,4 @@
-"""Renders a template over abstract values: its statements, its macros, and its loops up to their fixpoint."""
+"""Rendering of a template over abstract values: its statements, its macros, and its loops up to their fixpoint."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from runner.tokens.lookback.values import (
 __all__ = ["Interpreter"]
 
 MAX_PASSES = 12
-"""Passes through a loop over what came before in which a fixpoint must be reached; nearly all take two or three."""
+"""Passes of a loop over earlier messages within which a fixpoint must be reached; nearly all take two or three."""
 
 MAX_RECURSION = 30
-"""Calls of one macro within another that are followed where all it is given is known."""
+"""Depth of recursion of a macro that is followed with known arguments."""
 
 
 class Interpreter(Evaluator):
-    """One render: runs the statements whose expressions an `Evaluator` knows the values of."""
+    """One render: runs statements, with an `Evaluator` for their expressions."""
 
     def output(self, template: nodes.Template) -> Value:
-        """What the template writes; `RenderStopped` where it raises, whatever came before."""
+        """Return the template's output; raises `RenderStopped` if it raises after every past."""
         self._run(template.body)
         return self._state.output
 
@@ -115,7 +115,7 @@ class Interpreter(Evaluator):
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        """Names of its own for what is run in it."""
+        """A new scope for the names of the block."""
         self._state.scopes.append({})
         try:
             yield
@@ -123,7 +123,7 @@ class Interpreter(Evaluator):
             del self._state.scopes[-1]
 
     def _written_by(self, body: Sequence[nodes.Node]) -> Value:
-        """What statements write, kept from the output."""
+        """Return the output of statements, separate from the main output."""
         output, self._state.output = self._state.output, ""
         try:
             with self._scope():
@@ -144,7 +144,7 @@ class Interpreter(Evaluator):
             return self._written_by_recursion(node, arguments)
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         defaults = dict(zip(reversed(names), reversed(node.defaults), strict=False))
-        # A macro sees the scopes that it was defined in, and none of its caller's. It leaves no loop around its call.
+        # A macro sees the scopes of its definition, and none of its caller's. It does not see the loop around its call.
         hidden, self._state.scopes[macro.depth :] = self._state.scopes[macro.depth :], [{}]
         exits, self._exits = self._exits, []
         self._macros.append(node)
@@ -164,7 +164,7 @@ class Interpreter(Evaluator):
             self._state.scopes[macro.depth :] = hidden
 
     def _written_by_recursion(self, node: nodes.Macro, arguments: Sequence[Value]) -> Value:
-        """What a macro writes that calls itself with what is not known: any text, as long as that is all it does."""
+        """Return the output of a macro that calls itself with unknown arguments: any text, if it only writes."""
         if not _only_writes(node):
             raise NotFollowed("a macro that calls itself and more")
         self.refuses = self.refuses or not all(map(is_independent, arguments))
@@ -205,7 +205,7 @@ class Interpreter(Evaluator):
         except RenderStopped as stopped:
             if not left:
                 raise
-            # This render ended beside others that had left before: the conditions of those decided which.
+            # Other branches have left before this end: their conditions decided which one it is.
             for condition in exits.conditions or [Unknown()]:
                 self._note_refusal(stopped, condition)
         ends += left
@@ -214,11 +214,11 @@ class Interpreter(Evaluator):
         self._state = self._join(ends)
 
     def _join(self, states: Sequence[State]) -> State:
-        """What is known of one of several states, whichever it is."""
+        """Join several states, each of which may be the real one."""
         return reduce(lambda one, other: one.join(Unknown(), other, self._symbols), states)
 
     def _run_else(self, node: nodes.For, values: Value) -> None:
-        """What is done where there was nothing to go through."""
+        """Run the `else` branch of a loop without elements."""
         if isinstance(values, list | tuple):
             if not values:
                 self._run(node.else_)
@@ -226,7 +226,7 @@ class Interpreter(Evaluator):
             self._both(Unknown(), lambda: self._run(node.else_), lambda: None)
 
     def _elements(self, values: Value) -> Value:
-        """What a loop over `values` goes through."""
+        """Return the elements of a loop over `values`."""
         if isinstance(values, jinja2.Undefined):
             return []
         if is_concrete(values):
@@ -241,7 +241,7 @@ class Interpreter(Evaluator):
         return values
 
     def _chosen(self, node: nodes.For, values: Value) -> Value:
-        """The elements that the loop's own condition lets through, which jinja asks before each pass."""
+        """Return the elements that pass the loop's own condition, which jinja checks before each pass."""
         if node.test is None:
             return values
         if any(map(has_effects, map(self._state.lookup, _names_in(node.test) - _names_in(node.target)))):
@@ -259,7 +259,7 @@ class Interpreter(Evaluator):
                 self._assign(node.target, value)
                 truth = self._transfer.truth(self.visit(cast("nodes.Expr", node.test)))
             if not isinstance(truth, bool):
-                raise NotFollowed("a loop that leaves out what cannot be told")
+                raise NotFollowed("a loop with a condition that is not known")
             if truth:
                 kept.append(value)
         return kept
@@ -290,7 +290,7 @@ class Interpreter(Evaluator):
             self._pass(node, value, loop_after_gap(values, behind, number))
 
     def _run_to_fixpoint(self, node: nodes.For, values: Sequence[Value], loop: Loop) -> None:
-        """Any number of passes, none included, each over any of `values`: until another one changes nothing."""
+        """Run any number of passes, also none, each over any of `values`, until another one changes nothing."""
         unknown = Unknown()
         for _ in range(MAX_PASSES):
             before = self._state.copy()
@@ -323,11 +323,11 @@ class Interpreter(Evaluator):
         self._forget_namespaces(namespaces)
 
     def _forget_namespaces(self, number: int) -> None:
-        """Forget the namespaces made after the first `number`, so that the next pass makes the same ones.
+        """Remove the namespaces made after the first `number`, so that the next pass makes the same ones.
 
-        Else the state would grow with every pass, and no fixpoint be reached.
+        Otherwise the state would grow with every pass, and no fixpoint would be reached.
         """
-        if self._namespaces == number or self._exits[-1].broken:  # some may live on where the loop was left
+        if self._namespaces == number or self._exits[-1].broken:  # some may still be used in states that left the loop
             return
         kept = [self._state.namespaces.get(each, {}) for each in range(1, number + 1)]
         if not reaches_namespace([*self._state.scopes, *kept], above=number):
@@ -342,7 +342,7 @@ def _names_in(node: nodes.Node) -> set[str]:
 
 @lru_cache(maxsize=256)
 def _only_writes(macro: nodes.Macro) -> bool:
-    """It calls itself and jinja's functions only, and sets attributes of namespaces only that it makes itself."""
+    """True if a macro calls only itself and jinja's functions, and changes only namespaces of its own."""
     assigned: dict[str, list[nodes.Node]] = {}
     for each in macro.find_all(nodes.Assign):
         for name in _names_in(each.target):

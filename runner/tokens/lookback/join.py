@@ -1,4 +1,4 @@
-"""The join of two values, and of two states of a render: what is known where either of them may be the case."""
+"""Join of two values, and of two states of a render: the facts that hold for both."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ __all__ = ["LoopExits", "State", "Symbols", "join"]
 
 
 class Symbols:
-    """Numbers the symbols: an operation on the same operands gives the same one."""
+    """Numbers for symbols: an operation on the same operands has the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._kept: list[Any] = []  # what is known by its id must live on, or another object could get that id
+        self._kept: list[Any] = []  # objects known by their id must stay alive, or another object could get the same id
 
     def of(self, operation: str, *operands: Value, text: bool = False, base: UnknownCount | None = None) -> Symbol:
-        """What an operation makes of operands that do not depend on the past."""
+        """Return the symbol of an operation on operands that do not depend on the past."""
         key = (operation, *map(self._key, operands))
         number = self._numbers.setdefault(key, len(self._numbers))
         return Symbol(number, text, base=base, may_end=any(map(may_hold_end, operands)))
 
     def _key(self, value: Value) -> Any:
         match value:
-            case str() | int() | float() | None | Symbol() | Position():  # with the type, for 1 == 1.0 == True
+            case str() | int() | float() | None | Symbol() | Position():  # with the type, since 1 == 1.0 == True
                 return type(value).__name__, value
             case Text():
                 return "text", value.before, *map(self._key, value.parts)
@@ -59,11 +59,11 @@ class Symbols:
 
 
 def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
-    """What is known of a value that is `one` where the condition holds, else `other`."""
+    """Return the abstract value that is `one` if the condition holds, else `other`."""
     if same(one, other):
         return one
     both = (one, other)
-    if any(map(has_effects, both)):  # what calling one of two macros does would have to be followed twice
+    if any(map(has_effects, both)):  # the effects of calling either of two macros would have to be followed
         return AMBIGUOUS
     if isinstance(one, GappedList) and isinstance(other, GappedList):
         alike = (one.messages, one.backwards) == (other.messages, other.backwards)
@@ -72,7 +72,7 @@ def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Va
             return GappedList(one.last_items, start, messages=one.messages, backwards=one.backwards)
     may_end, text = any(map(may_hold_end, both)), is_text(one) and is_text(other)
     if isinstance(condition, Symbol):
-        # Of two texts with the end of the words it must stay known what follows that, so they are no one symbol.
+        # Two texts with the end of the words are not joined into a symbol: the text after the end must stay known.
         if all(map(is_independent, both)) and not all(isinstance(each, Text) and each.has_end for each in both):
             return symbols.of("if", condition, *both, text=text)
         base = base_of(one)
@@ -84,7 +84,7 @@ def join(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Va
 
 
 def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbols) -> Value:
-    """The join of two texts, of which one at least may hold the end of the turn's words."""
+    """Join two texts, at least one of which may contain the end of the turn's words."""
     both = (one, other)
     marks = [each.parts[0] if isinstance(each, Text) and each.is_marked else None for each in both]
     if marks[0] is marks[1] and marks[0] is not None:
@@ -93,12 +93,12 @@ def _joined_text(condition: Condition, one: Value, other: Value, symbols: Symbol
         return Text((marks[0], *_parts(rest)), ("if", condition, one.before, other.before) if known else None)
     if isinstance(condition, Unknown) or any(isinstance(each, Unknown) and each.may_end for each in both):
         return Unknown(may_end=True, text=True)
-    # Only one of them is marked, or both in another way, so that the words may end anywhere before what follows.
+    # Only one of them is marked, or both differently, so the words may end anywhere before the rest.
     return Text((MAYBE_END, *_parts(join(condition, _behind_mark(one), _behind_mark(other), symbols))))
 
 
 def _behind_mark(text: Value) -> Value:
-    """What of a text stands behind its mark; nothing where it is unknown and no words end in it."""
+    """The text after the mark; empty if it is unknown and no words end in it."""
     if isinstance(text, Text) and text.is_marked:
         return text.rest
     return "" if isinstance(text, Unknown) else text
@@ -113,36 +113,36 @@ def _parts(value: Value) -> tuple[Value, ...]:
 
 @dataclass(slots=True)
 class State:
-    """Where a render stands: the abstract state of the interpreter."""
+    """The abstract state of the interpreter at one point of a render."""
 
     scopes: list[dict[str, Value]] = field(default_factory=lambda: [{}])
-    """The names that are known, by scopes, the innermost last."""
+    """The known names by scope, the innermost last."""
     namespaces: dict[int, dict[str, Value]] = field(default_factory=dict)
-    """What each jinja namespace holds, by its number."""
+    """The content of each jinja namespace, by its number."""
     output: Value = ""
-    """What was written so far by the macro or block that is being rendered."""
+    """The output so far of the macro or block that is being rendered."""
 
     def copy(self) -> Self:
         namespaces = {number: dict(names) for number, names in self.namespaces.items()}
         return type(self)([dict(scope) for scope in self.scopes], namespaces, self.output)
 
     def lookup(self, name: str, depth: int | None = None) -> Value:
-        """The value of a name, seen from a scope; undefined where there is none."""
+        """Return the value of a name, seen from a scope; undefined if there is none."""
         for scope in reversed(self.scopes[:depth]):
             if name in scope:
                 return scope[name]
         return jinja2.Undefined(name=name)
 
     def knows_as_much_as(self, before: Self) -> bool:
-        """A pass through a loop that led here from `before` has lost nothing: the fixpoint is reached."""
+        """True if a pass that led here from `before` has lost no information: the fixpoint is reached."""
         one, other = ((state.scopes, state.namespaces, state.output) for state in (self, before))
         return same(one, other, unknowns_alike=True)
 
     def join(self, condition: Condition, other: Self, symbols: Symbols) -> Self:
-        """What is known of the state that is this one where the condition holds, else `other`."""
+        """Return the state that is this one if the condition holds, else `other`."""
         scopes = []
         for depth, (mine, theirs) in enumerate(zip(self.scopes, other.scopes, strict=True), start=1):
-            # A name that only one of them has set is, in the other, that of an outer scope.
+            # A name that only one of them has set has in the other the value of an outer scope.
             differ = [name for name in {**mine, **theirs} if name not in mine or mine[name] is not theirs.get(name)]
             found = {
                 name: join(condition, self.lookup(name, depth), other.lookup(name, depth), symbols) for name in differ
@@ -161,10 +161,10 @@ class State:
 
 @dataclass(slots=True)
 class LoopExits:
-    """The states in which a loop, or a pass through it, was left early: they are joined where it ends."""
+    """The states in which a loop, or a pass of it, was left early; they are joined at its end."""
 
     depth: int
-    """How many conditions the loop stands under."""
+    """Number of conditions around the loop."""
     continued: list[State] = field(default_factory=list)
     """The states that left the pass with `continue`."""
     broken: list[State] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What operators, tests, attributes and items give: jinja's own answer where all is known, else an abstract value."""
+"""Transfer functions of operators, tests, attributes and items; jinja's own result if all operands are known."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["LastTurnText", "Operators", "RenderRaised", "RenderStopped"]
 
 
 class RenderStopped(Exception):
-    """The render does not go on from here."""
+    """The render does not continue from here."""
 
 
 class RenderRaised(RenderStopped):
@@ -55,14 +55,14 @@ class RenderRaised(RenderStopped):
 
 @dataclass(frozen=True, slots=True)
 class LastTurnText:
-    """What stands for the last turn's words where those are no sentinel."""
+    """The last turn's words, if they are not the sentinel."""
 
     text: Text
-    """The value that the template is given."""
+    """The value in the template."""
     nonempty: bool | None
-    """Whether it holds anything, white space included; None where it may be empty or not."""
+    """True if it has characters, white space included; None if it may be empty or not."""
     typed: bool = True
-    """Whether it is text for certain; the argument of a call may be a number, an object, ..."""
+    """True if it is certainly text; the argument of a call may be a number, an object, ..."""
 
 
 class Operators:
@@ -70,8 +70,8 @@ class Operators:
 
     Args:
         environment: the environment of the template.
-        symbols: numbers for what they give.
-        words: the last turn's words where those may be any; None where they are a sentinel.
+        symbols: numbers for results.
+        words: the last turn's words, if those may be any; None for the sentinel.
     """
 
     def __init__(self, environment: jinja2.Environment, symbols: Symbols, words: LastTurnText | None = None) -> None:
@@ -84,7 +84,7 @@ class Operators:
     # --- in general
 
     def of(self, operation: str, *operands: Value, text: bool = False) -> Symbol | Unknown:
-        """What any operation gives of which no more is modelled: it depends on the past if an operand does.
+        """Return the result of an operation without a finer model: it depends on the past if an operand does.
 
         Raises:
             NotFollowed: an operand is a macro, a namespace or a function, whose effects would be lost.
@@ -96,14 +96,14 @@ class Operators:
         return Unknown(may_end=any(map(may_hold_end, operands)), text=text)
 
     def concrete(self, compute: Callable[[], Value]) -> Value:
-        """What jinja computes; `RenderRaised` where it raises."""
+        """Return jinja's result; raises `RenderRaised` if jinja raises."""
         try:
             return compute()
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RenderRaised(str(error)) from error
 
     def truth(self, value: Value) -> bool | Symbol | Unknown:
-        """Whether a value counts as true."""
+        """Return the truth of a value."""
         match value:
             case Text():
                 return self._truth_of_text(value)
@@ -128,7 +128,7 @@ class Operators:
         return self.of("truth", value)
 
     def _untyped(self, value: Value) -> bool:
-        """It is the argument of a call, of which not even the type is known."""
+        """True if it is an argument of a call, whose type is not known either."""
         return self._words is not None and not self._words.typed and value is self._words.text
 
     def negated(self, value: Value) -> Value:
@@ -136,7 +136,7 @@ class Operators:
         return self.of("not", truth) if isinstance(truth, Unknown | Symbol) else not truth
 
     def written(self, value: Value) -> Value:
-        """A value as text, as an output writes it."""
+        """Return a value as text, as in the output."""
         if isinstance(value, str | Text):
             return value
         if isinstance(value, Symbol) and value.base is None:
@@ -176,7 +176,7 @@ class Operators:
         return self._compared_positions(sign, one, other) if positions else self.of(sign, one, other)
 
     def _equal(self, one: Value, other: Value) -> bool | None:
-        """Whether two values are equal; None where that cannot be told."""
+        """True if two values are equal; None if not known."""
         if isinstance(one, Symbol) and one == other:
             return True
         for value, against in ((one, other), (other, one)):
@@ -215,7 +215,7 @@ class Operators:
     # --- parts of values
 
     def attribute(self, value: Value, name: str) -> Value:
-        """`value.name`, as jinja looks it up."""
+        """Return `value.name`, as jinja looks it up."""
         if is_concrete(value):
             return self.concrete(lambda: self._environment.getattr(value, name))
         if isinstance(value, Loop):
@@ -232,7 +232,7 @@ class Operators:
         return Method(value, name) if hasattr(kind, name) else jinja2.Undefined(name=name)
 
     def item(self, value: Value, key: Value) -> Value:
-        """`value[key]`."""
+        """Return `value[key]`."""
         if is_concrete(value) and is_concrete(key):
             return self.concrete(lambda: self._environment.getitem(value, key))
         match value:
@@ -266,7 +266,7 @@ class Operators:
         return self.of("slice", value, start, stop, step, text=is_text(value))
 
     def _shortened(self, value: Text, stop: int) -> Value:
-        """Text in which the turn's words end, less its last characters."""
+        """Return a text in which the turn's words end, without its last characters."""
         rest, before = value.rest, None if value.before is None else (stop, value.before)
         if isinstance(rest, str) and len(rest) >= -stop:
             return behind_end(rest[:stop], before)
@@ -290,20 +290,20 @@ class Operators:
                 return name == "defined"
             kind = _python_type(value)
             if kind is not None and name in _TESTS_OF_TYPES:
-                # What jinja says of an empty value of a type holds of all its values.
+                # Jinja's result for an empty value of a type holds for all its values.
                 return self._environment.call_test(name, kind())
         return self.of("is " + name, value, *arguments)
 
 
 def _as_text(value: Value) -> Value:
-    """What is added to a text is one too: anything else raises."""
+    """A value that is added to a text is text: anything else raises."""
     if is_text(value) or (isinstance(value, Symbol) and value.base is None):
         return value
     return Unknown(may_end=may_hold_end(value), text=True)
 
 
 def _python_type(value: Value) -> type | None:
-    """The type that a value has in a render; None where that is not known."""
+    """The type of a value in a render; None if not known."""
     return str if is_text(value) else _PYTHON_TYPES.get(type(value))
 
 
@@ -337,4 +337,4 @@ _COMPARED_BY = {
     "gt": "gt",
     "lt": "lt",
 }
-"""Tests that are comparisons by another name."""
+"""Tests that are comparisons under another name."""

@@ -1,6 +1,6 @@
-"""Positions in lists with a gap, what stands there, and what `loop` says there.
+"""Positions in lists with a gap, the items there, and the values of `loop` there.
 
-Two positions can be compared or subtracted only where both count from the same unknown number of messages.
+Two positions can be compared or subtracted only if both count from the same unknown number of messages.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 
 def base_of(value: Value) -> UnknownCount | None:
-    """What a position among the messages counts from; None where the value is none."""
+    """The count that a position among messages starts from; None if the value is not a position."""
     return value.base if isinstance(value, Position | Symbol) else None
 
 
 def moved(sign: str, one: Value, other: Value) -> Position | int | None:
-    """A position and a number added or subtracted, or the distance of two positions; None of anything else."""
+    """Add or subtract a position and a number, or return the distance of two positions; None for anything else."""
     match sign, one, other:
         case "+", Position(), int():
             return one + other
@@ -55,7 +55,7 @@ def moved(sign: str, one: Value, other: Value) -> Position | int | None:
 
 
 def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
-    """How a number of which only the `least` is known compares with `number`."""
+    """Compare a number of which only the minimum `least` is known with `number`."""
     if least > number:
         return sign in ("gt", "gteq", "ne")
     if least == number and sign in ("gteq", "lt"):
@@ -64,7 +64,7 @@ def compared_with_least(sign: str, least: int, number: int) -> bool | Unknown:
 
 
 def range_of(bounds: Sequence[Value]) -> Value:
-    """What `range` gives for positions; None where that cannot be told."""
+    """Return `range` over positions; None if not known."""
     first, last = (0, *bounds) if len(bounds) == 1 else bounds[:2]
     if len(bounds) > 2 or not isinstance(last, Position):
         return None
@@ -117,7 +117,7 @@ def slice_of_gapped(values: GappedList, start: Value, stop: Value, step: Value) 
 
 
 def _bound(values: GappedList, bound: Value, default: int) -> int | None:
-    """A slice's bound counted from the last items, -1 for all that stand before them; None where it cannot be told."""
+    """A slice's bound counted from the last items, -1 for all items before them; None if not known."""
     if bound is None:
         return default
     if isinstance(bound, Position) and bound.base is values.start.base:
@@ -138,14 +138,14 @@ def mapped(values: GappedList | list[Value], change: Callable[[Value], Value]) -
 
 
 def loop_of_list(values: Sequence[Value], number: int) -> Loop:
-    """`loop` in a list that is wholly known."""
+    """`loop` in a fully known list."""
     left = len(values) - 1 - number
     neighbours = (_item(values, number - 1, "previtem"), _item(values, number + 1, "nextitem"))
     return _loop(number, left, len(values), (number == 0, left == 0), neighbours)
 
 
 def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> Loop:
-    """`loop` at one of the known items that are read before the unknown ones."""
+    """`loop` at one of the known items before the unknown ones."""
     last = False if whole.least_length > number + 1 else Unknown()
     following = ahead[number + 1] if number + 1 < len(ahead) else Unknown(may_end=True)
     neighbours = (_item(ahead, number - 1, "previtem"), following)
@@ -153,7 +153,7 @@ def loop_before_gap(whole: GappedList, ahead: Sequence[Value], number: int) -> L
 
 
 def loop_after_gap(whole: GappedList, behind: Sequence[Value], number: int) -> Loop:
-    """`loop` at one of the known items that are read after the unknown ones."""
+    """`loop` at one of the known items after the unknown ones."""
     left = len(behind) - 1 - number
     first = False if number or whole.least_length > len(behind) else Unknown()
     previous = behind[number - 1] if number else Unknown(may_end=True)
@@ -170,7 +170,7 @@ def _loop(
     ends: tuple[Value, Value],
     neighbours: tuple[Value, Value],
 ) -> Loop:
-    """`loop` at an index, with so many items `left` behind that one."""
+    """`loop` at an index, with `left` items after it."""
     first, last = ends
     previous, following = neighbours
     return Loop(

@@ -1,4 +1,4 @@
-"""The proof that a template does not look back: what it writes behind the last turn, after a past of any kind."""
+"""The proof that a template does not look back: its output after the last turn, for any past."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Lookback", "Proofs"]
 
 
 class Lookback(enum.StrEnum):
-    """What a template's source says of the text behind a turn."""
+    """The result of the analysis of the text after a turn."""
 
     NONE = "none"  # no past changes it
     REFUSES = "refuses"  # no past changes it, but some make the template raise
@@ -41,13 +41,13 @@ class Lookback(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What can be proven of one template. Work that takes some milliseconds each time; the answers are not kept."""
+    """Proofs about one template. Each takes some milliseconds; results are not cached."""
 
     renderer: Renderer
-    """The template, with its options and its clock fixed."""
+    """The template with fixed options and clock."""
 
     def past(self, shape: TurnShape, tools: Sequence[ToolSchema], *, asking: bool = True) -> Lookback:
-        """Whether what came between the first question and the turn can change the text behind the turn's words."""
+        """True if messages between the first question and the turn can change the text after the turn's words."""
         symbols = Symbols()
         messages = [_last_turn(self.renderer, shape, symbols), *_new_messages(shape.new, symbols)]
         output, refuses = self._output(shape, messages, tools, symbols, asking=asking)
@@ -56,21 +56,21 @@ class Proofs:
         return Lookback.REFUSES if refuses else Lookback.NONE
 
     def words_matter(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the words of the turn may change the text behind them, or behind the first answer to its calls."""
-        # Nothing of a call without arguments could be marked, so of that nothing is proven.
+        """True if the words of the turn may change the text after them, or after the first answer to its calls."""
+        # A call without arguments has no place for a mark, so nothing is proven about it.
         return shape.bare or not self._same_behind_words(shape, tools, given=False)
 
     def past_matters_to_words(self, shape: TurnShape, tools: Sequence[ToolSchema]) -> bool:
-        """Whether what came before may change the text behind some words of the turn, those of no sentinel included.
+        """True if earlier messages may change the text after some words of the turn, not only after the sentinel.
 
-        `past` speaks of the render with the sentinel, in which no turn is empty or blank.
+        `past` covers the render with the sentinel, in which no turn is empty or blank.
         """
         return not self._same_behind_words(shape, tools, given=True)
 
     def _same_behind_words(self, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """The text behind the turn's words is proven to be the same after every past and, unless `given`, all words.
+        """True if the text after the turn's words is the same after every past and, unless `given`, after all words.
 
-        The same proof as `past`, with other words in the place of the sentinel: any at all that the shape allows.
+        The same proof as `past`, with any words that the shape allows in place of the sentinel.
         """
         places = ["argument", "first"] if shape.calls and shape.new else ["content"]
         return not (shape.calls and not shape.new) and all(
@@ -78,9 +78,9 @@ class Proofs:
         )
 
     def _same_behind(self, place: str, shape: TurnShape, tools: Sequence[ToolSchema], *, given: bool) -> bool:
-        """The same of what follows one place: the turn's content, its last argument, or the first answer to its calls.
+        """The same for the text after one place: the turn's content, its last argument, or the first result.
 
-        What is said in a call stands before the answer, so that the words of that are followed as well.
+        The text of a call comes before the answer, so it is followed as well.
         """
         symbols, as_text = Symbols(), self.renderer.text_arguments
         new = _new_messages(shape.new, symbols)
@@ -95,7 +95,7 @@ class Proofs:
             _call(
                 said("id", number),
                 said("name", number, nonempty=False),
-                # Of a call without arguments an object is empty; as text it is "{}".
+                # For a call without arguments an object is empty; as text it is "{}".
                 said("arguments", number, text=as_text, nonempty=as_text or not shape.bare),
             )
             for number in range(shape.calls)
@@ -103,7 +103,7 @@ class Proofs:
         content = said("text")
         match place:
             case "content":
-                # The sentinel is among all words, and never empty.
+                # The sentinel is one of all words, and never empty.
                 words = LastTurnText(end, shape.text if given or shape.text else None)
                 content = words.text
             case "argument":
@@ -114,7 +114,7 @@ class Proofs:
                 new[0] = {**new[0], "content": end}
         turn = _turn(self.renderer, shape, content, said("reasoning"), calls)
         output, _ = self._output(shape, [turn, *new], tools, symbols, words=words)
-        # Given words, what is behind them is compared with the render of the words themselves as well.
+        # With given words, the text after them is also compared with the render of the words themselves.
         if output is None or not (output.is_marked if given else output.has_end):
             return False
         return all(map(is_independent, output.parts[1:]))
@@ -129,7 +129,7 @@ class Proofs:
         asking: bool = True,
         words: LastTurnText | None = None,
     ) -> tuple[Text | None, bool]:
-        """What the template writes, as far as the turn's words end in it, and whether the past may make it raise."""
+        """The output, as far as the turn's words end in it, and whether the past may make the template raise."""
         roles = ["system", "user"] if shape.system else ["user"]
         first_items = tuple({"role": role, "content": _filled(symbols, role)} for role in roles)
         start = Position(UnknownCount(0), len(first_items))
@@ -143,7 +143,7 @@ class Proofs:
         interpreter = Interpreter(environment(), names, symbols, null_content=null_content, words=words)
         try:
             output = interpreter.output(_parsed(self.renderer.template.text))
-        except Exception:  # whatever a template does that is not followed, or raises: then nothing is proven
+        except Exception:  # any unknown operation or error of a template: then nothing is proven
             return None, False
         return (output if isinstance(output, Text) else None), interpreter.refuses
 
@@ -154,7 +154,7 @@ def _parsed(text: str) -> nodes.Template:
 
 
 def _last_turn(renderer: Renderer, shape: TurnShape, symbols: Symbols) -> dict[str, Value]:
-    """The last turn with the end of its words marked, as a bridge renders it."""
+    """Return the last turn with the end of its words marked, as a bridge renders it."""
     reasoning = _filled(symbols, "reasoning")
     if not shape.calls:
         return _turn(renderer, shape, Text((END,), ("content",)), reasoning)
@@ -188,7 +188,7 @@ def _call(call_id: Value, name: Value, arguments: Value) -> dict[str, Value]:
 
 
 def _new_messages(new: Sequence[Arrival], symbols: Symbols) -> list[dict[str, Value]]:
-    """The new messages: what each says is a symbol."""
+    """Return the new messages, with a symbol for each text."""
     messages: list[dict[str, Value]] = []
     for number, each in enumerate(new):
         message: dict[str, Value] = {"role": each.role, "content": "" if each.empty else _filled(symbols, number)}
@@ -201,5 +201,5 @@ def _new_messages(new: Sequence[Arrival], symbols: Symbols) -> list[dict[str, Va
 
 
 def _filled(symbols: Symbols, *what: Any) -> Symbol:
-    """A symbol for a text that is not empty."""
+    """Return a symbol for a text that is not empty."""
     return replace(symbols.of("given", *what), text=True, nonempty=True)

@@ -1,4 +1,4 @@
-"""Abstract values: what is known of a value where the past is unknown, and how texts of them are put together."""
+"""Abstract values: the known facts about a value if the past is unknown, and how texts are composed of them."""
 
 from __future__ import annotations
 
@@ -43,49 +43,49 @@ __all__ = [
 ]
 
 Value: TypeAlias = Any
-"""A value of jinja's, where all of it is known, or one of the classes below; lists and dicts may hold either."""
+"""A value of jinja's, if all of it is known, or one of the classes below; lists and dicts may contain either."""
 
 
 class NotFollowed(Exception):
-    """The template does something that is not modelled here, so nothing is proven of it."""
+    """The template uses an operation that is not modelled here, so nothing is proven."""
 
 
 class Abstract:
-    """A value that is not wholly known, or that belongs to the interpreter: none that jinja could compute with."""
+    """A value that is not fully known, or that belongs to the interpreter; jinja could not compute with it."""
 
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # two of them may stand for two values, so each equals itself only
+@dataclass(frozen=True, slots=True, eq=False)  # two of them may stand for two values, so each equals only itself
 class Unknown(Abstract):
-    """Any value: the past may decide it, or the words of the last turn. The top of the lattice."""
+    """Any value: the past or the last turn's words may decide it. The top of the lattice."""
 
     may_end: bool = False
-    """Whether the end of the turn's words may be in it."""
+    """True if the end of the turn's words may be in it."""
     text: bool = False
-    """Whether it is a string."""
+    """True if it is a string."""
     nonempty: bool = False
-    """Whether it is known not to be empty."""
+    """True if it is known not to be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol(Abstract):
-    """A value that is not known, but is the same after every past: new messages, tools and options decide it."""
+    """An unknown value that is the same after every past: new messages, tools and options decide it."""
 
     number: int
     """Two symbols of one number are one value."""
     text: bool = False
-    """Whether it is a string."""
+    """True if it is a string."""
     nonempty: bool = False
-    """Whether it is known not to be empty."""
+    """True if it is known not to be empty."""
     base: UnknownCount | None = None
-    """The count that a position among the messages counts from: where there is one, the number depends on the past."""
+    """The count that a position among messages starts from; then the number depends on the past."""
     may_end: bool = False
-    """Whether the end of the turn's words may be in it."""
+    """True if the end of the turn's words may be in it."""
 
 
 Condition: TypeAlias = Symbol | Unknown
-"""What decides between two branches, where that is not known."""
+"""The condition of two branches, if it is not known."""
 
 
 class _Mark(Abstract):
@@ -97,20 +97,20 @@ class _Mark(Abstract):
 
 
 END: Final = _Mark("END")
-"""Where the words of the last turn end. A bridge needs what follows, so what stands before it in a text is not kept."""
+"""The end of the last turn's words. A bridge needs the text after it, so the text before it is not kept."""
 
 MAYBE_END: Final = _Mark("MAYBE_END")
-"""The first part of a text of unknown beginning: the end of the turn's words may be anywhere in it, or nowhere."""
+"""The first part of a text of unknown beginning, in which the end of the turn's words may be, or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text(Abstract):
-    """Text that is not wholly known."""
+    """Text that is not fully known."""
 
     parts: tuple[Any, ...]
-    """Strings and symbols; behind a mark, which is always the first part, also unknown texts."""
+    """Strings and symbols; after a mark, which is always the first part, also unknown texts."""
     before: Any = None
-    """Identifies the text before END, where that does not depend on the past; else None."""
+    """Identity of the text before END if that does not depend on the past; otherwise None."""
 
     @property
     def has_end(self) -> bool:
@@ -122,20 +122,20 @@ class Text(Abstract):
 
     @property
     def rest(self) -> Value:
-        """What stands behind the mark."""
+        """The text after the mark."""
         return concatenated(*self.parts[1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnknownCount:
-    """A number of items of which only the least possible is known. Two of them are never known to be equal."""
+    """A number of items of which only the minimum is known. Two of them are never known to be equal."""
 
     least: int
 
 
 @dataclass(frozen=True, slots=True)
 class Position(Abstract):
-    """A number of messages, or a position among them: an unknown count, and `offset` more."""
+    """A number of messages, or a position among them: an unknown count plus `offset`."""
 
     base: UnknownCount
     offset: int = 0
@@ -153,18 +153,18 @@ class Position(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class GappedList(Abstract):
-    """A list with known items at its end, perhaps at its beginning, and an unknown number of unknown ones between."""
+    """A list with known items at its end, perhaps at its beginning, and a gap of unknown items between."""
 
     last_items: tuple[Any, ...]
     """The known items at the end, in their order in the list."""
     start: Position
-    """The position of the first of them, which is the number of items that stand before."""
+    """The position of the first of them, which is the number of items before them."""
     first_items: tuple[Any, ...] = ()
     """The known items at the beginning; `start` counts them."""
     messages: bool = True
-    """Whether the items between are messages; else they are anything."""
+    """True if the items in the gap are messages; otherwise they are anything."""
     backwards: bool = False
-    """Whether the list is read from its end."""
+    """True if the list is read from its end."""
 
     @property
     def length(self) -> Position:
@@ -172,7 +172,7 @@ class GappedList(Abstract):
 
     @property
     def least_before(self) -> int:
-        """The least number of items before the last ones."""
+        """Minimum number of items before the last ones."""
         return max(0, self.start.least)
 
     @property
@@ -180,19 +180,19 @@ class GappedList(Abstract):
         return self.least_before + len(self.last_items)
 
     def selected(self, items: Iterable[Value]) -> GappedList:
-        """What a condition leaves of this list: `items` of the last ones, and any number of those before."""
+        """Return this list after a condition: `items` of the last ones, and any number of those before."""
         return GappedList(tuple(items), Position(UnknownCount(0)), messages=self.messages, backwards=self.backwards)
 
 
 @dataclass(frozen=True, slots=True)
 class PastMessage(Abstract):
-    """A message that came before, of which at most the role is known."""
+    """An earlier message, of which at most the role is known."""
 
     role: Role | None = None
     null_content: bool = False
 
     def get(self, key: str) -> Value:
-        """The value under `key`; an undefined one where no message of the role has it."""
+        """Return the value under `key`; an undefined one if no message of the role has it."""
         if key == "role":
             return self.role or Unknown(text=True, nonempty=True)
         if key == "content":
@@ -203,7 +203,7 @@ class PastMessage(Abstract):
         return Unknown()
 
     def has(self, key: str) -> bool | Unknown:
-        """Whether the key is there."""
+        """True if the key exists."""
         if key in ("role", "content"):
             return True
         return False if isinstance(self.get(key), jinja2.Undefined) else Unknown()
@@ -231,21 +231,21 @@ class LastArguments(Abstract):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceOf(Abstract):
-    """A jinja namespace; what is in it belongs to the state of the render."""
+    """A jinja namespace; its content belongs to the state of the render."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Macro(Abstract):
-    """A macro, and how many scopes it sees."""
+    """A macro, and the number of scopes that it sees."""
 
     node: Any
     depth: int
 
 
 class Function(Abstract):
-    """A function of jinja's that the evaluator follows where it is called."""
+    """A function of jinja that the evaluator follows when it is called."""
 
 
 AMBIGUOUS: Final = Function()
@@ -267,7 +267,7 @@ class SplitText(Abstract):
     last: Value
     """The last piece."""
     independent: bool
-    """Whether the whole text is the same after every past."""
+    """True if the whole text is the same after every past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,24 +281,24 @@ class Loop(Abstract):
 
 
 def is_text(value: Value) -> bool:
-    """It is a string for certain."""
+    """True if it is certainly a string."""
     return isinstance(value, str | Text) or (isinstance(value, Unknown | Symbol) and value.text)
 
 
 def is_concrete(value: Value) -> bool:
-    """It is known through and through, so that jinja itself can compute with it."""
+    """True if it is fully known, so that jinja itself can compute with it."""
     if isinstance(value, list | tuple | dict):
         return all(map(is_concrete, _contents(value)))
     return not isinstance(value, Abstract)
 
 
 def has_effects(value: Value) -> bool:
-    """It is a macro, a namespace or a function, or holds one: what becomes of it has to be followed."""
+    """True if it is or contains a macro, a namespace or a function, whose effects must be followed."""
     return isinstance(value, Macro | NamespaceOf | Function | Loop) or any(map(has_effects, _contents(value)))
 
 
 def is_independent(value: Value) -> bool:
-    """Neither the past nor the words of the last turn decide it."""
+    """True if neither the past nor the words of the last turn decide it."""
     match value:
         case Symbol():
             return value.base is None
@@ -313,7 +313,7 @@ def is_independent(value: Value) -> bool:
 
 
 def may_hold_end(value: Value) -> bool:
-    """The end of the turn's words may be in it."""
+    """True if the end of the turn's words may be in it."""
     match value:
         case Unknown() | Symbol():
             return value.may_end
@@ -325,8 +325,8 @@ def may_hold_end(value: Value) -> bool:
 
 
 def reaches_namespace(value: Value, above: int) -> bool:
-    """Whether a namespace of a higher number than `above` can be reached from a value."""
-    # Asked behind every pass of a loop, and the schemas of many tools are among what can be reached: without recursion.
+    """True if a namespace with a number above `above` is reachable from a value."""
+    # Called after every pass of a loop, and the schemas of many tools may be reachable: without recursion.
     reached = [value]
     while reached:
         each = reached.pop()
@@ -342,7 +342,7 @@ _CONTAINERS: Final = (list, tuple, dict, Text, GappedList, Loop)
 
 
 def _contents(value: Value) -> Iterable[Value]:
-    """What a value directly consists of."""
+    """The direct parts of a value."""
     match value:
         case list() | tuple():
             return value
@@ -358,9 +358,9 @@ def _contents(value: Value) -> Iterable[Value]:
 
 
 def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:
-    """Both are one value in every render.
+    """True if both are one value in every render.
 
-    With `unknowns_alike`, two unknown values count as one where as much is known of both: this tells a fixpoint.
+    With `unknowns_alike`, two unknown values count as one if the same facts are known of both: this finds a fixpoint.
     """
 
     def alike(one: Value, other: Value) -> bool:
@@ -396,7 +396,7 @@ def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:
 
 
 def concatenated(*texts: Value) -> Value:
-    """Texts as one, each behind the other. What stands before the end of the turn's words is dropped."""
+    """Concatenate texts. Everything before the end of the turn's words is dropped."""
     parts: list[Value] = []
     before: Any = None
     for text in texts:
@@ -417,14 +417,14 @@ def concatenated(*texts: Value) -> Value:
 
 
 def behind_end(rest: Value, before: Any) -> Value:
-    """A text in which the turn's words end right before `rest`."""
+    """Return a text in which the turn's words end right before `rest`."""
     return concatenated(Text((END,), before), rest)
 
 
 def _normal(parts: list[Value], before: Any) -> Value:
-    """The simplest value that says what the parts say."""
+    """Return the simplest value that is equal to the parts."""
     if any(isinstance(part, Unknown) for part in parts) and parts[0] not in (END, MAYBE_END):
-        # Only what may stand behind the end of the words is of interest, so an unknown beginning becomes a mark.
+        # Only text after the end of the words matters, so an unknown beginning becomes a mark.
         position = next((position for position, part in enumerate(parts) if may_hold_end(part)), None)
         if position is None:
             return Unknown(text=True)
@@ -434,7 +434,7 @@ def _normal(parts: list[Value], before: Any) -> Value:
     merged: list[Value] = []
     for part in parts:
         if isinstance(part, str) and merged and isinstance(merged[-1], str):
-            merged[-1] = "".join((merged[-1], part))  # markup would escape what is added to it
+            merged[-1] = "".join((merged[-1], part))  # markup would escape text that is added to it
         else:
             merged.append(part)
     if not merged:

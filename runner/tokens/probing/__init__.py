@@ -1,1 +1,1 @@
-"""What a chat template does, learnt by rendering probes: at a run's start and in check-template."""
+"""Detection of a chat template's traits by rendering probes: at a run's start and in check-template."""

@@ -1,4 +1,4 @@
-"""What may be appended to a sampled turn: each kind of append tried with the real bridge, and one worked example."""
+"""Kinds of messages that may be appended to a sampled turn, each tried with the real bridge; a worked example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Append", "AppendVerdict", "Exactness", "ExamplePassage", "appends_an
 
 
 class Append(enum.StrEnum):
-    """The kinds of append: what the model did last, and what comes then."""
+    """The kinds of append: the model's last action, and the next message."""
 
     USER = "user after an answer"
     RESULT = "tool result after one call"
@@ -39,50 +39,50 @@ class Append(enum.StrEnum):
 
     @property
     def needed(self) -> bool:
-        """Every environment with tools does it; system messages are only for those that choose to."""
+        """True if every environment with tools uses it; system messages are optional."""
         return self not in (Append.UNDER_SYSTEM, Append.SYSTEM)
 
     @property
     def calls(self) -> bool:
-        """There is a call in it."""
+        """True if it contains a call."""
         return self in (Append.RESULT, Append.RESULTS, Append.TEXT_AND_CALL, Append.RESULT_AND_USER)
 
 
 class Exactness(enum.StrEnum):
-    """How good a bridge is."""
+    """The quality of a bridge."""
 
-    EXACT = "exact"  # proven to be what the template writes, and the ids around it are not ones that merge
+    EXACT = "exact"  # proven to be what the template writes, and the ids around it never merge
     SOFT = "soft"  # right as text, but ids at its seam might have merged
-    UNSUPPORTED = "unsupported"  # there is none; the run's policy decides
+    UNSUPPORTED = "unsupported"  # no bridge; the run's policy decides
 
 
 @dataclass(frozen=True, slots=True)
 class AppendVerdict:
-    """What the bridge makes of one kind of append."""
+    """The result of the bridge for one kind of append."""
 
     kind: Append
-    """What is appended to what."""
     result: Exactness
-    """How good the bridge is, after the worst of several histories."""
+    """The quality of the bridge, the worst of several histories."""
     refusal: Property | None = None
-    """The name of what is missing, or None."""
+    """The name of the missing property, or None."""
     explanation: str = ""
-    """What is missing, for people, or ""."""
+    """The missing property, for people, or ""."""
     anchor: str = ""
-    """What the bridge is attached after, or ""."""
+    """The place after which the bridge is attached, or ""."""
     close: str = ""
-    """Where the turn's closing tokens come from, or ""."""
+    """The origin of the turn's closing tokens, or ""."""
     local: bool = False
-    """Whether the work does not depend on how long the history is."""
+    """True if the work does not depend on the length of the history."""
     rewrites: bool = False
-    """Whether the template's own render of everything does not begin with what was sampled.
+    """True if the template's render of the whole conversation does not begin with the sampled ids.
 
-    Then the policy `fork` starts a new segment here, and the policy `append` keeps what that render would have changed.
+    Then the policy `fork` starts a new segment here, and the policy `append` keeps the ids that such a render would
+    change.
     """
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The verdict whose attributes these are."""
+        """The verdict with these attributes."""
         refusal = values["refusal"] and Property(values["refusal"])
         kind, result = Append(values["kind"]), Exactness(values["result"])
         return cls(**{**values, "kind": kind, "result": result, "refusal": refusal})
@@ -90,10 +90,10 @@ class AppendVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ExamplePassage:
-    """Ids of the worked example that came in one go."""
+    """Consecutive ids of the worked example with one source."""
 
     source: str
-    """What the ids are: "prompt", "sampled" or "bridge"."""
+    """"prompt", "sampled" or "bridge"."""
     ids: tuple[int, ...]
     """The ids as they are in the token log."""
     texts: tuple[str, ...]
@@ -156,9 +156,9 @@ _ROUNDS: Sequence[Message] = (_QUESTION, _CALLED, _RETURNED, _THOUGHT, _NEXT)
 def verdicts(
     bridger: Bridger, profile: TemplateProfile, *, tools: bool = True, kinds: Iterable[Append] = Append
 ) -> list[AppendVerdict]:
-    """What the bridge makes of these kinds of append, after short and longer histories, with or without tools shown."""
+    """Try the bridge with these kinds of append, after short and longer histories, with or without tools."""
     carried = tools and profile.carries_tools
-    # What becomes of a system message is told apart from what becomes of tools.
+    # System messages and tools are tested separately.
     return [_AppendTrial(bridger, kind, tools=carried and kind is not Append.UNDER_SYSTEM).verdict() for kind in kinds]
 
 
@@ -196,7 +196,7 @@ class _AppendTrial:
         )
 
     def _rewrites(self, past: Sequence[Message], sampled: Sequence[int], bridge: Bridge) -> bool:
-        """The render of everything is not the prompt, what was sampled, and the bridge."""
+        """True if the render of the whole differs from the prompt, the sampled ids, and the bridge."""
         with suppress(Unbridgeable):
             prompt = self._bridger.first_prompt(past, self._tools)
             whole = self._bridger.first_prompt([*past, self._turn, *self._new], self._tools)
@@ -205,7 +205,7 @@ class _AppendTrial:
 
 
 class _Speaker:
-    """Says what a model would sample that writes exactly what the template does."""
+    """Produces the ids of a model that writes exactly what the template does."""
 
     def __init__(self, bridger: Bridger) -> None:
         self._bridger = bridger
@@ -232,10 +232,10 @@ class _Speaker:
     def as_recorded(
         self, history: Sequence[Message], tools: Sequence[ToolSchema], sampled: Sequence[int]
     ) -> list[Message]:
-        """The history with each answer as a run keeps it: all that was sampled, where that holds control text.
+        """The history with each answer as a run keeps it: all sampled text, if that contains control text.
 
-        A model that marks what it thinks and what it answers with control tokens of its own (harmony's channels)
-        samples them with its words.
+        A model that marks its reasoning and its answer with control tokens (harmony's channels) samples them with its
+        words.
         """
         recorded = [*history[:-1], self._recorded(history[-1], sampled)]
         for index, message in enumerate(history[:-1]):
@@ -251,7 +251,7 @@ class _Speaker:
         return {"role": "assistant", "content": self._bridger.tokenizer.decode(words)}
 
     def _stop(self, ids: Sequence[int], history: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
-        """The stop id that the template has where the turn ends, or else the first one."""
+        """The stop id that the template has at the end of the turn, or otherwise the first one."""
         stops = self._bridger.stop_ids
         found = [token_id for token_id in reversed(ids) if token_id in stops]
         if not found:
@@ -264,7 +264,7 @@ class _Speaker:
 
 
 def _words(turn: Message) -> str:
-    """What a turn says, for templates that write it in another way once it has been said."""
+    """The text of a turn, for templates that write it differently in history."""
     calls = turn.get("tool_calls") or ()
     return turn["content"] or " ".join(call["function"]["name"] for call in calls)
 
@@ -273,7 +273,7 @@ def _words(turn: Message) -> str:
 
 
 def example(bridger: Bridger, profile: TemplateProfile) -> list[ExamplePassage]:
-    """A short conversation with a call, as its token log would be; it ends where there is no exact bridge."""
+    """A short conversation with a call, as in a token log; it ends at the first turn without an exact bridge."""
     if profile.carries_tools:
         turns: list[tuple[Message, Sequence[Message]]] = [(_CALLED, [_RETURNED]), (_ANSWER, [_NEXT])]
     else:
@@ -330,7 +330,7 @@ def appends_answer(renderer: Renderer, profile: TemplateProfile, vocabulary: Map
 
 
 def byte_tokenizer(renderer: Renderer, profile: TemplateProfile) -> ByteTokenizer:
-    """A vocabulary of bytes and the control tokens that the template's source and its renders have."""
+    """A vocabulary of bytes and the control tokens of the template's source and renders."""
     text = renderer.template.text + profile.generation_prompt + profile.close + profile.close_at_end
     special = dict.fromkeys((*special_tokens(text), *_stop_tokens(renderer, profile)))
     return ByteTokenizer(tuple(special), added_tokens=[tag for tag in tag_tokens(text) if tag not in special])

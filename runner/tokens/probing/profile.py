@@ -1,4 +1,4 @@
-"""TemplateProfile: what a chat template does, each trait with its name, its value and what that means."""
+"""TemplateProfile: the traits of a chat template, each with its name, value and meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 TraitValue: TypeAlias = "str | bool | tuple[str, ...]"
-"""What a trait may be: a word of an enum, a passage of text, yes or no, or several names."""
+"""The value of a trait: a member of an enum, a text, yes or no, or several names."""
 
 
 class Bos(enum.StrEnum):
@@ -38,7 +38,7 @@ class Bos(enum.StrEnum):
 
 
 class PromptReasoning(enum.StrEnum):
-    """What the generation prompt does about reasoning."""
+    """The generation prompt's treatment of reasoning."""
 
     LEFT_OPEN = "left_to_the_model"
     OPENED = "opened"
@@ -46,7 +46,7 @@ class PromptReasoning(enum.StrEnum):
 
 
 class Reasoning(enum.StrEnum):
-    """What becomes of what the model thought."""
+    """The template's treatment of earlier reasoning."""
 
     KEPT = "kept"
     ONLY_LAST = "only_last"  # dropped once a user follows
@@ -54,7 +54,7 @@ class Reasoning(enum.StrEnum):
 
 
 class ToolsPosition(enum.StrEnum):
-    """Where the definitions of the tools stand."""
+    """The position of the tools' definitions."""
 
     FIRST = "first"
     MOVES = "moves"  # before the last user message, wherever that is
@@ -64,13 +64,13 @@ class ToolsPosition(enum.StrEnum):
 class ParallelResults(enum.StrEnum):
     """The results of parallel calls."""
 
-    ONE_BY_ONE = "one_by_one"  # each may be appended for itself
+    ONE_BY_ONE = "one_by_one"  # each may be appended by itself
     TOGETHER = "together"
     NOT_SHOWN = "not_shown"
 
 
 class Arguments(enum.StrEnum):
-    """The form in which the template takes the arguments of a call."""
+    """The form in which the template needs the arguments of a call."""
 
     EITHER = "either"
     OBJECT = "object"
@@ -79,7 +79,7 @@ class Arguments(enum.StrEnum):
 
 
 class Literals(enum.StrEnum):
-    """How true, false and null are written in the arguments of a call."""
+    """The form of true, false and null in the arguments of a call."""
 
     JSON = "json"
     PYTHON = "python"
@@ -87,7 +87,7 @@ class Literals(enum.StrEnum):
 
 
 class NullContent(enum.StrEnum):
-    """What a message does whose content is null, as OpenAI's clients send with calls."""
+    """The effect of a message with null content, as OpenAI's clients send with calls."""
 
     ACCEPTED = "accepted"
     RAISES = "raises"
@@ -96,7 +96,7 @@ class NullContent(enum.StrEnum):
 
 
 class SystemPosition(enum.StrEnum):
-    """Where the system message that a conversation begins with stands."""
+    """The position of the system message at the beginning of a conversation."""
 
     FIRST = "first"
     MOVES = "moves"  # before the last user message, wherever that is
@@ -115,64 +115,59 @@ class SystemMidRun(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TemplateProfile:
-    """What a template does, found by rendering alone. Each attribute is a trait."""
+    """The traits of a template, found only by rendering. Each attribute is a trait."""
 
     bos: Bos
-    """Whether the token that begins a text is written."""
+    """True if the token that begins a text is written."""
     default_system: str
-    """The words that stand before the first question though nobody gave a system message, or ""."""
+    """The words before the first question without a system message, or ""."""
     clock: bool
-    """Whether the text depends on the date."""
+    """True if the text depends on the date."""
     options: tuple[str, ...]
-    """Names that the template reads beyond those that it is always given."""
+    """Names that the template reads beyond those that it always gets."""
     generation_prompt: str
-    """What asks the model to speak, or ""."""
+    """The text that asks the model to speak, or ""."""
     prompt_reasoning: PromptReasoning
-    """Whether the generation prompt begins a thought."""
+    """True if the generation prompt begins a thought."""
     opened_twice: bool
-    """Whether the assistant's turn is opened twice after some kind of message."""
+    """True if the assistant's turn is opened twice after some kind of message."""
     close: str
     """The control text that ends an answer once something follows, or ""."""
     close_at_end: str
     """The control text that ends an answer while nothing follows, or ""."""
     close_after_call: str
-    """What ends a turn that called a tool, while nothing follows."""
+    """The text that ends a turn with a call, while nothing follows."""
     separator: str
-    """What stands between the close and the next message."""
+    """The text between the close and the next message."""
     stop_opens_next: tuple[str, ...]
-    """Control tokens that open the next message and are what a turn stops with."""
+    """Control tokens that open the next message and that a turn stops with."""
     reasoning: Reasoning
-    """What becomes of `reasoning_content`."""
+    """The treatment of `reasoning_content`."""
     inline_reasoning: Reasoning
-    """What becomes of a `<think>` block inside a content."""
+    """The treatment of a `<think>` block inside a content."""
     tools: ToolsPosition
-    """Where the definitions of the tools stand."""
     calls_shown: bool
-    """Whether an assistant turn shows its calls."""
+    """True if an assistant turn shows its calls."""
     results_shown: bool
-    """Whether the results of tools are shown."""
+    """True if the results of tools are shown."""
     parallel_results: ParallelResults
-    """Whether the results of parallel calls may be appended one by one."""
+    """True if the results of parallel calls may be appended one by one."""
     arguments: Arguments
-    """The form in which a call's arguments are taken."""
     literals: Literals
-    """How true and null are written in a call's arguments."""
     null_content: NullContent
-    """What `content: null` does."""
     system: SystemPosition
-    """Where the system message at the beginning stands."""
     system_mid_run: SystemMidRun
-    """What becomes of a system message between the turns."""
+    """The treatment of a system message between the turns."""
     trimmed: tuple[str, ...]
     """The roles whose contents lose white space at their ends."""
 
     @property
     def carries_tools(self) -> bool:
-        """Definitions, calls and results are all shown."""
+        """True if definitions, calls and results are all shown."""
         return self.tools is not ToolsPosition.NOT_SHOWN and self.calls_shown and self.results_shown
 
     def traits(self) -> Iterator[tuple[str, TraitValue, str]]:
-        """The name of each trait, its value, and one sentence on what that is and why it matters."""
+        """The name of each trait, its value, and one sentence on its meaning."""
         for name, sentences in _EXPLANATIONS.items():
             value: TraitValue = getattr(self, name)
             yield name, value, sentences[value if isinstance(value, enum.Enum | bool) else bool(value)]
@@ -184,8 +179,8 @@ class TemplateProfile:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The profile that `as_json` described."""
-        from pydantic import TypeAdapter  # here, since the process that probes has to start fast and does not need it
+        """The profile from the values of `as_json`."""
+        from pydantic import TypeAdapter  # here, since the process that probes must start fast and does not need it
 
         return TypeAdapter(cls).validate_python(values)
 
@@ -200,7 +195,7 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         "have none, unlike those of servers that add it.",
     },
     "default_system": {
-        True: "These words stand before the first question though nobody wrote them; a system message of yours "
+        True: "The template writes these words before the first question; a system message of yours "
         "replaces them, or follows them.",
         False: "Without a system message nothing stands before the first question.",
     },
@@ -242,7 +237,7 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     },
     "separator": {
         True: "Stands between the close and the next message; the model never samples it, the bridge writes it, behind "
-        "another stop than the close too; where there is no close, a stop stands in its place.",
+        "another stop than the close too; without a close, a stop takes its place.",
         False: "The next message follows the close directly.",
     },
     "stop_opens_next": {
@@ -281,7 +276,7 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         ParallelResults.ONE_BY_ONE: "Results of parallel calls may be appended one after the other.",
         ParallelResults.TOGETHER: "Results of parallel calls share a block: appended one by one they would give "
         "another text, so they are appended together.",
-        ParallelResults.NOT_SHOWN: "There are no parallel results to be shown.",
+        ParallelResults.NOT_SHOWN: "The template shows no parallel results.",
     },
     "arguments": {
         Arguments.EITHER: "A call's arguments may be an object or JSON text.",
@@ -291,7 +286,7 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     },
     "literals": {
         Literals.JSON: "true and null stand in a call as JSON has them.",
-        Literals.PYTHON: "true and null stand in a call as Python's True and None: a call that is rendered anew is not "
+        Literals.PYTHON: "true and null are written as Python's True and None: a call that is rendered again is not "
         "what a model wrote that speaks JSON, and trains on text that it never sampled.",
         Literals.NOT_SHOWN: "A call's arguments are not shown.",
     },

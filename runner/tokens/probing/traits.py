@@ -1,4 +1,4 @@
-"""Finds a template's traits: renders small conversations and looks at where their words come out."""
+"""Detection of a template's traits: small conversations are rendered, and their words are looked for."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ __all__ = ["options_of", "profile_of"]
 
 
 class ProbeRenderer:
-    """One template under examination."""
+    """A template under test."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
 
     def text(self, *messages: View, tools: bool = False, asking: bool = False) -> str | None:
-        """The render, or None where the template raises."""
+        """The render, or None if the template raises."""
         try:
             return self.renderer.render(messages, tools=TOOLS if tools else [], generation_prompt=asking)
         except TemplateRaised:
@@ -72,7 +72,7 @@ class ProbeRenderer:
         return word in (self.text(*messages, tools=tools, asking=asking) or "")
 
     def between(self, before: str, after: str, *messages: View, asking: bool = False) -> str:
-        """What stands between two words, or behind the first where the second is ""; "" where it is not there."""
+        """The text between two words, or after the first if the second is ""; "" if they are missing."""
         _, found, rest = (self.text(*messages, asking=asking) or "").rpartition(before)
         if not found:
             return ""
@@ -114,17 +114,17 @@ def profile_of(renderer: Renderer, *, wanted_bos: str = "") -> TemplateProfile:
 
 
 def options_of(renderer: Renderer) -> tuple[str, ...]:
-    """Names that the template reads and nobody gives, sorted."""
+    """Names that the template reads and that are not set, sorted."""
     environment = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols])
     tree = environment.parse(renderer.template.text)
     read = jinja2.meta.find_undeclared_variables(tree) - _GIVEN - renderer.template.variables.keys()
-    # A name that is set in one branch and read after it counts as read, though it is the template's own.
+    # A name that is set in one branch and read after it counts as read, although it is the template's own.
     own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
     return tuple(sorted(name for name in read if name not in own or _changes_text(renderer, name)))
 
 
 def _changes_text(renderer: Renderer, name: str) -> bool:
-    """Whether giving a value to a name that the template sets itself changes a text."""
+    """True if a value for a name that the template sets itself changes a text."""
     before = {**renderer.options}
     before.pop(name, None)
     texts: set[tuple[str | None, ...]] = set()
@@ -137,7 +137,7 @@ def _changes_text(renderer: Renderer, name: str) -> bool:
 _GIVEN = frozenset({
     "messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception",
     "bos_token", "eos_token", "pad_token", "unk_token", "namespace", "range", "dict", "lipsum", "cycler", "joiner",
-    "null", "undefined",  # which some authors take for words of jinja2
+    "null", "undefined",  # some authors take these for keywords of jinja2
 })  # fmt: skip
 
 
@@ -164,7 +164,7 @@ _KNOWN_BOS = (
 
 
 def _default_system(probe: ProbeRenderer) -> str:
-    """What stands before the first question and not before a second one, control tokens and role names left out."""
+    """The text before the first question that is not before a second one, without control tokens and role names."""
     first = (probe.text(QUESTION, asking=True) or "").partition(ASKED)[0]
     second = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED)
     opener = first_mismatch(first[::-1], second[::-1])
@@ -213,13 +213,13 @@ def _opened_twice(renderer: Renderer) -> bool:
 
 
 def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
-    """The close once something follows, the one while nothing does, the separator, and openers that end a turn."""
+    """The close before a message, the close at the end, the separator, and openers that end a turn."""
     followed = probe.between(ANSWERED, AGAIN, QUESTION, ANSWER, AGAIN_ASKED, asking=True)
     alone = _without_opening(probe, probe.between(ANSWERED, "", QUESTION, ANSWER))
     opener = (probe.text(QUESTION) or "").partition(ASKED)[0]
     first = next(iter(special_tokens(followed)), "")
     at_end = _through_last_special(alone)
-    # Nothing of its own ends a turn, as in GLM's templates: a model stops with what opens the next message.
+    # The turn has no end of its own, as in GLM's templates: a model stops with the opener of the next message.
     if first and not special_tokens(alone) and opener.rstrip().endswith(followed[followed.index(first) :].rstrip()):
         openers = {first, *_opening_results(probe)}
         return "", at_end, "", tuple(sorted(openers))
@@ -231,7 +231,7 @@ def _closes(probe: ProbeRenderer) -> tuple[str, str, str, tuple[str, ...]]:
 
 
 def _without_opening(probe: ProbeRenderer, alone: str) -> str:
-    """What ends a turn, without what asks for the next one where the template always writes that."""
+    """The end of a turn, without the opener of the next one if the template always writes that."""
     if PromptRenderer(probe.renderer).generation_prompt:
         return alone
     opening = special_tokens(probe.between(ASKED, ANSWERED, QUESTION, ANSWER))
@@ -246,7 +246,7 @@ def _opening_results(probe: ProbeRenderer) -> Iterable[str]:
 
 
 def _separator(followed: str, close: str, alone: str, opener: str) -> str:
-    """What stands behind the close and before what opens a message."""
+    """The text between the close and the opener of a message."""
     behind = followed.partition(close)[2] if close else followed
     left = alone.partition(close)[2] if close and close in alone else ""
     if left and not left.strip() and behind.startswith(left):
@@ -292,7 +292,7 @@ def _tools_position(probe: ProbeRenderer) -> ToolsPosition:
 def _parallel_results(probe: ProbeRenderer) -> ParallelResults:
     before = (QUESTION, calling({KEY: VALUE}, count=2), result(0))
     last = "zqsecondz"
-    # A block that both results share is closed behind the first one, where that is the last.
+    # A block that both results share is closed after the first one, if that is the last.
     one, both = probe.text(*before, tools=True), probe.text(*before, result(1, last), tools=True)
     if both is None or last not in both or RETURNED not in both:
         return ParallelResults.NOT_SHOWN
@@ -319,7 +319,7 @@ def _literals(probe: ProbeRenderer) -> Literals:
 
 
 def _null_content(probe: ProbeRenderer) -> NullContent:
-    # Two renders are compared, since a template may write the word None without being given any.
+    # Two renders are compared, since a template may write the word None by itself.
     shown = probe.text(QUESTION, CALL, result(), tools=True)
     null = calling({KEY: VALUE}, content=None)
     if probe.renderer.null_content:

@@ -1,4 +1,4 @@
-"""Whether a chat template can be used at all: it compiles, renders a plain question, and opens the answer once."""
+"""Checks that a chat template can be used: it compiles, renders a plain question, and opens the answer once."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["TemplateFault", "UnusableTemplate", "usable_renderer"]
 
 
 class TemplateFault(enum.StrEnum):
-    """Why a template cannot be used."""
+    """The reason why a template cannot be used."""
 
     NOT_JINJA = "does_not_compile"
     ENDLESS = "never_ends"  # it was still rendering at the time limit
     TOO_BIG = "too_much_memory"
-    VARIABLE_MISSING = "variable_missing"  # it needs a name that nobody gives
+    VARIABLE_MISSING = "variable_missing"  # it needs a name that is not set
     RAISES = "raises"  # on a plain question
     QUESTION_MISSING = "question_not_shown"  # it renders nothing, or nothing of the question
     OPENED_TWICE = "assistant_opened_twice"
-    FAILED = "failed"  # in a way that was not foreseen
+    FAILED = "failed"  # with an unexpected error
 
 
 class UnusableTemplate(BadTemplate):
-    """The template serves no conversation."""
+    """The template cannot be used."""
 
     def __init__(self, fault: TemplateFault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
-        """Why the template cannot be used."""
+        """The reason why the template cannot be used."""
 
 
 def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: datetime) -> Renderer:
-    """The renderer of a template that renders a plain question.
+    """Return the renderer of a template that renders a plain question.
 
     Raises:
-        UnusableTemplate: it does not; the message says what to do.
+        UnusableTemplate: it does not; the message has the fix.
     """
     try:
         renderer = template.renderer(options, now)
@@ -60,7 +60,7 @@ def usable_renderer(template: ChatTemplate, options: Mapping[str, Any], now: dat
         raise UnusableTemplate(
             TemplateFault.QUESTION_MISSING,
             f"template {template.name!r} renders {what}: it reads messages in another form than role and content as "
-            "text, or is no chat template",
+            "text, or is not a chat template",
         )
     _check_opened_once(renderer, text)
     return renderer
@@ -73,7 +73,7 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
         if missing is not None:
             return UnusableTemplate(
                 TemplateFault.VARIABLE_MISSING,
-                f"template {name!r} needs {missing!r}, which nobody gives it: --template-option {missing}=...",
+                f"template {name!r} needs {missing!r}, which is not set: --template-option {missing}=...",
             )
     return UnusableTemplate(
         TemplateFault.RAISES,
@@ -84,7 +84,7 @@ def _raised(renderer: Renderer, error: TemplateRaised) -> UnusableTemplate:
 def _check_opened_once(renderer: Renderer, text: str) -> None:
     prompts = PromptRenderer(renderer)
     asked = prompts.generation_prompt
-    # A template that opens the turn by itself may double what asks for it, and then no prompt has it once.
+    # A template that opens the turn by itself may double the generation prompt, and then no prompt has it once.
     half = asked[: len(asked) // 2]
     doubled = bool(half.strip()) and asked == half * 2
     try:
