@@ -1,1 +1,1 @@
-"""Parsing: how a template writes a turn, learnt from its renders; from a turn's text to thought, content and calls."""
+"""Parsing of turns: reasoning, content and calls, in a format learnt from renders of the chat template."""

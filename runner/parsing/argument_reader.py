@@ -1,4 +1,4 @@
-"""Reads the arguments of one call: an object, or keys and values between literals, typed by the tool's schema."""
+"""Reads the arguments of one call: an object, or tagged keys and values; the tool's schema decides the types."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from runner.parsing.lenient_patterns import behind_key, behind_raw, compiled, lenient
-from runner.parsing.literals import DEEPEST, Unreadable, behind_space, read_literal
+from runner.parsing.lenient_patterns import after_key, after_raw, compiled, lenient
+from runner.parsing.literals import MAX_DEPTH, Unreadable, after_space, read_literal
 from runner.parsing.notations import Cdata, Html, Nested, Notation, Raw, type_of
 from runner.parsing.turn_format import TaggedArguments, ValueStyle
 from runner.tools.schema_shapes import shapes_for
@@ -20,34 +20,33 @@ __all__ = ["WORD", "TaggedArgumentReader", "Undecided", "as_object", "as_typed",
 AS_TEXT: Final = (Raw, Html, Cdata)
 _END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
-"""A sign that the name of a tool or of an argument may have."""
+"""A character of the name of a tool or of an argument."""
 
 
 class Undecided(Exception):
-    """The text ends before it tells what stands there; only for a text that may go on."""
+    """Later text may change what was read; only raised for an incomplete text."""
 
 
-@dataclass(frozen=True)  # without slots, since its patterns are kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class TaggedArgumentReader:
-    """Reads keys and values between literals."""
+    """Reads tagged arguments."""
 
     format: TaggedArguments
-    """What the literals are."""
     ends: Sequence[str]
-    """Patterns of what may stand behind the last value's end: the close of the calls, or the next call."""
+    """Patterns of the text after the last value: the close of the calls, or the next call."""
 
     def read(self, text: str, at: int, schema: Mapping[str, Any], *, whole: bool) -> tuple[Mapping[str, Any], int]:
-        """The arguments that begin at `at`, and where the text goes on behind them.
+        """Return the arguments that begin at `at`, and the position after them.
 
         Args:
-            text: what the model said.
-            at: where they begin.
-            schema: what the tool takes.
-            whole: the text will not go on.
+            text: output of the model.
+            at: begin of the arguments.
+            schema: JSON schema of the tool's parameters.
+            whole: whether the text is complete.
 
         Raises:
-            Unreadable: they cannot be read; the message is a clause that says why.
-            Undecided: the end of a value may still come.
+            Unreadable: the arguments cannot be read; the message is a clause with the reason.
+            Undecided: the end of a value may be in later text.
         """
         head = self._head.match(text, at)
         member = None if head is None else self._member(text, head.end(), schema, {}, whole)
@@ -61,11 +60,11 @@ class TaggedArgumentReader:
             arguments[name] = value
             separator = self._separator.match(text, at)
             member = None if separator is None else self._member(text, separator.end(), schema, arguments, whole)
-            # Python allows a comma behind the last one.
+            # Python allows a trailing comma.
             at = separator.end() if separator is not None and self._typed else at
         tail = self._tail.match(text, at)
         if tail is None:
-            raise Unreadable(f"{self.format.tail.strip()!r} is missing behind {name}")
+            raise Unreadable(f"{self.format.tail.strip()!r} is missing after {name}")
         return arguments, tail.end()
 
     def _without(self, text: str, at: int, *, begun: bool) -> tuple[Mapping[str, Any], int]:
@@ -78,7 +77,7 @@ class TaggedArgumentReader:
     def _member(
         self, text: str, at: int, schema: Mapping[str, Any], before: Mapping[str, Any], whole: bool
     ) -> tuple[str, Any, int] | None:
-        """The name and the value of one argument, and where the text goes on; None where none begins."""
+        """Return name and value of one argument and the position after it; None if no argument begins at `at`."""
         key = self._key.match(text, at)
         if key is not None:
             name = key["key"]
@@ -89,7 +88,7 @@ class TaggedArgumentReader:
             value, end = read_literal(text, at)
         except Unreadable:
             return None
-        # As Python has it, values without names are those of the first parameters.
+        # As in Python, values without names belong to the first parameters.
         names, given = list(schema.get("properties") or ()), len(before)
         if list(before) != names[:given] or not names:
             raise Unreadable(f"the argument {text[at:end].strip():.40} has no name")
@@ -99,11 +98,11 @@ class TaggedArgumentReader:
 
     @cached_property
     def _typed(self) -> bool:
-        """Every value is a literal, so that one can be told without a name in front of it."""
+        """All values are literals, so that they can be read without names."""
         return not any(isinstance(style.notation, AS_TEXT) for style in self.format.styles.values())
 
     def _value(self, text: str, at: int, name: str, schema: Mapping[str, Any], whole: bool) -> tuple[Any, int]:
-        """The value behind its key, and where the text goes on behind it."""
+        """Return the value after a key, and the position after the value."""
         problem: Unreadable | None = None
         for opening, styles, nested in self._openings:
             opened = opening.match(text, at)
@@ -120,9 +119,9 @@ class TaggedArgumentReader:
     def _raw(
         self, styles: Sequence[ValueStyle], text: str, start: int, name: str, schema: Mapping[str, Any], whole: bool
     ) -> tuple[Any, int]:
-        """A value that stands as it is: it ends where all that may follow does."""
+        """Read an unquoted value, which ends where the text after a value matches."""
         style = styles[0]
-        followed, alone = self._behind[style.close]
+        followed, alone = self._after[style.close]
         found = followed.search(text, start)
         if found is None and not whole:
             raise Undecided
@@ -132,7 +131,7 @@ class TaggedArgumentReader:
         end = found.start()
         closed = compiled(lenient(style.close)).match(text, end)
         value = _decoded(style.notation, text[start:end])
-        # Where other types open alike, only the schema tells a string from them.
+        # If types have the same opening text, only the schema distinguishes strings.
         if len(styles) > 1:
             value = as_typed(value, shapes_for(schema).types_of_argument(name))
         return value, end if closed is None else closed.end()
@@ -160,7 +159,7 @@ class TaggedArgumentReader:
 
     @cached_property
     def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle], Nested | None]]:
-        """The styles by how they open, the longest opening first; in each those of text come first."""
+        """The value styles, grouped by opening text, longest first; in each group, text notations come first."""
         grouped: dict[str, list[ValueStyle]] = {}
         for style in self.format.styles.values():
             grouped.setdefault(style.open, []).append(style)
@@ -169,24 +168,24 @@ class TaggedArgumentReader:
             styles.sort(key=lambda style: not isinstance(style.notation, AS_TEXT))
             raw = isinstance(styles[0].notation, AS_TEXT)
             nested = next((style.notation for style in styles if isinstance(style.notation, Nested)), None)
-            result.append((compiled(behind_key(opening) if raw else lenient(opening)), styles, nested))
+            result.append((compiled(after_key(opening) if raw else lenient(opening)), styles, nested))
         return result
 
     @cached_property
-    def _behind(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """By the close of a style, what stands behind a raw value: with all that follows, or only with its own end."""
+    def _after(self) -> Mapping[str, tuple[re.Pattern[str], re.Pattern[str]]]:
+        """By close of a style, patterns of the text after an unquoted value: complete, and only its own end."""
         form = self.format
         patterns: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {}
         for close in {style.close for style in form.styles.values() if isinstance(style.notation, AS_TEXT)}:
-            another = behind_raw(close + form.separator) + self._key.pattern
+            another = after_raw(close + form.separator) + self._key.pattern
             last = [_joined(close + form.tail, end) for end in self.ends]
-            own = behind_raw(close + form.tail)
+            own = after_raw(close + form.tail)
             patterns[close] = compiled("|".join([another, *last])), compiled(own if own else _END)
         return patterns
 
 
 def _joined(literal: str, pattern: str) -> str:
-    return behind_raw(literal) + pattern if literal else pattern.removeprefix(r"\s*")
+    return after_raw(literal) + pattern if literal else pattern.removeprefix(r"\s*")
 
 
 def _literal(styles: Sequence[ValueStyle], nested: Nested | None, text: str, start: int) -> tuple[Any, int]:
@@ -199,17 +198,17 @@ def _literal(styles: Sequence[ValueStyle], nested: Nested | None, text: str, sta
 
 
 def read_object(text: str, at: int) -> tuple[Mapping[str, Any], int]:
-    """Arguments that stand as one object, or as the text of one.
+    """Return arguments that are one object, or the JSON text of one, and the position after them.
 
     Raises:
-        Unreadable: they do not.
+        Unreadable: they are neither.
     """
     value, end = read_literal(text, at)
     return as_object(value), end
 
 
 def as_object(arguments: Any) -> Mapping[str, Any]:
-    """Arguments as an object, also where they are the text of one, or nothing at all.
+    """Return arguments as an object; they may be an object, the JSON text of one, or missing.
 
     Raises:
         Unreadable: they are neither.
@@ -219,11 +218,9 @@ def as_object(arguments: Any) -> Mapping[str, Any]:
         try:
             arguments, end = read_literal(text)
         except Unreadable as error:
-            raise Unreadable(f"its arguments are a string that is no JSON object: {error}") from None
+            raise Unreadable(f"its arguments are a string but not a JSON object: {error}") from None
         if text[end:].strip():
-            raise Unreadable(
-                f"its arguments are a string in which {text[end:].strip()[:20]!r} stands behind the object"
-            )
+            raise Unreadable(f"its arguments are a string with {text[end:].strip()[:20]!r} after the object")
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, dict):
@@ -242,13 +239,13 @@ def _decoded(notation: Notation, text: str) -> str:
 
 
 def as_typed(text: str, types: Set[str]) -> Any:
-    """The value of a raw text: the types that fit decide; where a string and others do, what reads as a literal is one.
+    """Return the value of an unquoted text. If strings and other types fit, a text that is a literal is not a string.
 
     Args:
         text: the text.
-        types: the types of JSON schema that fit; none where any do.
+        types: JSON schema types that fit; empty for any.
     """
-    # A plus is forgiven where nothing but a number is meant: it may begin a telephone number.
+    # A plus is accepted only before what must be a number: it may begin a telephone number.
     if types == {"string"} or (text.startswith("+") and (not types or "string" in types)):
         return text
     try:
@@ -262,17 +259,17 @@ def as_typed(text: str, types: Set[str]) -> Any:
     return value if fits or "string" not in types else text
 
 
-# --- lists and objects in a notation of the template
+# --- lists and objects in a learnt notation
 
 
 def _read_nested(notation: Nested, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
-    """The value that is written at `at`, and where the text goes on behind it.
+    """Return the value at `at`, and the position after it.
 
     Raises:
-        Unreadable: there is none.
+        Unreadable: no value begins there.
     """
-    at = behind_space(text, at)
-    if depth > DEEPEST:
+    at = after_space(text, at)
+    if depth > MAX_DEPTH:
         raise Unreadable("it is nested too deeply")
     if text.startswith(notation.open_string, at):
         return _nested_string(notation, text, at + len(notation.open_string))
@@ -295,7 +292,7 @@ def _nested_string(notation: Nested, text: str, at: int) -> tuple[str, int]:
 
 def _nested_object(notation: Nested, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     members: dict[str, Any] = {}
-    at = behind_space(text, at)
+    at = after_space(text, at)
     while not text.startswith(notation.close_object, at):
         at = _nested_expect(text, notation.open_key, at)
         colon = text.find(notation.close_key + notation.colon, at)
@@ -309,7 +306,7 @@ def _nested_object(notation: Nested, text: str, at: int, depth: int) -> tuple[di
 
 def _nested_list(notation: Nested, text: str, at: int, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
-    at = behind_space(text, at)
+    at = after_space(text, at)
     while not text.startswith(notation.close_list, at):
         item, at = _read_nested(notation, text, at, depth + 1)
         items.append(item)
@@ -318,11 +315,11 @@ def _nested_list(notation: Nested, text: str, at: int, depth: int) -> tuple[list
 
 
 def _nested_more(text: str, separator: str, close: str, at: int) -> int:
-    at = behind_space(text, at)
+    at = after_space(text, at)
     return (
         at
         if text.startswith(close, at)
-        else behind_space(text, _nested_expect(text, separator.strip() or separator, at))
+        else after_space(text, _nested_expect(text, separator.strip() or separator, at))
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules for the arguments of one tool, as a format writes them: one object, or keys and values between literals."""
+"""Grammar rules for the arguments of one tool in a call format: one object, or tagged keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.parsing.dialects import NOT_IN_KEYS, NotationDialect, dialect_of, pl
 from runner.parsing.ebnf import Rules, either, literal, none_of
 from runner.parsing.notations import Cdata, Html, JsonText, Raw, ValueType, members_in_order
 from runner.parsing.schema_rules import (
-    MOST_EXCLUDED,
+    MAX_EXCLUDED,
     SchemaRules,
     UnenforcedKeywords,
     UnsatisfiableSchema,
@@ -30,16 +30,16 @@ __all__ = ["ArgumentRules", "GrammarRequirement", "NoGrammar", "ends_of_strings"
 
 
 class GrammarRequirement(enum.StrEnum):
-    """What a format and a tool must have for a grammar to be made of them."""
+    """A condition on format and tool without which no grammar exists."""
 
-    STRINGS_END = "strings_end"  # something stands behind a string that is written as it is
-    TYPES_WRITTEN = "types_written"  # the format has a way to write what a required argument may be
-    NONE_WRITTEN = "none_written"  # the format has a way to write a call without arguments
-    SATISFIABLE = "schema_satisfiable"  # some arguments fit the schema
+    STRINGS_END = "strings_end"  # the format has text after an unquoted string
+    TYPES_WRITTEN = "types_written"  # the format can write every type that a required argument allows
+    NONE_WRITTEN = "none_written"  # the format can write a call without arguments
+    SATISFIABLE = "schema_satisfiable"  # some arguments satisfy the schema
 
 
 class NoGrammar(Exception):
-    """No grammar can be made; the message is a clause that says why."""
+    """No grammar exists; the message is a clause with the reason."""
 
     def __init__(self, missing: GrammarRequirement, why: str) -> None:
         super().__init__(why)
@@ -47,19 +47,19 @@ class NoGrammar(Exception):
 
 
 class ArgumentRules:
-    """Writes rules for the arguments of each tool of one grammar."""
+    """Writes the rules for the arguments of each tool of one grammar."""
 
     def __init__(self, rules: Rules, form: CallFormat) -> None:
         self._rules = rules
         self._form = form
         self.left_out = UnenforcedKeywords()
-        """What of the schemas the rules do not say."""
+        """Keywords of the schemas that the rules do not enforce."""
 
     def of(self, name: str, parameters: str) -> str:
-        """An expression for the arguments of a tool, of the text of its schema.
+        """Return an expression for the arguments of a tool with this schema, given as JSON text.
 
         Raises:
-            NoGrammar: they cannot be written in this format.
+            NoGrammar: the format cannot write these arguments.
         """
         shapes = shapes_of(parameters)
         arguments = shapes.arguments()
@@ -86,7 +86,7 @@ def _unsatisfiable(name: str, why: str) -> NoGrammar:
 
 @dataclass(frozen=True, slots=True)
 class _TaggedRules:
-    """Arguments of one tool and of one shape, one by one between literals."""
+    """Rules for the tagged arguments of one tool, for one shape of its schema."""
 
     rules: Rules
     form: CallFormat
@@ -100,11 +100,12 @@ class _TaggedRules:
         if self.shape.values is not None:
             return either(self._listed(value) for value in self.shape.values)
         self.left_out.add("", self.shape.unsaid)
+        fields = list(self._fields())
         members = in_order(
             self.rules,
-            list(self._fields()),
+            fields,
             self.rules.written(self.arguments.separator),
-            self._rest(),
+            self._rest(len(fields)),
             least=self.shape.least,
             most=self.shape.most,
         )
@@ -124,7 +125,7 @@ class _TaggedRules:
         )
 
     def _listed(self, arguments: Mapping[str, Any]) -> str:
-        """The one call with these arguments."""
+        """Return an expression for exactly these arguments."""
         if not arguments:
             if self.arguments.none is None:
                 raise self._without_arguments()
@@ -152,10 +153,10 @@ class _TaggedRules:
             elif required:
                 raise self._unwritable(key)
 
-    def _rest(self) -> Rest | None:
-        """Arguments that nothing names: where the schema speaks of such, or wants more than it names."""
+    def _rest(self, named: int) -> Rest | None:
+        """Return a rule for unnamed arguments if the schema describes them or requires more than it names."""
         others = [each for _, each in self.shape.of_patterns]
-        if any(part.says_additional for part in self.shape.objects) or self.shape.least > len(self.shape.named):
+        if any(part.says_additional for part in self.shape.objects) or self.shape.least > named:
             others.append(self.shape.others)
         if not others or (self.shape.names and self._names_nothing()):
             return None
@@ -170,9 +171,9 @@ class _TaggedRules:
         return Rest(self.rules.add("pair", f"{self._other_key()} {either(values)}"))
 
     def _other_key(self) -> str:
-        """A name that is not written out in the schema."""
+        """Return an expression for a key that the schema does not name."""
         first = "".join(style.open[:1] for style in self.arguments.styles.values())
-        if sum(map(len, self.shape.named)) > MOST_EXCLUDED:
+        if sum(map(len, self.shape.named)) > MAX_EXCLUDED:
             self.left_out.add("", ("additionalProperties",))
             return f"{none_of(NOT_IN_KEYS + first)}+"
         every = characters_but(NOT_IN_KEYS + first)
@@ -182,9 +183,9 @@ class _TaggedRules:
         return not any(each.kind == "string" for each in self.shapes.of(self.shape.names))
 
     def _values(self, shapes: Sequence[ValueShape], path: str) -> list[str]:
-        """An expression for each way in which a value may be written behind its key; none where there is no way."""
+        """Return an expression for each form in which a value may be written after its key; empty if missing."""
         found: dict[tuple[str, str], list[str]] = {}
-        # A plain string that a tag ends may be anything, so that nothing has to be said of other types beside it.
+        # An unquoted string that ends at a tag may contain any text, so it covers every other type.
         ordered = sorted(shapes, key=lambda shape: shape.kind != "string" or shape.values is not None)
         anything: set[tuple[str, str]] = set()
         for kind, shape in (pair for each in ordered for pair in _by_style(each)):
@@ -206,29 +207,29 @@ class _TaggedRules:
                 return either(literal(notation.encode(value)) for value in shape.values)
             self.left_out.add(path, (*shape.unsaid, *says_of_string(shape)))
             return plain_text(notation, self.rules, self._ends)
-        behind = self._behind(style)
-        rules = SchemaRules(self.rules, _dialect(notation), self.shapes, self.tool, behind, self.left_out)
+        after = self._after(style)
+        rules = SchemaRules(self.rules, _dialect(notation), self.shapes, self.tool, after, self.left_out)
         return rules.shape(shape, path=path)
 
     @property
     def _ends(self) -> tuple[str, ...]:
         return ends_of_strings(self.form)
 
-    def _behind(self, style: ValueStyle) -> str:
-        """The characters that may stand behind a value; "" where that cannot be told."""
-        behind = [style.close + each for each in _behind_values(self.form, self.arguments)]
-        told = all(text and not self.rules.control_token_of(text) for text in behind)
-        return "".join(text[0] for text in behind) if told else ""
+    def _after(self, style: ValueStyle) -> str:
+        """Return the characters that may follow a value; "" if they are unknown."""
+        after = [style.close + each for each in _after_values(self.form, self.arguments)]
+        told = all(text and not self.rules.control_token_of(text) for text in after)
+        return "".join(text[0] for text in after) if told else ""
 
 
 def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
-    """What no string may hold that a format writes as it is, since its end could not be told.
+    """Return the texts that an unquoted string must not contain, since each would end it.
 
-    A tag at the end of every value is enough, which holds a model to what it has begun; without one it is all that
-    stands between values, and what ends the last one.
+    If a tag follows every value, the tag alone. Otherwise the separator between values and the text after the last
+    value.
 
     Raises:
-        NoGrammar: nothing stands behind such strings.
+        NoGrammar: no text follows such strings.
     """
     arguments = form.arguments
     style = arguments.styles.get("string") if isinstance(arguments, TaggedArguments) else None
@@ -238,19 +239,17 @@ def ends_of_strings(form: CallFormat) -> tuple[str, ...]:
         or not isinstance(style.notation, Raw | Html | Cdata)
     ):
         return ()
-    ends = [style.close + each for each in _behind_values(form, arguments)]
+    ends = [style.close + each for each in _after_values(form, arguments)]
     if not all(ends):
-        raise NoGrammar(
-            GrammarRequirement.STRINGS_END, "nothing that its chat template writes tells where a string ends"
-        )
-    marks = _CUT_POINTS.split(ends[0].lstrip())  # none where the end is white space alone
+        raise NoGrammar(GrammarRequirement.STRINGS_END, "its chat template writes no text that ends a string")
+    marks = _CUT_POINTS.split(ends[0].lstrip())  # empty if the end is only white space
     if marks and _CUT_POINTS.is_tag(marks[0]) and all(end.lstrip().startswith(marks[0]) for end in ends):
         return (marks[0],)
     return tuple(dict.fromkeys(ends))
 
 
-def _behind_values(form: CallFormat, arguments: TaggedArguments) -> Sequence[str]:
-    """What may stand behind a value: what separates it from the next one, and what surely ends the last one."""
+def _after_values(form: CallFormat, arguments: TaggedArguments) -> Sequence[str]:
+    """Return the texts that may follow a value: the separator, or the text after the last value."""
     pieces = form.call[form.call.index(Slot.ARGUMENTS) + 1 :]
     text = "".join(piece.text for piece in pieces if isinstance(piece, LiteralText))
     return (arguments.separator, arguments.tail + text + form.post)
@@ -263,7 +262,7 @@ def _dialect(notation: Any) -> NotationDialect:
 
 
 def _by_style(shape: ValueShape) -> Iterator[tuple[ValueType, ValueShape]]:
-    """The types that a template tells apart, each with its values; a number without a point is an integer to it."""
+    """Yield the types that a template distinguishes, each with its values; a number without a point is an integer."""
     if shape.kind != "number":
         yield shape.kind, shape
     elif shape.values is not None:

@@ -1,4 +1,4 @@
-"""What makes an engine's constrained decoding write calls as a template does: a grammar of a format and its tools."""
+"""Grammars that constrain decoding to the calls of a format and its tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.tools.tool import Tool
 __all__ = ["constraint", "enforceable", "harmony_constraint", "not_enforced"]
 
 NO_TOKENS: Final[Mapping[str, int]] = {}
-"""For vocabularies that are not known, or spell everything with letters."""
+"""Control tokens of a vocabulary that is unknown or has none."""
 
 Signatures: TypeAlias = tuple[tuple[str, str], ...]
 """(name, JSON schema of the parameters as text) of each tool that may be called."""
@@ -37,33 +37,30 @@ def constraint(
     control_tokens: Mapping[str, int] = NO_TOKENS,
     stops: Collection[str] = (),
 ) -> Constraint | None:
-    """What enforces `tool_choice` in a turn of this format, or None where nothing is or can be enforced.
+    """Return the constraint for `tool_choice` in a turn of this format, or None if nothing is or can be enforced.
 
-    "required" and a tool's name leave nothing but calls. "auto" leaves all text free, and holds each call that is begun
-    to a tool and its schema: for who wants its arguments strict. A format without a trigger has no such thing, since
-    nothing tells where its calls begin.
+    "required" and a tool's name allow only calls. "auto" allows any text, and constrains each call to a tool and its
+    schema, for strict arguments. A format without a trigger cannot have "auto", since the begin of a call is unknown.
 
-    Several calls in one turn are allowed only with `parallel`, and where every tool in question may run beside others.
+    A turn may have several calls only if `parallel` is true and every allowed tool is parallel.
 
     Args:
-        form: how calls are written.
-        tools: what may be called.
-        tool_choice: what the turn has to do.
+        form: format of the calls.
+        tools: tools that may be called.
+        tool_choice: "auto", "none", "required" or the name of a tool.
         parallel: whether a turn may have several calls.
-        thought: what may stand in front of the calls, or has to be ended first where the prompt begins it.
-        control_tokens: the parts of the format that are one id of the vocabulary each. Nothing else is let through
-            for them, least of all their letters.
-        stops: the control tokens that end a turn; nothing is asked for after one.
+        thought: reasoning that may precede the calls; reasoning that the prompt opens must be closed first.
+        control_tokens: texts of the format that are single ids. Only those ids match them, never their letters.
+        stops: control tokens that end a turn; the grammar ends before the first one.
 
     Raises:
-        BadOption: a call is required and there is no tool, or none of that name, or what the tools take cannot be
-            written in this format.
+        BadOption: a call is required and no tool is allowed, or the format cannot write the arguments of a tool.
     """
     allowed = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
     if tool_choice == "none" or (tool_choice == "auto" and not (form.trigger and allowed)):
         return None
     if not allowed:
-        names = ", ".join(tool.name for tool in tools) or "there are none"
+        names = ", ".join(tool.name for tool in tools) or "none"
         raise BadOption(f"tool_choice={tool_choice!r}: no such tool may be called here. Tools: {names}.")
     if _holds(stops, *_texts_before_close(form, thought)):
         raise BadOption(f"tool_choice={tool_choice!r}: the chat template writes a stop token inside of a call.")
@@ -80,7 +77,7 @@ def constraint(
 
 
 def _ended(form: CallFormat, stops: Collection[str]) -> CallFormat:
-    """The format up to the first stop token: the turn is over there, so that a grammar cannot ask for more."""
+    """Return the format cut at the first stop token, since no text of the turn can follow it."""
     close = form.close[: min((at for stop in stops if (at := form.close.find(stop)) >= 0), default=None)]
     between = None if form.between is not None and _holds(stops, form.between) else form.between
     return form if (close, between) == (form.close, form.between) else replace(form, close=close, between=between)
@@ -96,7 +93,7 @@ def _holds(stops: Collection[str], *texts: str) -> bool:
 
 
 FIRST_MESSAGE: Final = ReasoningFormat("", NEXT_MESSAGE, opened_by_prompt=True)
-"""Of a model that writes on channels, in front of its call."""
+"""The first message of a turn with channels, before its call."""
 
 
 def harmony_constraint(
@@ -105,29 +102,30 @@ def harmony_constraint(
     tool_choice: ToolChoice,
     control_tokens: Mapping[str, int] = NO_TOKENS,
 ) -> Constraint | None:
-    """What enforces `tool_choice`: one message of any text, as a model begins with its thought, and behind it the call.
+    """Return the constraint for `tool_choice`: one message of any text, such as the reasoning, then the call.
 
     Raises:
-        BadOption: a call is required and there is no tool, or none of that name.
+        BadOption: a call is required and no such tool exists.
     """
     return constraint(form, tools, tool_choice, parallel=False, thought=FIRST_MESSAGE, control_tokens=control_tokens)
 
 
 def not_enforced(form: CallFormat, tool: Tool) -> list[str]:
-    """What a tool's schema says that no grammar of this format does, each as a keyword and the argument it is about.
+    """Return what a tool's schema requires and no grammar of this format enforces: each keyword and its argument.
 
-    The check of the arguments finds it; what is not checked either is among `modern(tool.parameters).notes`.
+    Validation of the arguments checks these. Keywords that are not validated either are in
+    `modern(tool.parameters).notes`.
     """
     arguments = ArgumentRules(Rules(NO_TOKENS), form)
     try:
         arguments.of(tool.name, tool.parameters_text)
     except NoGrammar:
-        return []  # which refuses the call, by name
+        return []  # such a call is refused with an error
     return arguments.left_out.sentences()
 
 
 def enforceable(form: CallFormat) -> str | None:
-    """Why no grammar can be made of this format, or None where one can; what a tool takes may still be unwritable."""
+    """Return why no grammar exists for this format, or None if one does; a tool's arguments may still have none."""
     try:
         _grammar(_Format.of(form, NO_TOKENS), _STRINGS, True, None)
     except NoGrammar as error:
@@ -140,7 +138,7 @@ _STRINGS: Final[Signatures] = (("f", '{"properties": {"a": {"type": "string"}, "
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A format in a vocabulary, which can be looked up by what it says."""
+    """A format and a vocabulary, hashable by content."""
 
     key: bytes
     form: CallFormat = field(compare=False)
@@ -151,7 +149,7 @@ class _Format:
         return cls(orjson.dumps([form, control_tokens]), form, control_tokens)
 
 
-# Every turn of every episode asks for one of the same few grammars.
+# Every turn of every episode uses one of a few grammars.
 @lru_cache(maxsize=256)
 def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
     rules, form = Rules(keyed.control_tokens), keyed.form
@@ -161,20 +159,20 @@ def _grammar(keyed: _Format, signatures: Signatures, many: bool, thought: Reason
 
 @lru_cache(maxsize=256)
 def _tag(keyed: _Format, signatures: Signatures, many: bool, thought: ReasoningFormat | None) -> str:
-    """A structural tag: free text, in which the trigger begins calls."""
+    """Return a structural tag: free text in which the trigger begins calls."""
     rules, form = Rules(keyed.control_tokens), keyed.form
-    behind_trigger = rules.written(form.begin[len(form.trigger) :])
-    grammar = rules.grammar(f"{behind_trigger} {_calls(rules, form, signatures, many)}")
+    after_trigger = rules.written(form.begin[len(form.trigger) :])
+    grammar = rules.grammar(f"{after_trigger} {_calls(rules, form, signatures, many)}")
     tokens, again = keyed.control_tokens, many and form.between is not None
     begun: Format = {"type": "grammar", "grammar": grammar}
     if not again:
         begun = {"type": "sequence", "elements": [begun, _anything_but(form.trigger, tokens)]}
     turn = _dispatch({form.trigger: begun}, tokens, again=again)
     if thought is not None and thought.opened_by_prompt:
-        # A trigger inside a thought begins nothing, and a thought may be all that there is.
+        # A trigger inside reasoning does not begin a call, and a turn may consist of reasoning alone.
         turn = _dispatch({thought.close.strip(): turn}, tokens, again=False)
     elif thought is not None and (opened := _mark_of(rules, thought.open)) and _alike(opened, form.trigger, tokens):
-        # So it is in one that the model begins itself; behind it the turn goes on as if there had been none.
+        # The same for reasoning that the model opens; after it, the turn continues as if it had none.
         close = _mark_of(rules, thought.close)
         thinking = _dispatch({close: {"type": "const_string", "value": ""} if again else turn}, tokens, again=False)
         turn = _dispatch({form.trigger: begun, opened: thinking}, tokens, again=again)
@@ -186,17 +184,20 @@ Format: TypeAlias = dict[str, Any]
 
 
 def _mark_of(rules: Rules, mark: str) -> str:
-    """What tells that a thought begins or ends: the control token that `mark` begins with, or else all of it."""
+    """Return the mark to search for: the control token at the start of `mark`, or else the complete text."""
     return rules.control_token_of(mark.strip()) or mark.strip()
 
 
 def _alike(mark: str, trigger: str, tokens: Mapping[str, int]) -> bool:
-    """Both are control tokens or neither is, which is what one part of a tag can wait for, and they can be told."""
+    """Return whether both marks are control tokens or neither is, and neither begins with the other.
+
+    One part of a structural tag can only wait for marks of one kind.
+    """
     return (mark in tokens) == (trigger in tokens) and not mark.startswith(trigger) and not trigger.startswith(mark)
 
 
 def _dispatch(parts: Mapping[str, Format], tokens: Mapping[str, int], *, again: bool) -> Format:
-    """Free text until one of these marks, behind which its part must stand, and if `again` all that once more."""
+    """Return free text up to one of these marks, then its part; repeated if `again` is true."""
     kind = "token_dispatch" if set(parts) <= set(tokens) else "dispatch"
     return {"type": kind, "rules": [[tokens.get(mark, mark), part] for mark, part in parts.items()], "loop": again}
 
@@ -207,12 +208,12 @@ def _anything_but(mark: str, tokens: Mapping[str, int]) -> Format:
     return {"type": "any_text", "excludes": [mark]}
 
 
-MOST_SPACE: Final = 4
-"""Line breaks and spaces between a thought and the calls behind it; a model could spend a turn on white space."""
+MAX_SPACE: Final = 4
+"""Spaces and line breaks between reasoning and calls; without a limit, a model could spend a turn on them."""
 
 
 def _thinking(rules: Rules, thought: ReasoningFormat) -> str:
-    """What is thought in front of the calls; nothing too, where a model begins its thoughts itself."""
+    """Return a rule for reasoning before the calls; optional if the model opens it itself."""
     closed = _thought(rules, thought.close)
     if thought.opened_by_prompt:
         return closed
@@ -221,14 +222,14 @@ def _thinking(rules: Rules, thought: ReasoningFormat) -> str:
 
 
 def _thought(rules: Rules, close: str) -> str:
-    """What is left of a thought, what ends it, and a little white space."""
+    """Return an expression for the rest of the reasoning, its close and a little white space."""
     close = close.strip()
     thought = rules.add("thought", text_without([rules.control_token_of(close) or close]))
-    return f"{thought} {rules.written(close)} [ \\n]{{0,{MOST_SPACE}}}"
+    return f"{thought} {rules.written(close)} [ \\n]{{0,{MAX_SPACE}}}"
 
 
 def _calls(rules: Rules, form: CallFormat, signatures: Signatures, many: bool) -> str:
-    """What stands behind the begin of a section of calls."""
+    """Return an expression for a section of calls after its begin."""
     arguments = ArgumentRules(rules, form)
     call = rules.add("call", either(_call(rules, form, arguments, *signature) for signature in signatures))
     more = f" ({rules.written(form.between)} {call})*" if many and form.between is not None else ""
@@ -240,8 +241,8 @@ def _call(rules: Rules, form: CallFormat, arguments: ArgumentRules, name: str, p
     return " ".join(written if piece is Slot.ARGUMENTS else _piece(rules, form, piece, name) for piece in form.call)
 
 
-LONGEST_ID: Final = 32
-"""Signs of an id that a model makes up where a call is enforced; every one of them takes 10 ms to compile."""
+MAX_ID_LENGTH: Final = 32
+"""Characters of a generated id in an enforced call; each one takes 10 ms to compile."""
 
 
 def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
@@ -251,8 +252,8 @@ def _piece(rules: Rules, form: CallFormat, piece: Piece, name: str) -> str:
         case Slot.NAME:
             return literal(name)
         case Slot.INDEX:
-            # Models count on where their templates count the calls of the whole conversation.
+            # Where templates number the calls of the whole conversation, models count on.
             return "[0-9]{1,4}"
         case _:
             pieces = form.id_pieces or ()
-            return " ".join(_piece(rules, form, each, name) for each in pieces) or form.ids.pattern(LONGEST_ID)
+            return " ".join(_piece(rules, form, each, name) for each in pieces) or form.ids.pattern(MAX_ID_LENGTH)

@@ -1,4 +1,4 @@
-"""The ids of calls in a history that is rendered from the start: in the form that the template wants."""
+"""Call ids for a history that is rendered from the start, in the form that the template requires."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from runner.parsing.turn_format import IdStyle, LiteralText, Slot, TurnFormat
 
 __all__ = ["with_fitting_ids"]
 
-_FIRST: Final = 10_000
-"""The number from which foreign calls are counted, so that none has the id of a call that a model makes later."""
+_FIRST_FOREIGN_INDEX: Final = 10_000
+"""Number of the first foreign call; ids that a model generates later start lower, so they cannot clash."""
 
 _MADE: Final = re.compile(r"call_\d+")
 
@@ -22,15 +22,15 @@ _MADE: Final = re.compile(r"call_\d+")
 def with_fitting_ids(
     form: TurnFormat, messages: Sequence[Message], own: Collection[str] = (), *, by_turn: bool = False
 ) -> list[Message]:
-    """The messages with an id that fits the template for each call, and the same for its results.
+    """Return the messages with call ids that fit the template, both on calls and on their results.
 
-    A client brings ids of other models along, which a template may refuse, or show in place of the name of a tool.
+    A client may send ids of other models. A template may refuse them, or show them in place of the tool's name.
 
     Args:
-        form: how the template writes a turn.
-        messages: a whole history.
-        own: the ids that turns of the model wrote; these stay.
-        by_turn: the template shows each call by its number in its turn, so that all have to be counted so.
+        form: turn format of the template.
+        messages: the complete history.
+        own: ids that turns of this model contain; they are kept.
+        by_turn: number all calls by their position in the turn, since the template shows that number.
     """
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     taken = set() if by_turn else {call["id"] for call in calls if _stays(form, call, own)}
@@ -59,9 +59,9 @@ def _fitting(form: TurnFormat, call: ToolCallMessage, own: Collection[str], take
     if _stays(form, call, own):
         return call
     named = form.calls is not None and form.calls.id_pieces is not None
-    for number in itertools.count(0 if named else _FIRST):
+    for number in itertools.count(0 if named else _FIRST_FOREIGN_INDEX):
         numbered = _numbered(form, call, number)
-        # A model that names the tool in an id counts all calls, whatever they are called.
+        # A model that puts the tool's name in an id counts all calls together, whatever their names.
         if numbered["id"] not in taken and not (named and any(each.endswith(f":{number}") for each in taken)):
             taken.add(numbered["id"])
             return numbered

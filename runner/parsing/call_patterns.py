@@ -1,4 +1,4 @@
-"""The patterns by which calls of one format are read, and what of a text tells that calls may have ended."""
+"""Compiled patterns for reading the calls of one format, and the marks at which calls may end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["CallPatterns", "MissingPart"]
 
 
 class MissingPart(NamedTuple):
-    """What a call lacks that cannot be read."""
+    """The part that a malformed call lacks."""
 
     why: str
-    """A clause that says it."""
+    """Clause that describes the error."""
     at: int
-    """Where the call begins."""
+    """Position at which the call begins."""
     name: str
-    """The tool that it names, "" where that cannot be told."""
+    """Name of the called tool; "" if unknown."""
 
 
-@dataclass(frozen=True)  # without slots, since they are kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class CallPatterns:
-    """What `CallReader` looks for, each compiled when it is first asked for."""
+    """The patterns of a call format for `CallReader`, each compiled on first use."""
 
     format: CallFormat
 
@@ -40,7 +40,7 @@ class CallPatterns:
 
     @cached_property
     def between(self) -> re.Pattern[str] | None:
-        """What stands between two calls; None where each is announced, with a begin and a close of its own."""
+        """Text between two calls; None if each call has its own begin and close."""
         between, own = self.format.between, squeezed(self.format.close + self.format.begin)
         if between is None or (self.format.trigger and squeezed(between) == own):
             return None
@@ -56,25 +56,25 @@ class CallPatterns:
 
     @cached_property
     def head(self) -> re.Pattern[str]:
-        """What stands in front of a call's arguments."""
+        """Text before the arguments of a call."""
         if self.format.container is not None:
             return re.compile(r"\s*\{")
         pieces = self.before_arguments
         following: list[str] = []
         if isinstance(self.format.arguments, TaggedArguments):
-            following = self._behind_name(self.format.arguments)
+            following = self._after_name(self.format.arguments)
         elif not isinstance(pieces[-1], LiteralText) or not pieces[-1].text.strip():
             following = [r"\s*[{\"\']"]
         return compiled(self._pattern(pieces) + (f"(?={'|'.join(following)})" if following else ""))
 
     @property
     def before_arguments(self) -> Sequence[Piece]:
-        """The pieces of a call in front of its arguments."""
+        """Pieces of a call before its arguments."""
         return self.format.call[: self.format.call.index(Slot.ARGUMENTS)]
 
     def missing(self, pieces: Sequence[Piece], text: str, at: int) -> MissingPart:
-        """What of `pieces` does not stand at `at`: for what a reader says that found something else there."""
-        behind, name = "", ""
+        """Return the first of `pieces` that is missing at `at`, for the error of a malformed call."""
+        previous, name = "", ""
         pieces = [each for piece in pieces for each in ((piece is Slot.ID and self.format.id_pieces) or (piece,))]
         first = "it has to begin with {}" if len(pieces) == 1 else "{} is missing in front of the name of a tool"
         for number, piece in enumerate(pieces):
@@ -82,38 +82,38 @@ class CallPatterns:
                 found = compiled(self._pattern(pieces[:number]) + _SLOTS[piece].replace("+?", "+")).match(text, at)
                 if found is None:
                     return MissingPart(f"{_SAID[piece]} is missing", at, name)
-                behind, name = _SAID[piece], found.groupdict().get("name") or name
+                previous, name = _SAID[piece], found.groupdict().get("name") or name
                 continue
             marks = CutPoints().split(piece.text)
             for count, mark in enumerate(marks):
                 begun = "".join(marks[: count + 1])
                 if not compiled(self._pattern([*pieces[:number], LiteralText(begun)])).match(text, at):
                     before = "".join(marks[:count]).strip()
-                    after = repr(before) if before else behind
+                    place = repr(before) if before else previous
                     rest = repr("".join(marks[count:]).strip() or mark)
-                    why = f"{rest} is missing behind {after}" if after else first.format(rest)
+                    why = f"{rest} is missing after {place}" if place else first.format(rest)
                     return MissingPart(why, at, name)
-            behind = repr(piece.text.strip()) if piece.text.strip() else behind
+            previous = repr(piece.text.strip()) if piece.text.strip() else previous
         return MissingPart(
-            f"what stands behind {behind} are no arguments" if behind else "its arguments are missing", at, name
+            f"the text after {previous} is not arguments" if previous else "its arguments are missing", at, name
         )
 
-    def _behind_name(self, form: TaggedArguments) -> list[str]:
-        """Patterns of what stands behind a name: arguments, or that there are none and what follows a call."""
+    def _after_name(self, form: TaggedArguments) -> list[str]:
+        """Return patterns of the text after a name: the arguments, or no arguments and the text after a call."""
         ends = () if form.none is None else (self.format.close, self.format.between or "")
         return [lenient(each) for each in (form.head, *(f"{form.none}{end}" for end in ends)) if each]
 
     @cached_property
     def tail(self) -> re.Pattern[str]:
-        return compiled(self._pattern(self._behind_arguments))
+        return compiled(self._pattern(self._after_arguments))
 
     @property
-    def _behind_arguments(self) -> Sequence[Piece]:
+    def _after_arguments(self) -> Sequence[Piece]:
         return self.format.call[self.format.call.index(Slot.ARGUMENTS) + 1 :]
 
     @cached_property
     def tail_text(self) -> str:
-        return "".join(piece.text for piece in self._behind_arguments if isinstance(piece, LiteralText)).strip()
+        return "".join(piece.text for piece in self._after_arguments if isinstance(piece, LiteralText)).strip()
 
     def _pattern(self, pieces: Sequence[Piece]) -> str:
         parts: list[str] = []
@@ -126,13 +126,13 @@ class CallPatterns:
 
     @cached_property
     def end_marks(self) -> tuple[str, ...]:
-        """The tags that calls end with; none where they end with signs that stand in values too."""
+        """Tags that end calls; empty if calls end with characters that values may contain."""
         cut = CutPoints()
         last = [cut.split(end)[-1] for end in (self.format.post.rstrip(), self.format.close.rstrip()) if end]
         return tuple(dict.fromkeys(mark for mark in last if cut.is_tag(mark)))
 
     def ends_arguments(self, text: str) -> bool:
-        """The end mark that `text` ends with stands behind the end of an argument, if it is one that ends a call."""
+        """Return whether the end mark at the end of `text` follows a complete argument and so ends a call."""
         form = self.format.arguments
         if not isinstance(form, TaggedArguments):
             return True
@@ -141,12 +141,12 @@ class CallPatterns:
 
     @cached_property
     def own_end(self) -> re.Pattern[str] | None:
-        """What ends one call by itself, in front of all else that closes it; None where only the whole close does."""
+        """Pattern of `own_mark`; None if only the complete close ends a call."""
         return None if self.own_mark is None else compiled(lenient(self.own_mark)) if self.own_mark else _NOTHING
 
     @cached_property
     def own_mark(self) -> str | None:
-        """The part of the close that ends one call by itself; "" where the bracket of its object does, else None."""
+        """First part of the close that ends a single call; "" for an object's closing bracket, None without one."""
         if not isinstance(self.format.arguments, TaggedArguments):
             return ""
         cut = CutPoints()
@@ -155,7 +155,7 @@ class CallPatterns:
 
     @cached_property
     def quoted(self) -> bool:
-        """Strings in arguments stand in quotation marks, in which those of the string itself are escaped."""
+        """Strings in arguments are quoted, and quotes inside them are escaped."""
         form = self.format.arguments
         return not isinstance(form, TaggedArguments) or not any(
             isinstance(style.notation, AS_TEXT) for style in form.styles.values()
@@ -168,19 +168,19 @@ class CallPatterns:
             return lambda text, at, schema, whole: read_object(text, at)
         ends = [lenient(self.format.close)] if self.format.close else [r"\s*\Z"]
         if self.format.between is not None:
-            ends.append(f"{lenient(self.format.between)}{WORD}+(?:{'|'.join(self._behind_name(form))})")
+            ends.append(f"{lenient(self.format.between)}{WORD}+(?:{'|'.join(self._after_name(form))})")
         tagged = TaggedArgumentReader(form, ends)
         return lambda text, at, schema, whole: tagged.read(text, at, schema, whole=whole)
 
     @cached_property
     def line_start(self) -> re.Pattern[str]:
-        """The white space in front of calls that nothing announces, at the start of a line."""
+        """White space at the start of a line before calls without a trigger."""
         return re.compile(rf"^(?P<before>[ \t]*)(?={re.escape(self._bare_begin[:1])})", re.MULTILINE)
 
     def named(self, names: tuple[str, ...]) -> re.Pattern[str]:
-        """What begins calls that nothing announces, anywhere in a line, with the name of one of these tools."""
+        """Return the pattern of calls without a trigger anywhere in a line, up to the name of one of these tools."""
         if names not in self._by_names:
-            if len(self._by_names) == MOST_TOOL_SETS:
+            if len(self._by_names) == MAX_TOOL_SETS:
                 self._by_names.clear()
             pieces = self.format.call[: self.format.call.index(Slot.NAME)]
             alternatives = "|".join(map(re.escape, names))
@@ -190,21 +190,21 @@ class CallPatterns:
         return self._by_names[names]
 
     def may_begin(self, text: str, names: tuple[str, ...], *, line_begun: bool) -> int:
-        """From where on `text` may be what `line_start` or `named` looks for, once it goes on; else its end."""
+        """Return the first position at which `line_start` or `named` may match after more text; else the length."""
         line = text.rfind("\n") + 1
         blank = (line > 0 or line_begun) and not text[line:].strip(" \t")
         end = line if blank else len(text)
         for first in {self._before_name[0]} if self._before_name else {name[0] for name in names}:
             at = text.find(first, 0, end)
             while at >= 0:
-                if self._may_name("".join(text[at : at + NEAR].split()), names):
+                if self._may_name("".join(text[at : at + MAX_BEGIN_LENGTH].split()), names):
                     end = at
                     break
                 at = text.find(first, at + 1, end)
         return end
 
     def _may_name(self, begun: str, names: tuple[str, ...]) -> bool:
-        """A text without white space may become what begins calls and one of these names."""
+        """Return whether a text without white space may still become the begin of calls and one of these names."""
         before = self._before_name
         if len(begun) <= len(before):
             return before.startswith(begun)
@@ -222,27 +222,27 @@ class CallPatterns:
 
     @cached_property
     def _bare_begin(self) -> str:
-        """What stands in front of the first name, where nothing announces calls."""
+        """Text before the first name if calls have no trigger."""
         piece = self.format.call[0]
         return self.format.begin.strip() or (piece.text.strip() if isinstance(piece, LiteralText) else "")
 
     @cached_property
     def close_is_longer(self) -> bool:
-        """What stands between two calls also begins what closes them."""
+        """The close of the calls begins with the separator between two calls."""
         close, between = squeezed(self.format.close), squeezed(self.format.between or "")
         return close != between and close.startswith(between)
 
     @cached_property
     def close_may_go_on(self) -> bool:
-        """What closes the calls also begins what stands between two, so that only what follows tells which it is."""
+        """The separator between two calls begins with their close, so only the text after it distinguishes them."""
         return self.between is not None and squeezed(self.format.between or "").startswith(squeezed(self.format.close))
 
 
-NEAR: Final = 400
-"""As long a text as tells whether it begins a call; one with more white space is taken for one."""
+MAX_BEGIN_LENGTH: Final = 400
+"""Characters that are examined to see whether a call begins; a longer text, due to white space, is taken for one."""
 
-MOST_TOOL_SETS: Final = 256
-"""Sets of tools whose patterns are kept; a run has a few."""
+MAX_TOOL_SETS: Final = 256
+"""Sets of tool names whose patterns are cached; a run has a few."""
 
 _NOTHING: Final = re.compile("")
 _CLOSING: Final = frozenset(")]}")

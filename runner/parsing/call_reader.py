@@ -1,4 +1,4 @@
-"""Reads the calls of a turn in the format that its template writes, and what models make of it."""
+"""Reads the calls of a turn in the format of its template, and common deviations of models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from runner.parsing.argument_reader import Undecided, as_object
 from runner.parsing.call_patterns import CallPatterns
-from runner.parsing.literals import Unreadable, behind_space, read_literal
+from runner.parsing.literals import Unreadable, after_space, read_literal
 from runner.parsing.turn_format import CallFormat, LiteralText, TaggedArguments
 
 __all__ = ["CallReader", "CallsReading", "DecidedCalls", "ReadCall", "Schemas"]
@@ -22,20 +22,20 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """One call as a turn's text has it."""
+    """One call in a turn's text."""
 
     name: str
-    """The tool's name; "" where it could not be read."""
+    """Name of the tool; "" if it could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str | None = None
-    """The id that the model wrote, where the format has one."""
+    """Id that the model wrote, if the format has one."""
     error: str | None = None
-    """What is wrong with it; None where it was read."""
+    """Reason why the call could not be read; None if it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallsReading:
-    """A turn's text taken apart."""
+    """The content and the calls of a turn."""
 
     content: str
     calls: list[ReadCall]
@@ -43,13 +43,13 @@ class CallsReading:
 
 @dataclass(frozen=True, slots=True)
 class DecidedCalls:
-    """The calls at the start of a text that are the same however it goes on."""
+    """The calls at the start of an incomplete text that no later text can change."""
 
     calls: list[ReadCall]
     end: int
-    """Where the text goes on behind them, and behind what stands between them and another; 0 where there is none."""
+    """Position after these calls and the separator that follows them; 0 if missing."""
     closed: bool
-    """No other call can follow without its own trigger."""
+    """True if another call needs its own trigger."""
 
 
 class _Malformed(Exception):
@@ -61,23 +61,23 @@ class _Malformed(Exception):
         self.name = name
 
 
-@dataclass(frozen=True)  # without slots, since its patterns are kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class CallReader:
-    """Reads what one `CallFormat` describes. It has no state beside its patterns."""
+    """Reads calls of one `CallFormat`. It has no state beside cached patterns."""
 
     format: CallFormat
 
     @cached_property
     def patterns(self) -> CallPatterns:
-        """What it looks for."""
+        """Patterns of the format."""
         return CallPatterns(self.format)
 
     def read(self, text: str, schemas: Schemas | None = None) -> CallsReading:
-        """The calls in `text` and the content beside them; without a trigger nothing is a call.
+        """Return the calls in `text` and the content beside them.
 
         Args:
-            text: what the model said, without its thought.
-            schemas: the tools that may be called; None where they are not known.
+            text: output of the model, without its reasoning.
+            schemas: tools that may be called; None if they are unknown.
         """
         parts = list(self.parts(text, schemas))
         calls = [part for part in parts if isinstance(part, ReadCall)]
@@ -87,35 +87,35 @@ class CallReader:
         return CallsReading("\n".join(filter(None, content)), calls)
 
     def parts(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> Iterable[str | ReadCall]:
-        """The same in the order of the text: each call, and what stands in front of, between and behind them.
+        """Return the same in the order of the text: each call, and the text before, between and after calls.
 
         Args:
-            text: what the model said, without its thought.
-            schemas: the tools that may be called; None where they are not known.
-            begun: the text goes on behind a call and what stands between it and the next.
+            text: output of the model, without its reasoning.
+            schemas: tools that may be called; None if they are unknown.
+            begun: whether the text begins after a call and its separator.
         """
         return self._triggered(text, schemas, begun) if self.format.trigger else self._bare(text, schemas)
 
     def decided(self, text: str, schemas: Schemas | None = None, *, begun: bool = False) -> DecidedCalls:
-        """What is sure of the calls at the start of a text that may go on: they are the same however it does.
+        """Return the calls at the start of an incomplete text that no later text can change.
 
         Args:
-            text: what the model said so far, from the trigger on.
-            schemas: the tools that may be called; None where they are not known.
-            begun: the text goes on behind a call and what stands between it and the next.
+            text: output of the model so far, from the trigger.
+            schemas: tools that may be called; None if they are unknown.
+            begun: whether the text begins after a call and its separator.
         """
         calls: list[ReadCall] = []
         end = 0
         try:
             start = 0 if begun else self._last_of_several(text, 0)
-            for call, behind in self._calls(text, start, schemas, whole=False, begun=begun):
+            for call, after in self._calls(text, start, schemas, whole=False, begun=begun):
                 calls.append(call)
-                end = behind
+                end = after
         except (Undecided, _Malformed):
             return DecidedCalls(calls, end, closed=False)
         return DecidedCalls(calls, end, closed=True)
 
-    # --- where calls begin
+    # --- begin of calls
 
     def _triggered(self, text: str, schemas: Schemas | None, begun: bool) -> Iterator[str | ReadCall]:
         at = 0
@@ -127,10 +127,10 @@ class CallReader:
         yield text[at:]
 
     def _last_of_several(self, text: str, start: int) -> int:
-        """The last of triggers that follow each other: models say one twice."""
+        """Return the position of the last of consecutive triggers: models may repeat one."""
         again = start
         while text.startswith(self.format.trigger, again):
-            start, again = again, behind_space(text, again + len(self.format.trigger))
+            start, again = again, after_space(text, again + len(self.format.trigger))
         return start
 
     def _section(
@@ -141,21 +141,21 @@ class CallReader:
         *,
         begun: bool = False,
     ) -> Generator[ReadCall, None, int]:
-        """The calls that begin at `start`; returns where the text goes on behind them."""
+        """Yield the calls that begin at `start`; return the position after them."""
         at = start
         try:
-            for call, behind in self._calls(text, start, schemas, begun=begun):
+            for call, after in self._calls(text, start, schemas, begun=begun):
                 yield call
-                at = behind
+                at = after
         except _Malformed as error:
             yield ReadCall(error.name, error=str(error))
-            return self._behind_fault(text, error.at if begun else max(error.at, start + len(self.format.trigger)))
+            return self._after_fault(text, error.at if begun else max(error.at, start + len(self.format.trigger)))
         return at
 
-    def _behind_fault(self, text: str, at: int) -> int:
-        """Behind the close of a call that could not be read, at the next trigger, or at the end."""
+    def _after_fault(self, text: str, at: int) -> int:
+        """Return the position after the close of an unreadable call, of the next trigger, or the end."""
         trigger = text.find(self.format.trigger, at)
-        # No further than the next trigger, or many of them would be many looks through the rest.
+        # Search only up to the next trigger: searching all of the text after each of many triggers would be quadratic.
         limit = trigger if trigger >= 0 else len(text)
         post = self.patterns.post.search(text, at, limit) if self.format.post.strip() else None
         if post is not None:
@@ -164,7 +164,7 @@ class CallReader:
         return limit
 
     def _bare(self, text: str, schemas: Schemas | None) -> list[str | ReadCall]:
-        """Calls that nothing announces: all the rest of the turn from some position on."""
+        """Return the parts of a text whose calls have no trigger: calls fill the turn from some position to its end."""
         unreadable: list[str | ReadCall] = []
         for start in self._candidates(text, tuple(schemas or ())):
             calls = self._bare_calls(text, start, schemas)
@@ -175,13 +175,13 @@ class CallReader:
         return unreadable or [text]
 
     def _bare_calls(self, text: str, start: int, schemas: Schemas | None) -> list[ReadCall]:
-        """The calls that all the text from `start` on is; none where it is something else."""
+        """Return the calls that fill the text from `start` to its end; empty if it contains anything else."""
         calls: list[ReadCall] = []
         end = start
         try:
-            for call, behind in self._calls(text, start, schemas):
+            for call, after in self._calls(text, start, schemas):
                 calls.append(call)
-                end = behind
+                end = after
         except _Malformed as error:
             names = {error.name, *(call.name for call in calls)}
             known = schemas is not None and not names.isdisjoint(schemas)
@@ -190,28 +190,28 @@ class CallReader:
         return calls if named and not text[end:].strip() else []
 
     def _candidates(self, text: str, names: tuple[str, ...]) -> list[int]:
-        """Where calls may begin: at the start of a line, or anywhere with the name of a tool."""
+        """Return possible begins of calls: at the start of a line, or anywhere before the name of a tool."""
         patterns = [self.patterns.line_start, *([self.patterns.named(names)] if names else [])]
         starts = {
             match.end("before")
             for pattern in patterns
-            for match in itertools.islice(pattern.finditer(text), MOST_CANDIDATES)
+            for match in itertools.islice(pattern.finditer(text), MAX_CANDIDATES)
         }
         return sorted(starts)
 
     @property
     def _by_name(self) -> bool:
-        """Whether only the tools' names tell a call from other text: an object may be an answer."""
+        """Only a tool's name distinguishes a call from other text, since an object may be an answer."""
         return not isinstance(self.format.arguments, TaggedArguments)
 
     def may_begin(self, text: str, before: str, schemas: Schemas | None, *, whole: bool) -> tuple[int, bool]:
-        """Where in a text calls may begin that nothing announces, and whether that position is one where they are read.
+        """Return the first possible begin of calls without a trigger, and whether calls can be read there already.
 
         Args:
-            text: what came; in front of it they do not begin.
-            before: the sign in front of it, "" where it begins the content.
-            schemas: the tools that may be called.
-            whole: the text will not go on.
+            text: new text; calls do not begin before it.
+            before: character before it; "" at the start of the content.
+            schemas: tools that may be called.
+            whole: whether the text is complete.
         """
         patterns, names = self.patterns, tuple(schemas or ())
         line = patterns.line_start.search(before + text, len(before))
@@ -233,10 +233,11 @@ class CallReader:
         whole: bool = True,
         begun: bool = False,
     ) -> Iterator[tuple[ReadCall, int]]:
-        """Each call from `start` on, with where the text goes on behind it.
+        """Yield each call from `start` on, with the position after it.
 
-        With `begun`, a call stands in front of it and what stands between them. What is read of a text that is not
-        `whole` is read in the same way however it goes on.
+        With `begun`, the text begins after a call and its separator. If the text is not `whole`, only results that no
+        later
+        text can change are yielded.
         """
         at = start if begun else self._begun(text, start)
         while True:
@@ -255,7 +256,7 @@ class CallReader:
         return begun.end()
 
     def _following(self, text: str, at: int) -> int | None:
-        """Where another call begins behind the one that ends at `at`."""
+        """Return the position of another call after the one that ends at `at`, or None."""
         patterns = self.patterns
         if patterns.between is None or (patterns.close_is_longer and patterns.close.match(text, at)):
             return None
@@ -263,31 +264,31 @@ class CallReader:
         return between.end() if between is not None and patterns.head.match(text, between.end()) else None
 
     def _closed(self, text: str, at: int, call: ReadCall, whole: bool) -> int:
-        """Where the text goes on behind the last call, which ends at `at`."""
+        """Return the position after the close of the last call, which ends at `at`."""
         if not whole and self.patterns.close_may_go_on:
             raise Undecided
         closed = self.patterns.close.match(text, at)
         end = closed.end() if closed is not None else self._unclosed(text, at) if whole else None
         if end is None:
-            raise _Malformed(f"{self.format.close.strip()!r} is missing behind it", at, call.name)
+            raise _Malformed(f"{self.format.close.strip()!r} is missing after it", at, call.name)
         return end
 
     def _unclosed(self, text: str, at: int) -> int | None:
-        """Where the last call ends that was not closed: at the end, in the midst of its close, or at a new section."""
-        # Without a mark in front of it, what is cut short may be the begin of something else.
+        """Return the end of a last call without a complete close: at the end of the text, or before a new section."""
+        # Without a trigger before it, a truncated text may be the begin of something else.
         if not self.format.trigger:
             return None
-        patterns, start = self.patterns, behind_space(text, at)
+        patterns, start = self.patterns, after_space(text, at)
         post = patterns.post.match(text, start) if self.format.post.strip() else None
         end = post or (patterns.own_end.match(text, start) if patterns.own_end is not None else None)
         if end is None:
             return None
-        behind = behind_space(text, end.end())
-        if behind == len(text) or text.startswith(self.format.trigger, behind):
+        after = after_space(text, end.end())
+        if after == len(text) or text.startswith(self.format.trigger, after):
             return end.end()
         ended = self.format.post.strip() if post is not None else patterns.own_mark or ""
         missing = self.format.close.strip()[len(ended) :].lstrip()
-        return len(text) if missing.startswith(text[behind:].rstrip()) else None
+        return len(text) if missing.startswith(text[after:].rstrip()) else None
 
     def _one(self, text: str, at: int, schemas: Schemas | None, whole: bool) -> tuple[ReadCall, int]:
         if self.format.container is not None:
@@ -295,7 +296,7 @@ class CallReader:
         head = self.patterns.head.match(text, at)
         if head is None:
             why, at, name = self.patterns.missing(self.patterns.before_arguments, text, at)
-            # Where nothing announces calls, a tool's name alone begins none.
+            # In a format without a trigger, a tool's name alone does not begin a call.
             raise _Malformed(why, at, name if self.format.trigger else "")
         before = head.groupdict()
         name = before.get("name") or ""
@@ -306,19 +307,19 @@ class CallReader:
             raise _Malformed(str(error), head.end(), name) from None
         tail = self.patterns.tail.match(text, at)
         if tail is None:
-            raise _Malformed(f"{self.patterns.tail_text!r} is missing behind its arguments", at, name)
-        behind = tail.groupdict()
-        return ReadCall(name or behind.get("name") or "", arguments, before.get("id") or behind.get("id")), tail.end()
+            raise _Malformed(f"{self.patterns.tail_text!r} is missing after its arguments", at, name)
+        after = tail.groupdict()
+        return ReadCall(name or after.get("name") or "", arguments, before.get("id") or after.get("id")), tail.end()
 
     def _object(self, text: str, at: int) -> tuple[ReadCall, int]:
-        """A call that is one JSON object, its members in any order, others beside them."""
+        """Return a call that is one JSON object, with members in any order and possibly further ones."""
         container = self.format.container
         assert container is not None
         try:
             value, end = read_literal(text, at)
         except Unreadable as error:
-            following = text.find(self.format.trigger, at, at + NEAR) if self.format.trigger else -1
-            known = _NAME_MEMBER.search(text, at, following if following >= 0 else at + NEAR)
+            following = text.find(self.format.trigger, at, at + MAX_NAME_DISTANCE) if self.format.trigger else -1
+            known = _NAME_MEMBER.search(text, at, following if following >= 0 else at + MAX_NAME_DISTANCE)
             raise _Malformed(str(error), at, known[1] if known else "") from None
         if not isinstance(value, dict):
             raise _Malformed("it must be a JSON object", at)
@@ -341,11 +342,11 @@ class CallReader:
         return ReadCall(name, arguments, call_id if isinstance(call_id, str) else None), end
 
 
-MOST_CANDIDATES: Final = 50
-"""Places of each kind at which a call that nothing announces is looked for; a turn has it near its start."""
+MAX_CANDIDATES: Final = 50
+"""Candidates of each kind for the begin of a call without a trigger; turns have it near their start."""
 
-NEAR: Final = 400
-"""How far behind the beginning of a call that cannot be read its name is looked for."""
+MAX_NAME_DISTANCE: Final = 400
+"""Characters after the begin of an unreadable call in which its name is searched."""
 
 _NAME_MEMBER: Final = re.compile(r"""["']name["']\s*:\s*["']([^"'\s]+)["']""")
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters")

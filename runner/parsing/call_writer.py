@@ -1,4 +1,4 @@
-"""Writes calls as a template does, character for character."""
+"""Writes calls exactly as a template does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Unwritable", "WrittenCall", "id_for", "write_calls"]
 
 
 class WrittenCall(NamedTuple):
-    """A call to be written."""
+    """A call to write."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -20,14 +20,14 @@ class WrittenCall(NamedTuple):
 
 
 class Unwritable(ValueError):
-    """The format has no way to write this; the message is a clause that says why."""
+    """The format cannot write this; the message is a clause with the reason."""
 
 
 def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
-    """The text of `calls`, from what begins them to what closes them.
+    """Return the text of `calls`, including the begin and the close of the section.
 
     Raises:
-        Unwritable: they cannot be written in this format.
+        Unwritable: the format cannot write them.
     """
     if len(calls) > 1 and form.between is None:
         raise Unwritable("a turn has only one call")
@@ -36,7 +36,7 @@ def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
 
 
 def id_for(form: CallFormat, name: str, number: int) -> str:
-    """An id for the call of that number in its conversation, where the model gave it none."""
+    """Return an id for the call with this number in its conversation, for a call without an id."""
     if form.id_pieces is None:
         return form.ids.format(number=number)
     call = WrittenCall(name, {}, "")

@@ -1,4 +1,4 @@
-"""CutPoints: text cut where a format may be cut, so that no literal of a format ends inside a tag or a word."""
+"""Cut points of text: a learnt literal must not end inside a tag or a word."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _TAG: Final = r"<[^<>\s]{1,60}>|\[/?[A-Z_]{3,}\]"
 _REST: Final = r"\w+|\s+|[^\w\s]"
 
 
-@dataclass(frozen=True)  # without slots, since the pattern is kept in it
+@dataclass(frozen=True)  # no slots: the cached pattern needs a dict
 class CutPoints:
-    """Cuts text into control tokens, tags, words, runs of white space and single signs."""
+    """Splits text into control tokens, tags, words, runs of white space and single characters."""
 
     tokens: frozenset[str] = frozenset()
-    """The control tokens of a vocabulary, each one mark whatever it looks like."""
+    """Control tokens of a vocabulary, each one unit in any form."""
 
     def split(self, text: str) -> list[str]:
-        """The marks of `text`, in order; joined they are `text`."""
+        """Return the units of `text`, in order; joined they equal `text`."""
         return self._pattern.findall(text)
 
     def is_tag(self, mark: str) -> bool:
-        """The mark is a control token or looks like a tag, so that no prose has it by chance."""
+        """Return whether a unit is a control token or looks like a tag, so that prose does not contain it by chance."""
         return mark in self.tokens or _TAG_ONLY.fullmatch(mark) is not None
 
     def common_prefix(self, texts: Iterable[str]) -> str:
-        """What all of `texts` begin with, cut at a mark of all of them."""
+        """Return the common prefix of `texts`, cut at a unit of all of them."""
         return "".join(_shared([self.split(text) for text in texts]))
 
     def common_suffix(self, texts: Iterable[str]) -> str:
-        """What all of `texts` end with, cut at a mark of all of them."""
+        """Return the common suffix of `texts`, cut at a unit of all of them."""
         return "".join(reversed(_shared([self.split(text)[::-1] for text in texts])))
 
     @cached_property

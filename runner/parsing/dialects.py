@@ -1,4 +1,4 @@
-"""Dialects: notations as grammars see them, each literal and each kind of string as it stands in a turn's text."""
+"""Notations as grammar rules: the expressions for their literals and their strings."""
 
 from __future__ import annotations
 
@@ -15,66 +15,62 @@ from runner.parsing.string_rules import ASCII_UNITS, JsonCharacters, character_c
 __all__ = ["NOT_IN_KEYS", "NotationDialect", "dialect_of", "free_json", "plain_text"]
 
 NOT_IN_KEYS: Final = " \t\n\r<>{}()[]\"'`,=|"
-"""What no name of an argument has, so that one can be told from what stands behind it."""
+"""Characters that argument names must not contain, so that the end of a name is unambiguous."""
 
 Strings = Callable[[Rules, str], str]
-"""Adds the rules of a string and gives the expression for it; takes the characters that may stand behind one."""
+"""Add the rules of a string and return its expression; the second argument has the characters that may follow it."""
 
 
 @dataclass(frozen=True)
 class NotationDialect:
-    """How a notation writes values that may hold others."""
+    """Form of values that may contain other values."""
 
     open_object: str
-    """The begin of an object."""
     colon: str
-    """The text between a key and its value."""
+    """Text between a key and its value."""
     member: str
-    """The text between two members of an object."""
+    """Text between two members of an object."""
     close_object: str
-    """The end of an object."""
     open_list: str
-    """The begin of a list."""
     item: str
-    """The text between two items of a list."""
+    """Text between two items of a list."""
     close_list: str
-    """The end of a list."""
     string: Strings
-    """Any string."""
+    """Rules of any string."""
     key: Strings
-    """Any key of an object."""
+    """Rules of any key of an object."""
     encode: Callable[[Any, int], str]
-    """The text of a value that stands inside as many objects and lists as the second argument says."""
+    """Return the text of a value; the second argument is the number of objects and lists around it."""
     indent: int | None = None
-    """By how many spaces what is inside is indented."""
+    """Spaces of indentation per level; None for one line."""
     margin: int = 0
-    """The indentation of the line that a value begins in."""
+    """Spaces of indentation of the line in which a value begins."""
     line_break: str = "\n"
-    """How a line break between members is written."""
+    """Text of a line break between members."""
     sorted_keys: bool = False
-    """Whether members stand in the order of their keys."""
+    """True if members are sorted by key."""
     signs_are_tokens: bool = False
-    """Whether a vocabulary may have control tokens for quotes and brackets."""
+    """True if quotes and brackets may be control tokens of the vocabulary."""
     characters: Callable[[Rules], JsonCharacters] | None = None
-    """What writes single characters of a string in JSON's quotes; None where strings are written otherwise."""
+    """Rules for single characters of a JSON string; None for notations without JSON strings."""
     other_key: Callable[[Rules, Collection[str]], str] | None = None
-    """Any key but these; None where none can be told from others."""
+    """Return an expression for any key except the given ones; None if the notation cannot express it."""
     free_space: bool = False
-    """Whether white space may stand behind signs, and in front of those that close."""
+    """True if white space may follow punctuation, and precede closing brackets."""
 
     def line(self, depth: int) -> str:
-        """The line break in front of what stands at this depth; "" where all is on one line."""
+        """Return the line break before a member at this depth; "" if everything is on one line."""
         return "" if self.indent is None else self.line_break + " " * (self.margin + self.indent * depth)
 
     @property
-    def behind_strings(self) -> str:
-        """The characters that may stand behind a string inside of an object or a list."""
-        behind = (self.colon, self.member, self.item, self.close_object, self.close_list)
+    def after_strings(self) -> str:
+        """Characters that may follow a string inside an object or a list."""
+        after = (self.colon, self.member, self.item, self.close_object, self.close_list)
         space = " \n" if self.free_space else "" if self.indent is None else self.line_break[:1]
-        return "".join(text[:1] for text in behind) + space
+        return "".join(text[:1] for text in after) + space
 
     def signs(self, rules: Rules, text: str) -> str:
-        """An expression for signs of the notation, such as a bracket or what stands between members."""
+        """Return an expression for punctuation of the notation, such as a bracket or a separator."""
         if not self.free_space:
             return rules.written(text)
         rules.named("space", _SPACE_RULE)
@@ -85,18 +81,20 @@ class NotationDialect:
 
 
 _SPACE_RULE: Final = r'"" | " " | "\n" [ \t]{0,40}'
-"""Enough for JSON on one line, or indented; a model could spend a turn on more."""
+"""White space around punctuation: enough for compact and indented JSON. Without a limit, a model could spend a turn on
+it.
+"""
 
 
 @functools.cache
 def free_json() -> NotationDialect:
-    """JSON on one line or indented, as a model likes it."""
+    """JSON on one line or indented."""
     return replace(_json(Json(item=",", key=":"), lambda text: text), free_space=True)
 
 
 @functools.cache
 def dialect_of(notation: Notation) -> NotationDialect | None:
-    """The dialect of a notation; None for those of plain text, which only strings have."""
+    """Return the dialect of a notation; None for notations of plain text, which only write strings."""
     match notation:
         case Json():
             return _json(notation, lambda text: text)
@@ -111,14 +109,14 @@ def dialect_of(notation: Notation) -> NotationDialect | None:
 
 
 def plain_text(notation: Raw | Html | Cdata, rules: Rules, ends: tuple[str, ...]) -> str:
-    """Adds the rules of any string in one of the notations of plain text, in which none of `ends` stands."""
+    """Add the rules of any string in a notation of plain text that contains none of `ends`, and return its rule."""
     match notation:
         case Raw():
             return rules.add("text", text_without(ends))
         case Html():
             return rules.recursive(notation, "text", lambda name: _escaped_for_html(notation, name))
         case Cdata(signs):
-            # Marked text may be free of the signs that make a template mark it: it reads the same.
+            # A model may write text without CDATA if no character requires it: it is read the same.
             marked = rules.add("marked", text_without(["]]>"]))
             unmarked = f"{none_of(signs)}*" if all(end[0] in signs for end in ends) else text_without(ends)
             bare = rules.add("bare", unmarked)
@@ -132,12 +130,12 @@ def _escaped_for_html(notation: Html, name: str) -> str:
 
 
 def _json(notation: Json, written: Callable[[str], str]) -> NotationDialect:
-    """JSON whose text is passed through `written` before it stands in the turn."""
+    """Return the dialect of JSON whose text is passed through `written`."""
 
-    def string(rules: Rules, behind: str) -> str:
+    def string(rules: Rules, after: str) -> str:
         quote = literal(written('"'))
-        key = ("json", notation.ascii, quote, behind)
-        rest = rules.recursive(key, "string", lambda name: _json_string(notation.ascii, written, name, behind))
+        key = ("json", notation.ascii, quote, after)
+        rest = rules.recursive(key, "string", lambda name: _json_string(notation.ascii, written, name, after))
         return f"{quote} {rest}"
 
     def characters(rules: Rules) -> JsonCharacters:
@@ -161,11 +159,11 @@ def _json(notation: Json, written: Callable[[str], str]) -> NotationDialect:
     )  # fmt: skip
 
 
-def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, behind: str) -> str:
-    """What stands behind the opening quote of a string.
+def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, after: str) -> str:
+    """Return the rule body after the opening quote of a string.
 
-    Right recursion over a class of characters, as in xgrammar's own JSON: its masks are ready when the grammar is
-    compiled. Of a star over a rule the library would match the whole vocabulary at every id.
+    Right recursion over a character class, as in xgrammar's own JSON grammar: its token masks are computed when the
+    grammar is compiled. For a star over a rule, xgrammar matches the whole vocabulary at every token.
     """
     plain = r"[ !#-\[\]-~]" if ascii_only else none_of('"\\', controls=False)
     backslash = literal(written("\\"))
@@ -173,12 +171,12 @@ def _json_string(ascii_only: bool, written: Callable[[str], str], name: str, beh
     units = " | ".join(unit.format(backslash=backslash) for unit in ASCII_UNITS)
     unicode = units if ascii_only else '"u00" [01] [0-9a-f]'
     choices = f"{literal(written(chr(34)))} | {plain} {name} | {backslash} ({short} | {unicode}) {name}"
-    return _looking_ahead(choices, behind)
+    return _looking_ahead(choices, after)
 
 
-def _looking_ahead(choices: str, behind: str) -> str:
-    """Told what stands behind a string, the library sorts the ids that go past its end when it compiles, not later."""
-    return f"({choices}) (= {any_of(behind)})" if behind else choices
+def _looking_ahead(choices: str, after: str) -> str:
+    """Add a lookahead after a string, so that xgrammar sorts the tokens that cross its end while compiling."""
+    return f"({choices}) (= {any_of(after)})" if after else choices
 
 
 _PYTHON_ESCAPE: Final = (
@@ -187,32 +185,32 @@ _PYTHON_ESCAPE: Final = (
 )
 
 
-def _python(rules: Rules, behind: str) -> str:
-    """A string in either quotes: which ones `repr` takes is told by all of the string, so a model may take both."""
+def _python(rules: Rules, after: str) -> str:
+    """Return a string in either kind of quote: `repr` chooses by the whole string, so a model may use both."""
 
     def rest(quote: str) -> str:
         def body(name: str) -> str:
             plain = none_of(quote + "\\", controls=False)
-            return _looking_ahead(f"{literal(quote)} | {plain} {name} | {_PYTHON_ESCAPE} {name}", behind)
+            return _looking_ahead(f"{literal(quote)} | {plain} {name} | {_PYTHON_ESCAPE} {name}", after)
 
-        return rules.recursive(("python", quote, behind), "string", body)
+        return rules.recursive(("python", quote, after), "string", body)
 
     return either(f"{literal(quote)} {rest(quote)}" for quote in "'\"")
 
 
 def _nested(notation: Nested) -> NotationDialect:
-    def string(rules: Rules, behind: str) -> str:
+    def string(rules: Rules, after: str) -> str:
         text = rules.add("text", text_without([notation.close_string]))
         return f"{rules.written(notation.open_string)} {text} {rules.written(notation.close_string)}"
 
-    def key(rules: Rules, behind: str) -> str:
+    def key(rules: Rules, after: str) -> str:
         return f"{rules.written(notation.open_key)} {none_of(signs)}+ {rules.written(notation.close_key)}"
 
     def other_key(rules: Rules, names: Collection[str]) -> str:
         body = text_but(["", *names], rules, literal, lambda each: [character_class(each)], characters_but(signs))
         return f"{rules.written(notation.open_key)} {body} {rules.written(notation.close_key)}"
 
-    # What would end a key, or be confused with what stands around it.
+    # Characters that would end a key, or be confused with the text around it.
     signs = "".join(text[:1] for text in (notation.close_key + notation.colon, *_brackets(notation))) + _SPACE
 
     return NotationDialect(
@@ -223,7 +221,7 @@ def _nested(notation: Nested) -> NotationDialect:
 
 
 def _brackets(notation: Nested) -> tuple[str, ...]:
-    """What a key that stands without marks would be confused with."""
+    """Texts with which an unmarked key could be confused."""
     brackets = (notation.open_object, notation.close_object, notation.open_list, notation.close_list)
     return (*brackets, notation.member, notation.open_string)
 

@@ -1,4 +1,4 @@
-"""xgrammar's EBNF: literals, classes of characters, texts without some marks, and rules that are written once."""
+"""EBNF for xgrammar: literals, character classes, texts without some marks, and deduplicated rules."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ NOTHING: Final = '""'
 
 
 def literal(text: str) -> str:
-    """`text` as an EBNF literal."""
+    """Return `text` as an EBNF literal."""
     return '"' + "".join(_ESCAPES.get(char) or _char(char) for char in text) + '"'
 
 
 def any_of(chars: str) -> str:
-    """Any one of these characters."""
+    """Return the class of these characters."""
     return f"[{_class(chars)}]"
 
 
 def none_of(chars: str, *, controls: bool = True) -> str:
-    """Any one character but these; with `controls` False none of ASCII's control characters either."""
+    """Return the class of all other characters; with `controls` False, ASCII control characters are excluded too."""
     return f"[^{_class(chars)}{'' if controls else _CONTROLS}]"
 
 
 def text_without(marks: Iterable[str]) -> str:
-    """A rule's body for any text in which none of `marks` stands.
+    """Return a rule body for any text that contains none of `marks`.
 
-    The library follows the marks with an automaton of its own, which compiles thirty times faster than the same one
-    written as rules; it may only stand alone in a rule.
+    xgrammar matches this form with its own automaton, which compiles thirty times faster than equivalent rules. It must
+    be the complete body of a rule.
     """
     excluded = ", ".join(literal(mark) for mark in dict.fromkeys(marks))
     return f"TagDispatch(loop_after_dispatch=false, excludes=({excluded}))"
 
 
 def either(choices: Iterable[str]) -> str:
-    """An expression for any of `choices`, in parentheses where there are several."""
+    """Return an expression for any of `choices`, in parentheses if there are several."""
     different = list(dict.fromkeys(choices))
     return different[0] if len(different) == 1 else f"({' | '.join(different)})"
 
 
 class Rules:
-    """The rules of one grammar; equal ones are written once."""
+    """The rules of one grammar; equal rules are stored once."""
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
-        """In a vocabulary in which these texts are one id each."""
+        """Create rules for a vocabulary with these control tokens, each text mapped to its id."""
         self._control_tokens = control_tokens
         names = "|".join(re.escape(name) for name in sorted(control_tokens, key=len, reverse=True))
         self._control = re.compile(f"({names})") if names else None
@@ -57,12 +57,12 @@ class Rules:
         self._counts = Counter[str]()
 
     def written(self, text: str) -> str:
-        """An expression for what a template writes: its control tokens as their ids, which nothing else spells."""
+        """Return an expression for text of a template; control tokens match only by their ids."""
         pieces = self._control.split(text) if self._control else [text]
         return " ".join(map(self._piece, filter(None, pieces))) or NOTHING
 
     def control_token_of(self, text: str) -> str | None:
-        """The control token that `text` begins with, if it does."""
+        """Return the control token at the start of `text`, or None."""
         match = self._control.match(text) if self._control else None
         return match.group() if match else None
 
@@ -71,25 +71,25 @@ class Rules:
         return literal(text) if token_id is None else f"Token({token_id})"
 
     def add(self, hint: str, body: str) -> str:
-        """The name of a rule with this body."""
+        """Add a rule with this body and return its name."""
         if body not in self._by_body:
             self._by_body[body] = self._new_name(hint)
             self._bodies[self._by_body[body]] = body
         return self._by_body[body]
 
     def named(self, name: str, body: str) -> None:
-        """Add a rule under a name that no hint has."""
+        """Add a rule under a fixed name."""
         self._bodies[name] = body
 
     def recursive(self, key: Hashable, hint: str, body_of: Callable[[str], str]) -> str:
-        """The name of the rule with this key, whose body may hold its own name: it is named before it is written."""
+        """Return the name of the rule with this key; its body may contain that name."""
         if key not in self._by_key:
             name = self._by_key[key] = self._new_name(hint)
             self._bodies[name] = body_of(name)
         return self._by_key[key]
 
     def grammar(self, root: str) -> str:
-        """The grammar's text, with `root` as what a whole turn must match."""
+        """Return the text of the grammar; a complete turn must match `root`."""
         return "\n".join(f"{name} ::= {body}" for name, body in {"root": root, **self._bodies}.items()) + "\n"
 
     def _new_name(self, hint: str) -> str:

@@ -1,4 +1,4 @@
-"""Tells where calls may have ended in a text that comes in pieces, and looks at each of its signs once."""
+"""Detection of possible ends of calls in a text that arrives in pieces; each character is examined once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _IN_QUOTES: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 
 
 class EndDetector:
-    """Looks for the marks that end calls, or where there are none, for the bracket that closes the first one.
+    """Searches for the marks that end calls or, without marks, for the bracket that closes the first call.
 
-    What it finds is a position to read from, and no proof: a reader decides.
+    A found end is only a position at which reading is worthwhile: the reader decides.
     """
 
     def __init__(self, marks: Sequence[str], *, quoted: bool) -> None:
-        """Look for any of `marks`; where strings are `quoted`, not inside of them."""
+        """Search for any of `marks`; with `quoted` not inside of strings."""
         self._marks = tuple(marks)
         self._quoted = quoted
         self._pattern = _pattern(self._marks, quoted)
         self._quote = ""
         self._escaped = False
         self._depth = 0
-        self._kept = ""  # what may begin a mark
+        self._kept = ""  # possible begin of a mark
 
     def feed(self, text: str) -> int | None:
-        """Where in `text` an end is, with which the next piece has to begin; None where it has none."""
+        """Return the position after an end in `text`, at which the next piece has to begin; None if missing."""
         text, before = self._kept + text, len(self._kept)
         begun = partial_mark_length(text, self._marks)
         end = len(text) - begun
         at = 0
         while at < end:
-            at = self._behind_quote(text, at, end) if self._quote else self._next(text, at, end)
+            at = self._after_quote(text, at, end) if self._quote else self._next(text, at, end)
             if at < 0:
                 self._kept = ""
                 return -at - before
@@ -44,7 +44,7 @@ class EndDetector:
         return None
 
     def _next(self, text: str, at: int, end: int) -> int:
-        """Behind the next sign that counts; negative where it is an end."""
+        """Return the position after the next relevant character; negative for an end."""
         found = self._pattern.search(text, at, end)
         if found is None:
             return end
@@ -61,7 +61,7 @@ class EndDetector:
                 return -found.end()
         return found.end()
 
-    def _behind_quote(self, text: str, at: int, end: int) -> int:
+    def _after_quote(self, text: str, at: int, end: int) -> int:
         if self._escaped:
             self._escaped = False
             return at + 1
@@ -82,32 +82,32 @@ def _pattern(marks: Sequence[str], quoted: bool) -> re.Pattern[str]:
 
 
 class RereadBudget:
-    """Lets a text be read again and again as it grows, in time that is linear all the same."""
+    """Limits how often a growing text is read again, so that the total time stays linear."""
 
-    FREE: Final = 4096
-    """Signs that may be read in vain besides."""
-    LONG: Final = 512
-    """Texts up to this length are read wherever they may end."""
+    FREE_LENGTH: Final = 4096
+    """Characters that may be read without success beyond the limit."""
+    SHORT_LENGTH: Final = 512
+    """Texts up to this number of characters are read at every possible end."""
 
     def __init__(self) -> None:
-        """Nothing was read yet."""
+        """Start with nothing read."""
         self._read = 0
 
     def allows(self, length: int, *, likely: bool = True) -> bool:
-        """Whether `length` signs may be read; where not, a reader waits for more of them, or for the end."""
-        return self._read <= length + self.FREE and (likely or length <= self.LONG)
+        """Return whether `length` characters may be read now; otherwise the reader waits for more text or the end."""
+        return self._read <= length + self.FREE_LENGTH and (likely or length <= self.SHORT_LENGTH)
 
     def spend(self, length: int) -> None:
-        """Note that so many signs were read in vain."""
+        """Record that this many characters were read without success."""
         self._read += length
 
     def renew(self) -> None:
-        """Note that a reading was not in vain."""
+        """Record a successful read."""
         self._read = 0
 
 
 def partial_mark_length(text: str, marks: Sequence[str]) -> int:
-    """How long the longest end of `text` is that begins one of `marks` without being it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of one of `marks`."""
     longest = 0
     for mark in marks:
         at = text.find(mark[0], max(0, len(text) - len(mark) + 1))

@@ -1,4 +1,4 @@
-"""What a turn says, piece by piece: a bit of its thought, a bit of its content, a finished call."""
+"""Events of a turn that is being parsed: a piece of reasoning, a piece of content, a complete call."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ __all__ = ["ContentPiece", "Event", "EventCollector", "FinishedCall", "Reasoning
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """The thought goes on."""
+    """The next piece of the reasoning."""
 
     text: str
-    """What comes next of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPiece:
-    """The content goes on."""
+    """The next piece of the content."""
 
     text: str
-    """What comes next of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call was read to its end, or cannot be read, as its error says."""
+    """A call that was read completely, or could not be read; its error has the reason."""
 
     call: ReadCall
 
@@ -38,7 +36,7 @@ Event: TypeAlias = ReasoningPiece | ContentPiece | FinishedCall
 
 @dataclass(frozen=True, slots=True)
 class TurnReading:
-    """A turn's text taken apart."""
+    """The parts of a turn's text."""
 
     reasoning: str
     content: str
@@ -46,37 +44,37 @@ class TurnReading:
 
 
 class EventCollector:
-    """Collects events as a reader meets them, and holds white space back until something stands behind it.
+    """Collects events from a reader, and holds back white space until more text follows it.
 
-    The thought's pieces, joined, are the thought. The content's are the content, whose parts beside calls are stripped
-    and stand in lines of their own; only white space that begins the turn has been told when a call tells that it does
-    not count.
+    The joined reasoning pieces equal the reasoning. The joined content pieces equal the content: with calls, its parts
+    are stripped and joined by line breaks. White space at the start of a turn may already be emitted when a later call
+    shows that it does not count.
     """
 
     def __init__(self, *, stripped: bool = False, calls: bool = True) -> None:
-        """Nothing was said yet; content is `stripped` also where it stands alone, and without `calls` none counts."""
+        """Create a collector; `stripped` strips content without calls too, and `calls` False ignores calls."""
         self._stripped = stripped
         self._counts_calls = calls
         self._events: list[Event] = []
         self._thought: list[str] = []
         self._content: list[str] = []
         self._calls: list[ReadCall] = []
-        self._blank = ""  # white space that may end what it stands in
+        self._blank = ""  # white space that may end the current part
         self._inside = False  # a part of the content has begun
 
     @property
     def reading(self) -> TurnReading:
-        """All that was said so far, as reading the whole of it gives it."""
+        """The parts of the text so far, equal to those of reading it at once."""
         content = "".join(self._content)
         return TurnReading("".join(self._thought), content.strip() if self._calls else content, list(self._calls))
 
     def take(self) -> list[Event]:
-        """The events since the last time."""
+        """Return the events since the last call of this method."""
         events, self._events = self._events, []
         return events
 
     def think(self, text: str) -> None:
-        """The thought goes on."""
+        """Add text to the reasoning."""
         if not self._inside:
             text = text.lstrip()
             self._blank = "\n" if self._thought else ""
@@ -87,11 +85,11 @@ class EventCollector:
             self._events.append(ReasoningPiece(text))
 
     def end_part(self) -> None:
-        """The thought, or a part of it or of the content, has ended."""
+        """End the current part of the reasoning or the content."""
         self._blank, self._inside = "", False
 
     def say(self, text: str) -> None:
-        """The content goes on."""
+        """Add text to the content."""
         if not self._inside and (self._calls or self._stripped):
             text = text.lstrip()
             self._blank = "\n" if self._content else ""
@@ -102,21 +100,21 @@ class EventCollector:
             self._events.append(ContentPiece(text))
 
     def call(self, call: ReadCall) -> None:
-        """A call was read."""
+        """Add a call."""
         self.end_part()
         if self._counts_calls:
             self._calls.append(call)
             self._events.append(FinishedCall(call))
 
     def finish(self) -> None:
-        """The turn has ended; where it has no call, the white space behind its content is part of that."""
+        """End the turn; without calls, white space at the end belongs to the content."""
         if self._blank and not (self._calls or self._stripped):
             self._content.append(self._blank)
             self._events.append(ContentPiece(self._blank))
         self._blank = ""
 
     def _trimmed(self, text: str) -> str:
-        """`text` with the white space that stood in front of it, and without that which ends it."""
+        """Return `text` with the white space held back before it, and hold back the white space at its end."""
         body = text.rstrip()
         if not body:
             self._blank += text

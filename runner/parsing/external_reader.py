@@ -1,4 +1,4 @@
-"""What another library reads of a turn: what such a reader has to do, and its calls as ours."""
+"""Interface for call parsers of other libraries, and conversion of their calls."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["ExternalReader", "external_call"]
 
 
 class ExternalReader(Protocol):
-    """Reads calls in a format that the user named, whatever the chat template writes. It has no state."""
+    """Reads calls in a format that the user named, independent of the chat template. It has no state."""
 
     name: str
-    """The format as the user named it, such as "vllm:hermes"."""
+    """Format as the user named it, such as "vllm:hermes"."""
 
     def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
-        """The content and the calls of a turn, and never an exception: what cannot be read is a call with an error.
+        """Return the content and the calls of a turn. Never raises: an unreadable call has an error.
 
         Args:
-            text: what the model said.
-            ids: the ids that say it; they may go on behind the text.
-            begin: where in the text the content begins, behind the thought.
-            schemas: the tools that may be called.
+            text: output of the model.
+            ids: ids of the text; they may continue after it.
+            begin: position in the text at which the content begins, after the reasoning.
+            schemas: tools that may be called.
         """
         ...
 
 
 def external_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall:
-    """A call that another library has read; the arguments are an object or the text of one."""
+    """Return a call that another library has read; its arguments are an object or JSON text of one."""
     if not isinstance(name, str) or not name.strip():
         return ReadCall("", error="the name of a tool is missing")
     try:
@@ -48,11 +48,11 @@ def _as_object(arguments: Any) -> Mapping[str, Any]:
         text = arguments
         arguments, end = read_literal(text)
         if text[end:].strip():
-            raise Unreadable(f"{text[end : end + 20].strip()!r} stands behind its arguments")
+            raise Unreadable(f"{text[end : end + 20].strip()!r} follows its arguments")
     if not isinstance(arguments, dict):
         raise Unreadable("its arguments must be a JSON object")
     try:
         json.dumps(arguments, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Unreadable(f"its arguments are no JSON object: {error}") from None
+        raise Unreadable(f"its arguments are not a JSON object: {error}") from None
     return arguments

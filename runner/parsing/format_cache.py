@@ -1,4 +1,4 @@
-"""What was learnt of templates in this process: each once, or handed over by the process that probed it."""
+"""Cache of learnt formats in this process, filled by learning or from a process that probed the template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _known: dict[str, LearntFormat] = {}
 
 
 def cached_format(renderer: Renderer) -> LearntFormat:
-    """What the template writes for a turn, under its options."""
+    """Return the format of the template's turns under its options, learnt on first use."""
     key = _key(renderer.template, renderer.options)
     if key not in _known:
         _known[key] = learn_format(renderer)
@@ -24,12 +24,12 @@ def cached_format(renderer: Renderer) -> LearntFormat:
 
 
 def cache_format(template: ChatTemplate, options: Mapping[str, Any], learnt: LearntFormat) -> None:
-    """Take what another process has learnt of a template. Blocks where it takes a parser that has to be imported."""
+    """Store a format that another process has learnt. Blocks if a parser has to be imported."""
     if learnt.format.response is not None:
         ResponseTemplateReader(learnt.format.response).load()
     _known[_key(template, options)] = learnt
 
 
 def _key(template: ChatTemplate, options: Mapping[str, Any]) -> str:
-    # The clock is left out: no format depends on the day.
+    # The clock is not part of the key: no format depends on the date.
     return canonical_json([template.fingerprint, options])

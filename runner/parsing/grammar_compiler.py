@@ -1,7 +1,7 @@
-"""Compiles grammars with xgrammar, and each that holds ids of tokens alone.
+"""Grammar compiler over xgrammar that compiles each grammar with token ids separately.
 
-xgrammar keeps the masks of a rule by its shape, in which ids of tokens do not count: what one grammar lets through was
-let through by another with other ids (seen with xgrammar 0.2.8).
+xgrammar caches token masks by the shape of a rule and ignores its token ids, so a grammar could get the masks of
+another one with other ids (seen with xgrammar 0.2.8).
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any, Final
 
 __all__ = ["TokenGrammarCompiler", "holds_token_ids"]
 
-KEPT: Final = 64
-"""Grammars with ids of tokens that are kept; a run has few of them, and each takes some megabytes at most."""
+CACHE_ENTRIES: Final = 64
+"""Cached grammars with token ids; a run has few of them, each of at most some megabytes."""
 
 
 class TokenGrammarCompiler:
-    """An xgrammar compiler for any grammar; what it does not do itself is done by the compiler it was made of."""
+    """An xgrammar compiler that handles token ids correctly; everything else is delegated to the wrapped compiler."""
 
     def __init__(self, compiler: Any) -> None:
-        """Over xgrammar's own `compiler`, which goes on with all grammars that hold no ids of tokens."""
+        """Wrap xgrammar's own `compiler`, which still compiles all grammars without token ids."""
         from xgrammar import GrammarCompiler
 
         self._compiler = compiler
-        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # it does not say itself
+        vocabulary = compiler.compile_grammar('root ::= ""').tokenizer_info  # the compiler has no attribute for it
         alone = GrammarCompiler(vocabulary, cache_enabled=False)
-        self._grammar = functools.lru_cache(KEPT)(alone.compile_grammar)
-        self._structural_tag = functools.lru_cache(KEPT)(alone.compile_structural_tag)
+        self._grammar = functools.lru_cache(CACHE_ENTRIES)(alone.compile_grammar)
+        self._structural_tag = functools.lru_cache(CACHE_ENTRIES)(alone.compile_structural_tag)
 
     def compile_grammar(self, grammar: Any, **given: Any) -> Any:
-        """A compiled grammar, of its text in EBNF or what else xgrammar takes."""
+        """Compile a grammar, given as EBNF text or in another form that xgrammar takes."""
         if not given and holds_token_ids(grammar):
             return self._grammar(grammar)
         return self._compiler.compile_grammar(grammar, **given)
 
     def compile_structural_tag(self, tag: Any, *more: Any) -> Any:
-        """A compiled grammar, of a structural tag in JSON or what else xgrammar takes."""
+        """Compile a structural tag, given as JSON text or in another form that xgrammar takes."""
         if not more and holds_token_ids(tag):
             return self._structural_tag(tag)
         return self._compiler.compile_structural_tag(tag, *more)
@@ -46,7 +46,7 @@ class TokenGrammarCompiler:
 
 
 def holds_token_ids(grammar: Any) -> bool:
-    """Whether ids of tokens stand in the text of a grammar or a structural tag."""
+    """Return whether a grammar or a structural tag contains token ids."""
     return isinstance(grammar, str) and _TOKEN_ID.search(grammar) is not None
 
 

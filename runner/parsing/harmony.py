@@ -1,7 +1,7 @@
-"""Harmony, the format of gpt-oss: a turn of messages, each with a channel, and for a call with a recipient.
+"""Harmony, the format of gpt-oss: a turn of messages, each with a channel; a call has a recipient.
 
-It is read by hand, since templates show neither what a model writes beside a call nor the ways in which it spells the
-headers of its messages. Source: OpenAI's "harmony response format".
+The format is written by hand instead of learnt: templates do not show the content that models write beside a call,
+nor the variants of message headers. Source: OpenAI's "harmony response format".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runner.parsing.argument_reader import read_object
 from runner.parsing.call_reader import ReadCall
 from runner.parsing.end_detector import EndDetector, RereadBudget, partial_mark_length
 from runner.parsing.events import Event, EventCollector, TurnReading
-from runner.parsing.literals import Unreadable, behind_space
+from runner.parsing.literals import Unreadable, after_space
 from runner.parsing.notations import Json, object_notations
 from runner.parsing.turn_format import CallFormat, IdStyle, LiteralText, ReasoningFormat, Slot, WholeArguments
 from runner.tokens.probe_messages import KEY, QUESTION, TOOL, TOOLS, VALUE, calling, result
@@ -28,10 +28,10 @@ START: Final = "<|start|>"
 MESSAGE: Final = "<|message|>"
 CALL: Final = "<|call|>"
 ENDS: Final = ("<|end|>", CALL, "<|return|>", START)
-"""What may end a message; behind the last one nothing has to."""
+"""Tokens that end a message; the last message may end without one."""
 
 NEXT_MESSAGE: Final = f"<|end|>{START}assistant"
-"""What stands between two messages of an assistant."""
+"""Text between two messages of an assistant."""
 
 CALLS: Final = CallFormat(
     begin=" to=functions.",
@@ -47,15 +47,15 @@ CALLS: Final = CallFormat(
     ids=IdStyle.ANY,
     stop=CALL,
 )
-"""How gpt-oss's own template writes a call: one in a turn, and no content beside it."""
+"""Call format of gpt-oss's own template: one call per turn, without content beside it."""
 
 
 THOUGHT: Final = ReasoningFormat(f"<|channel|>analysis{MESSAGE}", "<|end|>", opened_by_prompt=False)
-"""How it writes a thought."""
+"""Reasoning format of gpt-oss's own template."""
 
 
 def learn_harmony(renderer: Renderer) -> CallFormat | None:
-    """How a template of this format writes a call, or None where it writes another format."""
+    """Return the call format of a Harmony template, or None if the template has another format."""
     for messages in ((QUESTION, calling({KEY: VALUE})), (QUESTION, calling({KEY: VALUE}), result())):
         try:
             text = renderer.render(messages, tools=TOOLS, generation_prompt=False)
@@ -66,17 +66,17 @@ def learn_harmony(renderer: Renderer) -> CallFormat | None:
             continue
         for notation in object_notations(""):
             if notation.encode({KEY: VALUE}) == written["arguments"]:
-                call = (Slot.NAME, LiteralText(written["behind"]), Slot.ARGUMENTS)
+                call = (Slot.NAME, LiteralText(written["after"]), Slot.ARGUMENTS)
                 begin, arguments = written["before"], WholeArguments(notation)
                 return dataclasses.replace(CALLS, begin=begin, trigger=begin, call=call, arguments=arguments)
     return None
 
 
 def read_harmony(text: str, *, calls: bool = True) -> TurnReading:
-    """What a turn's text says, from behind the prompt's `<|start|>assistant` on; without `calls` no message is one.
+    """Return the parts of a turn's text that follows the prompt's `<|start|>assistant`; `calls` False ignores calls.
 
-    The thought is what stands in the channel "analysis", a call what has a recipient, the content all else. A message
-    of another role than the assistant's is nothing that was said.
+    The channel "analysis" is reasoning, a message with a recipient is a call, everything else is content. Messages of
+    other roles than the assistant's are ignored.
     """
     stream = HarmonyStream(calls=calls)
     stream.feed(text)
@@ -85,7 +85,7 @@ def read_harmony(text: str, *, calls: bool = True) -> TurnReading:
 
 
 class _MessageKind(enum.Enum):
-    """What a message is."""
+    """The kind of a message."""
 
     THOUGHT = enum.auto()
     CONTENT = enum.auto()
@@ -94,27 +94,29 @@ class _MessageKind(enum.Enum):
 
 
 class _MessageHeader(NamedTuple):
-    """What a message says of itself."""
+    """Information from the header of a message."""
 
     kind: _MessageKind
     name: str
-    """The tool that it calls."""
+    """Name of the called tool."""
 
 
 class HarmonyStream:
-    """One turn, read while it is sampled.
+    """Reads one turn while it is sampled.
 
-    A call is told when what ends its message has come; one that cannot be read is told at the end of the turn, with
-    what stands behind it. Thought and content are told piece by piece, each message without white space around it,
-    and a line break between two messages; joined, the pieces are those of `reading`.
+    A call is emitted when its message ends. An unreadable call is emitted at the end of the turn, with the text after
+    it.
+    Reasoning and content are emitted in pieces: each message stripped, with a line break between two messages. The
+    joined
+    pieces equal those of `reading`.
     """
 
     def __init__(self, *, calls: bool = True) -> None:
-        """Begin a turn, in which with `calls` something may be called."""
+        """Begin a turn; `calls` False ignores calls."""
         self._told = EventCollector(stripped=True, calls=calls)
         self._state: Callable[[str], str] = self._before
         self._held = ""
-        self._role = False  # the next message says whose it is; of the first the prompt did
+        self._role = False  # the next header begins with a role; the first role is in the prompt
         self._header = _MessageHeader(_MessageKind.CONTENT, "")
         self._arguments: list[str] = []
         self._watch = EndDetector(ENDS, quoted=True)
@@ -123,27 +125,27 @@ class HarmonyStream:
 
     @property
     def reading(self) -> TurnReading:
-        """What was said so far; behind `finish()` it is what `read_harmony` gives for the whole text."""
+        """The parts of the text so far; after `finish()` they equal `read_harmony` of the complete text."""
         return self._told.reading
 
     def feed(self, text: str) -> list[Event]:
-        """What is sure now that `text` has come."""
+        """Return the events that `text` completes."""
         while text:
             text = self._state(text)
         return self._told.take()
 
     def finish(self) -> list[Event]:
-        """What was held back, now that nothing comes any more."""
+        """Return the events that were held back until the end of the turn."""
         self._ended = True
         text = self._state("")
         while text or self._state == self._called:
             text = self._state(text)
         return self._told.take()
 
-    # --- states: each takes what has come and gives back what is another's
+    # --- states: each consumes text and returns the rest for the next state
 
     def _before(self, text: str) -> str:
-        """In front of a message, which some begin without a header."""
+        """Before a message; some messages have no header."""
         text = self._taken(text)
         start = text.lstrip()
         if not self._role and not _HEADER.match(start):
@@ -159,7 +161,7 @@ class HarmonyStream:
     def _heading(self, text: str) -> str:
         text = self._taken(text)
         mark = _MARK.search(text)
-        if (len(text) - MOST_BEGUN if mark is None else mark.start()) > LONGEST_HEADER:
+        if (len(text) - MAX_MARK_LENGTH if mark is None else mark.start()) > MAX_HEADER_LENGTH:
             self._begin(_MessageHeader(_MessageKind.CONTENT, ""))
             return text
         if mark is None and not self._ended:
@@ -171,10 +173,10 @@ class HarmonyStream:
             return text[mark.end() :]
         if header.kind is _MessageKind.CALL:
             self._told.call(ReadCall(header.name, error="its arguments are missing"))
-        return self._behind(text, mark)
+        return self._after(text, mark)
 
     def _begin(self, header: _MessageHeader) -> None:
-        """A message comes."""
+        """Begin a message."""
         self._header = header
         self._state = self._body
         if header.kind is _MessageKind.CALL:
@@ -195,10 +197,10 @@ class HarmonyStream:
             self._held = text[end:]
             return ""
         self._told.end_part()
-        return self._behind(text, mark)
+        return self._after(text, mark)
 
     def _called(self, text: str) -> str:
-        """In the arguments of a call, which hold what ends them only in strings."""
+        """Inside the arguments of a call; an end token counts only outside of strings."""
         end = None if self._ended else self._watch.feed(text)
         self._arguments.append(text[:end])
         if end is None and not self._ended:
@@ -213,10 +215,10 @@ class HarmonyStream:
             self._budget.spend(len(written))
             return rest
         self._told.call(call)
-        return self._behind(written + rest, _END.match(written, at))
+        return self._after(written + rest, _END.match(written, at))
 
-    def _behind(self, text: str, mark: re.Match[str] | None) -> str:
-        """What stands behind the mark that ended a message."""
+    def _after(self, text: str, mark: re.Match[str] | None) -> str:
+        """Return the text after the token that ended a message."""
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]
@@ -227,7 +229,7 @@ class HarmonyStream:
 
 
 def _read_header(text: str, *, foreign: bool) -> _MessageHeader:
-    """What the header of a message says, in whatever order; with `foreign` it begins with whose message it is."""
+    """Parse the header of a message, in any order of its parts; with `foreign` it begins with a role."""
     if foreign:
         role, text = _ROLE.match(text)[0].strip(), text  # type: ignore[index]  # it matches the empty text
         if role and not role.startswith("assistant"):
@@ -241,16 +243,16 @@ def _read_header(text: str, *, foreign: bool) -> _MessageHeader:
 
 
 def _read_call(name: str, text: str) -> tuple[ReadCall, int]:
-    """The call whose arguments begin `text`, and where they are ended."""
-    start = behind_space(text, 0)
+    """Return the call whose arguments begin `text`, and the position after them."""
+    start = after_space(text, 0)
     try:
-        # A turn that was cut here may have been about to say some.
+        # A turn that was truncated here may have no arguments yet.
         arguments, at = ({}, start) if _END.match(text, start) else read_object(text, start)
     except Unreadable as error:
         return ReadCall(name, error=str(error)), _next_end(text, start)
-    at = behind_space(text, at)
+    at = after_space(text, at)
     if at < len(text) and _END.match(text, at) is None:
-        return ReadCall(name, error=f"{CALL!r} is missing behind its arguments"), _next_end(text, at)
+        return ReadCall(name, error=f"{CALL!r} is missing after its arguments"), _next_end(text, at)
     if not name:
         return ReadCall("", error="the name of a tool is missing"), at
     return ReadCall(name, arguments), at
@@ -261,20 +263,20 @@ def _next_end(text: str, at: int) -> int:
     return len(text) if found is None else found.start()
 
 
-LONGEST_HEADER: Final = 1000
-"""What begins as a header and is longer is none."""
-MOST_BEGUN: Final = max(map(len, (MESSAGE, *ENDS)))
+MAX_HEADER_LENGTH: Final = 1000
+"""Characters of a header; longer text is content."""
+MAX_MARK_LENGTH: Final = max(map(len, (MESSAGE, *ENDS)))
 
 _END: Final = re.compile("|".join(map(re.escape, ENDS)))
 _MARK: Final = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS))))
-# What is between this and the message is read by what is in it.
+# The parts of the header before this are parsed separately.
 _HEADER: Final = re.compile(r"<\||to\s*=")
 _HEADER_BEGUN: Final = re.compile(r"<?|to?|to\s+")
 _ROLE: Final = re.compile(r"\s*[^\s<]*")
-# The name ends where a control token begins; what stands behind it may be the type of the arguments.
+# The name ends at a control token; the text after it may be the type of the arguments.
 _RECIPIENT: Final = re.compile(r"(?<!\w)to\s*=\s*(?:functions\.)?(?P<name>[^\s<]*)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(?P<name>\w+)")
 _WRITTEN: Final = re.compile(
-    rf"<\|start\|>assistant(?P<before>(?:(?!<\|start\|>)[^\n])*?\bto=(?:functions\.)?){TOOL}(?P<behind>[^\n{{]*<\|message\|>\s*)"
+    rf"<\|start\|>assistant(?P<before>(?:(?!<\|start\|>)[^\n])*?\bto=(?:functions\.)?){TOOL}(?P<after>[^\n{{]*<\|message\|>\s*)"
     rf"(?P<arguments>\{{[^\n]*?\}}|\"\{{[^\n]*?\}}\")\s*<\|call\|>"
 )

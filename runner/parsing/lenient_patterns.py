@@ -1,4 +1,4 @@
-"""Literals of a format as patterns that forgive white space, since models stray there first."""
+"""Regular expressions for literals of a format that tolerate other white space, the most common deviation of models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import re
 from typing import Final
 
-__all__ = ["FREE", "behind_key", "behind_raw", "compiled", "free_once", "lenient", "searched", "squeezed"]
+__all__ = ["FREE", "after_key", "after_raw", "compiled", "free_once", "lenient", "searched", "squeezed"]
 
 _PARTS: Final = re.compile(r"<[^<>\s]*>?|\s+|\w+|[^\w\s]")
 FREE: Final = r"\s*"
@@ -16,35 +16,37 @@ _FREE_TWICE: Final = re.compile(r"(?:\\s\*){2,}")
 
 @functools.cache
 def lenient(literal: str) -> str:
-    """A pattern for `literal` with free white space in front of it, where it has some, around tags and in brackets.
+    """Return a pattern for `literal` that accepts other white space.
 
-    Between two words white space stays, as it is what tells them apart.
+    White space is optional before the literal, where the literal has some, around tags and between brackets. Between
+    two
+    words it is required, since it separates them.
     """
     return (FREE if literal else "") + _body(literal)
 
 
 def searched(literal: str) -> str:
-    """A pattern by which `literal` is searched: the same without the white space in front of it.
+    """Return a pattern for searching `literal`: the same without white space before it.
 
-    A search that begins with free white space takes the square of the longest run of it.
+    A search that begins with optional white space takes quadratic time in the longest run of it.
     """
     return _body(literal.lstrip())
 
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern, as `free_once` has it, for those that a format has."""
+    """Return the compiled pattern after `free_once`; cached, for the patterns of formats."""
     return re.compile(free_once(pattern))
 
 
 def free_once(pattern: str) -> str:
-    """What is free several times made free once, since it is tried in every way of sharing it out."""
+    """Merge repeated optional white space, which the regular expression engine would try in every split."""
     return _FREE_TWICE.sub(lambda _: FREE, pattern)
 
 
 @functools.cache
 def squeezed(literal: str) -> str:
-    """The literal without its white space: where these differ, no text can be both of two literals."""
+    """Return the literal without white space: if two literals differ in this form, no text matches both."""
     return "".join(literal.split())
 
 
@@ -66,15 +68,15 @@ def _is_word(sign: str) -> bool:
 
 
 @functools.cache
-def behind_key(literal: str) -> str:
-    """A pattern for what opens a raw value, which takes no more white space of the value than it has itself."""
+def after_key(literal: str) -> str:
+    """Return a pattern for the opening text of an unquoted value that takes none of the value's own white space."""
     space = literal[len(literal.rstrip()) :]
     return lenient(literal.rstrip()) + _optional(space)
 
 
 @functools.cache
-def behind_raw(literal: str) -> str:
-    """A pattern for what stands behind a raw value, which takes no more white space of the value than it has itself."""
+def after_raw(literal: str) -> str:
+    """Return a pattern for the text after an unquoted value that takes none of the value's own white space."""
     space = literal[: len(literal) - len(literal.lstrip())]
     return _optional(space) + _body(literal.lstrip())
 

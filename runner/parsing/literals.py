@@ -1,4 +1,4 @@
-"""Literals as models write them: JSON first, and where that fails JSON and Python in any mixture."""
+"""Reader of literals as models write them: JSON, or any mixture of JSON and Python."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import re
 import sys
 from typing import Any, Final
 
-__all__ = ["Unreadable", "behind_space", "read_literal"]
+__all__ = ["Unreadable", "after_space", "read_literal"]
 
-DEEPEST: Final = 200
-"""Lists and objects inside each other; Python's own readers end at some depth of their own, by another error."""
+MAX_DEPTH: Final = 200
+"""Levels of nested lists and objects; Python's own readers fail at another depth, with another error."""
 
 
 class Unreadable(ValueError):
-    """What stands there is no literal; the message is a clause that says why."""
+    """The text is not a literal; the message is a clause with the reason."""
 
 
 def read_literal(text: str, start: int = 0) -> tuple[Any, int]:
-    """The value that is written at `start`, and where the text goes on behind it.
+    """Return the value at `start`, and the position after it.
 
-    White space before it is skipped. Beside JSON this takes what models stray to: `True` and `None`, single quotes,
-    Python's escapes, line breaks in strings, tuples, keys without quotes, a plus in front of a number, and a comma
-    behind the last member. Numbers are JSON's else, since `007` and `1_2` may well be meant as text.
+    White space before it is skipped. Beside JSON this accepts common deviations: `True` and `None`, single quotes,
+    Python's escapes, line breaks in strings, tuples, keys without quotes, a plus before a number, and a trailing comma.
+    Other numbers than those of JSON are refused, since `007` and `1_2` may be meant as text.
 
     Raises:
-        Unreadable: there is no value.
+        Unreadable: no value begins there.
     """
-    start = behind_space(text, start)
+    start = after_space(text, start)
     try:
         value, end = _SCANNER(text, start)
     except StopIteration:
@@ -59,7 +59,7 @@ def _integer(text: str) -> int:
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number that JSON knows")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 # The standard library's decoder, since orjson turns integers past 64 bits into floats.
@@ -79,21 +79,21 @@ _HEX: Final = re.compile(r"[0-9a-fA-F]*")
 _KEY: Final = re.compile(r"[\w.$-]+")
 
 
-def behind_space(text: str, at: int) -> int:
-    """Where what is no white space goes on."""
+def after_space(text: str, at: int) -> int:
+    """Return the position of the next character that is not white space."""
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text
 
 
 class _LiteralReader:
-    """Reads one value by descending into it."""
+    """Reads one value by recursive descent."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
-        at = behind_space(self.text, at)
+        at = after_space(self.text, at)
         sign = self.text[at : at + 1]
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise Unreadable("it is nested too deeply")
         if sign == "{":
             return self._object(at, depth)
@@ -113,7 +113,7 @@ class _LiteralReader:
             raise Unreadable(f"no value begins at {shown!r}" if shown else "it is missing")
         number = _NUMBER.fullmatch(like[0])
         if number is None:
-            raise Unreadable(f"{like[0][:20]} is no number that JSON knows")
+            raise Unreadable(f"{like[0][:20]} is not a JSON number")
         try:
             whole = number[1] is None and number[2] is None
             return (_integer(number[0]) if whole else _finite(number[0])), number.end() + at
@@ -140,24 +140,22 @@ class _LiteralReader:
         if char in _HEX_DIGITS:
             wanted = _HEX_DIGITS[char]
             digits = _HEX.match(self.text, at + 1, at + 1 + wanted)[0]  # type: ignore[index]  # it matches the empty text
-            behind = at + 1 + wanted
+            after = at + 1 + wanted
             if len(digits) < wanted:
-                raise Unreadable(
-                    f"\\{char} in a string wants {wanted} hexadecimal digits behind it, and has {digits!r}"
-                )
+                raise Unreadable(f"\\{char} in a string needs {wanted} hexadecimal digits after it, but has {digits!r}")
             code = int(digits, 16)
-            if (low := _LOW_HALF.match(self.text, behind)) and 0xD800 <= code < 0xDC00:
+            if (low := _LOW_HALF.match(self.text, after)) and 0xD800 <= code < 0xDC00:
                 code = 0x10000 + (code - 0xD800 << 10) + int(low[1], 16) - 0xDC00
-                behind = low.end()
+                after = low.end()
             if code > sys.maxunicode:
-                raise Unreadable(f"\\{char}{digits} in a string is no character")
-            return chr(code), behind
-        # As Python has it: the backslash of an escape that is none stands for itself.
+                raise Unreadable(f"\\{char}{digits} in a string is not a character")
+            return chr(code), after
+        # As in Python, the backslash of an unknown escape is kept.
         return _ESCAPES.get(char, char if char in "'\"\\/" else "\\" + char), at + 1
 
     def _object(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
         members: dict[str, Any] = {}
-        at = behind_space(self.text, at + 1)
+        at = after_space(self.text, at + 1)
         while not self.text.startswith("}", at):
             key, at = self._key(at)
             at = self._expect(":", at)
@@ -176,26 +174,26 @@ class _LiteralReader:
     def _list(self, at: int, depth: int) -> tuple[list[Any], int]:
         close = "]" if self.text[at] == "[" else ")"
         items: list[Any] = []
-        at = behind_space(self.text, at + 1)
+        at = after_space(self.text, at + 1)
         separated = False
         while not self.text.startswith(close, at):
             item, end = self.value(at, depth + 1)
             items.append(item)
             at = self._comma(close, end)
-            separated = at > behind_space(self.text, end)
+            separated = at > after_space(self.text, end)
         if close == ")" and len(items) == 1 and not separated:
-            raise Unreadable("parentheses around one value make no list")
+            raise Unreadable("parentheses around one value are not a list")
         return items, at + 1
 
     def _comma(self, close: str, at: int) -> int:
-        """Behind a comma, or at the close."""
-        at = behind_space(self.text, at)
+        """Return the position after a comma, or of the close."""
+        at = after_space(self.text, at)
         if self.text.startswith(close, at):
             return at
-        return behind_space(self.text, self._expect(",", at))
+        return after_space(self.text, self._expect(",", at))
 
     def _expect(self, sign: str, at: int) -> int:
-        at = behind_space(self.text, at)
+        at = after_space(self.text, at)
         if not self.text.startswith(sign, at):
             shown = self.text[at : at + 10].split("\n")[0]
             raise Unreadable(f"{sign!r} is missing before {shown!r}" if shown else f"{sign!r} is missing at the end")

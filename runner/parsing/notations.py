@@ -1,4 +1,4 @@
-"""Notations: the known ways in which templates write a value, each able to write it and to say whether it is typed."""
+"""Notations: the ways in which templates write a value."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 ValueType: TypeAlias = Literal["string", "integer", "number", "boolean", "null", "array", "object"]
-"""The types of JSON schema."""
+"""Types of JSON schema."""
 
 
 def type_of(value: Any) -> ValueType:
-    """The type of a value that came from JSON."""
+    """Return the type of a value that was read from JSON."""
     match value:
         case None:
             return "null"
@@ -46,135 +46,128 @@ def type_of(value: Any) -> ValueType:
 
 
 def members_in_order(members: Mapping[str, Any], *, sorted_keys: bool) -> list[tuple[str, Any]]:
-    """The members of an object in the order in which a template writes them; it sorts as jinja2's `dictsort` does."""
+    """Return the members of an object in the order of the template; `sorted_keys` sorts like jinja2's `dictsort`."""
     return sorted(members.items(), key=lambda member: member[0].lower()) if sorted_keys else list(members.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """JSON with one spacing."""
+    """JSON with fixed separators."""
 
     item: str = ", "
-    """What stands between two members."""
+    """Text between two members."""
     key: str = ": "
-    """What stands between a key and its value."""
+    """Text between a key and its value."""
     ascii: bool = False
-    """Whether other characters than ASCII's are written as escapes."""
+    """True if characters outside ASCII are written as escapes."""
     indent: int | None = None
-    """By how many spaces what is inside is indented; None where it stands on one line."""
+    """Spaces of indentation per level; None for one line."""
     margin: int = 0
-    """The indentation of the line that a value begins in."""
+    """Spaces of indentation of the line in which a value begins."""
     kind: Literal["json"] = "json"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         separators = (self.item, self.key)
         text = json.dumps(value, ensure_ascii=self.ascii, indent=self.indent, separators=separators)
-        # No string holds a line break of its own.
+        # Strings contain no raw line breaks.
         return text.replace("\n", "\n" + " " * self.margin) if self.indent is not None else text
 
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
-    """JSON inside a JSON string, as OpenAI's messages have arguments."""
+    """JSON inside a JSON string, like the arguments in OpenAI's messages."""
 
     inner: Json
-    """How the value itself is written."""
+    """Notation of the value itself."""
     kind: Literal["json_text"] = "json_text"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         return json.dumps(self.inner.encode(value), ensure_ascii=self.inner.ascii)
 
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """Python's literals."""
+    """Python literals."""
 
     kind: Literal["python"] = "python"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         return repr(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A string as it is; what stands behind it ends it."""
+    """A string without quotes or escapes; the text after it ends it."""
 
     kind: Literal["raw"] = "raw"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         return str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Html:
-    """A string with the signs of HTML written as entities."""
+    """A string whose HTML characters are written as entities."""
 
     quote: bool = True
-    """Whether quotation marks are among them, as in jinja2's `escape`."""
+    """True if quotation marks are escaped too, as in jinja2's `escape`."""
     kind: Literal["html"] = "html"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         text = html.escape(str(value), quote=self.quote)
         return text.replace("&#x27;", "&#39;").replace("&quot;", "&#34;")
 
 
 @dataclass(frozen=True, slots=True)
 class Cdata:
-    """A string as it is, inside `<![CDATA[` where it holds one of some signs."""
+    """A string without escapes, wrapped in `<![CDATA[` if it contains one of some characters."""
 
     signs: str
-    """The signs that make it so."""
+    """Characters that require CDATA."""
     kind: Literal["cdata"] = "cdata"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         text = str(value)
         return f"<![CDATA[{text}]]>" if any(sign in text for sign in self.signs) else text
 
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A notation of a template's own, learnt from its renders: values inside each other, strings in marks."""
+    """A notation learnt from renders: nested values, with marks around strings."""
 
     open_object: str
-    """The begin of an object."""
     colon: str
-    """The text between a key and its value."""
+    """Text between a key and its value."""
     member: str
-    """The text between two members of an object."""
+    """Text between two members of an object."""
     close_object: str
-    """The end of an object."""
     open_list: str
-    """The begin of a list."""
     item: str
-    """The text between two items of a list."""
+    """Text between two items of a list."""
     close_list: str
-    """The end of a list."""
     open_string: str
-    """The mark in front of a string."""
+    """Mark before a string."""
     close_string: str
-    """The mark behind a string, which no string can hold."""
+    """Mark after a string; strings cannot contain it."""
     open_key: str
-    """The mark in front of a key; "" where keys stand bare."""
+    """Mark before a key; "" for unmarked keys."""
     close_key: str
-    """The mark behind a key."""
+    """Mark after a key."""
     true: str
-    """The word for true."""
     false: str
-    """The word for false."""
     null: str
-    """The word for null."""
     sorted_keys: bool = False
-    """Whether members stand in the order of their keys."""
+    """True if members are sorted by key."""
     kind: Literal["nested"] = "nested"
 
     def encode(self, value: Any) -> str:
-        """The text of `value`."""
+        """Return the text of `value`."""
         match value:
             case None:
                 return self.null
@@ -207,7 +200,7 @@ SPACINGS: Final = (
 
 
 def object_notations(before: str) -> list[Notation]:
-    """The notations that an object may have, the likeliest first; `before` is the text in front of it."""
+    """Return the possible notations of an object, the most common first; `before` is the text before the object."""
     line = before.rpartition("\n")[2]
     margin = len(line) - len(line.lstrip(" "))
     indented = [Json(item=",", indent=indent, margin=each) for indent in (2, 4, 1) for each in {margin, 0}]

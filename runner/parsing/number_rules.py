@@ -1,4 +1,4 @@
-"""Rules for numbers within bounds."""
+"""Grammar rules for numbers within bounds."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _NUMBERS: Final = {
     "short": '"." [0-9]{1,SHORT}',
 }
 _NEEDED: Final = {"integer": ("natural",), "number": ("exponent", "unsigned"), "unsigned": ("exponent",)}
-MOST_DIGITS: Final = 15
-"""Digits that every float holds; with more, a number below a bound may be the bound itself when it is read."""
+MAX_DIGITS: Final = 15
+"""Digits that every float can represent; with more, a number below a bound may round to the bound."""
 
 
 def number_rule(rules: Rules, numbers: NumberRange, *, integer: bool) -> tuple[str, bool]:
-    """An expression for the numbers in a range, and whether it allows no others."""
+    """Return an expression for the numbers in a range, and whether it is exact."""
     if numbers == UNBOUNDED:
         return _named(rules, "integer" if integer else "number"), True
     if integer:
         return either(_integers(rules, numbers)), True
     bounds = [each for each in (numbers.low, numbers.high) if each is not None]
-    if any(abs(each) >= 10**MOST_DIGITS or "e" in str(Decimal(repr(each))).lower() for each in bounds):
+    if any(abs(each) >= 10**MAX_DIGITS or "e" in str(Decimal(repr(each))).lower() for each in bounds):
         positive = numbers.low is not None and numbers.low >= 0
         return _named(rules, "unsigned" if positive else "number"), False
     return either(_decimals(rules, numbers)), True
@@ -56,12 +56,12 @@ def _integers(rules: Rules, numbers: NumberRange) -> list[str]:
         found.append(_naturals(rules, max(low or 0, 0), high))
     if low is None or low < 0:
         least = 1 if high is None or high >= 0 else -high
-        found.append(f'"-" {_naturals(rules, least, None if low is None else -low)}')
+        found.append(f'"-" {_naturals(rules, least, -low if low is not None else None)}')
     return found
 
 
 def _naturals(rules: Rules, low: int, high: int | None) -> str:
-    """Natural numbers from `low` to `high`."""
+    """Return a rule for the natural numbers from `low` to `high`."""
     if low == 0 and high is None:
         return _named(rules, "natural")
     return rules.add("naturals", either(_of_lengths(low, high)))
@@ -80,7 +80,7 @@ def _of_lengths(low: int, high: int | None) -> list[str]:
 
 
 def _between(low: str, high: str) -> list[str]:
-    """The digits of as many places from `low` to `high`."""
+    """Return expressions for the digit strings from `low` to `high`, which have equal length."""
     if not low:
         return [NOTHING]
     if set(low[1:]) <= {"0"} and set(high[1:]) <= {"9"}:
@@ -121,10 +121,10 @@ def _decimals(rules: Rules, numbers: NumberRange) -> list[str]:
 
 
 def _positive(rules: Rules, low: Decimal, low_excluded: bool, high: float | None, high_excluded: bool) -> list[str]:
-    """Numbers from `low`, which is not below 0, to `high`."""
+    """Return expressions for the numbers from `low`, which is at least 0, to `high`."""
     if low == 0 and not low_excluded and high is None:
         return [_named(rules, "unsigned")]
-    most = 17 if not (low_excluded or high_excluded) else MOST_DIGITS
+    most = 17 if not (low_excluded or high_excluded) else MAX_DIGITS
     whole = max(1, most - len(str(int(high if high is not None else low))))
     fraction = f'("." [0-9]{{1,{whole}}})?'
     ends = None if high is None else Decimal(repr(high))
@@ -141,7 +141,7 @@ def _positive(rules: Rules, low: Decimal, low_excluded: bool, high: float | None
             found += [f"{literal(str(first))}{each}" for each in _fractions_above(low - first, low_excluded)]
         start = first if from_first else first + 1
         if last is None or start <= last - 1:
-            found.append(f"{_naturals(rules, start, None if last is None else last - 1)} {fraction}")
+            found.append(f"{_naturals(rules, start, last - 1 if last is not None else None)} {fraction}")
         if ends is not None and last is not None:
             found += [f"{literal(str(last))}{each}" for each in _fractions_below(ends - last, high_excluded)]
     found += _exponents(rules, low, ends)
@@ -149,7 +149,7 @@ def _positive(rules: Rules, low: Decimal, low_excluded: bool, high: float | None
 
 
 def _exponents(rules: Rules, low: Decimal, high: Decimal | None) -> list[str]:
-    """Numbers with an exponent, as far as it tells that they are within the bounds."""
+    """Return expressions for numbers with an exponent that are certainly within the bounds."""
     digits = '[1-9] ("." [0-9]{1,16})?'
     found = []
     if low == 0 and (high is None or high >= Decimal("0.001")):
@@ -166,21 +166,21 @@ def _exponents(rules: Rules, low: Decimal, high: Decimal | None) -> list[str]:
 
 
 def _fraction_of(value: Decimal) -> str:
-    """The digits behind the point."""
+    """Return the digits after the decimal point."""
     return format(value, "f").partition(".")[2].rstrip("0")
 
 
 def _fractions_above(value: Decimal, excluded: bool) -> list[str]:
-    """What may stand behind the integer for a fraction from `value` on."""
+    """Return expressions for the text after the integer part, for fractions of at least `value`."""
     digits = _fraction_of(value)
     found = [
-        f' "." {literal(digits[:n]) if n else NOTHING} [{int(digit) + 1}-9] [0-9]{{0,{MOST_DIGITS}}}'
+        f' "." {literal(digits[:n]) if n else NOTHING} [{int(digit) + 1}-9] [0-9]{{0,{MAX_DIGITS}}}'
         for n, digit in enumerate(digits)
         if digit != "9"
     ]
     if not excluded:
         found.append(
-            f' "." {literal(digits)} [0-9]{{0,{MOST_DIGITS}}}' if digits else f' ("." [0-9]{{1,{MOST_DIGITS}}})?'
+            f' "." {literal(digits)} [0-9]{{0,{MAX_DIGITS}}}' if digits else f' ("." [0-9]{{1,{MAX_DIGITS}}})?'
         )
     else:
         found.append(f' "." {literal(digits) if digits else NOTHING} "0"{{0,8}} [1-9] [0-9]{{0,4}}')
@@ -188,13 +188,13 @@ def _fractions_above(value: Decimal, excluded: bool) -> list[str]:
 
 
 def _fractions_below(value: Decimal, excluded: bool) -> list[str]:
-    """What may stand behind the integer for a fraction up to `value`."""
+    """Return expressions for the text after the integer part, for fractions of at most `value`."""
     digits = _fraction_of(value)
     found = []
     for n, digit in enumerate(digits):
         if digit != "0":
             before = literal(digits[:n]) if n else NOTHING
-            found.append(f' "." {before} {_digits("0", str(int(digit) - 1))} [0-9]{{0,{max(0, MOST_DIGITS - n)}}}')
+            found.append(f' "." {before} {_digits("0", str(int(digit) - 1))} [0-9]{{0,{max(0, MAX_DIGITS - n)}}}')
         if n:
             found.append(f' "." {literal(digits[:n])}')
     if digits:
@@ -205,12 +205,12 @@ def _fractions_below(value: Decimal, excluded: bool) -> list[str]:
 
 
 def _fractions_between(low: Decimal, low_excluded: bool, high: Decimal, high_excluded: bool) -> list[str]:
-    """What may stand behind the integer for a fraction from `low` to `high`, to six places or as many as they have."""
+    """Return expressions for fractions from `low` to `high`, to six places or as many as they have."""
     lows, highs = _fraction_of(low), _fraction_of(high)
     places = max(len(lows), len(highs), 1)
     least, greatest = int(lows.ljust(places, "0") or 0), int(highs.ljust(places, "0") or 0)
     found: list[str] = []
-    # Between the bounds lie whole steps of the last place that either has, each with any digits behind it.
+    # Between the bounds are whole steps of the last place that either has, each with any digits after it.
     first = least + 1 if low_excluded else least
     if first <= greatest - 1:
         found += [
@@ -220,7 +220,7 @@ def _fractions_between(low: Decimal, low_excluded: bool, high: Decimal, high_exc
         found.append(f' "." {literal(str(least).zfill(places))} "0"{{0,6}} [1-9] [0-9]{{0,4}}')
     if not high_excluded:
         found.append(f' "." {literal(highs)} "0"{{0,8}}' if highs else ' ("." "0"{1,8})?')
-    # Shorter spellings of the same steps.
+    # Shorter forms of the same steps.
     for length in range(places):
         step = 10 ** (places - length)
         lower, upper = -(-first // step), (greatest - (1 if high_excluded else 0)) // step

@@ -1,4 +1,4 @@
-"""Reads, writes and enforces what an assistant says: as was learnt from its template, or as the user says it is."""
+"""Parser of assistant turns: reads, writes and constrains them, in the learnt format or one that the user named."""
 
 from __future__ import annotations
 
@@ -32,42 +32,41 @@ __all__ = ["CallNumbers", "ParsedText", "TurnParser"]
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """A turn's text taken apart."""
+    """The parts of a turn's text."""
 
     content: str
-    """What was said beside thought and calls."""
+    """Text beside reasoning and calls."""
     reasoning: str
-    """What was thought, or ""."""
+    """The reasoning; "" if missing."""
     calls: list[ToolCall]
-    """The calls in order; one that was begun and does not parse has its `error` set."""
+    """Calls in order; an unreadable call has its `error` set."""
 
 
-@dataclass(frozen=True)  # without slots, since the reader is kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class TurnParser:
-    """One format of turns. It has no state: one object serves every conversation."""
+    """Parser for one turn format. It is stateless: one object serves every conversation."""
 
     format: TurnFormat
-    """How turns are written."""
     control_tokens: Mapping[str, int] = field(default_factory=dict)
-    """The parts of the format that are one id of the vocabulary each."""
+    """Control tokens that occur in the format, with their ids."""
     named: ExternalReader | None = None
-    """What reads the calls that a model begins by itself, where the user named a format; else the format does."""
+    """Reader of calls in the format that the user named; None for the learnt format. Not used for required calls."""
     stops: tuple[str, ...] = ()
-    """The control tokens that end a turn."""
+    """Control tokens that end a turn."""
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls can be read at all."""
+        """Calls can be read."""
         return self.named is not None or self.format.calls is not None or self.format.response is not None
 
     @property
     def writes_as_read(self) -> bool:
-        """Whether calls are read in the format in which they can be written and enforced."""
+        """Calls are read in the format in which they can be written and enforced."""
         return self.named is None and self.format.calls is not None
 
     @property
     def reasoning(self) -> ReasoningFormat:
-        """The marks of thoughts."""
+        """Marks of the reasoning."""
         return self.format.reasoning or USUAL
 
     def parse(
@@ -79,14 +78,14 @@ class TurnParser:
         before: int = 0,
         ids: Sequence[int] = (),
     ) -> ParsedText:
-        """The thought, the content and the calls of `text`.
+        """Return the reasoning, the content and the calls of `text`.
 
         Args:
-            text: what the model said.
-            tools: what may be called. With none of them, or a `tool_choice` of "none", nothing is a call.
-            tool_choice: what the turn was allowed to do.
-            before: how many calls the conversation had before; a call without an id of its own is numbered from there.
-            ids: the ids that say `text`, and may go on behind it, for a named format.
+            text: output of the model.
+            tools: tools that may be called. Without tools, or with `tool_choice` "none", nothing is read as a call.
+            tool_choice: the `tool_choice` of the turn.
+            before: number of earlier calls in the conversation; calls without an own id are numbered from there.
+            ids: ids of `text`, for a named format; they may continue after it.
         """
         called = tools if tool_choice != "none" else ()
         if self.named is not None and self._by_name(called, tool_choice):
@@ -97,20 +96,20 @@ class TurnParser:
         return ParsedText(reading.content, reading.reasoning, [number(call) for call in reading.calls])
 
     def streams(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> bool:
-        """Whether a turn can be read while it is sampled."""
+        """Return whether a turn can be read while it is sampled."""
         called = tools if tool_choice != "none" else ()
         return not called or not (self._by_name(called, tool_choice) or self.format.response is not None)
 
     def stream(self, tools: Sequence[Tool], tool_choice: ToolChoice = "auto") -> TurnStream | HarmonyStream:
-        """What reads a turn while it is sampled, to the same end as `parse`; its calls have no numbers yet.
+        """Return a reader for a turn that is being sampled; it ends with the result of `parse`, without call ids.
 
         Raises:
-            BadOption: calls are read in a way that takes whole turns.
+            BadOption: calls can only be read in complete turns.
         """
         called = tools if tool_choice != "none" else ()
         if not self.streams(tools, tool_choice):
             raise BadOption(
-                f"conversation.stream(): calls are read by {self._reads_by}, once the turn is whole: give "
+                f"conversation.stream(): {self._reads_by} reads calls only in complete turns: use "
                 "generate(), or a template whose calls can be learnt and no tool format; or stream(tool_choice='none')."
             )
         if self.format.harmony:
@@ -119,7 +118,7 @@ class TurnParser:
         return TurnStream(reader, _schemas(called))
 
     def _by_name(self, called: Sequence[Tool], tool_choice: ToolChoice) -> bool:
-        """Whether calls are read in the format that the user named; a required one is in that which was learnt."""
+        """Return whether the named format reads the calls; required calls are read in the learnt format."""
         return self.named is not None and bool(called) and (tool_choice == "auto" or self.format.calls is None)
 
     def _read(self, text: str, tools: Sequence[Tool]) -> TurnReading:
@@ -132,35 +131,35 @@ class TurnParser:
         return self._reader.read(text, _schemas(tools))
 
     def read_named(self, text: str, schemas: Schemas, ids: Sequence[int]) -> TurnReading:
-        """What a turn says in the format that the user named; its thought is found as in any."""
-        assert self.named is not None, "who asks for it has looked whether there is one"
+        """Return the parts of a turn in the format that the user named."""
+        assert self.named is not None, "the caller checks that there is a named format"
         reasoning, content = split_thought(text, self.reasoning)
         reading = self.named.read(text, ids, len(text) - len(content), schemas)
         return TurnReading(reasoning, reading.content, reading.calls)
 
     def ends_in_thought(self, text: str) -> bool:
-        """Whether a turn's text ends before its thought does."""
-        # A later message of a turn on channels may be a thought as well as the first.
+        """Return whether a turn's text ends inside its reasoning."""
+        # In a turn with channels, any message may be reasoning, not only the first.
         said = text.rpartition(self.reasoning.close)[2] if self.format.harmony else text
         return ends_in_thought(said.removeprefix("<|start|>assistant") if self.format.harmony else said, self.reasoning)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as the template writes them.
+        """Return the calls as the template writes them.
 
         Raises:
-            Unwritable: it has no way to.
+            Unwritable: the template cannot write them.
         """
         form = self.format.calls
-        assert form is not None, "who renders calls has looked whether they can be"
+        assert form is not None, "the caller checks that calls can be written"
         named = ((call, call.id or id_for(form, call.name, number)) for number, call in enumerate(calls))
         return write_calls(form, [WrittenCall(call.name, call.arguments, call_id) for call, call_id in named])
 
     def constraint(self, tools: Sequence[Tool], tool_choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
-        """What enforces `tool_choice`, or None where nothing has to be enforced.
+        """Return the constraint for `tool_choice`, or None if nothing has to be enforced.
 
         Raises:
-            BadOption: a call is required and there is no tool, or none of that name; or nothing is known of how the
-                calls are written that would have to be enforced.
+            BadOption: a call is required and no such tool exists; or the format of enforced calls is
+                unknown.
         """
         form = self.format.calls
         if tool_choice == "none" or (tool_choice == "auto" and not any(tool.strict for tool in tools)):
@@ -190,7 +189,7 @@ class TurnParser:
         if not self.reads_calls:
             return f"{what}: the chat template writes calls in a form that cannot be read: give {fix}."
         by = self._reads_by
-        return f"{what}: calls are read by {by}, which tells nothing of how to write them: {leave}, or give {fix}."
+        return f"{what}: {by} reads calls, but their written form is unknown: {leave}, or give {fix}."
 
     @property
     def _reads_by(self) -> str:
@@ -202,9 +201,9 @@ class TurnParser:
 
     @cached_property
     def marker_tokens(self) -> Mapping[str, int]:
-        """The control tokens that tell a thought and calls from the rest; inside a call its text decides.
+        """Control tokens that mark the begin of reasoning and calls. Inside a call, its text decides.
 
-        None of them where the user named a format, whose reader sees the ids itself.
+        Empty if the user named a format, whose reader sees the ids itself.
         """
         if self.named is not None:
             return {}
@@ -225,19 +224,19 @@ class TurnParser:
 
 
 class CallNumbers:
-    """Gives the calls of one turn their ids, in order: the model's own where it gave one, since results quote it."""
+    """Assigns ids to the calls of one turn, in order; an id of the model is kept, since results refer to it."""
 
     def __init__(self, form: TurnFormat, before: int) -> None:
-        """In a conversation that had as many calls `before`."""
+        """Begin a turn after `before` calls of its conversation."""
         self._form: CallFormat | None = form.calls
         self._ids: IdStyle = form.ids if form.calls is None else form.calls.ids
         self._number = before
         self._taken: set[str] = set()
 
     def __call__(self, call: ReadCall) -> ToolCall:
-        """The next call of the turn."""
+        """Return the next call of the turn with its id."""
         call = _named(_writable(call))
-        # It stands in later prompts as the template's own text does, so control text in it would be control ids.
+        # Later prompts contain the id like text of the template, so control text in it would become control ids.
         plain = call.id is not None and re.fullmatch(self._ids.pattern(), call.id)
         own = call.id if plain and call.id not in self._taken else None
         call_id = own or self._made(call.name)
@@ -246,7 +245,7 @@ class CallNumbers:
         return ToolCall(call_id, call.name, call.arguments, error=call.error)
 
     def _made(self, name: str) -> str:
-        """An id for a call that has none, and that no other call of the turn has."""
+        """Return a new id that no other call of the turn has."""
         for number in itertools.count(self._number):
             made = self._ids.format(number=number) if self._form is None else id_for(self._form, name, number)
             if made not in self._taken:
@@ -259,10 +258,10 @@ def _schemas(tools: Sequence[Tool]) -> Schemas:
 
 
 def _writable(call: ReadCall) -> ReadCall:
-    """The call, or an error where an escape in it makes half of a surrogate pair, which no file can hold."""
+    """Return the call, or an error if a string in it has half a surrogate pair, which no file can store."""
     if call.error is None and not _is_text([call.name, call.arguments, call.id]):
         name = call.name if _is_text(call.name) else ""
-        return ReadCall(name, error="a string in it holds half of a surrogate pair")
+        return ReadCall(name, error="a string in it contains half of a surrogate pair")
     return call
 
 
@@ -275,7 +274,7 @@ def _named(call: ReadCall) -> ReadCall:
 def _is_text(value: Any) -> bool:
     try:
         orjson.dumps(value)
-    except TypeError:  # it has no larger integers than 64 bits either
+    except TypeError:  # orjson also refuses integers above 64 bits
         return _is_text_however_large(value)
     return True
 

@@ -1,4 +1,4 @@
-"""Reads turns as a checkpoint has its answers read: by its response template, with the parser of transformers."""
+"""Reads turns by the response template of a checkpoint, with the parser of transformers."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ CALLS: Final = "tool_calls"
 
 
 class NoParser(Exception):
-    """There is nothing that could read by this response template; the message is a clause that says why."""
+    """No parser exists for this response template; the message is a clause with the reason."""
 
 
-@dataclass(frozen=True)  # without slots, since what the template says is kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class ResponseTemplateReader:
-    """Reads what one `ResponseFormat` describes. It has no state, so one serves every turn."""
+    """Reads turns by one `ResponseFormat`. It is stateless, so one object serves every turn."""
 
     format: ResponseFormat
 
     def load(self) -> None:
-        """Import the parser, which takes a second, and let it look at the template.
+        """Import the parser, which takes a second, and load the template.
 
         Raises:
-            NoParser: transformers is not there, or too old, or refuses the template.
+            NoParser: transformers is missing or too old, or refuses the template.
         """
         _ = self._loaded
 
     def read(self, text: str, schemas: Schemas | None = None) -> TurnReading:
-        """What a turn's text says.
+        """Return the parts of a turn's text.
 
-        The parser gives up at the first call that it cannot read. Such a turn has the calls in front of it, and one
-        with the error; what stands behind is not read. A call that is cut short it reads as if it were whole: that
-        one has an error too.
+        The parser stops at the first call that it cannot read. Such a turn has the calls before it, and one call with
+        the
+        error; the text after it is not read. The parser reads a truncated call as if it were complete; that call gets
+        an
+        error too.
         """
         tools = [
             {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -53,25 +55,25 @@ class ResponseTemplateReader:
         try:
             parser.feed(text)
             message, ended = parser.finalize()
-        except Exception as error:  # what a template of somebody else's makes of it may be anything
+        except Exception as error:  # a template of a third party may raise anything
             return self._until(text, tools, error)
         calls = _calls(message.get(CALLS))
         at_the_end = [each["value"] for each in ended if each["type"] == "region_close" and each["field"] == CALLS]
         if at_the_end and self.format.closed and not self.ends_closed(text):
             cut = _calls(at_the_end)
             name = cut[0].name if cut else ""
-            calls = [*calls[: len(calls) - len(cut)], ReadCall(name, error=f"{self._close} is missing behind it")]
+            calls = [*calls[: len(calls) - len(cut)], ReadCall(name, error=f"{self._close} is missing after it")]
         return _reading(message, calls)
 
     @cached_property
     def opens(self) -> tuple[str, ...]:
-        """What may open a part of a turn, as the template has it; some are regular expressions."""
+        """Texts and regular expressions that open a part of a turn in the template."""
         fields = [each for each in self.format.template.get("fields", {}).values() if isinstance(each, Mapping)]
         given = [each[key] for each in fields for key in ("open", "open_pattern") if key in each]
         return tuple(text for each in given for text in (each if isinstance(each, list) else [each]))
 
     def ends_closed(self, text: str) -> bool:
-        """Whether the close of a call stands at the end of a turn, or calls have none."""
+        """Return whether the turn ends with the close of a call, or calls have no close."""
         field = self._loaded[1].fields.get(CALLS)
         if field is None or field.close_re is None:
             return True
@@ -84,16 +86,16 @@ class ResponseTemplateReader:
         return repr(literals[0]) if literals else "what closes a call"
 
     def _until(self, text: str, tools: Sequence[Mapping[str, Any]], error: Exception) -> TurnReading:
-        """What was read in front of what the parser raised at."""
+        """Return the parts before the position at which the parser raised."""
         message: dict[str, list[Any]] = {}
-        # Letter by letter, since what the same letters told is lost with the exception.
+        # Character by character, since the exception discards the events of its piece.
         parser = self._parser(tools)
         try:
             for letter in text:
                 for event in parser.feed(letter):
                     if event["type"] == "region_close":
                         message.setdefault(event["field"], []).append(event["value"])
-        except Exception as raised:  # the same, or what the letters in front of it raise alone
+        except Exception as raised:  # the same error, or one of the shorter text
             error = raised
         cause = error.__cause__ or error
         calls = [each for value in message.get(CALLS, []) for each in _calls(value)]
@@ -141,4 +143,4 @@ def _each_call(value: Any) -> Iterator[ReadCall]:
         told = function if isinstance(function, Mapping) else {}
         yield external_call(told.get("name"), told.get("arguments"), value.get("id"))
     elif value is not None:
-        yield ReadCall("", error=f"{value!r:.40} is no call")
+        yield ReadCall("", error=f"{value!r:.40} is not a call")

@@ -1,4 +1,4 @@
-"""What a format cannot carry of some tools' calls: found before a run, by writing and reading calls of each tool."""
+"""Round trip of calls before a run: writes and reads calls of each tool to find what a format loses."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ from runner.tools.value_shapes import ValueShape
 __all__ = ["SUPPORTED_NAME", "Ambiguity", "Loss", "ambiguities", "losses", "supports_name"]
 
 SUPPORTED_NAME: Final = re.compile(r"[\w.$-]+")
-"""Names of arguments that every format carries; in some of them other signs end a name."""
+"""Argument names that every format supports; in some formats other characters end a name."""
 
 
-# --- what does not come back
+# --- calls that change in a round trip
 
 
 class Loss(NamedTuple):
-    """Something of a tool's calls that is not read as it was written."""
+    """A part of a tool's calls that is not read as it was written."""
 
     tool: str
-    """The tool's name."""
     argument: str
-    """The argument that it is about, or ""."""
+    """Name of the affected argument; "" for the call as a whole."""
     what: str
-    """What is lost and what to do about it, in words."""
+    """The loss and its fix, in words."""
     uncallable: bool
-    """Whether the tool cannot be called at all."""
+    """True if no call of the tool can be read."""
 
     def __str__(self) -> str:
         return f"{self.tool}({self.argument})"
 
 
 def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
-    """What of the tools' calls does not come back from the text that the format makes of them.
+    """Yield the parts of the tools' calls that do not survive a round trip through the format.
 
-    Tried are, of each tool, every argument alone in every type that it may have, all of them together, and none.
+    For each tool it tries every argument alone with every type that the schema allows, then all arguments, then none.
     """
     trial = _RoundtripTrial(form, tools)
     for tool in tools:
@@ -54,23 +53,23 @@ def losses(form: TurnFormat, tools: Sequence[Tool]) -> Iterator[Loss]:
 
 
 def supports_name(form: TurnFormat | None, tool: Tool) -> bool:
-    """Whether a call of a tool is read back with its name, which may be any text; without a format nothing is tried."""
+    """Return whether a call of the tool is read back with the same name. Without a format, only the name is checked."""
     if is_tool_name(tool.name):
         return True
-    if len(tool.name) > LONGEST_NAME or not tool.name.isprintable():
+    if len(tool.name) > MAX_NAME_LENGTH or not tool.name.isprintable():
         return False
     if form is None or form.calls is None:
         return True
-    # With an argument, since some formats cannot write a call that has none.
+    # With an argument, since some formats cannot write a call without one.
     return _RoundtripTrial(form, [tool]).fault(tool.name, {"argument": "text"}) is None
 
 
-LONGEST_NAME: Final = 256
-"""The most characters that the name of a tool may have."""
+MAX_NAME_LENGTH: Final = 256
+"""Most characters in the name of a tool."""
 
 
 class _RoundtripTrial:
-    """Writes calls, and reads what it wrote."""
+    """Writes calls and reads them again."""
 
     def __init__(self, form: TurnFormat, tools: Sequence[Tool]) -> None:
         assert form.calls is not None, "who asks has looked whether calls can be read"
@@ -79,7 +78,7 @@ class _RoundtripTrial:
         self._schemas = {tool.name: tool.parameters for tool in tools}
 
     def fault(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Why a call does not come back, as a clause; None where it does."""
+        """Return why a call is not read as it was written, as a clause; None if it is."""
         call = WrittenCall(name, arguments, id_for(self._form, name, 0))
         try:
             text = write_calls(self._form, [call])
@@ -108,7 +107,7 @@ def _lost_arguments(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
             yield Loss(tool.name, name, what, name in required)
             continue
         if name not in required:
-            lost.pop("null", None)  # leaving it out says the same
+            lost.pop("null", None)  # the call may omit it instead
         if lost:
             types, why = " or ".join(lost), next(iter(lost.values()))
             what = f"its argument {name!r} cannot be of type {types} ({why}). {_fix(name)}"
@@ -148,23 +147,22 @@ _EXAMPLES: Final[Mapping[ValueType, Any]] = {
 
 
 def _examples(shapes: SchemaShapes, name: str) -> Mapping[ValueType, Any]:
-    """A value of each type that an argument names; a text where it names none."""
+    """Return a value of each type that an argument allows; a string if the schema names no type."""
     types = shapes.types_of_argument(name)
     return {kind: value for kind, value in _EXAMPLES.items() if kind in types} or {"string": _EXAMPLES["string"]}
 
 
-# --- what looks alike
+# --- values that look the same
 
 
 class Ambiguity(NamedTuple):
-    """An argument that takes some text both as a string and as something else, where strings stand without quotes."""
+    """An argument whose text may be read as a string or as another type, if strings are written without quotes."""
 
     tool: str
-    """The tool's name."""
     argument: str
-    """The argument's name; "..." stands for all that the schema does not name."""
+    """Name of the argument; "..." stands for all that the schema does not name."""
     types: tuple[ValueType, ...]
-    """The types that such a text is read as, though it may be meant as a string; all of them where it names none."""
+    """Types as which such a text is read although it may be a string; all types if the schema names none."""
 
     def __str__(self) -> str:
         listed = "any" if set(_TYPES_OF_LITERALS) <= set(self.types) else " | ".join(("string", *self.types))
@@ -172,9 +170,9 @@ class Ambiguity(NamedTuple):
 
 
 def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
-    """The arguments of which a format that writes strings without quotes cannot tell what is meant.
+    """Yield the arguments whose type is ambiguous in a format that writes strings without quotes.
 
-    A string that may also be null is none of them: what is lost there is nothing but the words "null" and "None".
+    Arguments of type string or null are omitted: only the texts "null" and "None" are ambiguous there.
     """
     for tool in tools:
         shapes = shapes_for(tool.parameters)
@@ -197,7 +195,7 @@ _LITERALS: Final = ("5", "2.5", "true", "[1]", '{"a": 1}')
 
 
 def _read_from_strings(shapes: Sequence[ValueShape]) -> tuple[ValueType, ...]:
-    """The types of other values that strings of these shapes are read as."""
+    """Return the other types as which strings of these shapes may be read."""
     strings = [shape for shape in shapes if shape.kind == "string"]
     listed = [text for shape in strings for text in shape.values or ()]
     texts = _LITERALS if any(shape.values is None for shape in strings) else listed

@@ -1,4 +1,4 @@
-"""The grammar of an answer that a JSON schema allows, for `Sampling(schema=)` and an endpoint's `response_format`."""
+"""Grammar of the answers that a JSON schema allows, for `Sampling(schema=)` and an endpoint's `response_format`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ __all__ = ["answer_constraint", "not_enforced"]
 
 
 def answer_constraint(schema: Any) -> Constraint:
-    """What holds a turn to a schema: JSON on one line or indented, its members in the order of the schema.
+    """Return the constraint for a schema: JSON on one line or indented, with members in the order of the schema.
 
     Raises:
-        BadOption: nothing fits the schema.
+        BadOption: no value satisfies the schema.
     """
     try:
         return Constraint(ConstraintKind.GRAMMAR, _written(json.dumps(schema), arguments=False).grammar)
     except UnsatisfiableSchema as error:
-        raise BadOption(f"Sampling(schema=...): {error}, so no answer could be given: mend the schema.") from None
+        raise BadOption(f"Sampling(schema=...): {error}, so no answer is possible: fix the schema.") from None
 
 
 def not_enforced(schema: Any, *, arguments: bool = False) -> list[str]:
-    """What a schema says that its grammar does not, each as a keyword and where it stands.
+    """Return what a schema requires and its grammar does not enforce: each keyword and its path.
 
-    Of the schema of a tool's `arguments`, as JSON has them; else of an answer, keywords that are not understood too.
+    With `arguments` the schema is that of a tool's arguments as JSON; otherwise of an answer, and unknown keywords are
+    included.
     """
     try:
         written = _written(json.dumps(schema), arguments=arguments)
     except UnsatisfiableSchema:
-        return []  # which is refused, by name
+        return []  # such a schema is refused with an error
     notes = [] if arguments else [str(note) for note in written.notes]
     return list(dict.fromkeys([*notes, *written.left_out]))
 
 
 class _Written(NamedTuple):
-    """A grammar, and what it does not say."""
+    """A grammar, and the keywords that it does not enforce."""
 
     grammar: str
     left_out: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Rules for the values that a JSON schema allows, in a dialect: one for each of their shapes.
+"""Grammar rules for the values that a JSON schema allows, in a dialect: one for each of their shapes.
 
-A keyword that no rule can express, or only at a great size, is noted as left out. The check of the arguments finds it,
-and the model reads the words of the check.
+Keywords that no rule can express, or only a very large one, are recorded. Validation of the arguments checks them and
+reports errors to the model.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from runner.tools.value_shapes import KINDS, Conjunction, NumberRange, ValueShap
 
 __all__ = ["SchemaRules", "UnenforcedKeywords", "UnsatisfiableSchema", "members_of"]
 
-LONGEST_REPEAT: Final = 4096
-"""Bounds on lengths above this are left to the check: a repetition is paid for in the compiled grammar."""
+MAX_REPEAT: Final = 4096
+"""Length bounds above this are left to validation, since repetitions enlarge the compiled grammar."""
 
-MOST_EXCLUDED: Final = 2000
-"""Letters of names that others are told from; each of them is a rule."""
+MAX_EXCLUDED: Final = 2000
+"""Characters of excluded key names; each one is a rule."""
 
-LONGEST_COUNTED: Final = 64
-"""Of longer strings the characters are not counted: each of them makes rules, which take 10 to 20 ms to compile."""
+MAX_COUNTED: Final = 64
+"""Longest string whose characters are counted; each character makes rules that take 10 to 20 ms to compile."""
 
-SHORTEST_COUNTED: Final = 16
-"""So many characters are asked for at most where nothing says how many there may be."""
+MAX_UNBOUNDED_PREFIX: Final = 16
+"""Most characters that are required of a string without a maximum length."""
 
-DEEPEST_INDENTED: Final = 8
-"""Where values are indented, every depth needs rules of its own; below this one objects and lists are empty."""
+MAX_INDENT_DEPTH: Final = 8
+"""Depth below which indented objects and lists are empty, since every depth needs its own rules."""
 
 
 class UnsatisfiableSchema(ValueError):
-    """No value fits a schema; the message is a clause that says where."""
+    """No value satisfies a schema; the message is a clause with the path."""
 
 
 class UnenforcedKeywords:
-    """What a grammar does not say of a schema, by the path of the argument."""
+    """Keywords of a schema that a grammar does not enforce, by path."""
 
     def __init__(self) -> None:
         self.keywords: dict[tuple[str, str], None] = {}
-        """(path, keyword), in the order in which they were met."""
+        """(path, keyword), in order of occurrence."""
 
     def add(self, path: str, keywords: Sequence[str]) -> None:
-        """Note that these keywords are left to the check."""
+        """Record keywords that are left to validation."""
         self.keywords |= dict.fromkeys((path, keyword) for keyword in keywords)
 
     def sentences(self) -> list[str]:
-        """Each keyword, and the path of what it is about."""
+        """Return each keyword with its path."""
         return [f"{keyword} of {path}" if path else keyword for path, keyword in self.keywords]
 
 
@@ -65,22 +65,22 @@ class SchemaRules:
         dialect: NotationDialect,
         shapes: SchemaShapes,
         whose: str,
-        behind: str,
+        after: str,
         left_out: UnenforcedKeywords,
     ) -> None:
-        """Of whoever has these shapes; `behind` has the characters behind a value that is in no other."""
+        """Create rules for the tool `whose`; `after` has the characters that may follow a value outside of others."""
         self._rules = rules
         self._dialect = dialect
         self._shapes = shapes
         self._whose = whose
-        self._behind = behind
+        self._after = after
         self._left_out = left_out
 
     def value(self, conjunction: Conjunction, depth: int = 0, path: str = "") -> str:
-        """An expression for the values that fit all of these schemas.
+        """Return an expression for the values that satisfy all of these schemas.
 
         Raises:
-            UnsatisfiableSchema: there are none.
+            UnsatisfiableSchema: no such value exists.
         """
         if self._too_deep(depth) and self._shapes.is_recursive(conjunction):
             return self._anything(depth)
@@ -89,7 +89,7 @@ class SchemaRules:
             return self._anything(depth)
         if not self._shapes.is_recursive(conjunction):
             return self._shaped(conjunction, depth, path)
-        named = ("schema", self._dialect, self._whose, key, self._level(depth), depth == 0 and self._behind)
+        named = ("schema", self._dialect, self._whose, key, self._level(depth), depth == 0 and self._after)
         return self._rules.recursive(named, "schema", lambda _: self._shaped(conjunction, depth, path))
 
     def _shaped(self, conjunction: Conjunction, depth: int, path: str) -> str:
@@ -101,7 +101,7 @@ class SchemaRules:
         return either(self.shape(shape, depth, path) for shape in shapes)
 
     def shape(self, shape: ValueShape, depth: int = 0, path: str = "", *, closed: bool = False) -> str:
-        """An expression for the values of one shape; `closed` says that an object has no members that nothing names."""
+        """Return an expression for the values of one shape; with `closed`, an object has no unnamed members."""
         if shape.values is not None:
             return self.listed(shape.values, depth)
         self._left_out.add(path, shape.unsaid)
@@ -122,13 +122,13 @@ class SchemaRules:
                 return self._object(shape, depth, path, closed=closed)
 
     def listed(self, values: Sequence[Any], depth: int = 0) -> str:
-        """An expression for one of these values."""
+        """Return an expression for one of these values."""
         if self._dialect.free_space:
             return either(map(self._freely, values))
         return either(self._written(self._dialect.encode(value, depth)) for value in values)
 
     def _freely(self, value: Any) -> str:
-        """A value with any white space between its signs."""
+        """Return an expression for a value with any white space between its punctuation."""
         dialect = self._dialect
         match value:
             case Mapping() if value:
@@ -146,25 +146,25 @@ class SchemaRules:
         return f"{self._signs(opened)} {f' {self._signs(between)} '.join(inside)} {self._signs(closed)}"
 
     def _written(self, text: str) -> str:
-        """What somebody named, whose control text is text, within the signs of the dialect, which may be tokens."""
+        """Return an expression for text that the user named: its control text is plain, the dialect's may be tokens."""
         return self._rules.written(text) if self._dialect.signs_are_tokens else literal(text)
 
     def _signs(self, text: str) -> str:
         return self._dialect.signs(self._rules, text)
 
-    def _behind_value(self, depth: int) -> str:
+    def _after_value(self, depth: int) -> str:
         if depth == 0:
-            return self._behind
-        # One rule for every string: all that may stand behind any of them.
-        return self._dialect.behind_strings
+            return self._after
+        # One rule for every string: all characters that may follow any of them.
+        return self._dialect.after_strings
 
     def _string(self, shape: ValueShape, depth: int, path: str) -> str:
-        said, rule = self._limited(shape, self._behind_value(depth))
+        said, rule = self._limited(shape, self._after_value(depth))
         self._left_out.add(path, [each for each in says_of_string(shape) if each not in said])
-        return rule or self._dialect.string(self._rules, self._behind_value(depth))
+        return rule or self._dialect.string(self._rules, self._after_value(depth))
 
-    def _limited(self, shape: ValueShape, behind: str) -> tuple[Sequence[str], str | None]:
-        """Which keywords of a string are said, and the rule that says them, if any can be."""
+    def _limited(self, shape: ValueShape, after: str) -> tuple[Sequence[str], str | None]:
+        """Return the enforced keywords of a string and their rule, or None for the rule."""
         if self._dialect.characters is None:
             return (), None
         characters, quote = self._dialect.characters(self._rules), self._quote()
@@ -176,14 +176,14 @@ class SchemaRules:
             except UnsupportedPattern:
                 continue
             return (keyword,), f"{quote} {body} {quote}"
-        if shape.most is not None and shape.most <= LONGEST_COUNTED:
+        if shape.most is not None and shape.most <= MAX_COUNTED:
             first = [characters.one_of(EVERY)] * shape.least
             rest = characters.at_most(shape.most - shape.least, quote)
             return ("minLength", "maxLength"), " ".join([quote, *first, rest])
         if not shape.least:
             return (), None
-        least = min(shape.least, SHORTEST_COUNTED)
-        rest = self._dialect.string(self._rules, behind).removeprefix(f"{quote} ")
+        least = min(shape.least, MAX_UNBOUNDED_PREFIX)
+        rest = self._dialect.string(self._rules, after).removeprefix(f"{quote} ")
         rule = " ".join([quote, *[characters.one_of(EVERY)] * least, rest])
         return ("minLength",) if least == shape.least else (), rule
 
@@ -194,7 +194,7 @@ class SchemaRules:
         inner = f"{path}[]"
         items: list[str] = []
         most = shape.most
-        # With first items that are told one by one there are no others, unless somebody says so.
+        # With positional items no others are allowed, unless the schema says so.
         open_ended = not shape.listed or any(part.says_rest for part in shape.arrays) or shape.least > shape.listed
         for index in range(shape.listed):
             item = shape.item(index)
@@ -208,7 +208,7 @@ class SchemaRules:
         if open_ended and (most is None or most > len(fields)) and self._shapes.is_satisfiable(others):
             room = None if most is None else most - len(fields)
             low, high = max(0, shape.least - len(fields)), room
-            if low > LONGEST_REPEAT or (high is not None and high > LONGEST_REPEAT):
+            if low > MAX_REPEAT or (high is not None and high > MAX_REPEAT):
                 self._left_out.add(path, ("minItems", "maxItems"))
             rest = Rest(self.value(others, depth + 1, inner), low, high)
         separator = dialect.item + dialect.line(depth + 1)
@@ -221,7 +221,7 @@ class SchemaRules:
             return self._rules.written(dialect.open_object + dialect.close_object)
 
         def member(name: str, conjunction: Conjunction) -> str:
-            # A key is a name that somebody gave: control text in it is text.
+            # A key was named by the user: control text in it is plain text.
             key = self._written(self._key(name, depth))
             return f"{key} {self._signs(dialect.colon)} {self.value(conjunction, depth + 1, _below(path, name))}"
 
@@ -242,7 +242,7 @@ class SchemaRules:
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
-        """Members that nothing names: where the schema speaks of such, or names none, or wants more than it names."""
+        """Return a rule for unnamed members, if the schema describes them, names none, or needs more than it names."""
         inner = _below(path, "*")
         if shape.names and not any(each.kind == "string" for each in self._shapes.of(shape.names)):
             return None
@@ -258,7 +258,7 @@ class SchemaRules:
         if open_ended:
             written = self.value(shape.others, depth + 1, inner)
             if values:
-                # Which of them a name is told by is found by the check.
+                # Validation checks which of them applies to a name.
                 self._left_out.add(path, ("patternProperties",))
                 written = either([written, *(rule for _, rule in values)])
             pairs.append(f"{self._other_key(shape, path)} {self._signs(self._dialect.colon)} {written}")
@@ -278,25 +278,25 @@ class SchemaRules:
         return self._rules.add("inside", inside.within(*around))
 
     def _key(self, name: str, depth: int) -> str:
-        """The text of a key: a string wherever values are quoted, else as the template has it."""
+        """Return the text of a key."""
         written = self._dialect.encode({name: 0}, 0)
         return written[len(self._dialect.open_object + self._dialect.line(1)) : written.rindex(self._dialect.colon)]
 
     def _other_key(self, shape: ValueShape, path: str) -> str:
-        """A name that is not written out in the schema."""
+        """Return an expression for a key that the schema does not name."""
         if self._shapes.key(shape.names):
             if shape.named:
                 self._left_out.add(path, ("additionalProperties",))
             return self._key_of_names(shape, path)
         if not shape.named:
-            return self._dialect.key(self._rules, self._dialect.behind_strings)
-        if self._dialect.other_key is None or sum(map(len, shape.named)) > MOST_EXCLUDED:
+            return self._dialect.key(self._rules, self._dialect.after_strings)
+        if self._dialect.other_key is None or sum(map(len, shape.named)) > MAX_EXCLUDED:
             self._left_out.add(path, ("additionalProperties",))
-            return self._dialect.key(self._rules, self._dialect.behind_strings)
+            return self._dialect.key(self._rules, self._dialect.after_strings)
         return self._dialect.other_key(self._rules, shape.named)
 
     def _quote(self) -> str:
-        """The mark around a string in JSON's quotes."""
+        """Return the quotation mark around a JSON string."""
         both = self._dialect.encode("", 0)
         return literal(both[: len(both) // 2])
 
@@ -308,19 +308,19 @@ class SchemaRules:
             if each.values is not None:
                 choices += [self._written(self._key(name, 0)) for name in each.values]
                 continue
-            said, rule = self._limited(each, self._dialect.behind_strings)
+            said, rule = self._limited(each, self._dialect.after_strings)
             left = [keyword for keyword in (*says_of_string(each), *each.unsaid) if keyword not in said]
             self._left_out.add(path, ("propertyNames",) if left else ())
-            choices.append(rule or self._dialect.key(self._rules, self._dialect.behind_strings))
+            choices.append(rule or self._dialect.key(self._rules, self._dialect.after_strings))
         return either(choices)
 
     def _key_of_pattern(self, pattern: str, shape: ValueShape, path: str) -> str:
         if self._shapes.key(shape.names):
             self._left_out.add(path, ("propertyNames",))
-        _, rule = self._limited(ValueShape("string", patterns=(pattern,)), self._dialect.behind_strings)
+        _, rule = self._limited(ValueShape("string", patterns=(pattern,)), self._dialect.after_strings)
         if rule is None or len(shape.of_patterns) > 1:
             self._left_out.add(path, ("patternProperties",))
-        return rule or self._dialect.key(self._rules, self._dialect.behind_strings)
+        return rule or self._dialect.key(self._rules, self._dialect.after_strings)
 
     def _anything(self, depth: int) -> str:
         def any_value() -> str:
@@ -330,21 +330,21 @@ class SchemaRules:
 
         if self._too_deep(depth):
             return any_value()
-        key = ("anything", self._dialect, self._level(depth), depth == 0 and self._behind)
+        key = ("anything", self._dialect, self._level(depth), depth == 0 and self._after)
         return self._rules.recursive(key, "anything", lambda _: any_value())
 
     def _level(self, depth: int) -> int:
-        """Rules of different depths differ only where values are indented."""
+        """Return the depth for rule keys: rules of different depths differ only if values are indented."""
         return min(depth, 1) if self._dialect.indent is None else depth
 
     def _too_deep(self, depth: int) -> bool:
-        return self._dialect.indent is not None and depth > DEEPEST_INDENTED
+        return self._dialect.indent is not None and depth > MAX_INDENT_DEPTH
 
 
 def members_of(
     shape: ValueShape, shapes: SchemaShapes, *, sorted_keys: bool
 ) -> Iterator[tuple[str, Conjunction, bool]]:
-    """The members of an object that are named: the name, what the value has to be, whether it must be there."""
+    """Yield the named members of an object: name, schemas of its value, whether it is required."""
     named = {name: shape.member(name) for name in shape.named}
     for name, conjunction in members_in_order(named, sorted_keys=sorted_keys):
         if shapes.is_satisfiable(conjunction) and (not shape.names or shapes.fits(name, shape.names)):
@@ -352,13 +352,13 @@ def members_of(
 
 
 def says_of_string(shape: ValueShape) -> list[str]:
-    """The keywords of a shape of strings."""
+    """Return the keywords of a string shape."""
     said = ["pattern"] * bool(shape.patterns) + ["format"] * bool(shape.formats)
     return said + ["minLength"] * (shape.least > 0) + ["maxLength"] * (shape.most is not None)
 
 
 def bounds_of(numbers: NumberRange) -> list[str]:
-    """The keywords of a range."""
+    """Return the keywords of a range."""
     found = [] if numbers.low is None else ["exclusiveMinimum" if numbers.low_excluded else "minimum"]
     return found + ([] if numbers.high is None else ["exclusiveMaximum" if numbers.high_excluded else "maximum"])
 

@@ -1,4 +1,4 @@
-"""Rules for fields in order with separators between, such as the members of an object."""
+"""Grammar rules for ordered fields with separators, such as the members of an object."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from runner.parsing.ebnf import NOTHING, Rules, either
 
 __all__ = ["Field", "Rest", "Sequenced", "in_order"]
 
-LONGEST_REPEAT: Final = 4096
-"""Bounds on lengths above this are left to the check: a repetition is paid for in the compiled grammar."""
+MAX_REPEAT: Final = 4096
+"""Length bounds above this are left to validation, since repetitions enlarge the compiled grammar."""
 
-MOST_COUNTED: Final = 1200
-"""Of a sequence that would take more rules than this to count, the fields are not counted."""
+MAX_COUNTED_RULES: Final = 1200
+"""Rules for counting the fields of a sequence; above this, the fields are not counted."""
 
 Field: TypeAlias = tuple[str, bool]
 """An expression, and whether it is required."""
@@ -22,7 +22,7 @@ Field: TypeAlias = tuple[str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What may stand behind named fields, repeated."""
+    """Repeated items after the named fields."""
 
     item: str
     low: int = 0
@@ -31,16 +31,16 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Sequenced:
-    """Fields in order with separators between."""
+    """Expressions for ordered fields with separators."""
 
     some: str | None
-    """An expression for one field or more; None where there can be none."""
+    """Expression for one or more fields; None if there can be none."""
     may_be_empty: bool
     holds_bounds: bool = True
-    """Whether the number of fields is within its bounds."""
+    """True if the number of fields is enforced."""
 
     def within(self, opened: str, closed: str, empty: str) -> str:
-        """An expression for the fields between two others, or for the one that stands for none of them."""
+        """Return an expression for the fields between `opened` and `closed`, or `empty` for no fields."""
         choices = [] if self.some is None else [f"{opened} {self.some} {closed}"]
         return either([*choices, empty] if self.may_be_empty else choices)
 
@@ -55,24 +55,24 @@ def in_order(
     least: int = 0,
     most: int | None = None,
 ) -> Sequenced:
-    """Fields in order; those that are not required may be left out; then `rest` repeated.
+    """Return fields in order, optional ones possibly omitted, then `rest` repeated.
 
     Args:
-        rules: the rules of the grammar.
+        rules: rules of the grammar.
         fields: the fields.
-        separator: an expression for what stands between two.
-        rest: what may stand behind them.
-        all_before: a field may be left out only if all later ones are, as in an array.
-        least: the least number of fields that stand there, of the rest too.
-        most: the most.
+        separator: expression between two fields.
+        rest: items after the fields.
+        all_before: a field may be omitted only if all later ones are, as in an array.
+        least: minimum number of fields and rest items.
+        most: maximum number of fields and rest items.
     """
     required = sum(needed for _, needed in fields)
     no_more = rest is None and (most is None or most >= len(fields))
     if least <= required and (most is None or no_more):
         return _uncounted(rules, fields, separator, rest, all_before=all_before)
     top = max(least, most or 0)
-    too_many = top * (len(fields) + 1) > MOST_COUNTED and (bool(fields) or rest is None)
-    if too_many or top > LONGEST_REPEAT:
+    too_many = top * (len(fields) + 1) > MAX_COUNTED_RULES and (bool(fields) or rest is None)
+    if too_many or top > MAX_REPEAT:
         plain = _uncounted(rules, fields, separator, rest, all_before=all_before)
         return Sequenced(plain.some, plain.may_be_empty, holds_bounds=False)
     return _Counted(rules, fields, separator, rest, least, most).sequenced()
@@ -94,7 +94,7 @@ def _uncounted(
 
 
 def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, str]:
-    """Expressions for the rest as the first of a sequence, one item at least, and for it behind other fields."""
+    """Return expressions for the rest: alone with at least one item, and after other fields."""
     if rest is None or rest.high == 0:
         return None, NOTHING
     following = f"({separator} {rest.item})"
@@ -105,7 +105,7 @@ def _rest(rules: Rules, separator: str, rest: Rest | None) -> tuple[str | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Writes a sequence in which the fields are counted."""
+    """Writes a sequence whose fields are counted."""
 
     rules: Rules
     fields: Sequence[Field]
@@ -115,7 +115,7 @@ class _Counted:
     most: int | None
 
     def sequenced(self) -> Sequenced:
-        """The sequence."""
+        """Return the sequence."""
         known: dict[tuple[int, int], str | None] = {}
         for index in range(len(self.fields), -1, -1):
             for count in range(index + 1):
@@ -124,7 +124,7 @@ class _Counted:
         return Sequenced(self._first(0, known), empty)
 
     def _after(self, index: int, count: int, known: dict[tuple[int, int], str | None]) -> str | None:
-        """What stands behind `count` fields out of the first `index`; None where no sequence has them."""
+        """Return an expression after `count` fields of the first `index`; None if no sequence has them."""
         if self.most is not None and count > self.most:
             return None
         if index == len(self.fields):
@@ -162,7 +162,7 @@ class _Counted:
 
 
 def _times(low: int, high: int | None) -> str:
-    low = min(low, LONGEST_REPEAT)
-    if high is None or high > LONGEST_REPEAT:
+    low = min(low, MAX_REPEAT)
+    if high is None or high > MAX_REPEAT:
         return "*" if low == 0 else f"{{{low},}}"
     return f"{{{low},{high}}}"

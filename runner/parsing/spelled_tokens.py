@@ -1,4 +1,4 @@
-"""Tells a control token from its name: where a model spelt one with letters it speaks of it, and does not use it."""
+"""Distinguishes control tokens from their names: a name that a model spelled with letters is plain text."""
 
 from __future__ import annotations
 
@@ -13,70 +13,70 @@ from runner.tokens.tokenizer import Tokenizer
 __all__ = ["SpelledTokenStream", "SpelledTokens"]
 
 _NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""What no text has that is exchanged; where one has all the same, it is said twice while names are broken."""
+"""Unicode noncharacters, which text does not contain; if one occurs anyway, it is doubled while names are broken up."""
 
 
 class SpelledTokens:
-    """One turn's text with every name of a control token that was spelt broken in two, so that no reader takes it."""
+    """Text of a turn in which spelled names of control tokens are broken up, so that readers do not see them."""
 
     def __init__(self, text: str, ids: Sequence[int], tokens: Mapping[str, int], tokenizer: Tokenizer) -> None:
-        """Break what was spelt.
+        """Break up spelled names.
 
         Args:
-            text: what the model said, or the begin of it.
-            ids: what it sampled, from the begin of the text on.
-            tokens: the control tokens that count.
-            tokenizer: what makes text of ids.
+            text: output of the model, or its begin.
+            ids: sampled ids from the begin of the text.
+            tokens: control tokens of the format.
+            tokenizer: tokenizer of the ids.
         """
         self.text = text
-        """The text as a reader should see it."""
-        self._healer: SpelledTokenStream | None = None
+        """Text for readers."""
+        self._stream: SpelledTokenStream | None = None
         if any(text.count(name) > ids.count(token_id) for name, token_id in tokens.items()):
-            self._healer = SpelledTokenStream(tokens, _free_sign(text))
-            self.text = "".join(_broken(self._healer, text, ids, tokenizer))
+            self._stream = SpelledTokenStream(tokens, _free_sign(text))
+            self.text = "".join(_broken(self._stream, text, ids, tokenizer))
 
     def restored(self, value: Any) -> Any:
-        """A value that was read from `text`, with its names whole again."""
-        return value if self._healer is None else self._healer.restored(value)
+        """Return a value that was read from `text`, with its names restored."""
+        return value if self._stream is None else self._stream.restored(value)
 
     def restored_call(self, call: ToolCall) -> ToolCall:
-        """The same for a call, whose error may quote the text."""
-        return call if self._healer is None else self._healer.restored_call(call)
+        """Return a call with its names restored; its error may quote the text."""
+        return call if self._stream is None else self._stream.restored_call(call)
 
 
 class SpelledTokenStream:
-    """The same for a text that comes in pieces, each that of one id."""
+    """The same for text that arrives in pieces, one per id."""
 
     def __init__(self, tokens: Mapping[str, int], sign: str = _NONCHARACTERS[0]) -> None:
-        """Begin a text in which these control tokens count, and `sign` breaks what is spelt."""
+        """Begin a text; `sign` breaks up the spelled names of these control tokens."""
         self._names = {token_id: name for name, token_id in tokens.items()}
         self._longest = max(map(len, tokens), default=0)
         self._sign = sign
         self._tail = ""
-        self._broken = False  # names, or the text has the sign itself
+        self._broken = False  # a name was broken up, or the text contains the sign
 
     def feed(self, piece: str, token_id: int) -> str:
-        """The piece that an id completed as a reader should see it."""
+        """Return the piece that an id completed, for readers."""
         name = self._names.get(token_id, "")
         if not piece or not self._names:
             return piece
-        spelt, self._tail = self._unspelt(piece[: len(piece) - len(name)]), "" if name else self._tail
-        return spelt + name
+        broken, self._tail = self._break_names(piece[: len(piece) - len(name)]), "" if name else self._tail
+        return broken + name
 
     def restored(self, value: Any) -> Any:
-        """A value that was read, with its names whole again."""
-        return _healed(value, self._sign) if self._broken else value
+        """Return a value that was read, with its names restored."""
+        return _restored(value, self._sign) if self._broken else value
 
     def restored_call(self, call: ToolCall) -> ToolCall:
-        """The same for a call, whose error may quote the text."""
+        """Return a call with its names restored; its error may quote the text."""
         if not self._broken:
             return call
         quoted = re.escape(repr(self._sign)[1:-1])
         error = call.error and self.restored(_once(call.error, quoted))
         return ToolCall(call.id, self.restored(call.name), self.restored(call.arguments), error=error)
 
-    def _unspelt(self, piece: str) -> str:
-        """The piece with its last character set apart where it completes a name."""
+    def _break_names(self, piece: str) -> str:
+        """Return the piece, with the last character of each name that it completes set apart."""
         window = self._tail + piece
         self._tail = window[1 - self._longest :] if self._longest > 1 else ""
         ends = {
@@ -94,18 +94,18 @@ class SpelledTokenStream:
 
 
 def _broken(spelling: SpelledTokenStream, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text piece by piece, which the ids may go on behind."""
+    """Yield the text in pieces; the ids may continue after it."""
     decoder, left = IncrementalDecoder(tokenizer), len(text)
     for token_id in ids:
         piece = decoder.feed([token_id])
-        # Of an id that is not whole in the text only letters are left.
+        # An id that is only partly in the text counts as letters.
         yield spelling.feed(piece[:left], token_id if len(piece) <= left else -1)
         left = max(0, left - len(piece))
     yield spelling.feed(decoder.finish()[:left], -1)
 
 
 def _free_sign(text: str) -> str:
-    """One that the text has not, as it is or escaped."""
+    """Return a sign that the text does not contain, raw or escaped."""
     low = text.lower()
     return next(
         (sign for sign in _NONCHARACTERS if sign not in text and f"{ord(sign):x}" not in low), _NONCHARACTERS[0]
@@ -113,13 +113,13 @@ def _free_sign(text: str) -> str:
 
 
 def _once(text: str, sign: str) -> str:
-    """The text with every two of the signs as one, and without those that stand alone."""
+    """Return the text with doubled signs as one, and without single ones."""
     return re.sub(f"{sign}({sign})?", lambda match: match[1] or "", text)
 
 
-def _healed(value: Any, sign: str) -> Any:
+def _restored(value: Any, sign: str) -> Any:
     if isinstance(value, str):
         return _once(value, sign)
     if isinstance(value, Mapping):
-        return {_healed(key, sign): _healed(each, sign) for key, each in value.items()}
-    return [_healed(each, sign) for each in value] if isinstance(value, list) else value
+        return {_restored(key, sign): _restored(each, sign) for key, each in value.items()}
+    return [_restored(each, sign) for each in value] if isinstance(value, list) else value

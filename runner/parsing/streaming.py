@@ -1,4 +1,4 @@
-"""Reads a turn whose text comes in pieces: the same thought, content and calls as reading the whole of it."""
+"""Reads a turn whose text arrives in pieces, with the same result as reading the complete text."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ __all__ = ["TurnStream"]
 
 
 class TurnStream:
-    """One turn, read while it is sampled.
+    """Reads one turn while it is sampled.
 
-    A call is told as soon as nothing that may follow can change it, and never again. One that cannot be read is told at
-    the end of the turn, with what stands behind it, since the text that would mend it may still come. Of thought and
-    content only what may be the begin of a mark is held back, and white space until something stands behind it; so
-    the pieces of the content, joined, are that of `reading`, but for white space at the very begin of a turn that
-    calls something. Where calls have no trigger, what stands from the first position on that may begin one is told at
-    the end; where nothing opens a thought, so is all that is not known to be one by its close.
+    A call is emitted once, as soon as no later text can change it. An unreadable call is emitted at the end of the
+    turn,
+    with the text after it, since later text may repair it. Of reasoning and content, only a possible begin of a mark
+    and
+    white space before further text are held back. So the joined content pieces equal the content of `reading`, except
+    for white space at the start of a turn with calls. If calls have no trigger, the text from the first possible begin
+    of
+    a call is emitted at the end. If reasoning has no opening mark, all text before its close is emitted at the end.
     """
 
     def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:
         """Begin a turn.
 
         Args:
-            reader: what reads turns of this format.
-            schemas: the tools that may be called; None where they are not known.
+            reader: reader of turns of this format.
+            schemas: tools that may be called; None if they are unknown.
         """
         self._reader = reader
         self._schemas = schemas
         self._told = EventCollector()
-        self._held = ""  # what may begin a mark
+        self._held = ""  # a possible begin of a mark
         self._ended = False
         self._state: Callable[[str], str] = self._start
         self._thought_open, self._thought_close = reader.reasoning.open, reader.reasoning.close
         self._watch = EndDetector([self._thought_close], quoted=False)
-        self._unsaid: list[str] = []  # a thought, if its close comes
+        self._unsaid: list[str] = []  # reasoning, if its close follows
         self._section: _Section | None = None
-        self._last = ""  # the sign that was told last
+        self._last = ""  # the last emitted character
 
     @property
     def reading(self) -> TurnReading:
-        """What was said so far; behind `finish()` it is what `TurnReader.read` gives for the whole text."""
+        """The parts of the text so far; after `finish()` they equal `TurnReader.read` of the complete text."""
         return self._told.reading
 
     def feed(self, text: str) -> list[Event]:
-        """What is sure now that `text` has come."""
+        """Return the events that `text` completes."""
         while text:
             text = self._state(text)
         return self._told.take()
 
     def finish(self) -> list[Event]:
-        """What was held back, now that nothing comes any more."""
+        """Return the events that were held back until the end of the turn."""
         self._ended = True
         text = self._state("")
         while text:
@@ -65,10 +67,10 @@ class TurnStream:
             self._told.finish()
         return self._told.take()
 
-    # --- states: each takes what has come and gives back what is another's
+    # --- states: each consumes text and returns the rest for the next state
 
     def _start(self, text: str) -> str:
-        """In front of the thought, if there is one."""
+        """Before the reasoning, if there is any."""
         text = self._taken(text)
         start = text.lstrip()
         opening, closing = self._thought_open, self._thought_close
@@ -79,7 +81,7 @@ class TurnStream:
             self._state = self._thought
             return start[len(opening) :]
         if start.startswith(closing):
-            self._state = self._behind_thought
+            self._state = self._after_thought
             return start[len(closing) :]
         if self._reader.reasoning.opened_by_prompt:
             self._state = self._thought
@@ -88,7 +90,7 @@ class TurnStream:
         return text
 
     def _unopened(self, text: str) -> str:
-        """In what is a thought if something closes it."""
+        """In text that is reasoning only if a close follows."""
         end = None if self._ended else self._watch.feed(text)
         self._unsaid.append(text[:end])
         if end is None and not self._ended:
@@ -98,7 +100,7 @@ class TurnStream:
             self._state = self._before_content
             return said
         self._told.think(said[: -len(self._thought_close)])
-        self._state = self._behind_thought
+        self._state = self._after_thought
         return text[end:]
 
     def _thought(self, text: str) -> str:
@@ -106,12 +108,12 @@ class TurnStream:
         at = text.find(self._thought_close)
         if at >= 0:
             self._told.think(text[:at])
-            self._state = self._behind_thought
+            self._state = self._after_thought
             return text[at + len(self._thought_close) :]
         self._hold(text, self._thought_close, self._told.think)
         return ""
 
-    def _behind_thought(self, text: str) -> str:
+    def _after_thought(self, text: str) -> str:
         self._told.end_part()
         text = text.lstrip()
         if text:
@@ -119,7 +121,7 @@ class TurnStream:
         return text
 
     def _before_content(self, text: str) -> str:
-        """In front of the content's own mark, if it has one."""
+        """Before the content's own mark, if it has one."""
         opening = self._reader.content_open
         if opening:
             text = self._taken(text).lstrip()
@@ -142,7 +144,7 @@ class TurnStream:
         return text[at:]
 
     def _lines(self, text: str) -> str:
-        """In content, where the calls have no mark of their own."""
+        """In content whose calls have no trigger."""
         assert self._reader.calls is not None
         text = self._taken(text)
         at, begun = self._reader.calls.may_begin(text, self._last, self._schemas, whole=self._ended)
@@ -174,7 +176,7 @@ class TurnStream:
         return rest
 
     def _hold(self, text: str, mark: str, tell: Callable[[str], None]) -> None:
-        """Tell `text` but for an end that may begin the mark."""
+        """Emit `text` except for an end that may begin the mark."""
         begun = 0 if self._ended or not mark else partial_mark_length(text, (mark,))
         self._held = text[len(text) - begun :]
         tell(text[: len(text) - begun])
@@ -184,14 +186,14 @@ class TurnStream:
         return text
 
 
-ENOUGH: Final = 300
-"""As long a text as ends a call, white space in it included."""
+END_LENGTH: Final = 300
+"""Characters that suffice for the end of a call, with white space in it."""
 IN_LINE: Final = "."
-"""What stands for the text in front of a call that does not begin its line."""
+"""Stand-in for the text before a call that does not begin its line."""
 
 
 class _Section:
-    """The calls behind one trigger, kept until they can be read."""
+    """The calls after one trigger, kept until they can be read."""
 
     def __init__(self, reader: CallReader, schemas: Schemas | None, *, in_line: bool) -> None:
         self._reader = reader
@@ -207,20 +209,20 @@ class _Section:
         self._watch = EndDetector(marks, quoted=quoted) if watched else None
 
     def feed(self, text: str, told: EventCollector) -> str | None:
-        """Tell the calls that are sure by now; what stands behind them where they are closed, else None."""
+        """Emit the calls that are certain; return the text after the section if it is closed, else None."""
         while text:
             end = None if self._watch is None else self._watch.feed(text)
             self.keep(text[:end])
             if end is None:
                 return None
             text = text[end:]
-            behind = self._read(told)
-            if behind is not None:
-                return behind + text
+            after = self._read(told)
+            if after is not None:
+                return after + text
         return None
 
     def finish(self, told: EventCollector) -> None:
-        """Tell all that is left."""
+        """Emit all that is left."""
         text = self._before + "".join(self._parts)
         for part in self._reader.parts(text, self._schemas, begun=self._begun):
             if isinstance(part, ReadCall):
@@ -230,16 +232,16 @@ class _Section:
                 self._before = ""
 
     def _last_signs(self) -> str:
-        """The end of what is kept, long enough for what ends a call."""
+        """Return the end of the kept text, long enough for the end of a call."""
         signs = ""
         for part in reversed(self._parts):
-            signs = part[-ENOUGH:] + signs
-            if len(signs) >= ENOUGH:
+            signs = part[-END_LENGTH:] + signs
+            if len(signs) >= END_LENGTH:
                 break
         return signs
 
     def keep(self, text: str) -> None:
-        """Take what has come."""
+        """Keep text."""
         self._parts.append(text)
         self._length += len(text)
 

@@ -1,4 +1,4 @@
-"""Rules for strings of JSON of some length, or that match a pattern."""
+"""Grammar rules for JSON strings of bounded length, or that match a pattern."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 Characters: TypeAlias = Sequence[tuple[int, int]]
-"""Ranges of code points, in order."""
+"""Ranges of code points, sorted."""
 
-_LAST: Final = 0x10FFFF
+_MAX_CODE_POINT: Final = 0x10FFFF
 _SURROGATES: Final = (0xD800, 0xDFFF)
-EVERY: Final[Characters] = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _LAST))
+EVERY: Final[Characters] = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _MAX_CODE_POINT))
 
-MOST_REPEATED: Final = 128
-"""Repetitions above this are left to the check: each is paid for in the compiled grammar."""
+MAX_REPEATED: Final = 128
+"""Repetitions above this are left to validation, since each one enlarges the compiled grammar."""
 
 _YEAR: Final = "[0-9]{4}"
 _DATE: Final = (
@@ -47,35 +47,35 @@ FORMATS: Final = {
     "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
     "email": rf"^[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@{_LABEL}(\.{_LABEL})+$",
 }
-"""Formats that are enforced, each by a pattern of what surely has it."""
+"""Enforced formats, each with a pattern of certainly valid values."""
 
 
 class UnsupportedPattern(Exception):
-    """No grammar can be made of a pattern; the message is a clause that says why."""
+    """No grammar exists for a pattern; the message is a clause with the reason."""
 
 
 class JsonCharacters:
-    """Characters as they stand in a string of JSON."""
+    """Characters as written in a JSON string."""
 
     def __init__(self, rules: Rules, *, ascii_only: bool, written: Callable[[str], str]) -> None:
-        """`written` is what the text of the string is passed through before it stands in the turn."""
+        """Create characters whose text is passed through `written`."""
         self._rules = rules
         self._ascii = ascii_only
         self._written = written
 
     def text(self, text: str) -> str:
-        """An expression for this text."""
+        """Return an expression for this text."""
         return literal(self._written(json.dumps(text, ensure_ascii=self._ascii)[1:-1]))
 
     def one_of(self, ranges: Characters) -> str:
-        """An expression for one of these characters."""
+        """Return an expression for one of these characters."""
         return either(self.choices(ranges))
 
     def choices(self, ranges: Characters) -> list[str]:
-        """The ways in which one of these characters may be written, each an expression without alternatives.
+        """Return the forms of one of these characters, each an expression without alternatives.
 
         Raises:
-            UnsupportedPattern: there are too many that would have to be escaped.
+            UnsupportedPattern: too many characters would have to be escaped.
         """
         plain: list[tuple[int, int]] = []
         escaped: list[int] = []
@@ -96,13 +96,13 @@ class JsonCharacters:
             if sum(last - max(first, 0x7F) + 1 for first, last in wide) <= 64:
                 choices += [self.text(chr(each)) for first, last in wide for each in range(max(first, 0x7F), last + 1)]
             elif not choices:
-                raise UnsupportedPattern("it is of characters that are written as escapes")
+                raise UnsupportedPattern("its characters would have to be escaped")
         if not choices:
-            raise UnsupportedPattern("it has no character")
+            raise UnsupportedPattern("it matches no character")
         return choices
 
     def _escapes(self, *, wide: bool) -> list[str]:
-        """The escapes of quotes and controls, and those of all that is not ASCII if `wide`."""
+        """Return the escapes of quotes and control characters, and with `wide` of everything outside ASCII."""
         backslash = literal(self._written("\\"))
         short = [literal(self._written("\\" + sign)) for sign in ('"', "\\")]
         found = [*short, f"{backslash} [bfnrt]"]
@@ -110,11 +110,11 @@ class JsonCharacters:
         return [*found, *(f"{backslash} {unit.format(backslash=backslash)}" for unit in units)]
 
     def but(self, names: Collection[str]) -> str:
-        """An expression for any text that is none of these."""
+        """Return an expression for any text except these."""
         return text_but(names, self._rules, self.text, self.choices)
 
     def at_most(self, most: int, quote: str) -> str:
-        """An expression for the rest of a string: so many characters at most, and its closing quote."""
+        """Return an expression for the rest of a string: at most this many characters, and its closing quote."""
         rule = self._rules.add("end", quote)
         for _ in range(most):
             rule = self._rules.add("end", " | ".join([quote, *(f"{each} {rule}" for each in self.choices(EVERY))]))
@@ -122,9 +122,9 @@ class JsonCharacters:
 
 
 def repeated(rules: Rules, choices: Sequence[str], least: int, most: int | None) -> str:
-    """An expression for one of `choices` so many times.
+    """Return an expression for one of `choices`, repeated.
 
-    Right recursion over each of them: of a star over a rule the library would match the whole vocabulary at every id.
+    Right recursion over each choice: for a star over a rule, xgrammar matches the whole vocabulary at every token.
     """
     if most is None:
         key = ("repeated", *choices)
@@ -140,7 +140,7 @@ def _or_nothing(choices: Sequence[str], more: str) -> str:
     return " | ".join([NOTHING, *(f"{each} {more}" for each in choices)])
 
 
-# Half of a surrogate pair is no character: it would be a string that cannot be written down.
+# Half a surrogate pair is not a character: the string could not be encoded.
 ASCII_UNITS: Final = (
     '"u" [0-9a-ce-f] [0-9a-f] [0-9a-f] [0-9a-f]',
     '"ud" [0-7] [0-9a-f] [0-9a-f]',
@@ -155,31 +155,31 @@ def text_but(
     choices_of: Callable[[Characters], list[str]],
     every: Characters = EVERY,
 ) -> str:
-    """An expression for any text that is none of these names.
+    """Return an expression for any text except these names.
 
     Args:
         names: the names.
-        rules: the rules of the grammar.
-        text: writes a text.
-        choices_of: the ways to write one of some characters.
-        every: the characters that a text may have.
+        rules: rules of the grammar.
+        text: returns the expression for a text.
+        choices_of: returns the forms of one of some characters.
+        every: characters that a text may have.
     """
     anything = repeated(rules, choices_of(every), 0, None)
 
-    def behind(left: Collection[str]) -> str:
-        """What may stand where these are what is left of the names that it could still become."""
+    def after(left: Collection[str]) -> str:
+        """Return a rule for the rest of a text that may still become one of `left`."""
         choices = [] if "" in left else [NOTHING]
         firsts = sorted({name[0] for name in left if name})
         if others := _without(every, [(ord(first), ord(first)) for first in firsts]):
             choices += [f"{each} {anything}" for each in choices_of(others)]
         for first in firsts:
-            choices.append(f"{text(first)} {behind({name[1:] for name in left if name[:1] == first})}")
+            choices.append(f"{text(first)} {after({name[1:] for name in left if name[:1] == first})}")
         return rules.add("name", either(choices))
 
-    return behind(set(names))
+    return after(set(names))
 
 
-_PLAIN: Final = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST))
+_PLAIN: Final = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _MAX_CODE_POINT))
 _PLAIN_ASCII: Final = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E))
 _ESCAPED: Final = (0x22, 0x5C, *range(0x20))
 
@@ -197,20 +197,20 @@ def _in_class(code: int) -> str:
 
 
 def characters_but(signs: str) -> Characters:
-    """All characters but these, and those that control."""
+    """Return all characters except these and control characters."""
     return _complement([(0, 0x1F), *((ord(sign), ord(sign)) for sign in signs)])
 
 
 def character_class(ranges: Characters) -> str:
-    """One of these characters as they are."""
+    """Return the class of these characters."""
     return f"[{''.join(_range(*each) for each in ranges)}]"
 
 
 def pattern_rule(pattern: str, characters: JsonCharacters, rules: Rules) -> str:
-    """An expression for the strings in which a pattern is found, without their quotes.
+    """Return an expression for the strings that a pattern matches, without their quotes.
 
     Raises:
-        UnsupportedPattern: no grammar says that.
+        UnsupportedPattern: no grammar can express it.
     """
     parser: Any = importlib.import_module("re._parser")
     parsed = list(parser.parse(python_pattern(pattern).pattern))
@@ -218,14 +218,14 @@ def pattern_rule(pattern: str, characters: JsonCharacters, rules: Rules) -> str:
 
 
 class _PatternWriter:
-    """Writes a pattern, as Python has parsed it, as rules."""
+    """Writes a pattern as rules, from the parse tree of Python's `re`."""
 
     def __init__(self, characters: JsonCharacters, rules: Rules) -> None:
         self._characters = characters
         self._rules = rules
 
     def found(self, parsed: Sequence[Any], *, begins: bool = False, ends: bool = False) -> str:
-        """An expression for the strings in which it is found; that begin, or end, with it where that is known."""
+        """Return an expression for strings that match; `begins` and `ends` anchor the match at the start or end."""
         body = list(parsed)
         while body and _is_at(body[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             body, begins = body[1:], True
@@ -245,7 +245,7 @@ class _PatternWriter:
         return " ".join(self.one(each) for each in parsed) or NOTHING
 
     def _choices(self, parsed: Sequence[Any]) -> list[str]:
-        """What is repeated, as alternatives where it is one of some characters."""
+        """Return the repeated part; as alternatives if it is a single character class."""
         if len(parsed) == 1 and _is(parsed[0], "IN"):
             return self._characters.choices(_class(parsed[0][1]))
         if len(parsed) == 1 and _is(parsed[0], "ANY"):
@@ -270,10 +270,10 @@ class _PatternWriter:
             case "MAX_REPEAT" | "MIN_REPEAT":
                 low, high, inner = value
                 most = None if str(high) == "MAXREPEAT" else int(high)
-                if max(low, most or 0) > MOST_REPEATED:
-                    raise UnsupportedPattern(f"it repeats something more than {MOST_REPEATED} times")
+                if max(low, most or 0) > MAX_REPEATED:
+                    raise UnsupportedPattern(f"it repeats something more than {MAX_REPEATED} times")
                 return repeated(self._rules, self._choices(list(inner)), low, most)
-        raise UnsupportedPattern(f"no grammar says {name.lower()} of a pattern")
+        raise UnsupportedPattern(f"no grammar can express {name.lower()} of a pattern")
 
 
 def _is(item: Any, name: str) -> bool:
@@ -285,7 +285,7 @@ def _is_at(item: Any, *names: str) -> bool:
 
 
 def _anchored(parsed: Any) -> bool:
-    """Whether an anchor stands at a border of it, or of what it is made of."""
+    """Return whether the pattern, or one of its alternatives, begins or ends with an anchor."""
     items = list(parsed)
     if len(items) == 1 and _is(items[0], "BRANCH"):
         return any(_anchored(each) for each in items[0][1][1])
@@ -309,7 +309,7 @@ def _class(items: Sequence[Any]) -> Characters:
             case "CATEGORY" if str(value) in _CATEGORIES:
                 found += _CATEGORIES[str(value)]
             case _:
-                raise UnsupportedPattern(f"no grammar says {str(value).lower()} of a pattern")
+                raise UnsupportedPattern(f"no grammar can express {str(value).lower()} of a pattern")
     found.sort()
     return _complement(found) if negated else found
 
@@ -319,7 +319,7 @@ def _complement(ranges: Characters) -> Characters:
 
 
 def _without(every: Characters, ranges: Characters) -> Characters:
-    """The characters of the first that are not in the second."""
+    """Return the characters of the first that are not in the second."""
     found: list[tuple[int, int]] = []
     for low, high in every:
         at = low

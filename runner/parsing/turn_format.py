@@ -1,4 +1,4 @@
-"""Turn formats: how a template writes an assistant's turn, as literals, slots and notations. All of it plain values."""
+"""Turn formats: how a template writes an assistant's turn, as plain values of literals, slots and notations."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ __all__ = [
 
 
 class Slot(enum.StrEnum):
-    """What differs from call to call."""
+    """Parts that differ between calls."""
 
     NAME = "name"
     ARGUMENTS = "arguments"
-    ID = "id"  # of the call, as its message has it
-    INDEX = "index"  # the number of the call in its turn
+    ID = "id"  # of the call, as in its message
+    INDEX = "index"  # number of the call in its turn
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralText:
-    """A piece of a call that is always the same."""
+    """A constant piece of a call."""
 
     text: str
-    """The piece itself."""
 
 
 Piece: TypeAlias = LiteralText | Slot
@@ -55,38 +54,38 @@ class WholeArguments:
     """Arguments written as one object."""
 
     notation: Notation
-    """How the object is written."""
+    """Notation of the object."""
     kind: Literal["whole"] = "whole"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueStyle:
-    """How values of one type stand between their key and what follows."""
+    """Form of values of one type, from their key to the text after them."""
 
     open: str
-    """What stands between the key and the value."""
+    """Text between the key and the value."""
     notation: Notation
-    """How the value is written."""
+    """Notation of the value."""
     close: str
-    """What stands behind the value, still part of it, such as a closing quotation mark."""
+    """Text that ends the value and belongs to it, such as a closing quotation mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """Arguments written one by one, each key and value between literals."""
+    """Arguments written as keys and values between literals."""
 
     head: str
-    """What stands in front of the first key."""
+    """Text before the first key."""
     separator: str
-    """What stands between a value and the next key."""
+    """Text between a value and the next key."""
     tail: str
-    """What stands behind the last value."""
+    """Text after the last value."""
     none: str | None
-    """What a call without arguments has instead; None where that cannot be written."""
+    """Text in place of arguments for a call without any; None if it cannot be written."""
     styles: Mapping[ValueType, ValueStyle]
-    """How the values of each type are written; a type that is not there cannot be."""
+    """Form of the values of each type; missing types cannot be written."""
     sorted_keys: bool = False
-    """Whether arguments stand in the order of their names, whatever the order in which they were given."""
+    """True if arguments are sorted by name."""
     kind: Literal["tagged"] = "tagged"
 
 
@@ -95,59 +94,58 @@ ArgumentsFormat: TypeAlias = WholeArguments | TaggedArguments
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """The JSON object around one call's name and arguments, so that its members may be read in any order."""
+    """JSON object around name and arguments of one call, whose members may be read in any order."""
 
     name: tuple[str, ...]
-    """The keys that lead to the name; () where the name is itself the key of the arguments."""
+    """Keys that lead to the name; () if the name is the key of the arguments."""
     arguments: tuple[str, ...]
-    """The keys that lead to the arguments; () where the name is the key."""
+    """Keys that lead to the arguments; () if the name is their key."""
     id: tuple[str, ...] | None
-    """The keys that lead to the call's id, where it has one."""
+    """Keys that lead to the call's id, if it has one."""
 
 
 class IdStyle(enum.StrEnum):
-    """What a template takes as the id of a call, as the id that we make up for a call of some number."""
+    """Form of call ids that a template accepts, as a format string for generated ids."""
 
     ANY = "call_{number}"
-    NINE = "call{number:05}"  # nine letters and digits, as Mistral's templates want them
+    NINE = "call{number:05}"  # nine letters and digits, required by Mistral's templates
 
     def pattern(self, longest: int = 64) -> str:
-        """What a model's own ids have to match, as a regular expression that is an EBNF expression too."""
+        """Return a regular expression for ids of the model, also valid as an EBNF expression."""
         return "[0-9A-Za-z]{9}" if self is IdStyle.NINE else f"[0-9A-Za-z_.:/$\\-]{{1,{longest}}}"
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How the calls of a turn are written: `begin`, a call, `between`, a call, `close`."""
+    """Form of the calls of a turn: `begin`, a call, `between`, a call, `close`."""
 
     begin: str
-    """What stands in front of the first call."""
+    """Text before the first call."""
     call: tuple[Piece, ...]
-    """The pieces of one call."""
+    """Pieces of one call."""
     between: str | None
-    """What stands between two calls; None where a turn can have only one."""
+    """Text between two calls; None if a turn can have only one."""
     close: str
-    """What stands behind the last call and is sampled, without what ends any turn."""
+    """Sampled text after the last call, without the end of every turn."""
     arguments: ArgumentsFormat
-    """How arguments are written."""
     container: Container | None
-    """The JSON object that a call is, or None where it is more than one."""
+    """JSON object that is the call; None if the call has other parts."""
     trigger: str
-    """What tells that calls begin; "" where nothing does but the call itself."""
+    """Text that begins calls; "" if missing."""
     after_content: str | None
-    """What stands between a content and the calls behind it; None where no content can stand before calls."""
+    """Text between content and the calls after it; None if content cannot precede calls."""
     before_content: str | None
-    """What stands between calls and the content behind them; None where it stands before them, or nowhere."""
+    """Text between calls and the content after them; None if content precedes them, or is dropped."""
     id_pieces: tuple[Piece, ...] | None
-    """What the id of a call has to look like for the template to show its name; None where any will do."""
+    """Form of an id for templates that show the name only in the id; None if any id is accepted."""
     ids: IdStyle
-    """How the ids of calls look."""
+    """Form of generated ids."""
     stop: str
-    """The control token that ends a turn with calls, where that is not what ends any turn."""
+    """Control token that ends a turn with calls, if it differs from the end of other turns."""
 
     @property
     def post(self) -> str:
-        """What surely ends one call, whether another follows or not."""
+        """Text that certainly ends one call, whether or not another one follows."""
         if self.between is None:
             return self.close
         length = next(
@@ -159,19 +157,19 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a thought stands in a turn."""
+    """Form of the reasoning in a turn."""
 
     open: str
-    """What opens a thought; "" where nothing does."""
+    """Mark before the reasoning; "" if missing."""
     close: str
-    """What ends it."""
+    """Mark after the reasoning."""
     opened_by_prompt: bool
-    """Whether the prompt ends inside a thought, so that the model does not write `open` itself."""
+    """True if the prompt ends inside the reasoning, so that the model does not write `open`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentFormat:
-    """What stands around the content of a turn; "" and "" for most."""
+    """Texts around the content of a turn; "" for most templates."""
 
     open: str
     close: str
@@ -179,35 +177,35 @@ class ContentFormat:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """How a checkpoint has its own answers taken apart: it tells how they are read, and not how they are written."""
+    """Response parsing of a checkpoint, which says how answers are read, not how they are written."""
 
     template: Mapping[str, Any]
-    """The checkpoint's `response_template`, which transformers reads answers by."""
+    """The checkpoint's `response_template` for transformers."""
     prompt: str
-    """What a prompt ends with, behind the words of the user; the answer may begin in it."""
+    """End of the prompt after the user's text; the answer may begin in it."""
     closed: bool = True
-    """Whether a call is whole only with its close behind it; in some templates what ends the turn is the close."""
+    """True if a complete call needs its close; in some templates the end of the turn is the close."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFormat:
-    """How a template writes what an assistant says."""
+    """Form in which a template writes an assistant's turn."""
 
     calls: CallFormat | None
-    """How it writes calls; None where it does so in no way that can be read."""
+    """Form of calls; None if calls cannot be read."""
     reasoning: ReasoningFormat | None
-    """How it writes a thought; None where it shows none."""
+    """Form of the reasoning; None if the template does not show it."""
     content: ContentFormat
-    """What it puts around a content."""
+    """Texts around the content."""
     harmony: bool = False
-    """Whether a turn is a sequence of messages on channels, as gpt-oss writes it, which is read in a way of its own."""
+    """True if turns consist of messages on channels, like gpt-oss; these are read by `harmony`."""
     response: ResponseFormat | None = None
-    """How the checkpoint has its turns read; None where it does not say, or the calls were learnt."""
+    """Response parsing of the checkpoint; None if it has none, or the calls were learnt."""
     ids: IdStyle = IdStyle.ANY
-    """How the ids of calls look that were not learnt."""
+    """Form of generated ids for calls that were not learnt."""
 
     def texts(self) -> frozenset[str]:
-        """All texts that the format is made of."""
+        """Return all texts of the format."""
         return frozenset(_strings(orjson.loads(orjson.dumps(self))))
 
 
@@ -223,7 +221,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same pieces with neighbouring texts as one, and none empty."""
+    """Return the pieces with adjacent texts joined and empty ones removed."""
     result: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, LiteralText) and result and isinstance(result[-1], LiteralText):

@@ -1,4 +1,4 @@
-"""Reads a whole turn in the format that its template writes: the thought, the content, the calls."""
+"""Reads a complete turn: its reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from runner.parsing.turn_format import ReasoningFormat, TurnFormat
 __all__ = ["USUAL", "TurnReader", "ends_in_thought", "split_thought"]
 
 USUAL: Final = ReasoningFormat("<think>", "</think>", opened_by_prompt=False)
-"""What most models write that think; for templates that show no thought, since no answer begins so."""
+"""Marks of most reasoning models, for templates that do not show reasoning; no answer begins with them."""
 
 
-@dataclass(frozen=True)  # without slots, since its patterns are kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class TurnReader:
-    """Reads what one `TurnFormat` describes. It has no state beside its patterns, so one serves every turn."""
+    """Reads turns of one `TurnFormat`. It has no state beside cached patterns, so one object serves every turn."""
 
     format: TurnFormat
 
     def read(self, text: str, schemas: Schemas | None = None) -> TurnReading:
-        """What a turn's text says.
+        """Return the parts of a turn's text.
 
         Args:
-            text: what the model said.
-            schemas: the tools that may be called; None where they are not known.
+            text: output of the model.
+            schemas: tools that may be called; None if they are unknown.
         """
         reasoning, content = split_thought(text, self.reasoning)
         if self.content_open:
@@ -39,39 +39,39 @@ class TurnReader:
 
     @cached_property
     def calls(self) -> CallReader | None:
-        """What reads the calls; None where there are none that can be read."""
+        """Reader of the calls; None if calls cannot be read."""
         return None if self.format.calls is None else CallReader(self.format.calls)
 
     @property
     def reasoning(self) -> ReasoningFormat:
-        """The marks of thoughts."""
+        """Marks of the reasoning."""
         return self.format.reasoning or USUAL
 
     @property
     def content_open(self) -> str:
-        """What stands in front of the content."""
+        """Text before the content."""
         return self.format.content.open
 
     @property
     def trigger(self) -> str:
-        """What tells that calls begin; "" where nothing does."""
+        """Text that begins calls; "" if missing."""
         return "" if self.format.calls is None else self.format.calls.trigger
 
     @property
     def bare(self) -> bool:
-        """Nothing tells that calls begin but the calls themselves."""
+        """Calls have no trigger."""
         return self.format.calls is not None and not self.format.calls.trigger
 
 
 def split_thought(text: str, form: ReasoningFormat) -> tuple[str, str]:
-    """(thought, what was said) of a turn's text; a thought that was never closed leaves nothing said."""
+    """Return (reasoning, rest) of a turn's text; without its close, reasoning takes all of the text."""
     start = text.lstrip()
     if form.open and start.startswith(form.open):
         start = start[len(form.open) :]
     elif not form.opened_by_prompt:
-        if start.startswith(form.close):  # how some models write that they did not think
+        if start.startswith(form.close):  # some models mark an empty thought this way
             return "", start[len(form.close) :].lstrip()
-        # Where nothing opens a thought, its close is what tells.
+        # Without an opening mark, only the close identifies reasoning.
         if form.open or form.close not in text:
             return "", text
     thought, _, said = start.partition(form.close)
@@ -79,6 +79,6 @@ def split_thought(text: str, form: ReasoningFormat) -> tuple[str, str]:
 
 
 def ends_in_thought(text: str, form: ReasoningFormat) -> bool:
-    """Whether a turn's text ends before its thought does."""
+    """Return whether a turn's text ends inside its reasoning."""
     begun = form.opened_by_prompt or (bool(form.open) and text.lstrip().startswith(form.open))
     return begun and form.close not in text

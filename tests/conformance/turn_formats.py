@@ -17,7 +17,7 @@ from runner.parsing.harmony import HarmonyStream, read_harmony
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.format_check import differences
 from runner.parsing.learning.learnt_format import FormatVerdict, learn_format
-from runner.parsing.learning.probe_renders import ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber
 from runner.parsing.limitations import DESCRIPTIONS
 from runner.parsing.streaming import TurnStream
 from runner.parsing.turn_format import TurnFormat
@@ -84,7 +84,7 @@ class Row:
 def streams(entry: Entry, form: TurnFormat) -> bool:
     """Whether a battery of turns says the same, whatever pieces it comes in."""
     assert form.calls is not None
-    prober = ProbeRenderer(entry.renderer(), CutPoints())
+    prober = FormatProber(entry.renderer(), CutPoints())
     if not form.harmony:
         learn_calls(prober)  # it finds what the template wants around a call
     reader, source = TurnReader(form), random.Random(entry.name)

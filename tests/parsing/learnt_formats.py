@@ -8,7 +8,7 @@ from typing import Final
 
 from runner.parsing.cut_points import CutPoints
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.learning.probe_renders import ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.probe_renders import FormatProber, UnlearnableFormat
 from runner.parsing.turn_format import CallFormat
 from tests.conformance.corpus import corpus, every_control_token, is_special
 
@@ -42,7 +42,7 @@ def learnt(name: str) -> CallFormat | None:
     """The format of a template's calls, or None where it shows none that can be learnt."""
     entry = next(entry for entry in corpus() if entry.name == name)
     try:
-        return learn_calls(ProbeRenderer(entry.renderer(), _marks(), _special()))
+        return learn_calls(FormatProber(entry.renderer(), _marks(), _special()))
     except UnlearnableFormat:
         return None
 

@@ -85,7 +85,7 @@ def test_a_call_to_which_an_argument_may_still_come_is_not_whole() -> None:
     form = calls_of("GLM-4.6")
     text = write_calls(form, [WrittenCall("f", {"a": "x"}, "")]).removesuffix("\n</tool_call>")
     (call,) = CallReader(form).read(text).calls
-    assert call.error == "'</tool_call>' is missing behind it"
+    assert call.error == "'</tool_call>' is missing after it"
 
 
 @pytest.mark.timing

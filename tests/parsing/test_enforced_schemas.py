@@ -169,7 +169,7 @@ def test_a_choice_without_a_tool_says_which_there_are() -> None:
     form = form_of("JSON object")
     with pytest.raises(BadOption, match=r"tool_choice='fly': no such tool may be called here. Tools: add."):
         constraint(form, ADD, "fly")
-    with pytest.raises(BadOption, match="Tools: there are none"):
+    with pytest.raises(BadOption, match="Tools: none"):
         constraint(form, [], "required")
 
 
@@ -199,7 +199,14 @@ def test_an_optional_argument_that_cannot_be_written_is_left_out() -> None:
 
 def test_a_format_in_which_nothing_ends_a_string_is_not_enforceable() -> None:
     endless = replace(tagged(separator="", tail=""), close="", between=None)
-    assert enforceable(endless) == "nothing that its chat template writes tells where a string ends"
+    assert enforceable(endless) == "its chat template writes no text that ends a string"
     with pytest.raises(NoGrammar) as refused:
         ends_of_strings(endless)
     assert refused.value.requirement is GrammarRequirement.STRINGS_END
+
+
+def test_absent_property_does_not_count_as_named() -> None:
+    schema = {"minProperties": 1, "dependentRequired": {"kind": []}, "propertyNames": {"maxLength": 2}}
+    tool = schema_tool("f", {"properties": {}, **schema})
+    enforced = required(form_of("raw strings in CDATA"), [tool], parallel=False)
+    assert not accepts(enforced, '<function name="f</function>')

@@ -15,7 +15,7 @@ from runner.parsing.call_grammar import constraint, harmony_constraint
 from runner.parsing.cut_points import CutPoints
 from runner.parsing.harmony import CALLS
 from runner.parsing.learning.calls import _ends_of_turn
-from runner.parsing.learning.probe_renders import ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber
 from runner.parsing.turn_format import CallFormat, ContentFormat, LiteralText, TurnFormat
 from runner.tools.tool import Tool
 from tests import sweeps
@@ -31,7 +31,7 @@ def ends_of(name: str, form: CallFormat) -> set[str]:
     special = frozenset(token for token in every_control_token() if is_special(token))
     marks = CutPoints(frozenset(every_control_token()))
     found = {
-        mark for mark in marks.split(_ends_of_turn(ProbeRenderer(entry.renderer(), marks, special))) if mark in special
+        mark for mark in marks.split(_ends_of_turn(FormatProber(entry.renderer(), marks, special))) if mark in special
     }
     return {*found, *filter(None, [form.stop]), "</s>"}
 

@@ -17,7 +17,7 @@ from runner.parsing.cut_points import CutPoints
 from runner.parsing.events import ContentPiece, Event, FinishedCall, ReasoningPiece, TurnReading
 from runner.parsing.harmony import CALLS, HarmonyStream, learn_harmony, read_harmony
 from runner.parsing.learning.format_check import STRINGS, check_calls, differences
-from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber, ProbeCall
 from runner.parsing.limitations import CallLimitation
 from runner.testing import Reply, call
 from runner.tools.tool import Tool
@@ -35,8 +35,8 @@ def read(text: str, _: Schemas) -> TurnReading:
     return read_harmony(text)
 
 
-def prober(entry: Entry) -> ProbeRenderer:
-    return ProbeRenderer(entry.renderer(), CutPoints())
+def prober(entry: Entry) -> FormatProber:
+    return FormatProber(entry.renderer(), CutPoints())
 
 
 @pytest.mark.parametrize("entry", HARMONY, ids=lambda entry: entry.name)
@@ -77,7 +77,7 @@ def test_it_is_known_by_what_is_rendered_and_not_by_a_name() -> None:
     form = learn_harmony(renderer)
     assert form is not None
     assert form != CALLS
-    assert differences(ProbeRenderer(renderer, CutPoints()), form, read) == []
+    assert differences(FormatProber(renderer, CutPoints()), form, read) == []
 
 
 CALL = [ReadCall("f", {"a": 1})]

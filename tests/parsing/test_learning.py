@@ -16,7 +16,7 @@ from runner.parsing.learning import learnt_format
 from runner.parsing.learning.calls import learn_calls
 from runner.parsing.learning.format_check import alike
 from runner.parsing.learning.learnt_format import FormatVerdict, LearntFormat, learn_format
-from runner.parsing.learning.probe_renders import MOST_RENDERS, FormatRequirement, ProbeCall, ProbeRenderer
+from runner.parsing.learning.probe_renders import MAX_RENDERS, FormatProber, FormatRequirement, ProbeCall
 from runner.parsing.learning.reader_check import RenderedTurns
 from runner.parsing.limitations import CallLimitation
 from runner.parsing.turn_format import CallFormat, Slot
@@ -51,14 +51,14 @@ def calls_of(name: str) -> CallFormat:
 
 
 @functools.cache
-def settled_prober_of(name: str) -> ProbeRenderer:
+def settled_prober_of(name: str) -> FormatProber:
     """One that has found what the template wants around a call before it shows it."""
     prober = learnt_format.prober_of(renderer_of(name))
     learn_calls(prober)
     return prober
 
 
-def prober_of(name: str) -> ProbeRenderer:
+def prober_of(name: str) -> FormatProber:
     """One that has all its renders left."""
     return replace(settled_prober_of(name), renders=0)
 
@@ -72,7 +72,7 @@ def test_no_word_that_a_template_was_asked_with_stands_in_what_was_learnt(name: 
 def test_learning_again_gives_the_same_and_takes_no_more_renders_than_it_may(name: str) -> None:
     again = learn_format(renderer_of(name))
     assert again == learnt_of(name)
-    assert again.renders <= MOST_RENDERS
+    assert again.renders <= MAX_RENDERS
     assert LearntFormat.from_json(again.as_json()) == again
 
 

@@ -111,31 +111,31 @@ def test_the_page_of_models_names_what_is_forgiven() -> None:
 
 
 WRONG = {
-    "zeros in front": (HERMES, hermes('{"a": 007}'), "007 is no number that JSON knows"),
-    "underscores": (HERMES, hermes('{"a": 1_2}'), "1_2 is no number that JSON knows"),
-    "two underscores": (HERMES, hermes('{"a": 1__2}'), "1__2 is no number that JSON knows"),
+    "zeros in front": (HERMES, hermes('{"a": 007}'), "007 is not a JSON number"),
+    "underscores": (HERMES, hermes('{"a": 1_2}'), "1_2 is not a JSON number"),
+    "two underscores": (HERMES, hermes('{"a": 1__2}'), "1__2 is not a JSON number"),
     "no digit behind the point": (
         OLMO,
         "<function_calls>f(a=1.)</function_calls>",
-        "the value of a: 1. is no number that JSON knows",
+        "the value of a: 1. is not a JSON number",
     ),
-    "one value in parentheses": (HERMES, hermes('{"a": (1)}'), "parentheses around one value make no list"),
+    "one value in parentheses": (HERMES, hermes('{"a": (1)}'), "parentheses around one value are not a list"),
     "a space in an escape": (
         HERMES,
         hermes(r'{"b": "\x 1"}'),
-        r"\x in a string wants 2 hexadecimal digits behind it, and has ''",
+        r"\x in a string needs 2 hexadecimal digits after it, but has ''",
     ),
     "an escape that is cut": (
         HERMES,
         hermes(r'{"b": "a\/b\u12"}'),
-        r"\u in a string wants 4 hexadecimal digits behind it, and has '12'",
+        r"\u in a string needs 4 hexadecimal digits after it, but has '12'",
     ),
     "words behind an object as text": (
         HERMES,
         hermes('"{\\"a\\": 1} so"'),
-        "its arguments are a string in which 'so' stands behind the object",
+        "its arguments are a string with 'so' after the object",
     ),
-    "no [CALL_ID]": (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}', "'[CALL_ID]' is missing behind the name of a tool"),
+    "no [CALL_ID]": (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}', "'[CALL_ID]' is missing after the name of a tool"),
     "no functions.": (
         KIMI,
         kimi('f:0<|tool_call_argument_begin|>{"a": 1}'),
@@ -144,14 +144,14 @@ WRONG = {
     "no number of the call": (
         KIMI,
         kimi('functions.f<|tool_call_argument_begin|>{"a": 1}'),
-        "':' is missing behind the name of a tool",
+        "':' is missing after the name of a tool",
     ),
     "another format": (
         CODER,
         '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
-        "'<function=' is missing behind '<tool_call>'",
+        "'<function=' is missing after '<tool_call>'",
     ),
-    "no call:": (GEMMA, "<|tool_call>f{a:1}<tool_call|>", "'call:' is missing behind '<|tool_call>'"),
+    "no call:": (GEMMA, "<|tool_call>f{a:1}<tool_call|>", "'call:' is missing after '<|tool_call>'"),
 }
 
 

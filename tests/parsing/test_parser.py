@@ -120,7 +120,7 @@ def test_a_character_that_is_escaped_in_two_halves_is_one_whatever_stands_beside
 def test_half_of_such_a_character_is_an_error_that_names_the_tool() -> None:
     text = '<tool_call>{"name": "say", "arguments": {"text": "\\ud83d"}}</tool_call>'
     (call,) = bundled("hermes").parse(text, [SAY]).calls
-    assert (call.name, call.error) == ("say", "a string in it holds half of a surrogate pair")
+    assert (call.name, call.error) == ("say", "a string in it contains half of a surrogate pair")
 
 
 def test_reference_to_nothing_leaves_the_argument_free() -> None:

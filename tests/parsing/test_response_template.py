@@ -93,7 +93,7 @@ def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
     assert told.verdict is FormatVerdict.REFUSED
     assert told.missing is FormatRequirement.VALUES
     assert told.why.startswith(
-        "nothing tells where a string in a call's arguments ends; nor can they by the model's response_template: "
+        "no text ends a string in a call's arguments; nor can they by the model's response_template: "
     )
     assert case in told.why
 
@@ -174,7 +174,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         (CALL.replace('"name"', '"nam"'), [], "missing key 'name'"),
         (CALL.replace('"look_up"', "7"), [], "the name of a tool is missing"),
         (CALL.replace('{"query": "a", "limit": 2}', "[1]"), [], "must be a JSON object"),
-        (CALL.replace("2}", "NaN}"), [], "no JSON object"),
+        (CALL.replace("2}", "NaN}"), [], "not a JSON object"),
     ],
     ids=["broken JSON behind a call", "no name", "a number for a name", "a list", "no number"],
 )
@@ -223,7 +223,7 @@ async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> N
         ("look_up", {"query": "it is <b>x</b>", "limit": 2})
     ]
     assert (first.text, first.reasoning) == ("I look.", "Hm.")
-    assert [each.error for each in second.tool_calls] == ["what closes a call is missing behind it"]
+    assert [each.error for each in second.tool_calls] == ["what closes a call is missing after it"]
     told = RunFile(path).header.template["turns"]
     assert (told["source"], told["verdict"]) == ("response_template", "limited")
     assert told["format"]["response"]["template"] == READS_IT
@@ -270,7 +270,7 @@ async def test_what_would_have_to_be_written_is_refused_before_anything_is_sampl
     environment: type[Library], asked: str
 ) -> None:
     playing = ScriptedEngine(REPLIES, template=unlearnable(), tokenizer=vocabulary(), record=True)
-    with pytest.raises(BadOption, match=re.escape(f"{asked}: calls are read by the model's response_template")):
+    with pytest.raises(BadOption, match=re.escape(f"{asked}: the model's response_template reads calls")):
         async with Run(environment, playing):
             pass
     assert playing.calls == []
@@ -289,7 +289,7 @@ async def test_a_turn_that_is_heard_while_it_is_sampled_is_refused_with_the_fix(
     async with Run(Hears, engine()) as run:
         (trajectory,) = [each async for each in run]
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "conversation.stream(): calls are read by the model's response_template" in (trajectory.error or "")
+    assert "conversation.stream(): the model's response_template reads calls" in (trajectory.error or "")
     assert len(trajectory.turns) == 1
 
 
@@ -321,7 +321,7 @@ async def test_a_template_that_nothing_reads_is_refused_with_what_is_missing_and
     with pytest.raises(BadTemplate, match="values_told_apart") as refused:
         async with Run(Library, engine(unlearnable(None))):
             pass
-    assert "nothing tells where a string in a call's arguments ends" in str(refused.value)
+    assert "no text ends a string in a call's arguments" in str(refused.value)
     for fix in ("--template pythonic", "--tool-format vllm:NAME", "response_template"):
         assert fix in str(refused.value)
 

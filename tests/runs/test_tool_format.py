@@ -190,7 +190,7 @@ async def test_only_the_learnt_format_streams_turns() -> None:
     engine = ScriptedEngine([[call("look_up", query="x")], "Done."], template="hermes")
     async with Run(Heard, engine, tool_format="vllm:qwen3_coder") as run:
         (trajectory,) = [each async for each in run]
-    assert "conversation.stream(): calls are read by vllm:qwen3_coder" in (trajectory.error or "")
+    assert "conversation.stream(): vllm:qwen3_coder reads calls" in (trajectory.error or "")
     assert calls_of(trajectory) == [[("call_0", "look_up", {"query": "x"}, None)]]
 
 
@@ -212,9 +212,9 @@ class Strict(Library):
 @pytest.mark.parametrize(
     ("environment", "template", "says"),
     [
-        (Strict, "hermes", "@tool(strict=True): calls are read by vllm:hermes, .*give no tool format"),
-        (Strict, "", "@tool(strict=True): calls are read by vllm:hermes, .*a template whose calls can be learnt"),
-        (Required, "", "tool_choice='required': calls are read by vllm:hermes, .*give 'auto', or give a template"),
+        (Strict, "hermes", "@tool(strict=True): vllm:hermes reads calls, .*give no tool format"),
+        (Strict, "", "@tool(strict=True): vllm:hermes reads calls, .*a template whose calls can be learnt"),
+        (Required, "", "tool_choice='required': vllm:hermes reads calls, .*give 'auto', or give a template"),
     ],
     ids=["strict", "strict, unlearnt", "required, unlearnt"],
 )

@@ -1,1 +1,1 @@
-"""Learning: from what a template renders to the format of its turns."""
+"""Learning of turn formats from renders of a chat template."""

@@ -1,4 +1,4 @@
-"""Finds one call in a render: where it begins and ends, and what of it is a slot."""
+"""Finds a call in a render: its span, and its slots."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """One call inside a render."""
+    """One call in a render."""
 
     start: int
-    """Where its first slot begins, or the object that it is."""
+    """Start of its first slot, or of its object."""
     end: int
-    """Where its last slot ends, or the object."""
+    """End of its last slot, or of its object."""
     pieces: tuple[Piece, ...]
-    """What stands there."""
     arguments: str
-    """The text of its arguments."""
+    """Text of its arguments."""
     before_arguments: str
-    """What stands in front of that in the render."""
+    """Text of the render before the arguments."""
     container: Container | None
-    """The object that holds name and arguments; None where they stand one behind the other."""
+    """Object with name and arguments; None if they are separate."""
 
 
 def contained(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
-    """The call as a JSON object that holds its name and its arguments, wherever in it they are."""
+    """Find a call written as a JSON object that contains its name and its arguments."""
     for at, end, value in _objects(text, start):
         container = _container(value, said, call_id)
         arguments = container and _arguments(text, at + 1, end, said.arguments)
@@ -45,7 +44,7 @@ def contained(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallS
 
 
 def named(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
-    """The call as its name and an object of its arguments, one behind the other."""
+    """Find a call written as its name and an object of its arguments, in either order."""
     arguments = _arguments(text, start, len(text), said.arguments)
     if arguments is None:
         return None
@@ -74,10 +73,10 @@ def _objects(text: str, start: int) -> Iterator[tuple[int, int, Mapping[str, Any
 
 
 def _arguments(text: str, start: int, end: int, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Where the arguments stand, as an object of JSON or Python, or as JSON inside a string."""
-    for at, behind, value in _objects(text, start):
-        if value == arguments and behind <= end:
-            return at, behind
+    """Return the span of the arguments: an object of JSON or Python, or JSON inside a string."""
+    for at, after, value in _objects(text, start):
+        if value == arguments and after <= end:
+            return at, after
     written = repr(dict(arguments))
     at = text.find(written, start, end)
     if at >= 0:
@@ -85,9 +84,9 @@ def _arguments(text: str, start: int, end: int, arguments: Mapping[str, Any]) ->
     at = text.find('"', start, end)
     while 0 <= at < end:
         try:
-            value, behind = _DECODER.raw_decode(text, at)
+            value, after = _DECODER.raw_decode(text, at)
             if json.loads(value) == arguments:
-                return at, behind
+                return at, after
         except ValueError:
             pass
         at = text.find('"', at + 1, end)
@@ -132,9 +131,9 @@ def _pieces(text: str, start: int, end: int, arguments: tuple[int, int], name: s
 
 
 def with_slots(text: str, name: str, call_id: str) -> list[Piece]:
-    """`text` with the name and the id of a call as slots."""
+    """Return `text` with the name and the id of a call as slots."""
     pieces: list[Piece] = [LiteralText(text)]
-    # An id may hold the name.
+    # An id may contain the name.
     for word, slot in ((call_id, Slot.ID), (name, Slot.NAME)):
         pieces = [
             part

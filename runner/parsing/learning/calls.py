@@ -1,4 +1,4 @@
-"""Learns how a template writes calls: what stands in front of them, between them and behind them, and one call."""
+"""Learns the call format of a template: begin, separator and close of the calls, and the form of one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from runner.parsing.learning.call_spans import CallSpan, contained, named
-from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement, ProbeCall, UnlearnableFormat
 from runner.parsing.learning.tagged_arguments import TaggedLearner
 from runner.parsing.notations import Json, JsonText, Notation, object_notations
 from runner.parsing.turn_format import (
@@ -42,21 +42,21 @@ FindCall = Callable[[str, ProbeCall, str, int], CallSpan | None]
 
 @dataclass(frozen=True, slots=True)
 class _CallShape:
-    """How one call is found in a render, and how its arguments are written."""
+    """A way to find one call in a render, and the form of its arguments."""
 
     find: FindCall
     probes: tuple[ProbeCall, ProbeCall, ProbeCall]
-    """Calls by which the shape is seen."""
+    """Calls whose form is learnt."""
     arguments: ArgumentsFormat
     container: Container | None
     tail: str = ""
 
 
-def learn_calls(prober: ProbeRenderer) -> CallFormat:
-    """How the template writes calls.
+def learn_calls(prober: FormatProber) -> CallFormat:
+    """Learn how the template writes calls.
 
     Raises:
-        UnlearnableFormat: in no way that can be told.
+        UnlearnableFormat: no form was found.
     """
     find_form(prober)
     shape = _shape(prober)
@@ -66,7 +66,7 @@ def learn_calls(prober: ProbeRenderer) -> CallFormat:
     followed = prober.turn(first, followed=True)
     pieces, between = _several(prober, shape, one)
     turn_ends = _ends_of_turn(prober)
-    close, stop = _close(prober, text[one.end :], _behind_call(shape, followed, one, prober), between)
+    close, stop = _close(prober, text[one.end :], _after_call(shape, followed, one, prober), between)
     begin, after_content, before_content = _front(prober, shape, text[: one.start], turn_ends)
     if before_content is not None:
         before_content = before_content.removeprefix(close)
@@ -75,10 +75,10 @@ def learn_calls(prober: ProbeRenderer) -> CallFormat:
         arguments, close, between = shape.find.ended(close, between)
     trigger = _trigger(prober, begin)
     if trigger and (prober.prompt() or "").rstrip().endswith(trigger.rstrip()):
-        why = f"the prompt ends with {trigger!r} already, by which calls would be told from an answer"
+        why = f"the prompt ends with {trigger!r} already, so calls could not be distinguished from an answer"
         raise UnlearnableFormat(FormatRequirement.SEPARABLE, why)
     if not trigger and "\n" not in (after_content or ""):
-        # Nothing tells such a content from the calls.
+        # Such content could not be distinguished from the calls.
         after_content = before_content = None
     return CallFormat(
         begin=begin,
@@ -96,28 +96,28 @@ def learn_calls(prober: ProbeRenderer) -> CallFormat:
     )
 
 
-def accepted_ids(prober: ProbeRenderer, said: ProbeCall = FIRST) -> IdStyle:
-    """The first of our ways to make up ids that the template takes."""
+def accepted_ids(prober: FormatProber, said: ProbeCall = FIRST) -> IdStyle:
+    """Return the first style of generated ids that the template accepts."""
     return next((each for each in IdStyle if _accepted(prober, said, each)), IdStyle.ANY)
 
 
-def _accepted(prober: ProbeRenderer, said: ProbeCall, style: IdStyle) -> bool:
+def _accepted(prober: FormatProber, said: ProbeCall, style: IdStyle) -> bool:
     text = prober.turn(said, ids=style, followed=True)
     return text is not None and said.name in text
 
 
-def _asked(prober: ProbeRenderer, *calls: ProbeCall, **more: Any) -> str:
+def _asked(prober: FormatProber, *calls: ProbeCall, **more: Any) -> str:
     text = prober.turn(*calls, **more)
     if text is None:
         raise UnlearnableFormat(FormatRequirement.SHOWN, "the template refuses a call that it is asked to show")
     return text
 
 
-def find_form(prober: ProbeRenderer) -> None:
-    """Set what the template wants around calls before it shows them.
+def find_form(prober: FormatProber) -> None:
+    """Set the prober so that the template shows a call.
 
     Raises:
-        UnlearnableFormat: it shows none.
+        UnlearnableFormat: the template does not show calls.
     """
     for answered in (False, True):
         for named_ids in (False, True):
@@ -128,7 +128,7 @@ def find_form(prober: ProbeRenderer) -> None:
     raise UnlearnableFormat(FormatRequirement.SHOWN, "the template writes no name and arguments of a call")
 
 
-def _shape(prober: ProbeRenderer) -> _CallShape:
+def _shape(prober: FormatProber) -> _CallShape:
     text = _asked(prober, FIRST)
     for find in (contained, named):
         span = find(text, FIRST, prober.id_of(FIRST, 0))
@@ -139,7 +139,7 @@ def _shape(prober: ProbeRenderer) -> _CallShape:
     return _CallShape(tagged, tagged.probes, tagged.arguments, None)
 
 
-def _notation(prober: ProbeRenderer, find: FindCall) -> Notation:
+def _notation(prober: FormatProber, find: FindCall) -> Notation:
     rich = ProbeCall(FIRST.name, RICH)
     span = find(_asked(prober, rich), rich, prober.id_of(rich, 0), 0)
     if span is None:
@@ -158,7 +158,7 @@ def _notation(prober: ProbeRenderer, find: FindCall) -> Notation:
 
 
 def _found(
-    shape: _CallShape, text: str, said: ProbeCall, prober: ProbeRenderer, number: int, start: int = 0
+    shape: _CallShape, text: str, said: ProbeCall, prober: FormatProber, number: int, start: int = 0
 ) -> CallSpan:
     span = shape.find(text, said, prober.id_of(said, number), start)
     if span is None:
@@ -168,8 +168,8 @@ def _found(
     return span
 
 
-def _several(prober: ProbeRenderer, shape: _CallShape, one: CallSpan) -> tuple[tuple[Piece, ...], str | None]:
-    """The pieces of a call, with its number as a slot, and what stands between two calls."""
+def _several(prober: FormatProber, shape: _CallShape, one: CallSpan) -> tuple[tuple[Piece, ...], str | None]:
+    """Return the pieces of a call, with its number as a slot, and the text between two calls."""
     text = prober.turn(*shape.probes)
     if text is None or any(said.name not in text for said in shape.probes):
         return one.pieces, None
@@ -177,16 +177,16 @@ def _several(prober: ProbeRenderer, shape: _CallShape, one: CallSpan) -> tuple[t
     for number, said in enumerate(shape.probes):
         span = shape.find(text, said, prober.id_of(said, number), spans[-1].end if spans else 0)
         if span is None:
-            # The names may stand elsewhere, as in a list of what can be called.
+            # The names may be elsewhere, as in a list of tools.
             return one.pieces, None
         spans.append(span)
     between = {text[a.end : b.start] for a, b in itertools.pairwise(spans)}
-    # Some templates forget what belongs between later calls; one call at a time is right with them.
+    # Some templates omit the separator between later calls; one call per turn is still correct.
     return (_counted(spans), between.pop()) if len(between) == 1 else (one.pieces, None)
 
 
 def _counted(spans: Sequence[CallSpan]) -> tuple[Piece, ...]:
-    """The pieces that all calls have, with a slot where a text counts them."""
+    """Return the common pieces of all calls, with a slot for their numbers."""
     pieces = spans[0].pieces
     if all(span.pieces == pieces for span in spans):
         return pieces
@@ -210,26 +210,26 @@ def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
     return merged(result)
 
 
-def end_of_turn(prober: ProbeRenderer) -> str:
-    """The mark that ends any turn."""
+def end_of_turn(prober: FormatProber) -> str:
+    """Return the mark that ends every turn."""
     ends = _ends_of_turn(prober)
     return next((mark for mark in prober.cut_points.split(ends) if prober.cut_points.is_tag(mark)), ends.strip())
 
 
-def _ends_of_turn(prober: ProbeRenderer) -> str:
-    """What ends any turn: what stands behind a plain answer, whether something follows or not."""
-    behind = [
+def _ends_of_turn(prober: FormatProber) -> str:
+    """Return the common text after an answer that is the last message and one that is not."""
+    after = [
         text.partition(ANSWERED)[2]
         for text in (prober.turn(content=ANSWERED), prober.turn(content=ANSWERED, followed=True))
         if text is not None
     ]
-    return prober.cut_points.common_prefix(behind) if behind else ""
+    return prober.cut_points.common_prefix(after) if after else ""
 
 
-def _behind_call(shape: _CallShape, text: str | None, one: CallSpan, prober: ProbeRenderer) -> str | None:
-    """What stands behind the call that `one` is, where results follow it."""
+def _after_call(shape: _CallShape, text: str | None, one: CallSpan, prober: FormatProber) -> str | None:
+    """Return the text after the call of `one` when results follow it."""
     said = shape.probes[0]
-    # Where the call has no id, one that follows is the result's.
+    # If the call has no id, an id after it belongs to the result.
     call_id = prober.id_of(said, 0) if Slot.ID in one.pieces else NO_ID
     span = None if text is None else shape.find(text, said, call_id, 0)
     return None if span is None or text is None else text[span.end :]
@@ -238,17 +238,17 @@ def _behind_call(shape: _CallShape, text: str | None, one: CallSpan, prober: Pro
 NO_ID: Final = "zqnoidz"
 
 
-def _close(prober: ProbeRenderer, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
-    """What closes the calls, and the token of its own that ends a turn with calls."""
+def _close(prober: FormatProber, last: str, followed: str | None, between: str | None) -> tuple[str, str]:
+    """Return the close of the calls, and the token that only ends turns with calls."""
     marks = prober.cut_points
     shared = marks.common_prefix([last, followed]) if followed is not None else last
-    # Some write more of a call, such as its id, where a result follows: then they share nothing.
+    # Some templates write more of a call, such as its id, before a result: then nothing is shared.
     close = shared or last
     end = end_of_turn(prober)
-    # Results may stand behind calls that they share with what ends every turn; the first end is the turn's.
+    # Results may follow calls after the same end of turn; the first end belongs to the turn.
     if end and end in close:
         return close[: close.index(end)].rstrip(), ""
-    # An answer may have a close of its own before what ends the turn, as Command R7B's has.
+    # Answers may have a close before the end of the turn, as in Command R7B.
     for mark in marks.split(_ends_of_turn(prober)):
         if mark in prober.special and mark in close:
             return close[: close.index(mark)].rstrip(), ""
@@ -258,14 +258,14 @@ def _close(prober: ProbeRenderer, last: str, followed: str | None, between: str 
     return close.rstrip(), ""
 
 
-def _header(prober: ProbeRenderer) -> str:
-    """What stands in front of a plain answer; "" where it is not shown."""
+def _header(prober: FormatProber) -> str:
+    """Return the text before a plain answer; "" if the template does not show it."""
     answer = prober.turn(content=ANSWERED)
     return "" if answer is None or ANSWERED not in answer else answer.partition(ANSWERED)[0]
 
 
-def _front(prober: ProbeRenderer, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
-    """What begins the calls, what stands between a content and them, and between them and a content behind them."""
+def _front(prober: FormatProber, shape: _CallShape, before: str, turn_ends: str) -> tuple[str, str | None, str | None]:
+    """Return the begin of the calls, the text between content and calls, and between calls and content."""
     marks = prober.cut_points
     said = shape.probes[0]
     header = _header(prober)
@@ -281,11 +281,11 @@ def _front(prober: ProbeRenderer, shape: _CallShape, before: str, turn_ends: str
     shared = marks.common_suffix([before, in_between]).lstrip()
     around = marks.split(begin.removesuffix(shared)) if shared else ()
     if any(marks.is_tag(mark) and mark not in header for mark in around):
-        # What begins the calls stands around the content: it is not in front of them.
+        # The begin of the calls encloses the content.
         return begin, None, None
     begin = shared if len(shared) < len(begin) or not begin else begin
     after_content = in_between[: len(in_between) - len(begin)]
-    # A content that stands in a turn of its own is not beside the calls.
+    # Content in its own turn is not beside the calls.
     own_turn = any(mark in after_content for mark in marks.split(turn_ends) if marks.is_tag(mark))
     return begin, None if own_turn else after_content, None
 
@@ -293,8 +293,8 @@ def _front(prober: ProbeRenderer, shape: _CallShape, before: str, turn_ends: str
 _JSON_SIGNS: Final = frozenset("[{\"' \n")
 
 
-def _trigger(prober: ProbeRenderer, begin: str) -> str:
-    """What tells that calls begin: the first tag, or else all of what is in front of the first slot."""
+def _trigger(prober: FormatProber, begin: str) -> str:
+    """Return the trigger of calls: the first tag, or else all text before the first slot."""
     marks = prober.cut_points.split(begin)
     if marks and prober.cut_points.is_tag(marks[0]):
         return marks[0]

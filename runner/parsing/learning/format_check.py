@@ -1,4 +1,4 @@
-"""Checks a learnt format against its template, with words and values that it was not learnt from."""
+"""Checks a learnt format against its template, with other words and values than those of learning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.parsing.argument_rules import NoGrammar, ends_of_strings
 from runner.parsing.call_reader import CallReader, CallsReading, Schemas
 from runner.parsing.call_writer import Unwritable, WrittenCall, write_calls
 from runner.parsing.events import TurnReading
-from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement, ProbeCall, UnlearnableFormat
 from runner.parsing.limitations import CallLimitation
 from runner.parsing.notations import Cdata, Html, Raw, ValueType, type_of
 from runner.parsing.turn_format import CallFormat, TaggedArguments
@@ -33,14 +33,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class FormatCase:
-    """Something that an assistant may say."""
+    """A turn of an assistant for the check."""
 
     what: str
-    """The name of the case, as a report has it."""
+    """Name of the case in reports."""
     calls: tuple[ProbeCall, ...]
-    """The calls of the turn, in order."""
     content: str = ""
-    """The text beside the calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +46,24 @@ class CaseDifference:
     """A case in which the template and its format differ."""
 
     case: FormatCase
-    """The case that was tried."""
     why: str
-    """The clause that says what differs."""
+    """Clause with the difference."""
 
     @property
     def sentence(self) -> str:
-        """The same for somebody who knows of no cases."""
-        return f"a call that it writes is not read as it was meant ({self.case.what}): {self.why}"
+        """The difference as a sentence without its case."""
+        return f"a call in its render is misread ({self.case.what}): {self.why}"
 
 
 ReadText: TypeAlias = Callable[[str, Schemas], CallsReading | TurnReading]
-"""How a turn's text is read, beside the reader of its format."""
+"""Reader of a turn's text that replaces the reader of the format."""
 
 
-def check_calls(prober: ProbeRenderer, form: CallFormat, read: ReadText | None = None) -> frozenset[CallLimitation]:
-    """What the format cannot do.
+def check_calls(prober: FormatProber, form: CallFormat, read: ReadText | None = None) -> frozenset[CallLimitation]:
+    """Return the limitations of the format.
 
     Raises:
-        UnlearnableFormat: it reads or writes something else than the template does, and no trait says why.
+        UnlearnableFormat: format and template differ, and no limitation explains it.
     """
     wrong = differences(prober, form, read)
     traits = frozenset(_traits(prober, form, wrong))
@@ -76,8 +73,8 @@ def check_calls(prober: ProbeRenderer, form: CallFormat, read: ReadText | None =
     return traits
 
 
-def differences(prober: ProbeRenderer, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
-    """Every case of the battery in which what is written is not in the render, or what is read is not what was said."""
+def differences(prober: FormatProber, form: CallFormat, read: ReadText | None = None) -> list[CaseDifference]:
+    """Return the cases in which the written text is not in the render, or is misread."""
     read = read or CallReader(form).read
     found: list[CaseDifference] = []
     for case in battery(form):
@@ -92,11 +89,11 @@ def differences(prober: ProbeRenderer, form: CallFormat, read: ReadText | None =
     return found
 
 
-def text_of(prober: ProbeRenderer, form: CallFormat, case: FormatCase) -> str:
-    """A case as the template writes it, without what begins and ends any turn.
+def text_of(prober: FormatProber, form: CallFormat, case: FormatCase) -> str:
+    """Return a case as the template writes it, without the texts around every turn.
 
     Raises:
-        Unwritable: the template refuses it, or writes it in another way than the format.
+        Unwritable: the template refuses it, or writes it in another form than the format.
     """
     rendered = prober.turn(*case.calls, content=case.content)
     if rendered is None:
@@ -104,14 +101,14 @@ def text_of(prober: ProbeRenderer, form: CallFormat, case: FormatCase) -> str:
     calls = [WrittenCall(said.name, said.arguments, prober.id_of(said, n)) for n, said in enumerate(case.calls)]
     written = write_calls(form, calls)
     if written not in rendered:
-        raise Unwritable("it is not written as other calls are")
+        raise Unwritable("it is not written like other calls")
     before = f"{case.content}{form.after_content}" if case.content and form.after_content is not None else ""
     behind = f"{form.before_content}{case.content}" if case.content and form.before_content is not None else ""
     return before + written + behind
 
 
 def misread(reading: CallsReading | TurnReading, case: FormatCase) -> str:
-    """What of the reading is not what was said, or ""."""
+    """Return the difference between a reading and its case, or ""."""
     if len(reading.calls) != len(case.calls):
         return f"{len(reading.calls)} calls are read in place of {len(case.calls)}"
     for call, said in zip(reading.calls, case.calls, strict=True):
@@ -128,14 +125,14 @@ def misread(reading: CallsReading | TurnReading, case: FormatCase) -> str:
 
 def _shown(arguments: Mapping[str, Any]) -> str:
     text = canonical_json(arguments)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
-LONGEST_SHOWN: Final = 200
+MAX_SHOWN_CHARACTERS: Final = 200
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all through: True is not 1, and 1 is not 1.0; a template may sort keys."""
+    """Return whether two values and all their types are equal: True is not 1, 1 is not 1.0. Key order is ignored."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -144,7 +141,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def schemas_of(calls: Sequence[ProbeCall], *, typed: bool = False) -> dict[str, Any]:
-    """Schemas under which the calls are right; they tell the type of strings alone, or that of every value."""
+    """Return schemas that the calls satisfy; `typed` declares the type of every value, otherwise only strings."""
     schemas: dict[str, Any] = {}
     for said in calls:
         properties = schemas.setdefault(said.name, {"type": "object", "properties": {}})["properties"]
@@ -169,7 +166,7 @@ OTHERS: Final[Mapping[str, Any]] = {
 
 
 def battery(form: CallFormat) -> Iterator[FormatCase]:
-    """What a turn of this format can say, in words that were not learnt from."""
+    """Yield the cases that a format can write."""
     for case in _cases(form):
         several_written = len(case.calls) == 1 or form.between is not None
         content_written = form.after_content is not None or form.before_content is not None
@@ -178,7 +175,7 @@ def battery(form: CallFormat) -> Iterator[FormatCase]:
 
 
 def common_cases() -> Iterator[FormatCase]:
-    """Cases for every format, in words that were not learnt from."""
+    """Yield cases for every format."""
     for what, value in STRINGS.items():
         yield FormatCase(f"a string: {what}", (ProbeCall("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():
@@ -225,7 +222,7 @@ def _whole_closing(form: CallFormat, arguments: TaggedArguments) -> FormatCase:
     return FormatCase(WHOLE_CLOSING, (ProbeCall("look_up", {"query": f"a{ending} b"}),))
 
 
-def _traits(prober: ProbeRenderer, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallLimitation]:
+def _traits(prober: FormatProber, form: CallFormat, wrong: Sequence[CaseDifference]) -> Iterator[CallLimitation]:
     if form.between is None:
         yield CallLimitation.ONE_CALL
     if not form.trigger:
@@ -259,15 +256,15 @@ def _traits(prober: ProbeRenderer, form: CallFormat, wrong: Sequence[CaseDiffere
 
 
 def _has_one_end(form: CallFormat) -> bool:
-    """Whether a grammar tells the end of a string by one mark, where a reader looks at what follows it too."""
+    """Return whether a grammar ends strings at one mark, while a reader also looks at the text after it."""
     try:
         return len(ends_of_strings(form)) == 1
     except NoGrammar:
         return False
 
 
-def _holds_content(prober: ProbeRenderer, form: CallFormat) -> bool:
-    """Whether the template writes a content inside of what begins the calls."""
+def _holds_content(prober: FormatProber, form: CallFormat) -> bool:
+    """Return whether the template writes content inside the begin of the calls."""
     said, content = ProbeCall("look_up", {"query": "first"}), "I look it up now."
     before, found, after = (prober.turn(said, content=content) or "").partition(content)
     return bool(found) and any(

@@ -1,4 +1,4 @@
-"""Learns the format of a template's turns, checks it against the template, and says what it can do."""
+"""Learns the format of a template's turns and checks it against the template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.parsing.cut_points import CutPoints
 from runner.parsing.harmony import THOUGHT, learn_harmony, read_harmony
 from runner.parsing.learning.calls import accepted_ids, learn_calls
 from runner.parsing.learning.format_check import check_calls
-from runner.parsing.learning.probe_renders import FormatRequirement, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement, UnlearnableFormat
 from runner.parsing.learning.reader_check import learn_response
 from runner.parsing.learning.reasoning import learn_content, learn_reasoning
 from runner.parsing.limitations import CallLimitation
@@ -26,87 +26,86 @@ __all__ = ["FormatSource", "FormatVerdict", "LearntFormat", "learn_format", "pro
 
 
 class FormatSource(enum.StrEnum):
-    """Where a format comes from, in the order in which they are tried."""
+    """Source of a format, in the order in which they are tried."""
 
-    HARMONY = "harmony"  # known, and read by hand
+    HARMONY = "harmony"  # known, with its own reader
     LEARNT = "learnt"
-    RESPONSE_TEMPLATE = "response_template"  # of the checkpoint
+    RESPONSE_TEMPLATE = "response_template"  # from the checkpoint
 
 
 class FormatVerdict(enum.StrEnum):
-    """How good a format of calls is."""
+    """Quality of a call format."""
 
     EXACT = "exact"
-    LIMITED = "limited"  # all but what its traits name
+    LIMITED = "limited"  # exact except for its traits
     REFUSED = "refused"  # calls cannot be read
 
 
 @dataclass(frozen=True, slots=True)
 class LearntFormat:
-    """What was learnt of a template's turns."""
+    """The learnt format of a template's turns."""
 
     format: TurnFormat
-    """How it writes them."""
     traits: tuple[CallLimitation, ...]
-    """What its calls cannot do."""
+    """Limitations of its calls."""
     missing: FormatRequirement | None
-    """What the template does not do for its calls to be read; None where they are."""
+    """The unmet condition if calls cannot be read; None if they can."""
     why: str
-    """The same in words, or ""."""
+    """Description of the unmet condition; "" if missing."""
     renders: int
-    """How often the template was rendered for it."""
+    """Number of renders for learning and checking."""
 
     @property
     def verdict(self) -> FormatVerdict:
-        """How good it is."""
+        """Quality of the call format."""
         if not self.reads_calls:
             return FormatVerdict.REFUSED
         return FormatVerdict.LIMITED if self.traits else FormatVerdict.EXACT
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls can be read by what is known of the template."""
+        """Calls can be read."""
         return self.format.calls is not None or self.format.response is not None
 
     @property
     def source(self) -> FormatSource:
-        """Where it comes from."""
+        """Source of the call format."""
         if self.format.response is not None:
             return FormatSource.RESPONSE_TEMPLATE
         return FormatSource.HARMONY if self.format.harmony else FormatSource.LEARNT
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, with the verdict and the source; of a response template only where there is one."""
+        """Return plain values, with verdict and source. The response template is included only if there is one."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
-        if self.format.response is None:  # a run file from before there were any can be gone on with
+        if self.format.response is None:  # run files from before response templates can still be resumed
             del values["format"]["response"]
         return {"source": self.source.value, "verdict": self.verdict.value, **values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_json` described."""
+        """Restore a format from the values of `as_json`."""
         learnt: Self = _adapter().validate_python(values)
         return learnt
 
 
 @functools.cache
 def _adapter() -> Any:
-    from pydantic import TypeAdapter  # here, since the process that probes has to start fast
+    from pydantic import TypeAdapter  # imported late, since the probing process has to start fast
 
     return TypeAdapter(LearntFormat)
 
 
-def prober_of(renderer: Renderer) -> ProbeRenderer:
-    """What asks a template, before it is known how it wants to be asked for calls."""
+def prober_of(renderer: Renderer) -> FormatProber:
+    """Return a prober whose settings for calls are not determined yet."""
     written = renderer.written()
     special = frozenset(special_tokens(written))
-    return ProbeRenderer(renderer, CutPoints(special | {*tag_tokens(written)}), special)
+    return FormatProber(renderer, CutPoints(special | {*tag_tokens(written)}), special)
 
 
 def learn_format(renderer: Renderer) -> LearntFormat:
-    """What a template writes for a turn of the assistant, learnt from some thirty renders and checked with sixty.
+    """Learn the turn format of a template, from some thirty renders, and check it with sixty.
 
-    Calls that cannot be learnt are read as the checkpoint's own response template says, where that passes the check.
+    Calls that cannot be learnt are read by the checkpoint's own response template if it passes the check.
     """
     prober = prober_of(renderer)
     harmony = learn_harmony(renderer)
@@ -124,8 +123,8 @@ def learn_format(renderer: Renderer) -> LearntFormat:
     return LearntFormat(TurnFormat(calls, reasoning, content), tuple(sorted(traits)), None, "", prober.renders)
 
 
-def _by_response(prober: ProbeRenderer, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
-    """What the checkpoint itself says of its turns, whose calls could not be learnt."""
+def _by_response(prober: FormatProber, form: TurnFormat, unlearnt: UnlearnableFormat) -> LearntFormat:
+    """Return a format that reads by the checkpoint's response template, for calls that could not be learnt."""
     template, why = prober.renderer.template.response_template, str(unlearnt)
     form = replace(form, ids=accepted_ids(prober))
     if template is not None and unlearnt.requirement is not FormatRequirement.SHOWN:

@@ -1,4 +1,4 @@
-"""Asks a template how it writes a turn: renders of one question and one answer, counted, each made once."""
+"""Renders of short probe conversations, from which the format of a template's turns is learnt."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from runner.parsing.notations import type_of
 from runner.tokens.probe_messages import AGAIN_ASKED, ASKED, QUESTION, call_id
 from runner.tokens.template import Renderer, TemplateRaised
 
-__all__ = ["FormatRequirement", "ProbeCall", "ProbeRenderer", "UnlearnableFormat"]
+__all__ = ["FormatProber", "FormatRequirement", "ProbeCall", "UnlearnableFormat"]
 
-MOST_RENDERS: Final = 400
-"""A template takes some forty to be learnt, and twice as many to be checked."""
+MAX_RENDERS: Final = 400
+"""Renders per template; learning takes some 40, checking twice as many."""
 
 
 class FormatRequirement(enum.StrEnum):
-    """What a template must do for its calls to be learnt."""
+    """A condition that a template must meet for its calls to be learnt."""
 
-    SHOWN = "calls_shown"  # the name and the arguments of a call are written
-    SEPARABLE = "calls_separable"  # where a call begins and ends can be told
-    VALUES = "values_told_apart"  # each type of value is written in a way that can be read again
-    REPEATED = "calls_alike"  # a second call is written as the first
-    INVERTED = "calls_read_back"  # what is written is read as what was meant
+    SHOWN = "calls_shown"  # name and arguments of a call are written
+    SEPARABLE = "calls_separable"  # begin and end of a call can be found
+    VALUES = "values_told_apart"  # each type of value is written in a form that can be read
+    REPEATED = "calls_alike"  # a second call is written like the first
+    INVERTED = "calls_read_back"  # written calls are read with the same values
     BOUNDED = "renders_bounded"
 
 
 class UnlearnableFormat(Exception):
-    """The template's calls cannot be learnt."""
+    """The calls of a template cannot be learnt."""
 
     def __init__(self, missing: FormatRequirement, why: str) -> None:
         super().__init__(why)
@@ -40,41 +40,38 @@ class UnlearnableFormat(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """One call that the assistant is said to have made."""
+    """A call in a probe conversation."""
 
     name: str
-    """The tool that it calls."""
     arguments: Mapping[str, Any]
-    """The arguments by name."""
 
 
 @dataclass
-class ProbeRenderer:
-    """Puts assistant messages before a template and gives back what it wrote behind the user's words."""
+class FormatProber:
+    """Renders assistant messages with a template and returns the text after the user's message. Renders are cached."""
 
     renderer: Renderer
-    """The template that is asked."""
     cut_points: CutPoints
-    """How its text is cut."""
+    """Splits rendered text."""
     special: frozenset[str] = frozenset()
-    """The special tokens of its vocabulary, which may end a turn."""
+    """Special tokens of the vocabulary, which may end a turn."""
     answered: bool = False
-    """Results stand behind every call, since the template raises or drops calls that nothing answers."""
+    """Put a result after every call, for a template that raises on unanswered calls or drops them."""
     named_ids: bool = False
-    """The id of a call says its name, as Kimi's do, since the template writes nothing else of it."""
+    """Put the name of a call in its id, for a template that writes the name nowhere else, such as Kimi's."""
     renders: int = 0
-    """How often the template was rendered."""
+    """Number of renders so far."""
     _known: dict[str, str | None] = field(default_factory=dict)
 
     def id_of(self, said: ProbeCall, number: int, ids: str | None = None) -> str:
-        """The id that the call of that number has."""
+        """Return the id of the call with this number."""
         if ids is not None:
             return ids.format(number=number)
         return f"functions.{said.name}:{number}" if self.named_ids else call_id(number)
 
     def prompt(self) -> str | None:
-        """What stands behind the user's words while the model is asked."""
-        return self._behind_question([], [], asking=True)
+        """Return the text after the user's message in a prompt."""
+        return self._after_question([], [], asking=True)
 
     def turn(
         self,
@@ -84,14 +81,14 @@ class ProbeRenderer:
         followed: bool = False,
         ids: str | None = None,
     ) -> str | None:
-        """What stands behind the user's words, or None where the template raises.
+        """Return the text after the user's message in a history, or None if the template raises.
 
         Args:
-            calls: what the assistant called.
-            content: what it said beside that.
-            thought: fields of the message that hold what it thought.
-            ids: how the ids of calls look, with {number} in them; else as templates want them that are strict.
-            followed: results, and where there are no calls a user, stand behind it.
+            calls: calls of the assistant.
+            content: content of the assistant.
+            thought: message fields with the reasoning.
+            ids: format string of call ids with {number}; None for ids that strict templates accept.
+            followed: add results after the turn, or a user message if it has no calls.
         """
         message: dict[str, Any] = {"role": "assistant", "content": content, **(thought or {})}
         messages = [message]
@@ -111,9 +108,9 @@ class ProbeRenderer:
             ]
         elif followed:
             messages.append(dict(AGAIN_ASKED))
-        return self._behind_question(messages, calls)
+        return self._after_question(messages, calls)
 
-    def _behind_question(
+    def _after_question(
         self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ProbeCall], *, asking: bool = False
     ) -> str | None:
         key = canonical_json([messages, asking])
@@ -122,19 +119,19 @@ class ProbeRenderer:
         return self._known[key]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ProbeCall], asking: bool) -> str | None:
-        # Some templates raise on types that they cannot describe, and are right with them in a call.
+        # Some templates raise on types that they cannot describe, but write them correctly in a call.
         for typed in (True, False):
             self.renders += 1
-            if self.renders > MOST_RENDERS:
-                why = f"more than {MOST_RENDERS} renders did not tell how calls are written"
+            if self.renders > MAX_RENDERS:
+                why = f"more than {MAX_RENDERS} renders did not tell how calls are written"
                 raise UnlearnableFormat(FormatRequirement.BOUNDED, why)
             tools = _tools(calls, typed=typed)
             try:
                 text = self.renderer.render([QUESTION, *messages], tools=tools, generation_prompt=asking)
             except TemplateRaised:
                 continue
-            before, _, behind = text.rpartition(ASKED)
-            return behind if before or behind else None
+            before, _, after = text.rpartition(ASKED)
+            return after if before or after else None
         return None
 
 
@@ -143,7 +140,7 @@ _NO_CALL: Final = ProbeCall("zqtoolz", {"zqkeyz": "zqvaluez"})
 
 
 def _tools(calls: Sequence[ProbeCall], *, typed: bool) -> list[dict[str, Any]]:
-    """Schemas under which the calls are right, as a template may look up what it writes; or all of strings."""
+    """Return schemas for the calls, since a template may look them up; `typed` False declares strings only."""
     properties: dict[str, dict[str, Any]] = {}
     for said in calls or [_NO_CALL]:
         declared = properties.setdefault(said.name, {})

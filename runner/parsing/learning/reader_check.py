@@ -1,4 +1,4 @@
-"""Checks a reader of calls that was not learnt against a template, by the cases that a learnt format has to pass."""
+"""Checks a reader that was not learnt, such as a named tool format, against a template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from runner.parsing.events import TurnReading
 from runner.parsing.learning.calls import end_of_turn
 from runner.parsing.learning.format_check import CaseDifference, FormatCase, ReadText, common_cases, misread, schemas_of
-from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement, ProbeCall, UnlearnableFormat
 from runner.parsing.learning.reasoning import FIELDS, OTHER_THOUGHT
 from runner.parsing.limitations import CallLimitation
 from runner.parsing.response_template import NoParser, ResponseTemplateReader
@@ -24,28 +24,28 @@ TWO: Final = (ONE, ProbeCall("refresh", {"hard": True}))
 
 @dataclass(frozen=True, slots=True)
 class ReaderCheck:
-    """What came of the cases."""
+    """Result of a check."""
 
     cases: int
-    """How many there were."""
+    """Number of cases."""
     differences: tuple[CaseDifference, ...]
-    """Those in which something else is read than was said, and no trait says why."""
+    """Cases that are misread and that no limitation explains."""
     traits: frozenset[CallLimitation]
-    """What the reader, or the template, cannot do."""
+    """Limitations of the reader, or of the template."""
 
 
 def learn_response(
-    prober: ProbeRenderer, template: Mapping[str, Any], reasoning: ReasoningFormat | None
+    prober: FormatProber, template: Mapping[str, Any], reasoning: ReasoningFormat | None
 ) -> tuple[ResponseFormat, frozenset[CallLimitation]]:
-    """The checkpoint's own response template as a way to read turns, and what it cannot do.
+    """Return the checkpoint's own response template as a format, and its limitations.
 
     Args:
-        prober: has found out how the template wants to be asked for a call.
-        template: what the checkpoint says.
-        reasoning: how the template writes thoughts.
+        prober: prober of the template, with its settings for calls determined.
+        template: response template of the checkpoint.
+        reasoning: reasoning format of the template.
 
     Raises:
-        UnlearnableFormat: it reads something else than the template writes.
+        UnlearnableFormat: it misreads text of the template.
     """
     form = ResponseFormat(template, prober.prompt() or "")
     try:
@@ -63,41 +63,41 @@ def learn_response(
     return reader.format, checked.traits
 
 
-def check_reader(prober: ProbeRenderer, read: ReadText, reasoning: ReasoningFormat | None) -> ReaderCheck:
-    """Reads what the template writes of the battery's calls.
+def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningFormat | None) -> ReaderCheck:
+    """Check that a reader reads the calls that the template writes.
 
-    What a learnt format writes is put together from its literals; here the renders themselves are read, cut as turns
-    are. Tools describe their parameters as tools do, since that is what such readers tell types by.
+    The check of a learnt format reads text that is composed from its literals; this one reads complete renders, cut
+    into
+    turns. Tools declare all parameter types, since such readers rely on them.
     """
     return _ReaderChecker(prober, read, RenderedTurns(prober, reasoning)).checked()
 
 
-@dataclass(frozen=True)  # without slots, since what ends a turn is kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class RenderedTurns:
-    """Cuts renders as a run cuts turns: what the model would have said for them."""
+    """Cuts renders into the text that a model would have sampled."""
 
-    prober: ProbeRenderer
-    """What renders them."""
+    prober: FormatProber
     reasoning: ReasoningFormat | None
-    """How the template writes thoughts."""
+    """Reasoning format of the template."""
 
     def said(self, *calls: ProbeCall, content: str = "", thought: dict[str, str] | None = None) -> str | None:
-        """What the model says; None where the template refuses it."""
+        """Return the text of the model; None if the template raises."""
         text = self.prober.turn(*calls, content=content, thought=thought)
-        return None if text is None else self._cut(self._behind_prompt(text))
+        return None if text is None else self._cut(self._after_prompt(text))
 
-    def _behind_prompt(self, text: str) -> str:
+    def _after_prompt(self, text: str) -> str:
         if text.startswith(self._prompt):
             return text[len(self._prompt) :]
         end, only_asked = self._shared(text)
         rest = text[end:]
         if not only_asked or self.reasoning is None or not self.reasoning.opened_by_prompt:
             return rest
-        # The history leaves an empty thought out, which the model has to close where the prompt opens it.
+        # The history omits an empty thought, but the model has to close it if the prompt opens it.
         return f"{self.reasoning.close}\n\n{rest.lstrip()}"
 
     def _shared(self, text: str) -> tuple[int, bool]:
-        """Where `text` goes on behind what it shares with the prompt, however spaced; whether the prompt has more."""
+        """Return the end of the prefix shared with the prompt, ignoring white space; True if the prompt is longer."""
         wanted = [mark for mark in self.prober.cut_points.split(self._prompt) if mark.strip()]
         at = end = 0
         for mark in self.prober.cut_points.split(text):
@@ -114,7 +114,7 @@ class RenderedTurns:
         if self._end and self._end in text:
             return text.partition(self._end)[0]
         body = text.rstrip()
-        # Some templates end turns with calls in a way of their own.
+        # Some templates end turns with calls by another token.
         stop = next((token for token in self.prober.special if body.endswith(token)), "")
         return body.removesuffix(stop)
 
@@ -127,9 +127,9 @@ class RenderedTurns:
         return end_of_turn(self.prober)
 
 
-@dataclass(frozen=True)  # without slots, since what was found is kept in it
+@dataclass(frozen=True)  # no slots: cached properties need a dict
 class _ReaderChecker:
-    prober: ProbeRenderer
+    prober: FormatProber
     read: ReadText
     turns: RenderedTurns
 
@@ -151,7 +151,7 @@ class _ReaderChecker:
         yield THINKING
 
     def _tried(self, case: FormatCase) -> tuple[CaseDifference | None, CallLimitation | None]:
-        """What is wrong, if no trait says so, or that trait."""
+        """Return the difference, unless a limitation explains it, and that limitation."""
         said = self._thinking() if case is THINKING else self.turns.said(*case.calls, content=case.content)
         if said is None:
             return None, None if case is THINKING else CallLimitation.SOME_VALUES_REFUSED
@@ -172,7 +172,7 @@ class _ReaderChecker:
         return wrong
 
     def _thinking(self) -> str | None:
-        """A turn that thinks and calls; None where the template shows no thought there."""
+        """Return a turn with reasoning and a call; None if the template does not show the reasoning."""
         for field in FIELDS if self.turns.reasoning is not None else ():
             said = self.turns.said(ONE, thought={field: OTHER_THOUGHT})
             if said is not None and OTHER_THOUGHT in said:
@@ -181,7 +181,7 @@ class _ReaderChecker:
 
     @cached_property
     def _marks(self) -> tuple[FormatCase, ...]:
-        """Each mark of a call in a string."""
+        """Cases with each mark of a call in a string."""
         said = self.turns.said(ONE) or ""
         marks = dict.fromkeys(
             mark for mark in self.prober.cut_points.split(said) if self.prober.cut_points.is_tag(mark)
@@ -192,7 +192,7 @@ class _ReaderChecker:
 
     @cached_property
     def _limits(self) -> frozenset[CallLimitation]:
-        """What the template itself does not write."""
+        """Limitations of the template itself."""
         limits: set[CallLimitation] = set()
         several = self.turns.said(*TWO)
         if several is None or any(each.name not in several for each in TWO):

@@ -1,4 +1,4 @@
-"""Learns how a template writes what an assistant thought, and what it puts around what was said."""
+"""Learns the reasoning format and the content format of a template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber, ProbeCall
 from runner.parsing.turn_format import ContentFormat, ReasoningFormat
 from runner.tokens.probe_messages import ANSWERED, THOUGHT
 
@@ -17,11 +17,11 @@ OTHER_ANSWER: Final = "It is 42."
 CALL: Final = ProbeCall("zqfirstz", {"zqkeyaz": "zqvaluez"})
 FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 TAGS: Final = ("<think>", "[THINK]", "<thinking>")
-"""Marks that a thought inside a content is tried with, where the template neither has a field for it nor opens one."""
+"""Marks that are tried around reasoning in the content, if the template has no field for it and opens none."""
 
 
-def learn_reasoning(prober: ProbeRenderer) -> ReasoningFormat | None:
-    """How the template writes a thought, or None where it shows none in a way that can be told."""
+def learn_reasoning(prober: FormatProber) -> ReasoningFormat | None:
+    """Return the reasoning format of the template, or None if it does not show reasoning."""
     for ways in (_by_field, _by_part, _inline):
         for thought in ways(prober):
             learnt = _learnt(prober, thought)
@@ -30,12 +30,12 @@ def learn_reasoning(prober: ProbeRenderer) -> ReasoningFormat | None:
     return None
 
 
-def learn_content(prober: ProbeRenderer, reasoning: ReasoningFormat | None) -> ContentFormat:
-    """What the template puts around what was said, which is nothing for most.
+def learn_content(prober: FormatProber, reasoning: ReasoningFormat | None) -> ContentFormat:
+    """Return the texts around the content, which are empty for most templates.
 
     Args:
-        prober: asks the template.
-        reasoning: how it writes a thought: a prompt may open one that an answer in the history does not have.
+        prober: prober of the template.
+        reasoning: its reasoning format: a prompt may open reasoning that an answer in the history lacks.
     """
     prompt, answer = prober.prompt(), prober.turn(content=ANSWERED)
     if prompt is not None and reasoning is not None and reasoning.opened_by_prompt:
@@ -49,18 +49,18 @@ def learn_content(prober: ProbeRenderer, reasoning: ReasoningFormat | None) -> C
 
 @dataclass(frozen=True, slots=True)
 class _Thought:
-    """A way to tell a template what was thought."""
+    """A way to pass reasoning to a template."""
 
     field: str | None
-    """The field of the message; None where it is a part of the content, or stands in it."""
+    """Field of the message; None if the reasoning is part of the content."""
     open: str = ""
     close: str = ""
-    """The tags around a thought that stands in the content."""
+    """Tags around reasoning in the content."""
     with_call: bool = False
-    """Whether thoughts are shown only beside a call."""
+    """True if reasoning is shown only beside a call."""
 
-    def told(self, prober: ProbeRenderer, thought: str, answer: str, *, followed: bool = False) -> str | None:
-        """The render of a turn that thinks and says, or calls, something."""
+    def told(self, prober: FormatProber, thought: str, answer: str, *, followed: bool = False) -> str | None:
+        """Return the render of a turn with reasoning and an answer, or a call."""
         calls = [CALL] if self.with_call else []
         content = "" if self.with_call else answer
         if self.field is not None:
@@ -71,25 +71,25 @@ class _Thought:
         return prober.turn(*calls, thought={"content": parts}, followed=followed)
 
     def behind(self, answer: str) -> str:
-        """The word that stands behind the thought in a render."""
+        """Return the text after the reasoning in a render."""
         return CALL.name if self.with_call else answer
 
 
-def _by_field(prober: ProbeRenderer) -> Iterator[_Thought]:
+def _by_field(prober: FormatProber) -> Iterator[_Thought]:
     for with_call in (False, True):
         for field in FIELDS:
             yield _Thought(field, with_call=with_call)
 
 
-def _by_part(prober: ProbeRenderer) -> Iterator[_Thought]:
+def _by_part(prober: FormatProber) -> Iterator[_Thought]:
     thought = _Thought(None)
     text = thought.told(prober, THOUGHT, ANSWERED)
-    # Python's or JSON's text of the list itself is no thought that is shown.
+    # The literal text of the list itself is not reasoning.
     if text is not None and "type" not in text:
         yield thought
 
 
-def _inline(prober: ProbeRenderer) -> Iterator[_Thought]:
+def _inline(prober: FormatProber) -> Iterator[_Thought]:
     prompt = (prober.prompt() or "").rstrip()
     last = next((mark for mark in reversed(prober.cut_points.split(prompt)) if prober.cut_points.is_tag(mark)), "")
     opened = last.replace("/", "", 1) if last[1:2] == "/" else last
@@ -100,12 +100,12 @@ def _inline(prober: ProbeRenderer) -> Iterator[_Thought]:
             yield thought
 
 
-def _is_thought(prober: ProbeRenderer, opened: str, prompt: str) -> bool:
-    """A mark at the end of a prompt opens thoughts, or closed an empty one, and is not that of a role."""
+def _is_thought(prober: FormatProber, opened: str, prompt: str) -> bool:
+    """Return whether a mark at the end of a prompt opens reasoning, or closed an empty one, and is not a role's."""
     header = (prober.turn(content=ANSWERED, followed=True) or "").partition(ANSWERED)[0]
     closing = _closing(opened)
     begun = opened in prompt and not prompt.rpartition(opened)[2].replace(closing, "").strip()
-    # That its close is written somewhere, and not in front of every answer alone, tells it from a role's mark.
+    # A role's mark has no close, or one in front of every answer.
     told = opened in TAGS or closing in prober.renderer.template.text
     return begun and told and (opened not in header or closing in header)
 
@@ -114,13 +114,13 @@ def _closing(tag: str) -> str:
     return f"{tag[:1]}/{tag[1:]}"
 
 
-def _dropped(prober: ProbeRenderer, thought: _Thought) -> bool:
-    """The template knows the tags: it cuts such a thought out of an earlier turn."""
+def _dropped(prober: FormatProber, thought: _Thought) -> bool:
+    """Return whether the template removes reasoning in these tags from an earlier turn."""
     text = thought.told(prober, THOUGHT, ANSWERED, followed=True)
     return text is not None and ANSWERED in text and THOUGHT not in text
 
 
-def _learnt(prober: ProbeRenderer, thought: _Thought) -> ReasoningFormat | None:
+def _learnt(prober: FormatProber, thought: _Thought) -> ReasoningFormat | None:
     text = thought.told(prober, THOUGHT, ANSWERED)
     behind = thought.behind(ANSWERED)
     if text is None or not 0 <= text.find(THOUGHT) < text.rfind(behind):
@@ -135,19 +135,19 @@ def _learnt(prober: ProbeRenderer, thought: _Thought) -> ReasoningFormat | None:
     return ReasoningFormat(opening, close, _opened(prober, opening))
 
 
-def _inline_format(prober: ProbeRenderer, thought: _Thought) -> ReasoningFormat:
+def _inline_format(prober: FormatProber, thought: _Thought) -> ReasoningFormat:
     return ReasoningFormat(thought.open, thought.close, _opened(prober, thought.open))
 
 
-def _close(prober: ProbeRenderer, between: str) -> str:
-    """The first tag behind a thought, with what stands in front of it in its line; else the first line."""
+def _close(prober: FormatProber, between: str) -> str:
+    """Return the first tag after the reasoning, with the text of its line before it; else the first line."""
     line = between.strip().partition("\n")[0]
     tag = next((mark for mark in prober.cut_points.split(line) if prober.cut_points.is_tag(mark)), "")
     return line[: line.find(tag) + len(tag)] if tag else line.strip()
 
 
-def _opening(prober: ProbeRenderer, front: str, close: str) -> str:
-    """What opens a thought: what an answer without one has not in front of it, else the last tag."""
+def _opening(prober: FormatProber, front: str, close: str) -> str:
+    """Return the opening mark of reasoning: text that an answer without reasoning lacks, else the last tag."""
     marks = prober.cut_points
     plain = prober.turn(content=ANSWERED, followed=True) or ""
     header = plain.partition(ANSWERED)[0]
@@ -156,17 +156,17 @@ def _opening(prober: ProbeRenderer, front: str, close: str) -> str:
         opening = front.strip()
         tags = [mark for mark in marks.split(opening) if marks.is_tag(mark)]
         opening = opening[opening.rindex(tags[-1]) :] if tags else ""
-    # What stands in lines before it is the header of a turn of its own, or an empty thought.
+    # Lines before it are the header of its own turn, or empty reasoning.
     return opening.rpartition("\n")[2]
 
 
-def _opened(prober: ProbeRenderer, opening: str) -> bool:
+def _opened(prober: FormatProber, opening: str) -> bool:
     prompt = prober.prompt()
     return bool(opening) and prompt is not None and prompt.rstrip().endswith(opening)
 
 
-def _holds(prober: ProbeRenderer, thought: _Thought, learnt: ReasoningFormat) -> bool:
-    """Another thought than the one that was learnt from stands between the same marks."""
+def _holds(prober: FormatProber, thought: _Thought, learnt: ReasoningFormat) -> bool:
+    """Return whether other reasoning is written between the same marks."""
     text = thought.told(prober, OTHER_THOUGHT, OTHER_ANSWER)
     if text is None:
         return False

@@ -1,4 +1,4 @@
-"""Learns arguments that are written one by one, each key and value between literals."""
+"""Learns tagged arguments: keys and values between literals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from runner.parsing.learning.call_spans import CallSpan
-from runner.parsing.learning.probe_renders import FormatRequirement, ProbeCall, ProbeRenderer, UnlearnableFormat
+from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement, ProbeCall, UnlearnableFormat
 from runner.parsing.notations import (
     Cdata,
     Html,
@@ -25,7 +25,7 @@ from runner.parsing.turn_format import Slot, TaggedArguments, ValueStyle
 __all__ = ["TaggedLearner"]
 
 NAME: Final = "zqfirstz"
-# Integers are written without quotes in every notation.
+# Integers are unquoted in every notation.
 INTEGERS: Final = ProbeCall(NAME, {"zqkeyaz": 70707, "zqkeybz": 80808})
 PROBES: Final = (
     ProbeCall(NAME, {"zqkeyaz": 70707}),
@@ -48,26 +48,24 @@ SCALARS: Final[tuple[Notation, ...]] = (Json(), Python())
 
 @dataclass(frozen=True, slots=True)
 class TaggedLearner:
-    """Finds a call of integers in a render, once it is known how those are written."""
+    """Finds a call with integer arguments in a render, after their form was learnt."""
 
     arguments: TaggedArguments
-    """How arguments are written, with all that the last value's end and the close have in common in the close."""
+    """Form of the arguments; text that the end of the last value shares with the close belongs to the close."""
     probes: tuple[ProbeCall, ProbeCall, ProbeCall] = PROBES
 
     @classmethod
-    def learn(cls, prober: ProbeRenderer) -> Self:
-        """How the template writes arguments one by one.
+    def learn(cls, prober: FormatProber) -> Self:
+        """Learn how the template writes tagged arguments.
 
         Raises:
-            UnlearnableFormat: it does not.
+            UnlearnableFormat: the template does not write tagged arguments.
         """
         text = _asked(prober, INTEGERS)
         words = [NAME, "zqkeyaz", "70707", "zqkeybz", "80808"]
         parts = list(_between(text, words))
         if len(parts) != len(words) or parts[1] != parts[3]:
-            raise UnlearnableFormat(
-                FormatRequirement.SEPARABLE, "where a call's arguments begin and end cannot be told"
-            )
+            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "the begin and end of a call's arguments are unclear")
         head, open_integer, separator, _, behind = parts
         tail, none = _ends(prober, behind)
         styles = _styles(prober, head, separator, open_integer)
@@ -75,7 +73,7 @@ class TaggedLearner:
         return cls(TaggedArguments(head, separator, tail, none, styles, sorted_keys=prober.turn(backwards) == text))
 
     def __call__(self, text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
-        """The span of a call whose arguments are one integer."""
+        """Return the span of a call with one integer argument."""
         ((key, value),) = said.arguments.items()
         style = self.arguments.styles["integer"]
         written = f"{said.name}{self.arguments.head}{key}{style.open}{style.notation.encode(value)}{style.close}"
@@ -87,14 +85,14 @@ class TaggedLearner:
         return CallSpan(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
 
     def ended(self, close: str, between: str | None) -> tuple[TaggedArguments, str, str | None]:
-        """The arguments, and `close` and `between` without what ends the last value."""
+        """Return the arguments, and `close` and `between` without the end of the last value."""
         tail = self.arguments.tail
         if not close.startswith(tail) or not (between is None or between.startswith(tail)):
-            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "what ends the last argument cannot be told")
+            raise UnlearnableFormat(FormatRequirement.SEPARABLE, "the end of the last argument is unclear")
         return self.arguments, close[len(tail) :], None if between is None else between[len(tail) :]
 
 
-def _asked(prober: ProbeRenderer, said: ProbeCall) -> str:
+def _asked(prober: FormatProber, said: ProbeCall) -> str:
     text = prober.turn(said)
     if text is None:
         raise UnlearnableFormat(FormatRequirement.VALUES, "the template raises on a call with some arguments")
@@ -102,7 +100,7 @@ def _asked(prober: ProbeRenderer, said: ProbeCall) -> str:
 
 
 def _between(text: str, words: list[str]) -> Iterator[str]:
-    """What stands behind each of `words`, up to the next."""
+    """Yield the text after each of `words`, up to the next."""
     at = text.find(words[0])
     for word, following in zip(words, [*words[1:], None], strict=True):
         if at < 0:
@@ -124,8 +122,8 @@ _SAID: Final[Mapping[ValueType, str]] = {
 }
 
 
-def _ends(prober: ProbeRenderer, behind: str) -> tuple[str, str | None]:
-    """What stands behind the last value, and what a call without arguments has instead of them."""
+def _ends(prober: FormatProber, behind: str) -> tuple[str, str | None]:
+    """Return the text after the last value, and the text in place of arguments for a call without any."""
     text = prober.turn(ProbeCall(NAME, {}))
     if text is None or NAME not in text:
         return "", None
@@ -134,7 +132,7 @@ def _ends(prober: ProbeRenderer, behind: str) -> tuple[str, str | None]:
     return behind[: len(behind) - len(shared)], without[: len(without) - len(shared)]
 
 
-def _styles(prober: ProbeRenderer, head: str, separator: str, open_integer: str) -> dict[ValueType, ValueStyle]:
+def _styles(prober: FormatProber, head: str, separator: str, open_integer: str) -> dict[ValueType, ValueStyle]:
     styles: dict[ValueType, ValueStyle] = {}
     for values in VALUES.values():
         bodies = [_body(prober, value, separator) for value in values]
@@ -147,12 +145,12 @@ def _styles(prober: ProbeRenderer, head: str, separator: str, open_integer: str)
             raise UnlearnableFormat(FormatRequirement.VALUES, why)
         styles[type_of(values[0])] = style
     if "string" not in styles:
-        raise UnlearnableFormat(FormatRequirement.VALUES, "nothing tells where a string in a call's arguments ends")
+        raise UnlearnableFormat(FormatRequirement.VALUES, "no text ends a string in a call's arguments")
     return styles
 
 
-def _body(prober: ProbeRenderer, value: Any, separator: str) -> str | None:
-    """What stands between a value's key and what separates it from the next, or None where it is not written."""
+def _body(prober: FormatProber, value: Any, separator: str) -> str | None:
+    """Return the text between a value's key and the separator, or None if the template does not write the value."""
     text = prober.turn(ProbeCall(NAME, {"zqkeyaz": value, "zqkeybz": 80808}))
     parts = [] if text is None else list(_between(text, [NAME, "zqkeyaz", "zqkeybz"]))
     if len(parts) < 3 or not parts[1].endswith(separator):
@@ -161,7 +159,7 @@ def _body(prober: ProbeRenderer, value: Any, separator: str) -> str | None:
 
 
 def _style(
-    prober: ProbeRenderer, values: tuple[Any, ...], bodies: list[str], open_integer: str, separator: str
+    prober: FormatProber, values: tuple[Any, ...], bodies: list[str], open_integer: str, separator: str
 ) -> ValueStyle | None:
     kind = type_of(values[0])
     if kind == "string":
@@ -190,16 +188,16 @@ def _fitting(notation: Notation, values: tuple[Any, ...], bodies: list[str]) -> 
     return None
 
 
-def _cdata_signs(prober: ProbeRenderer, separator: str) -> str:
+def _cdata_signs(prober: FormatProber, separator: str) -> str:
     return "".join(sign for sign in "<>&\"'\n\\]" if "CDATA" in (_body(prober, f"a{sign}b", separator) or ""))
 
 
 def _learn_nested(body: Callable[[Any], str | None], before: str) -> Nested | None:
-    """The notation, or None where values are written in none that this form describes.
+    """Return the notation of lists and objects, or None if it has another form.
 
     Args:
-        body: what the template writes between a key and what separates its value from the next one.
-        before: how each of those begins, whatever the value.
+        body: returns the text between a key and the separator, for a value.
+        before: text at the start of each body.
     """
     texts = [
         body(value)

@@ -15,7 +15,7 @@ import orjson
 from runner.parsing.call_writer import WrittenCall, id_for, write_calls
 from runner.parsing.cut_points import CutPoints
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber, ProbeCall
 from runner.parsing.turn_format import CallFormat, TurnFormat
 from tests.conformance.corpus import Entry, control_tokens_of
 from tests.conformance.peers.cases import PLAIN, Kind, Trial, schemas_of, written
@@ -119,9 +119,9 @@ def play(group: Group) -> CallRow:
     return dataclasses.replace(row, readers={name: faults[name] for name in ordered})
 
 
-def _prober(entry: Entry, turn: TurnFormat) -> ProbeRenderer:
+def _prober(entry: Entry, turn: TurnFormat) -> FormatProber:
     """One that has found what the template wants around a call before it shows it."""
-    prober = ProbeRenderer(entry.renderer(), CutPoints())
+    prober = FormatProber(entry.renderer(), CutPoints())
     if not turn.harmony:
         learn_calls(prober)
     return prober

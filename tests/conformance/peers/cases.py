@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from runner.parsing.call_writer import Unwritable
 from runner.parsing.learning.format_check import WHOLE_CLOSING, FormatCase, battery, text_of
-from runner.parsing.learning.probe_renders import ProbeCall, ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber, ProbeCall
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
 
@@ -104,7 +104,7 @@ PLAIN: Final = (ProbeCall("look_up", {"query": "two words", "limit": 3}), ProbeC
 """Calls of which a reader has to read one right to be given all the rest."""
 
 
-def written(prober: ProbeRenderer, form: CallFormat) -> Iterator[Trial]:
+def written(prober: FormatProber, form: CallFormat) -> Iterator[Trial]:
     """All that the template writes so itself."""
     for case in battery(form):
         yield from _trial(prober, form, _kind(case), case, schemas_of(case.calls))
@@ -132,7 +132,7 @@ def schemas_of(calls: Sequence[ProbeCall]) -> dict[str, Any]:
 
 
 def _trial(
-    prober: ProbeRenderer, form: CallFormat, kind: Kind, case: FormatCase, schemas: Mapping[str, Any]
+    prober: FormatProber, form: CallFormat, kind: Kind, case: FormatCase, schemas: Mapping[str, Any]
 ) -> Iterator[Trial]:
     """The case as the template writes it; none where it does not."""
     try:

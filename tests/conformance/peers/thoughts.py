@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Self, TypeAlias
 
 from runner.parsing.cut_points import CutPoints
-from runner.parsing.learning.probe_renders import ProbeRenderer
+from runner.parsing.learning.probe_renders import FormatProber
 from runner.parsing.turn_format import TurnFormat
 from runner.parsing.turn_reader import TurnReader
 from tests.conformance.corpus import Entry, control_tokens_of
@@ -151,7 +151,7 @@ def play(group: Group) -> ThoughtRow:
     entry, form = group.entry, turn_of(group.entry)
     assert form.reasoning is not None, "only thoughts that are marked are played"
     tokens = tuple(dict.fromkeys([*control_tokens_of(entry), *single_marks(form)]))
-    prompt = ProbeRenderer(entry.renderer(), CutPoints()).prompt() or ""
+    prompt = FormatProber(entry.renderer(), CutPoints()).prompt() or ""
     trials = list(turns(form))
     found = {OURS: _misses(trials, prompt, _ours(form))}
     for names in reasoning_parsers():

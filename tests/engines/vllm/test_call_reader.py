@@ -153,7 +153,7 @@ def test_a_parser_is_given_one_id_at_a_time_from_behind_the_thought_to_the_stop(
         ('(f {"a": 1})(g {"b": [2]})', "", [ReadCall("f", {"a": 1}), ReadCall("g", {"b": [2]})]),
         ("(f [1])", "", [ReadCall("f", error="its arguments must be a JSON object")]),
         ('(f {"a": 1)', "", [ReadCall("f", error="',' is missing at the end")]),
-        ("(f {}{})", "", [ReadCall("f", error="'{}' stands behind its arguments")]),
+        ("(f {}{})", "", [ReadCall("f", error="'{}' follows its arguments")]),
         ("(f)", "", [ReadCall("f", error="its arguments are missing")]),
     ],
 )
