@@ -15,6 +15,7 @@ class ReasoningPiece:
     """The next piece of the reasoning."""
 
     text: str
+    """Text that follows the previous pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class ContentPiece:
     """The next piece of the content."""
 
     text: str
+    """Text that follows the previous pieces."""
 
 
 @dataclass(frozen=True, slots=True)
