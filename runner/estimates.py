@@ -1,4 +1,4 @@
-"""Figures over the episodes of a run: means with a standard error clustered by task, and pass@k."""
+"""Statistics over the episodes of a run: means with a standard error clustered by task, and pass@k."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Final
 __all__ = ["MIN_SOLVED_REWARD", "Mean", "pass_at_k"]
 
 MIN_SOLVED_REWARD: Final = 1.0
-"""The reward from which on an episode counts as solved."""
+"""Lowest reward of a solved episode."""
 
 MAX_OPEN_TASKS: Final = 65_536
-"""The most tasks whose further values are added to their earlier ones; older ones count as tasks of their own."""
+"""Tasks whose next values are added to their earlier ones; later values of older tasks count as new tasks."""
 
 
 class Mean:
@@ -33,19 +33,19 @@ class Mean:
         self.count = 0
         """The number of values."""
         self.tasks = 0
-        """The number of tasks that they belong to."""
+        """The number of their tasks."""
         self._open: OrderedDict[str, tuple[int, int | Fraction]] = OrderedDict()
         self._total: int | Fraction = 0
-        # Over the tasks: the sums of S * S, of n * S and of n * n. The standard error follows from these.
+        # Sums over the tasks of S * S, n * S and n * n, from which the standard error follows.
         self._squares: int | Fraction = 0
         self._products: int | Fraction = 0
         self._numbers = 0
 
     def add(self, value: float | None, task: str) -> None:
-        """Add a value of a task, if there is one.
+        """Add a value of a task.
 
         Args:
-            value: a finite number; None is left out.
+            value: a finite number; None is ignored.
             task: the id of the task.
         """
         if value is None:
@@ -64,12 +64,12 @@ class Mean:
             self._open.popitem(last=False)
 
     def close(self, task: str) -> None:
-        """Forget a task of which no further value comes; its values stay in the figures."""
+        """Forget a task that gets no more values; its values stay in the statistics."""
         self._open.pop(task, None)
 
     @property
     def mean(self) -> float:
-        """The mean of the values; NaN if there are none, since no value is not the same as 0."""
+        """The mean of the values; NaN without values."""
         return float(Fraction(self._total, self.count)) if self.count else math.nan
 
     @property
@@ -86,7 +86,7 @@ class Mean:
             return math.inf
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as JSON, which has no NaN and no infinity: None stands for them."""
+        """The statistics as JSON values; None for NaN and infinity."""
         error = self.standard_error
         return {
             "mean": self.mean if self.count else None,
@@ -97,14 +97,14 @@ class Mean:
 
 
 def pass_at_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
-    """The chance that one of k episodes of a task is solved, unbiased (Chen et al. 2021).
+    """The probability that one of k episodes of a task is solved, unbiased (Chen et al. 2021).
 
     Args:
-        solved: the number of groups by (how many episodes each had, how many of them were solved).
+        solved: the number of groups by (number of episodes, number of solved ones).
         k: at least 1.
 
     Returns:
-        The mean over the groups of at least k episodes; None where there is none.
+        The mean over the groups of at least k episodes; None without such a group.
     """
     groups = sum(count for (n, _), count in solved.items() if n >= k)
     if not groups:

@@ -26,9 +26,9 @@ class ScorerKind(enum.StrEnum):
     REWARD = "reward"
     """Added to the trajectory's reward when the episode ends."""
     METRIC = "metric"
-    """Recorded and never added."""
+    """Recorded, but not part of the reward."""
     GROUP_REWARD = "group_reward"
-    """Added once all episodes of a task have been played."""
+    """Added after all episodes of a task have been played."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Scorer:
 
 
 Score = float | None
-"""A reward as a method returns it: a bool counts as 0 or 1, None means it cannot be told."""
+"""A reward as a method returns it; a bool counts as 0 or 1, None means unknown."""
 
 
 @overload
@@ -54,7 +54,7 @@ def reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
 def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """Mark a method as a reward: `() -> float | bool | None | {agent: float}`, sync or async.
 
-    The names in a dict are those of trained agents. Scores with names of their own are a reward each, or a metric.
+    The keys of a dict are names of trained agents. For several scores use several rewards, or a metric.
 
     Args:
         function: the method.
@@ -64,9 +64,9 @@ def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
 
 
 def metric(function: Function, /) -> Function:
-    """Mark a method as a metric: `() -> float | bool | None | {name: float}`, sync or async; recorded, never added.
+    """Mark a method as a metric: `() -> float | bool | None | {name: float}`, sync or async; not part of the reward.
 
-    Numbers with names of their own are recorded as metrics of their own: `scores` that returns `{"style": 0.5}` as
+    The values of a dict are separate metrics: if `scores` returns `{"style": 0.5}`, the metric is
     `scores.style`.
     """
     return _mark(function, ScorerKind.METRIC, 1.0)  # type: ignore[no-any-return]  # given a function, it returns it
@@ -79,16 +79,14 @@ def group_reward(*, weight: float = 1.0) -> Callable[[Function], Function]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """Mark a method as a group reward: `(group: Group) -> one float per trajectory`, after the group's commit.
 
-    It is called on the environment object that was given to the run.
+    It is called on the environment object of the run.
     """
     return _mark(function, ScorerKind.GROUP_REWARD, weight)
 
 
 def _mark(function: Any, kind: ScorerKind, weight: float) -> Any:
     if function is not None and not inspect.isfunction(function):
-        raise BadEnvironment(
-            f"@{kind} goes on a method, not on {function!r:.40}; a weight is given as @{kind}(weight=...)."
-        )
+        raise BadEnvironment(f"@{kind} decorates a method, not {function!r:.40}; give a weight as @{kind}(weight=...).")
     _check_weight(f"@{kind}(weight={weight!r})", weight)
 
     def decorate(method: Function) -> Function:
@@ -108,18 +106,18 @@ def collect_scorers(cls: type) -> tuple[Scorer, ...]:
     """The scorers of a class in the order they are written, base classes first.
 
     Raises:
-        BadEnvironment: one has a wrong signature, or is overridden by a method that is no scorer.
+        BadEnvironment: one has a wrong signature, or is overridden by a method without decorator.
     """
     found: dict[str, Scorer] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             scorer = getattr(value, _MARK, None)
             if scorer is not None:
-                # By the attribute: methods that one function makes have one name of their own.
+                # By the attribute's name, since methods created by one function share a name.
                 found[name] = dataclasses.replace(scorer, name=name)
                 _check_signature(base, found[name], value)
             elif name in found:
-                # An override may mean a reward or a helper: only its author knows, so it has to be said.
+                # An override could be a reward or a helper, so the author must decide.
                 if value is not None:
                     kind = found[name].kind
                     raise BadEnvironment(
@@ -142,12 +140,14 @@ def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> t
     """The scorers with a run's own weights.
 
     Raises:
-        BadOption: a name that is no reward.
+        BadOption: a name is not a reward.
     """
     names = [scorer.name for scorer in scorers if scorer.kind != ScorerKind.METRIC]
     for name, weight in weights.items():
         if name not in names:
-            raise BadOption(f"weights: {name!r} is no reward of this environment; it has {', '.join(names) or 'none'}.")
+            raise BadOption(
+                f"weights: {name!r} is not a reward of this environment; it has {', '.join(names) or 'none'}."
+            )
         _check_weight(f"weights={{{name!r}: {weight!r}}}", weight)
     return tuple(dataclasses.replace(s, weight=float(weights.get(s.name, s.weight))) for s in scorers)
 
@@ -168,48 +168,48 @@ def as_score(value: Any, name: str) -> Score:
     if isinstance(value, str):
         raise TypeError(f"{name} returned the string {value!r:.80}; return a number, a bool or None")
     if not math.isfinite(number):
-        raise ValueError(f"{name} returned {number}; a reward is a finite number, or None where it cannot be told")
+        raise ValueError(f"{name} returned {number}; a reward is a finite number, or None if unknown")
     return number
 
 
 def as_metrics(value: Any, name: str) -> dict[str, float]:
-    """What a metric returned, by name: its own, or for each of several numbers `name.key`; None is left out.
+    """The values that a metric returned, by name; `name.key` for the values of a dict; None is left out.
 
     Raises:
-        TypeError: a value is neither a number, a bool nor None, or its name is no string.
+        TypeError: a value is neither a number, a bool nor None, or a key is not a string.
         ValueError: one is not finite.
     """
     several = {name: value}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) and key for key in value):
-            raise TypeError(f"{name} returned names that are no strings: {list(value)!r:.80}")
+            raise TypeError(f"{name} returned keys that are not strings: {list(value)!r:.80}")
         several = {f"{name}.{key}": number for key, number in value.items()}
     scores = {key: as_score(number, key) for key, number in several.items()}
     return {key: score for key, score in scores.items() if score is not None}
 
 
 def scores_by_agent(value: Any, name: str, trained: Sequence[str]) -> dict[str, Score]:
-    """What a reward returned, for each trained agent: one value for all, or one for each that is named.
+    """The value that a reward returned for each trained agent: the same for all, or one per key of a dict.
 
     Raises:
         TypeError: a value is neither a number, a bool nor None.
-        ValueError: one is not finite, or a name is that of no trained agent.
+        ValueError: a value is not finite, or a key is not the name of a trained agent.
     """
     by_agent = value if isinstance(value, Mapping) else dict.fromkeys(trained, value)
     for agent in by_agent:
         if agent not in trained:
             raise ValueError(
-                f"{name} rewards {agent!r}, which is no trained agent; these are: {', '.join(trained)}. For scores "
-                f"with names of their own write a @reward for each, or one number here and a @metric that returns the "
+                f"{name} rewards {agent!r}, which is not a trained agent; these are: {', '.join(trained)}. For several "
+                f"scores write a @reward for each, or return one number here and write a @metric that returns the "
                 f"dict"
             )
     return {agent: as_score(score, name) for agent, score in by_agent.items()}
 
 
 def weighted_sum(rewards: Mapping[str, Score], scorers: tuple[Scorer, ...]) -> Score:
-    """The sum of the rewards by their weights; None if there is none, or if one of them is None."""
+    """The weighted sum of the rewards; None without rewards, or if one is unknown."""
     weights = {scorer.name: scorer.weight for scorer in scorers}
     if not rewards or any(value is None for value in rewards.values()):
         return None
-    # fsum: the sum is the same in whatever order the rewards are written.
+    # fsum, so that the sum does not depend on the order of the rewards.
     return math.fsum(weights[name] * value for name, value in rewards.items() if value is not None)

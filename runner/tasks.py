@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Task:
     """One problem; subclass it for typed fields.
 
-    Each episode gets a deep copy of its own: what it changes in its task no other episode sees.
+    Each episode gets its own deep copy, so no other episode sees changes to it.
     """
 
     id: str
@@ -34,23 +34,23 @@ class Task:
     answer: str = ""
     """Reference data for scoring."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else that the environment needs: values of JSON, which a run file gives back as they are."""
+    """Further JSON values for the environment; a run file returns them unchanged."""
 
 
 def deep_copy(value: T) -> T:
-    """A copy in depth, in which what cannot be copied (a lock, an open file) is shared."""
+    """A deep copy that shares objects that cannot be copied, such as locks and open files."""
     made: T = _copied(value, {})
     return made
 
 
-# The types themselves: an object of a subclass may have attributes that change.
+# Only these types: objects of subclasses may have mutable attributes.
 _UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """The same as `copy.deepcopy`, faster for JSON and without its refusals.
+    """Like `copy.deepcopy`, but faster for JSON, and objects that cannot be copied are shared.
 
-    `known` holds the copies by the identity of what they are copies of, so that what is shared inside stays shared.
+    `known` contains the copies by the ids of their originals, so that shared parts stay shared.
     """
     kind = type(value)
     if kind in _UNCHANGING:
@@ -68,12 +68,12 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         return made
     if kind is tuple:
         return tuple(_copied(each, known) for each in value)
-    with contextlib.suppress(Exception):  # whatever its class makes of being copied
+    with contextlib.suppress(Exception):  # copying runs code of the class
         if _is_plain(kind) and hasattr(value, "__dict__"):
             made = known[id(value)] = copy.copy(value)
             vars(made).update((name, _copied(each, known)) for name, each in vars(value).items())
             return made
-        # With a memo of its own: a copy that fails half way leaves what it has made so far in its memo.
+        # A separate memo, because a failing copy leaves unfinished objects in it.
         copies: dict[int, Any] = {}
         made = copy.deepcopy(value, copies)
         known.update((key, each) for key, each in copies.items() if key != id(copies))
@@ -83,42 +83,42 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether its objects are what their attributes are: the class says nothing of its own about being copied."""
+    """Return True if copying an object of this class means copying its attributes: it has no copy methods."""
     own = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
     return all(getattr(kind, name, None) is getattr(object, name, None) for name in own)
 
 
 class TaskBuilder:
-    """Makes tasks of a class from JSON: each field checked, and converted to the type that the class gives it."""
+    """Builds tasks of a class from JSON; fields are checked and converted to their types."""
 
     def __init__(self, task_class: type[Task]) -> None:
         self.task_class = task_class
-        """The class whose tasks are made."""
+        """The class of the tasks."""
         self.known = frozenset(field.name for field in dataclasses.fields(task_class))
-        """The names of its fields."""
+        """Names of all fields."""
         self.needed = tuple(
             field.name
             for field in dataclasses.fields(task_class)
             if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
-        """The names of those without a default."""
+        """Names of the fields without a default."""
         self._validators = _validators(task_class)
 
     def __call__(self, fields: Mapping[str, Any]) -> Task:
-        """The task of these fields.
+        """Build a task from its fields.
 
         Raises:
-            ValueError: a field has a value that does not fit.
+            ValueError: a value does not fit its field.
             TypeError: a field is missing or unknown.
         """
         check_base_fields(fields)
         return self.task_class(**{name: self.typed(name, value) for name, value in fields.items()})
 
     def typed(self, name: str, value: Any) -> Any:
-        """The value of a field as the type that its class gives it.
+        """Convert a value to the type of its field.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the value does not fit.
         """
         from pydantic import ValidationError
 
@@ -132,11 +132,11 @@ class TaskBuilder:
 
 
 def check_base_fields(fields: Mapping[str, Any]) -> None:
-    """Check the fields that every task has.
+    """Check the fields of the class `Task`.
 
     Raises:
-        ValueError: one has a value of another kind.
-        TypeError: the prompt is none.
+        ValueError: a value has the wrong type.
+        TypeError: the prompt is not valid.
     """
     for name, kind, wanted in (("id", str, "a string"), ("answer", str, "a string"), ("info", Mapping, "an object")):
         if name in fields and not isinstance(fields[name], kind):
@@ -148,7 +148,7 @@ _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(Task))
 
 
 def _validators(task_class: type[Task]) -> dict[str, TypeAdapter[Any]]:
-    """For each field that an author added, what turns JSON into its type; a type that pydantic cannot say has none."""
+    """Validators of the fields that an author added; types that pydantic does not support have none."""
     from pydantic import PydanticUserError, TypeAdapter
 
     try:

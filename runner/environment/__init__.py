@@ -1,1 +1,1 @@
-"""The author's side: environment classes, where they are found, their tasks and their lifespan."""
+"""Environments: the class that authors subclass, loading by name, tasks, and lifespan."""

@@ -1,4 +1,4 @@
-"""What is looked at before an environment is played: that it can be, with the model that is there."""
+"""Checks of an environment before it is played, together with its model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["as_environment", "check_playable", "check_tools", "common_system_pro
 
 
 def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> Environment[Any]:
-    """An environment object; a class is constructed.
+    """The environment object; a class is constructed without arguments.
 
     Raises:
-        BadEnvironment: it is none, or its class cannot be constructed without arguments.
+        BadEnvironment: it is not an environment, or its class needs arguments.
     """
     if not isinstance(environment, type):
         if not isinstance(environment, Environment):
-            raise BadEnvironment(f"{environment!r:.80} is no Environment: subclass runner.Environment.")
+            raise BadEnvironment(f"{environment!r:.80} is not an Environment: subclass runner.Environment.")
         return environment
     name = environment.__name__
     try:
@@ -48,7 +48,7 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
 
 
 def check_playable(environment: Environment[Any]) -> None:
-    """Refuse an environment without a reward: nobody could be trained on it."""
+    """Refuse an environment without a reward, on which nothing can be trained."""
     if not any(scorer.kind != ScorerKind.METRIC for scorer in environment.scorers):
         name = type(environment).__name__
         raise BadEnvironment(
@@ -58,28 +58,28 @@ def check_playable(environment: Environment[Any]) -> None:
 
 
 def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
-    """Refuse tools that the model would not be shown, or whose calls could not be read; say what is read otherwise.
+    """Refuse tools that prompts would not contain or whose calls could not be parsed; warn about smaller losses.
 
-    It looks at the tools of the class. Those that `setup()` adds are known only in an episode.
+    Only tools of the class are checked. Tools that `setup()` adds are known only in an episode.
 
     Returns:
-        What of the tools' calls this template does not carry as it was meant, a line for people each.
+        Warnings about calls that this template does not keep exactly.
 
     Raises:
-        BadTemplate: the template does not carry tools, or writes calls in a form that cannot be read.
-        BadOption: `tool_choice` names no tool, or cannot be enforced.
+        BadTemplate: the template does not support tools, or writes calls that cannot be parsed.
+        BadOption: `tool_choice` is not the name of a tool, or cannot be enforced.
     """
     tools = environment.bound_tools()
     warnings = _check_calls_carried(tools, chat) if tools else []
     names = [tool.name for tool in tools]
     choice = environment.tool_choice
     known = ("auto", "none", *names, *(["required"] if names else []))
-    # A setup() may bring tools of its own.
+    # setup() may add tools.
     sure = not environment.overrides("setup")
     if sure and choice not in known:
         raise BadOption(f"tool_choice={choice!r}: no such tool. Tools: {', '.join(names) or 'none'}.")
     if choice in known and (sure or not chat.parser.writes_as_read):
-        # Now, where each episode would be refused by it.
+        # Otherwise each episode would be refused.
         constraint = chat.parser.constraint(tools, choice)
         if constraint is not None:
             chat.engine.check_constraint(constraint)
@@ -93,63 +93,63 @@ def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
     form = chat.parser.format
     if not chat.parser.reads_calls:
         raise BadTemplate(
-            f"{template} writes tool calls in a form that cannot be read ({chat.learnt.missing}): {chat.learnt.why}. "
-            "Give --template pythonic or hermes, or a file that writes them otherwise; or name what reads them: "
-            "--tool-format vllm:NAME, a tool parser of vLLM's; or put a response_template that does into the model's "
+            f"{template} writes tool calls that cannot be parsed ({chat.learnt.missing}): {chat.learnt.why}. "
+            "Give --template pythonic or hermes, or a file with another format; or a tool parser of vLLM: "
+            "--tool-format vllm:NAME; or put a response_template for this format into the model's "
             "tokenizer_config.json."
         )
     warnings = list(_unseen(tools, chat))
-    if not chat.parser.writes_as_read or form.calls is None:  # how they are read says nothing of how they are written
+    if not chat.parser.writes_as_read or form.calls is None:  # the written format is unknown
         return warnings
     lost = list(losses(form, tools))
     if lost:
-        # What is worst stands first.
+        # The worst first.
         lost.sort(key=lambda loss: not loss.uncallable)
-        told = f"of the tool {lost[0].tool!r}: {lost[0].what}{_others(lost)}"
+        loss = f"of the tool {lost[0].tool!r}: {lost[0].what}{_others(lost)}"
         if lost[0].uncallable:
-            raise BadTemplate(f"{template} cannot carry calls {told}")
-        warnings.append(f"{template} does not carry every call {told}")
+            raise BadTemplate(f"{template} cannot write calls {loss}")
+        warnings.append(f"{template} does not keep every call {loss}")
     warnings += _unchecked(tools)
     unclear = list(ambiguities(tools)) if CallLimitation.UNTYPED in chat.learnt.traits else []
     if unclear:
         warnings.append(
-            f"{template} writes strings without quotes ({CallLimitation.UNTYPED}), and {unclear[0]} takes other values "
-            "beside them: what reads as such a value is never a string. Give the argument one type, or make two of it."
+            f"{template} writes strings without quotes ({CallLimitation.UNTYPED}), and {unclear[0]} also takes other "
+            "values: a text that looks like such a value is not read as a string. Give it one type, or split it in two."
             f"{_others(unclear)}"
         )
     strict = [tool.name for tool in tools if tool.strict]
     if strict and not form.calls.trigger:
         warnings.append(
-            f"{template} has nothing that announces a call ({CallLimitation.BARE}), so strict=True of the tool "
-            f"{strict[0]!r} holds only where tool_choice requires a call.{_others(strict)}"
+            f"{template} has no text that begins a call ({CallLimitation.BARE}), so strict=True of the tool "
+            f"{strict[0]!r} works only if tool_choice requires a call.{_others(strict)}"
         )
     return warnings
 
 
 def _unseen(tools: Sequence[Tool], chat: ChatModel) -> Iterator[str]:
-    """What prompts leave out of the tools' arguments, a line for each tool."""
+    """Warnings about parts of arguments that prompts omit, one for each tool."""
     for tool in tools:
         unseen = unseen_of(chat.renderer.render_tool, tool.as_openai())
         if unseen:
             yield (
-                f"template {chat.renderer.template.name!r} does not show the model {unseen[0]}, for {tool.name}(): say "
-                f"it in the tool's docstring, or take another template.{_others(unseen)}"
+                f"template {chat.renderer.template.name!r} does not show the model {unseen[0]}, for {tool.name}(): "
+                f"describe it in the tool's docstring, or use another template.{_others(unseen)}"
             )
 
 
 def _unchecked(tools: Sequence[Tool]) -> Iterator[str]:
-    """Keywords of schemas that are not taken as they stand."""
+    """A warning about keywords of schemas that are not checked."""
     found = [(tool, note) for tool in tools for note in modern(tool.parameters).notes]
     if found:
         tool, note = found[0]
         yield (
-            f"the schema of the tool {tool.name!r} is not checked whole: {note}."
+            f"the schema of the tool {tool.name!r} is not checked completely: {note}."
             f"{_others([f'{each.name}: {said}' for each, said in found])}"
         )
 
 
 def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> Iterator[str]:
-    """What the grammar of a call that is held to its schema does not say."""
+    """A warning about parts of schemas that the grammar of a constrained call does not enforce."""
     form = chat.parser.format.calls
     held = [tool for tool in tools if choice in ("required", tool.name)] or (
         tools if choice == "auto" and any(tool.strict for tool in tools) else []
@@ -157,13 +157,13 @@ def _unenforced(tools: Sequence[Tool], chat: ChatModel, choice: ToolChoice) -> I
     found = [f"{tool.name}: {each}" for tool in held for each in not_enforced(form, tool)] if form else []
     if found:
         yield (
-            f"not everything that the schemas say is enforced while a call is sampled, the rest is checked afterwards: "
+            f"parts of the schemas are not enforced during sampling, only checked afterwards: "
             f"{found[0]}.{_others(found)}"
         )
 
 
 def _others(found: Sequence[object]) -> str:
-    """The same of all but the first, in a few words."""
+    """A sentence that lists all but the first."""
     if len(found) < 2:
         return ""
     more = f" and {len(found) - 1 - MAX_OTHERS} others" if len(found) - 1 > MAX_OTHERS else ""
@@ -171,11 +171,11 @@ def _others(found: Sequence[object]) -> str:
 
 
 MAX_OTHERS: Final = 5
-"""So many tools or arguments are named beside the first."""
+"""Tools or arguments that are named after the first."""
 
 
 def common_system_prompt(environment: Hooks) -> str | None:
-    """The system prompt that all episodes have; None where there is none, or where it depends on the episode."""
+    """The system prompt of all episodes; None without one, or if it depends on the episode."""
     try:
         return environment.system_prompt
     except NotInEpisode:

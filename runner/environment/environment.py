@@ -1,4 +1,4 @@
-"""The environment: the one class that an author subclasses."""
+"""The class `Environment`, which authors subclass."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["Environment", "Reply"]
 TaskT = TypeVar("TaskT", bound=Task, default=Task)
 
 Reply = Prompt | None
-"""What `step` answers; None ends the episode. An empty list is an error: there is nothing to answer."""
+"""The reply of `step`; None ends the episode. An empty list is an error."""
 
 HOOKS = {"setup": 0, "prompt": 0, "step": 1, "rollout": 1, "close": 0, "tasks": 0, "lifespan": 0}
-"""The methods that an author may write for the runner to call, with how many arguments each gets."""
+"""Methods that an author may define and the runner calls, with their numbers of arguments."""
 
 
 class NotInEpisode(BadEnvironment, AttributeError):
-    """What only an episode has was asked of an environment that plays none."""
+    """An attribute of episodes was read from an environment object that does not play."""
 
 
 class _EpisodeAttribute:
-    """Stands for an attribute until an episode sets it."""
+    """Placeholder for an attribute that an episode sets."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -46,42 +46,43 @@ class _EpisodeAttribute:
         if environment is None:
             return self
         raise NotInEpisode(
-            f"{owner.__name__}.{self._name} is there in an episode, from setup() on. The object that you construct "
-            f"plays none: __init__(), tasks(), lifespan(), limits and sampling have to do without it."
+            f"{owner.__name__}.{self._name} exists only in an episode, from setup() on. The object that you construct "
+            f"does not play: __init__(), tasks(), lifespan(), limits and sampling cannot use it."
         )
 
 
 class Environment(Generic[TaskT]):
-    """Subclass it with tools (`@tool`), a game (`step`) or a whole loop (`rollout`), and at least one `@reward`.
+    """An environment: tools (`@tool`), a game (`step`) or a whole loop (`rollout`), and at least one `@reward`.
 
-    The object you construct gives the tasks, the shared resources and the group rewards; it plays no episode. For each
-    episode a fresh object is made by the same call with the same arguments, so state lives on `self`.
+    The object that you construct provides tasks, shared resources and group rewards; it does not play. For each episode
+    a new object is constructed with the same arguments, so keep state on `self`.
     """
 
     system_prompt: str | None = None
-    """The system message of every episode. One that depends on the task is assigned in `setup()`, or is a property that
+    """The system message of every episode. If it depends on the task, assign it in `setup()`, or use a property that
     reads `self.task`."""
     tool_choice: ToolChoice = "auto"
-    """Whether the model may ("auto"), must ("required") or must not ("none") call a tool, or the name of the one that
-    it must call. Read before every turn, it may be assigned."""
+    """Use of tools: "auto" allows calls, "required" forces one, "none" forbids them, and the name of a tool forces a
+    call of it. Read before every turn, so it may be assigned."""
     limits: Limits = Limits()
-    """The environment's own limits; a run's win, field by field. They may be assigned in `setup()`."""
+    """Limits of the environment; those of a run override them field by field. May be assigned in `setup()`."""
     sampling: Sampling = Sampling()
-    """The environment's own sampling; a run's wins, field by field. Read before every turn, it may be assigned."""
+    """Sampling of the environment; that of a run overrides it field by field. Read before every turn, so it may be
+    assigned."""
 
     task: TaskT = cast("Any", _EpisodeAttribute())
-    """The task that is played; there from `setup()` on."""
+    """The task; set from `setup()` on."""
     episode: Episode = cast("Any", _EpisodeAttribute())
-    """What the runner knows of this play; there from `setup()` on."""
+    """The episode; set from `setup()` on."""
     shared: Any = _EpisodeAttribute()
-    """What `lifespan()` yielded; there from `setup()` on."""
+    """The value that `lifespan()` yielded; set from `setup()` on."""
     tools: list[Tool] = cast("Any", _EpisodeAttribute())
-    """The tools of `@tool`, to which `setup()` may add others."""
+    """The tools of `@tool`; `setup()` may add others."""
 
     method_tools: ClassVar[tuple[Tool, ...]] = ()
-    """The methods marked with `@tool`."""
+    """Methods marked with `@tool`."""
     scorers: ClassVar[tuple[Scorer, ...]] = ()
-    """The methods marked with `@reward`, `@metric` and `@group_reward`, in the order in which they are written."""
+    """Methods marked with `@reward`, `@metric` and `@group_reward`, in the order of their definition."""
 
     _construction: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -100,12 +101,12 @@ class Environment(Generic[TaskT]):
         self._construction = (args, kwargs)
         return self
 
-    # Without it Python would swallow the misspelt arguments of a class that has no __init__ of its own.
+    # Otherwise Python would ignore misspelt arguments of a class without __init__.
     def __init__(self) -> None:
         pass
 
     def tasks(self) -> Iterable[TaskT] | AsyncIterable[TaskT]:
-        """The tasks to be played, on the object you construct."""
+        """The tasks; called on the object that you construct."""
         raise BadEnvironment(
             f"{type(self).__name__} has no tasks: define tasks(), or give them to the run (tasks=, --tasks FILE.jsonl)."
         )
@@ -113,26 +114,26 @@ class Environment(Generic[TaskT]):
     def lifespan(
         self,
     ) -> AbstractContextManager[Any] | AbstractAsyncContextManager[Any] | Iterator[Any] | AsyncIterator[Any]:
-        """What all episodes share, as a context manager around the whole run; what it yields is `self.shared`.
+        """Resources of all episodes, as a context manager around the run; the yielded value is `self.shared`.
 
-        Written with a `yield`, sync or async, it needs no `@contextmanager` above it.
+        A generator, sync or async, does not need `@contextmanager`.
         """
         raise NotImplementedError
 
     def setup(self) -> Awaitable[None] | None:
-        """Prepare the episode, before its first message: draw the world, open what is needed, add tools."""
+        """Prepare the episode before its first message: draw the initial state, open resources, add tools."""
         return None
 
     def prompt(self) -> Prompt | Awaitable[Prompt]:
-        """The first messages, after the system prompt: the task's, unless you write it."""
+        """The first messages, after the system prompt; by default the task's prompt."""
         return self.task.prompt
 
     def step(self, turn: Turn) -> Reply | Awaitable[Reply]:
-        """Answer a turn that calls no tool; None, as by default, ends the episode."""
+        """Reply to a turn without tool calls; None, the default, ends the episode."""
         return None
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Play the whole episode, turn by turn; it is over when this returns."""
+        """Play the whole episode, turn by turn; it ends when this returns."""
         while True:
             turn = await conversation.generate()
             reply = await self.episode.answer(turn)  # one result per call, or what step(turn) returns
@@ -143,21 +144,21 @@ class Environment(Generic[TaskT]):
                 return
 
     def close(self) -> Awaitable[None] | None:
-        """Close what `setup()` opened, after the scoring; it is called if and only if `setup()` returned."""
+        """Close what `setup()` opened, after the scoring; called if and only if `setup()` returned."""
         return None
 
     def fresh(self) -> Self:
-        """A new environment, made by the call that made this one."""
+        """A new environment, constructed with the same arguments."""
         args, kwargs = self._construction
         return type(self)(*args, **kwargs)
 
     @property
     def made_with(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call that made this one, as they were given."""
+        """The arguments of the constructor, as they were given."""
         return self._construction
 
     def overrides(self, hook: str) -> bool:
-        """Tell whether the author wrote this hook; one that nobody wrote is not called."""
+        """Return True if the author defined this hook; otherwise it is not called."""
         return getattr(type(self), hook) is not getattr(Environment, hook)
 
     def bound_tools(self) -> list[Tool]:
@@ -166,7 +167,7 @@ class Environment(Generic[TaskT]):
 
     @classmethod
     def task_class(cls) -> type[Task]:
-        """The class in `Environment[Case]`; `Task` where none is given."""
+        """The task class, such as `Case` for `Environment[Case]`; `Task` by default."""
         for base in cls.__mro__:
             for original in vars(base).get("__orig_bases__", ()):
                 for argument in get_args(original):
@@ -175,7 +176,7 @@ class Environment(Generic[TaskT]):
         return Task
 
     def construction(self) -> dict[str, Any]:
-        """The constructor's arguments by name, defaults included."""
+        """The constructor's arguments by name, with defaults."""
         args, kwargs = self._construction
         bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -204,7 +205,7 @@ def _check_signature(cls: type[Environment[Any]], hook: str) -> None:
 
 
 def _check_generator(cls: type[Environment[Any]], hook: str, function: Callable[..., Any]) -> None:
-    """Only `tasks` and `lifespan` may be generators."""
+    """Refuse generators, except for `tasks` and `lifespan`."""
     where = f"{cls.__name__}.{hook}"
     yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if hook == "lifespan":

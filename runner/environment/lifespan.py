@@ -1,4 +1,4 @@
-"""The lifespan of an environment: resources that all its episodes share, entered before them and left after."""
+"""The lifespan of an environment: resources that all episodes share, entered before them and left after them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["lifespan_of"]
 async def lifespan_of(
     environment: Environment[Any], workers: Workers, *, close_seconds: float | None
 ) -> AsyncIterator[Any]:
-    """What the environment's `lifespan()` yields, None where it has none.
+    """Enter the environment's `lifespan()` and yield its value; None without one.
 
-    A synchronous one is made, entered and left in one worker thread, which is kept for it.
+    A synchronous one is created, entered and left in one worker thread, which is reserved for it.
 
     Raises:
-        BadEnvironment: it raised, on its way in or out, or did not end in time.
+        BadEnvironment: it raised, or did not end in time.
     """
     if not environment.overrides("lifespan"):
         yield None
         return
     lifespan = _Lifespan(environment, workers)
-    # Around all of it, since cancel scopes that an asynchronous one opens must close inside.
+    # Around everything, because cancel scopes that an asynchronous one opens must close inside.
     with anyio.CancelScope() as leaving:
         shared = await lifespan.enter()
         passing: BaseException | None = None
@@ -48,13 +48,13 @@ async def lifespan_of(
             raise passing
     if leaving.cancelled_caught:
         raise BadEnvironment(
-            f"lifespan() took longer than {close_seconds:g} s to end; what it holds may be left behind "
-            f"(Limits(close_seconds=) gives it more time)"
+            f"lifespan() took longer than {close_seconds:g} s to end; its resources may stay open "
+            f"(Limits(close_seconds=) allows more time)"
         )
 
 
 class _Lifespan:
-    """The context manager of an environment's `lifespan()`, of either colour."""
+    """The context manager of an environment's `lifespan()`, sync or async."""
 
     def __init__(self, environment: Environment[Any], workers: Workers) -> None:
         self._environment = environment
@@ -83,11 +83,11 @@ class _Lifespan:
         else:
             self._thread = WorkerThread()
             self._manager = await self._in_thread(make)
-        # What the call gave decides, and not whether the method is async: a plain method may return either kind.
+        # By the returned object: a synchronous method may return either kind.
         if not hasattr(self._manager, "__aenter__"):
             if not hasattr(self._manager, "__enter__"):
                 raise BadEnvironment(
-                    f"lifespan() returned {self._manager!r:.60}, which is no context manager: `yield` what episodes "
+                    f"lifespan() returned {self._manager!r:.60}, which is not a context manager: `yield` what episodes "
                     "share, and close it after that."
                 )
             return await self._in_thread(lambda: self._manager.__enter__())
@@ -95,15 +95,15 @@ class _Lifespan:
         return await self._manager.__aenter__()
 
     async def leave(self, passing: BaseException | None) -> bool:
-        """Leave it, and tell whether it swallowed the error that passes through it."""
+        """Leave the context; return True if it swallowed the error `passing`."""
         try:
             return await self._leave(passing)
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is not None and unwrapped(error) is unwrapped(passing):
-                return False  # it let the error through, perhaps in a task group that wrapped it
+                return False  # the error passed, perhaps wrapped by a task group
             if _holds_a_cancellation(error):
                 raise
-            raise BadEnvironment(f"lifespan() raised {describe_error(error)}, on its way out") from error
+            raise BadEnvironment(f"lifespan() raised {describe_error(error)}, at its end") from error
         finally:
             self._end_thread()
 

@@ -1,4 +1,4 @@
-"""Environments by name: bundled ones, `module:Class`, `path.py:Class`; and settings given as text."""
+"""Loading of environments by name: bundled, `module:Class` or `path.py:Class`; and of their settings from text."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ ENTRY_POINT_GROUP = "deltarunner.environments"
 
 @dataclass(frozen=True, slots=True)
 class BundledEnvironment:
-    """An environment that a package brings along."""
+    """An environment of an installed package."""
 
     name: str
-    """The name that `deltarunner run` takes."""
+    """Its name for `deltarunner run`."""
 
     description: str
-    """The first line of its docstring, or why it cannot be loaded."""
+    """First line of its docstring, or the error of its import."""
 
     settings: str = ""
-    """Its constructor's parameters."""
+    """Parameters of its constructor."""
 
     usable: bool = True
-    """Whether it can be loaded."""
+    """False if it cannot be imported."""
 
 
 def bundled_environments() -> list[BundledEnvironment]:
@@ -61,12 +61,12 @@ def _described(entry: EntryPoint) -> BundledEnvironment:
 
 
 def find_environment(name: str) -> type[Environment[Any]]:
-    """The class that `name` means: a bundled name, `module:Class`, or `path.py:Class`.
+    """The class of an environment: a bundled name, `module:Class`, or `path.py:Class`.
 
-    `:Class` may be left out where the module has one environment of its own.
+    `:Class` may be omitted if the module defines one environment.
 
     Raises:
-        BadEnvironment: there is none; the message says what there is.
+        BadEnvironment: it does not exist; the message lists the known ones.
     """
     where, _, cls = name.partition(":")
     if where.endswith(".py"):
@@ -78,22 +78,22 @@ def find_environment(name: str) -> type[Environment[Any]]:
         close = get_close_matches(where, entries, 1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         raise BadEnvironment(
-            f"There is no environment {name!r}.{meant} Bundled: {', '.join(sorted(entries)) or 'none'}. "
-            f"One of your own is given as path.py:Class or module:Class."
+            f"Unknown environment {name!r}.{meant} Bundled: {', '.join(sorted(entries)) or 'none'}. "
+            f"Give your own as path.py:Class or module:Class."
         )
-    # As with `python -m`; a console script does not have the folder one stands in.
+    # As with `python -m`; a console script does not search the current folder.
     _look_in(Path.cwd())
     return _class_in(_imported(where, name), cls, name)
 
 
 def short_name(name: str) -> str:
-    """What run files of the environment are called after: a bundled name, or the class's, or the file's."""
+    """The name in the names of run files: a bundled name, or the class's, or the file's."""
     where, _, cls = name.partition(":")
     return cls or Path(where).stem
 
 
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
-    # Without the folder one stands in: an author's own envs/ there must not hide ours.
+    # Without the current folder, where an author's envs/ would hide ours.
     return _class_in(_imported(entry.module, entry.name), entry.attr, entry.name)
 
 
@@ -103,7 +103,7 @@ def _imported(module: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             raise BadEnvironment(
-                f"Environment {name!r}: there is no module {error.name!r}, neither installed nor in this folder."
+                f"Environment {name!r}: the module {error.name!r} is neither installed nor in this folder."
             ) from None
         raise _unloadable(name, error) from error
     except (Exception, SystemExit) as error:
@@ -111,9 +111,9 @@ def _imported(module: str, name: str) -> ModuleType:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The module in a file; one within a package gets its dotted name, so that its own imports work."""
+    """The module of a file; inside a package it gets its dotted name, so that its imports work."""
     if not path.is_file():
-        raise BadEnvironment(f"There is no file {str(path)!r}; give the path of a Python file, path.py:Class.")
+        raise BadEnvironment(f"The file {str(path)!r} does not exist; give the path of a Python file, path.py:Class.")
     path = path.resolve()
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file():
@@ -124,7 +124,7 @@ def _module_of_file(path: Path) -> ModuleType:
     module = sys.modules.get(name)
     if module is not None and Path(module.__file__ or "").resolve() == path:
         return module
-    if module is not None:  # the file is called as a module that is loaded already
+    if module is not None:  # another loaded module has the name of this file
         name = f"{name}_environment"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -155,12 +155,12 @@ def _class_in(module: ModuleType, attribute: str, name: str) -> type[Environment
         found = getattr(module, attribute, None)
         if _is_environment(found):
             return found
-        what = "is no subclass of runner.Environment" if found is not None else "is not there"
+        what = "is not a subclass of runner.Environment" if found is not None else "does not exist"
         raise BadEnvironment(f"{name}: {attribute} {what}; {_has(module, own)}.")
     defined = [value for value in own.values() if value.__module__ == module.__name__]
     if len(defined) == 1:
         return defined[0]
-    raise BadEnvironment(f"{name}: give the class too, {name}:Class; {_has(module, own)}.")
+    raise BadEnvironment(f"{name}: give the class as well, {name}:Class; {_has(module, own)}.")
 
 
 def _is_environment(value: object) -> TypeGuard[type[Environment[Any]]]:
@@ -175,10 +175,10 @@ def _has(module: ModuleType, own: Mapping[str, type]) -> str:
 
 
 def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Environment[Any]:
-    """The environment, constructed with settings given as text; each is read by the type of its parameter.
+    """Construct an environment from settings as text, each converted to the type of its parameter.
 
     Raises:
-        BadOption: a name that the constructor does not have, a value that does not fit, or one that is missing.
+        BadOption: a name is unknown, a value does not fit, or a required one is missing.
         BadEnvironment: the constructor raised.
     """
     parameters = {p.name: p for p in _parameters(cls)}
@@ -192,7 +192,7 @@ def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Envir
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]
     if missing:
         given = " ".join(f"--set {name}=VALUE" for name in missing)
-        raise BadOption(f"{cls.__name__} needs {', '.join(missing)}: give {given}. It is {_settings(cls)}.")
+        raise BadOption(f"{cls.__name__} needs {', '.join(missing)}: give {given}. Its settings: {_settings(cls)}.")
     try:
         return cls(**values)
     except DeltarunnerError:
@@ -205,7 +205,7 @@ def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Envir
 def _parameters(cls: type[Environment[Any]]) -> Iterator[inspect.Parameter]:
     try:
         hints = typing.get_type_hints(cls.__init__)
-    except Exception:  # an annotation may name anything, and is executed
+    except Exception:  # annotations are evaluated, and may raise anything
         hints = {}
     signature = inspect.signature(cls.__init__)
     for name, parameter in list(signature.parameters.items())[1:]:
@@ -221,7 +221,7 @@ def _settings(cls: type[Environment[Any]]) -> str:
 def _unknown_setting(cls: type[Environment[Any]], name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
     close = get_close_matches(name, parameters, 1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
-    return f"--set {name}: {cls.__name__} has no such setting.{meant} It is {_settings(cls)}."
+    return f"--set {name}: {cls.__name__} has no such setting.{meant} Its settings: {_settings(cls)}."
 
 
 def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, text: str) -> Any:
@@ -234,14 +234,14 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
         return text
     try:
         adapter = TypeAdapter(Any if hint is parameter.empty else hint)
-    except PydanticUserError:  # a type of the author's own that pydantic cannot make
+    except PydanticUserError:  # a type that pydantic does not support
         raise BadOption(f"--set {name}: {cls.__name__} takes {hint!r}, which cannot be given as text.") from None
     if hint is parameter.empty or hint is Any:
         return json_or_text(text)
     try:
         return adapter.validate_strings(text)
     except ValidationError as error:
-        with contextlib.suppress(ValidationError):  # a list or a dict is given as JSON
+        with contextlib.suppress(ValidationError):  # lists and dicts are JSON
             return adapter.validate_json(text)
         kind = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
         raise BadOption(
@@ -250,7 +250,7 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
 
 
 def json_or_text(text: str) -> Any:
-    """The value of `text` as JSON, or the text itself where it is none."""
+    """The value of `text` as JSON, or else the text."""
     import orjson
 
     try:

@@ -1,4 +1,4 @@
-"""Episodes for agent programs that somebody else starts: a key each, which ends when it is told to, or with the run."""
+"""Episodes for agent programs that others start: each episode has a key, and ends by a request or with the run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["OpenEpisodes"]
 class OpenEpisodes(Environment):
     """One key, one episode: it ends with `POST base_url/end`, with `POST end_url`, or with the run.
 
-    Only `end_url` takes a reward, since whatever program was given the key could reward itself. An episode of which
-    nobody says a reward has none.
+    Only `end_url` accepts a reward, so that a program with only the key cannot reward itself. An episode
+    without a reported reward has none.
     """
 
     limits = Limits(seconds=None)
@@ -34,17 +34,17 @@ class OpenEpisodes(Environment):
         overflow: str = "tell",
         sent_history: str = "append",
     ) -> None:
-        """Say who is told of a new key.
+        """Create the environment.
 
         Args:
-            tell: is given the episode's id, its endpoint, and the folder with settings of clients.
-            train: whether all threads are trained; None trains those that are offered tools.
-            system_as_user: system messages after the beginning are put before the model as a user's.
-            overflow: "tell" a client that its history does not fit, or "end" the episode.
-            sent_history: "append" goes on from what the model said, "client" from what the client sends.
+            tell: called for each new key with the episode's id, its endpoint, and the folder with settings of clients.
+            train: train all threads or none; None trains those with tools.
+            system_as_user: turn later system messages into user messages.
+            overflow: if a history does not fit: "tell" returns an error to the client, "end" ends the episode.
+            sent_history: "append" continues the sampled history, "client" the one that the client sends.
 
         Raises:
-            BadOption: a value cannot be.
+            BadOption: a value is invalid.
         """
         check_serving(overflow=overflow, history=sent_history, names=("--overflow", "--sent-history"))
         self.tell = tell
@@ -55,11 +55,11 @@ class OpenEpisodes(Environment):
         self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
-        """A task a key."""
+        """One task for each key."""
         return (Task(id=f"key-{number}", prompt="") for number in itertools.count())
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Serve until somebody says that it is over."""
+        """Serve until a request ends the episode."""
         serving = self.episode.serve(
             train=self.train,
             system_as_user=self.system_as_user,
@@ -72,5 +72,5 @@ class OpenEpisodes(Environment):
 
     @reward
     def reported_reward(self) -> float | None:
-        """What the client reported."""
+        """The reward that `end_url` received; None without one."""
         return self.reported

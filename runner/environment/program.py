@@ -1,4 +1,4 @@
-"""An agent program as an environment, without a line of Python: a command, a folder to work in, and a check."""
+"""An agent program as an environment: a command, a working folder, and a check. Needs no Python code."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPT = "{prompt}"
 
 
 class Program(Environment):
-    """An agent program that somebody else wrote: it is given a task's prompt and a folder, and a check decides.
+    """An existing agent program. It gets the task's prompt and a folder, and a check command decides the reward.
 
-    The folder is a copy of `copy`. The reward is 1 where the check ends with 0, or where there is none, where the
-    program does; a program that fails has no reward.
+    The folder is a copy of `copy`. The reward is 1 if the check exits with 0; without a check, if the program does. A
+    program that fails has no reward.
     """
 
     limits = Limits(turns=200, seconds=3600)
@@ -44,34 +44,34 @@ class Program(Environment):
         overflow: str = "tell",
         sent_history: str = "append",
     ) -> None:
-        """Say what is run.
+        """Create the environment.
 
         Args:
-            agent: the command; `{prompt}` in it is the task's prompt, `{model}` the model's name, `{base_url}` the
-                endpoint's. It is split as a shell does, and no shell runs it.
-            check: a command that ends with 0 in the folder where the program did what it was asked.
-            copy: the folder that each episode has a copy of.
-            wrap: what both commands are put behind, such as `bwrap ...`; `{folder}` in it is where they work, `{home}`
-                their HOME.
-            programs: how many may run at once; 0 for four a core.
-            code: a program that ends with another code than 0 fails; else the check decides alone.
-            train: whether all of its threads are trained; None trains those that are offered tools.
-            system_as_user: system messages after the beginning are put before the model as a user's.
-            overflow: "tell" the program that its history does not fit, or "end" the episode.
-            sent_history: "append" goes on from what the model said, "client" from what the program sends.
+            agent: the command; `{prompt}` is replaced by the task's prompt, `{model}` by the model's name, `{base_url}`
+                by the endpoint's URL. It is split like in a shell, but does not run in one.
+            check: a command that exits with 0 in the folder if the program solved the task.
+            copy: the folder to copy for each episode.
+            wrap: a command to wrap both in, such as `bwrap ...`; `{folder}` is replaced by the working folder,
+                `{home}` by HOME.
+            programs: maximum number of concurrent programs; 0 for four per core.
+            code: a program that does not exit with 0 fails; otherwise only the check decides.
+            train: train all threads or none; None trains those with tools.
+            system_as_user: turn later system messages into user messages.
+            overflow: if a history does not fit: "tell" returns an error to the program, "end" ends the episode.
+            sent_history: "append" continues the sampled history, "client" the one that the program sends.
         """
         check_serving(overflow=overflow, history=sent_history, names=("overflow", "sent_history"))
         self.argv = _split("agent", agent)
         if not any(PROMPT in each for each in self.argv):
             raise BadEnvironment(
-                f"agent={agent!r:.80}: say where the task's prompt goes, such as 'claude -p {PROMPT}'."
+                f"agent={agent!r:.80}: the command must contain {PROMPT}, such as 'claude -p {PROMPT}'."
             )
         self.checking = _split("check", check) if check else []
         self.copy = Path(copy) if copy else None
         if self.copy is not None and not self.copy.is_dir():
-            raise BadEnvironment(f"copy={copy!r}: there is no such folder.")
+            raise BadEnvironment(f"copy={copy!r}: the folder does not exist.")
         self.wrap = _split("wrap", wrap) if wrap else []
-        if self.wrap:  # what runs behind it may be there alone
+        if self.wrap:  # the other commands may exist only inside the wrapper
             _refuse_missing("wrap", wrap, self.wrap)
         else:
             _refuse_missing("agent", agent, self.argv)
@@ -100,7 +100,7 @@ class Program(Environment):
         """Run the program."""
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
         if not prompt:
-            raise BadEnvironment(f"task {self.task.id!r}: an agent program is given a prompt that is a string.")
+            raise BadEnvironment(f"task {self.task.id!r}: an agent program needs a prompt that is a non-empty string.")
         limiter = self.episode.limiter("programs", self.programs)
         serving = self.episode.serve(
             train=self.train,
@@ -116,7 +116,7 @@ class Program(Environment):
 
     @reward
     async def passes(self) -> float:
-        """Whether the check passes."""
+        """1 if the check passes, else 0."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
         home = self.folder.parent
@@ -134,19 +134,19 @@ def _split(name: str, command: str) -> list[str]:
     try:
         argv = shlex.split(command)
     except ValueError as error:
-        raise BadEnvironment(f"{name}={command!r:.80}: a shell could not split it ({error}).") from None
+        raise BadEnvironment(f"{name}={command!r:.80}: invalid shell syntax ({error}).") from None
     if not argv:
         raise BadEnvironment(f"{name}={command!r:.80}: give a command.")
     return argv
 
 
 def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
-    """Refuse a program that is looked for on PATH and not there; one with a path may come with the folder."""
+    """Refuse a program that is not on PATH; one with a path may be in the copied folder."""
     if argv and not os.path.dirname(argv[0]) and shutil.which(argv[0]) is None:
-        raise BadEnvironment(f"{name}={command!r:.80}: there is no program {argv[0]!r} on PATH: install it.")
+        raise BadEnvironment(f"{name}={command!r:.80}: the program {argv[0]!r} is not on PATH: install it.")
 
 
 def _replace_names(text: str, known: dict[str, str]) -> str:
-    """The text with names replaced, each once: what a prompt holds is not looked at."""
+    """The text with names replaced once; names inside a replacement stay."""
     parts = re.split("(" + "|".join(map(re.escape, known)) + ")", text)
     return "".join(known.get(part, part) for part in parts)

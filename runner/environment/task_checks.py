@@ -1,4 +1,4 @@
-"""Checks of tasks before they are played: their ids, their fields, and that a run file gives them back."""
+"""Checks of tasks before they are played: their ids, their fields, and that a run file returns them unchanged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["TaskChecks"]
 
 
 class TaskChecks:
-    """Checks tasks of an environment.
+    """Checks the tasks of an environment.
 
     Args:
-        environment: the environment that they are played with.
-        is_kept: a run file has to give every task back as it was.
+        environment: the environment.
+        is_kept: also check that a run file returns tasks unchanged.
     """
 
     def __init__(self, environment: Environment[Any], *, is_kept: bool) -> None:
@@ -32,10 +32,10 @@ class TaskChecks:
         self._needs_prompts = isinstance(environment, Program) or not writes_prompts
 
     def checked(self, task: Any) -> Task:
-        """The task.
+        """Check a task and return it.
 
         Raises:
-            BadTask: it is not a task, has no id, or has a value that cannot be used.
+            BadTask: it is not a task, has no id, or has an invalid value.
         """
         _check_id(task)
         try:
@@ -48,26 +48,26 @@ class TaskChecks:
         return task  # type: ignore[no-any-return]  # checked above
 
     def check_all(self, tasks: Iterable[Any]) -> int:
-        """Check tasks that can be iterated over again, the ids against one another, and return how many there are.
+        """Check tasks of a reusable iterable, including duplicate ids, and return their number.
 
         Raises:
-            BadTask: one cannot be used, or has the id of an earlier one.
+            BadTask: a task is invalid, or has the id of an earlier one.
         """
         places: dict[str, int] = {}
         for number, task in enumerate(tasks, 1):
             first = places.setdefault(self.checked(task).id, number)
             if first != number:
                 raise BadTask(
-                    f"task {number} has the id {task.id!r}, which task {first} has too: give each task an id of "
-                    f"its own. (A source that repeats tasks on purpose has finished(trajectory).)"
+                    f"task {number} has the same id {task.id!r} as task {first}: give each task a unique "
+                    f"id. (A source that repeats tasks on purpose defines finished(trajectory).)"
                 )
         return len(places)
 
     def check_file(self, path: Path, *, most: int | None = None) -> int:
-        """Check the tasks of a JSONL file, or the first `most` of them, and return how many there are.
+        """Check the tasks of a JSONL file, or the first `most` of them, and return their number.
 
         Raises:
-            BadTask: one cannot be used, has the id of an earlier one, or there is none; names file and line.
+            BadTask: a task is invalid or has the id of an earlier one, or the file is empty; names file and line.
         """
         places: dict[str, int] = {}
         for number, task in islice(read_numbered_tasks(path, self._task_class), most):
@@ -82,34 +82,31 @@ class TaskChecks:
                 )
             first = places.setdefault(task.id, number)
             if first != number:
-                raise BadTask(
-                    f"{path}:{number}: the id {task.id!r} is that of line {first} as well: give each task an id of its "
-                    f"own."
-                )
+                raise BadTask(f"{path}:{number}: line {first} has the same id {task.id!r}: give each task a unique id.")
         if not places:
-            raise BadTask(f"the task file {str(path)!r} has no task: write one JSON object a line.")
+            raise BadTask(f"the task file {str(path)!r} has no task: write one JSON object per line.")
         return len(places)
 
     def check_known(self, source: Any) -> int | None:
-        """Check the tasks of a file or of a list, and return how many there are; None for any other source.
+        """Check the tasks of a file or a list, and return their number; None for other sources.
 
         Raises:
-            BadTask: a task cannot be used.
+            BadTask: a task is invalid.
         """
         if isinstance(source, str | Path):
             return self.check_file(Path(source))
-        # Another sequence may load its tasks one by one; and one that is given the results may repeat them.
+        # Other sequences may load tasks one by one, and task sources that receive results may repeat them.
         if isinstance(source, list | tuple) and not hasattr(source, "finished"):
             return self.check_all(source)
         return None
 
     def check_first(self, source: Any) -> Any:
-        """Check the first task of a source that is read task by task, and return the source with all its tasks.
+        """Check the first task of an iterable, and return an iterable of all its tasks.
 
-        An async source, and one that is given the results, is left as it is.
+        Async sources, and sources that receive results, are returned unchanged.
 
         Raises:
-            BadTask: the task cannot be used, or there is none.
+            BadTask: the task is invalid or missing.
         """
         if not isinstance(source, Iterable) or hasattr(source, "finished"):
             return source
@@ -117,12 +114,12 @@ class TaskChecks:
         for first in rest:
             self.checked(first)
             return source if isinstance(source, Sequence) else chain([first], rest)
-        raise BadTask("tasks() gives no task: there is nothing to play.")
+        raise BadTask("tasks() returns no task: there is nothing to play.")
 
 
 def _check_id(task: Any) -> None:
     if not isinstance(task, Task):
-        raise BadTask(f"a source gave {task!r:.80}, which is no Task: give Task(id=..., prompt=...).")
+        raise BadTask(f"a task source returned {task!r:.80}, which is not a Task: give Task(id=..., prompt=...).")
     if not isinstance(task.id, str):
         raise BadTask(
             f"a task has the id {task.id!r:.60}, of type {type(task.id).__name__}: give each task a string that is "
@@ -136,4 +133,4 @@ def _check_id(task: Any) -> None:
     try:
         task.id.encode()
     except UnicodeEncodeError:
-        raise BadTask(f"the task id {task.id!r} is no text: it holds half a surrogate pair.") from None
+        raise BadTask(f"the task id {task.id!r} is not valid text: it contains half a surrogate pair.") from None

@@ -1,4 +1,4 @@
-"""Where a run's tasks come from: iterables, sync or async, JSONL files, and sources that are given the results."""
+"""The tasks of a run: from sync or async iterables, JSONL files, and sources that receive results."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from runner.trajectory import Trajectory
 __all__ = ["TaskFeed", "TaskSource", "Tasks", "environment_tasks"]
 
 Tasks: TypeAlias = Iterable[Task] | AsyncIterable[Task] | str | Path
-"""What a run takes as tasks; a string or a path is a JSONL file."""
+"""The tasks of a run; a string or a path is a JSONL file."""
 
 _END = object()
 
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """Tasks that are decided while the run plays: an iterable, sync or async, that also hears of every result.
+    """Tasks that are chosen while the run plays: an iterable, sync or async, that also receives every result.
 
-    It may repeat a task: the runner counts the visits. A file that is resumed tells it the stored trajectories
-    first, in the order they were committed.
+    It may repeat a task; the runner counts the visits. When a file is resumed, `finished` first receives its stored
+    trajectories, in the order of their commits.
     """
 
     def __iter__(self) -> Iterator[Task]:
-        """Give the tasks. The next one is asked for, in a thread, when its first episode can begin."""
+        """Yield tasks. Each one is requested, in a thread, when its first episode can begin."""
         ...
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Hear of a trajectory after its commit, one at a time; it may be async. What it raises ends the run."""
+        """Receive a trajectory after its commit, one at a time; may be async. An error ends the run."""
         ...
 
 
 def environment_tasks(environment: Environment[Any]) -> Tasks:
-    """What the environment's `tasks()` gives.
+    """The result of the environment's `tasks()`.
 
     Raises:
-        BadTask: it raised, or gave nothing that can be iterated over.
+        BadTask: it raised, or did not return an iterable.
     """
     try:
         source: Any = environment.tasks()
@@ -58,35 +58,35 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
         raise BadTask(f"tasks() raised {describe_error(error)}") from error
     if not isinstance(source, Iterable | AsyncIterable | Path):
         close = getattr(source, "close", None)
-        if close is not None:  # a coroutine that nobody awaits would be warned of
+        if close is not None:  # Python would warn about a coroutine that is not awaited
             close()
-        raise BadTask(f"tasks() gave {source!r:.80}: return a list of Task, or yield them (`async def` only to yield).")
+        raise BadTask(f"tasks() returned {source!r:.80}: return a list of Task, or yield (`async def` must yield).")
     return cast("Tasks", source)
 
 
 class TaskFeed:
-    """Tasks one at a time, pulled when somebody can play one.
+    """Returns tasks one at a time, when an episode can begin.
 
-    What may block runs in the run's threads: `next` of a synchronous source, and its `finished`. A list cannot block.
+    `next` and `finished` of a synchronous source run in worker threads, because they may block; a list cannot.
 
     Args:
         tasks: the source.
-        environment: the environment that they are played with.
-        workers: the run's threads.
-        is_kept: the run keeps a file, which has to give every task back as it was.
+        environment: the environment.
+        workers: the worker threads of the run.
+        is_kept: also check that a run file returns tasks unchanged.
     """
 
     def __init__(self, tasks: Tasks, environment: Environment[Any], *, workers: Workers, is_kept: bool) -> None:
         source = read_tasks(Path(tasks), environment.task_class()) if isinstance(tasks, str | Path) else tasks
         self.repeatable = hasattr(source, "finished")
-        """Whether the source hears of results, and so may give a task again."""
+        """True if the source receives results, and so may repeat tasks."""
         self._source: Any = source
         self._workers = workers
         self._checks = TaskChecks(environment, is_kept=is_kept)
         self._asynchronous: AsyncIterator[Task] | None = None
         self._synchronous: Iterator[Task] | None = None
         self._blocks = not isinstance(source, Sequence)
-        self._notifying = anyio.Lock()  # episodes end side by side, and an author's source is not made for that
+        self._notifying = anyio.Lock()  # episodes end concurrently, but a source gets one result at a time
         if isinstance(source, AsyncIterable):
             self._asynchronous = aiter(source)
         elif isinstance(source, Iterable):
@@ -95,9 +95,9 @@ class TaskFeed:
             raise BadTask(f"tasks must be an iterable of Task or the path of a JSONL file, got {source!r:.80}")
 
     async def next(self) -> Task | None:
-        """The next task, or None where there is no further one."""
+        """The next task; None at the end."""
         if self._asynchronous is not None:
-            with native_cancellation_as(BadTask("tasks() cancelled the task that asked for the next one")):
+            with native_cancellation_as(BadTask("tasks() cancelled the asyncio task that awaited it")):
                 task: Any = await anext(self._asynchronous, _END)
         elif self._blocks:
             task = await self._workers.call(Job(self._next, "tasks()"))
@@ -110,7 +110,7 @@ class TaskFeed:
         return next(self._synchronous, _END)
 
     async def finished(self, trajectory: Trajectory) -> None:
-        """Tell the source, if it wants to hear, of one result at a time.
+        """Send a result to the source if it has `finished`, one at a time.
 
         Raises:
             BadTask: its `finished` raised.
@@ -119,7 +119,7 @@ class TaskFeed:
             return
         try:
             async with self._notifying:
-                with native_cancellation_as(BadTask("finished() of the task source cancelled its own task")):
+                with native_cancellation_as(BadTask("finished() of the task source cancelled its own asyncio task")):
                     await self._notify(trajectory)
         except BadTask:
             raise
@@ -136,7 +136,7 @@ class TaskFeed:
             await result
 
     async def aclose(self) -> None:
-        """Close a generator of either colour; a synchronous one that blocks in a thread is left to it."""
+        """Close a generator, sync or async, unless it is blocked in a thread."""
         close = getattr(self._asynchronous, "aclose", None)
         if close is not None:
             await close()

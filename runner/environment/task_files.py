@@ -1,4 +1,4 @@
-"""Tasks in JSONL files: one JSON object a line."""
+"""Tasks in JSONL files: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.tasks import Task, TaskBuilder
 __all__ = ["read_numbered_tasks", "read_tasks"]
 
 _BOM: Final = b"\xef\xbb\xbf"
-"""The mark of UTF-8 that some editors put at the beginning of a file."""
+"""The byte order mark that some editors put at the beginning of a file."""
 
 _OTHER_FORMATS: Final = (
     (b"\xff\xfe", "it is UTF-16: save it as UTF-8"),
@@ -23,24 +23,24 @@ _OTHER_FORMATS: Final = (
     (b"PAR1", "it is Parquet: write its rows as JSONL"),
     (b"SQLite format 3", "it is a SQLite database: give the tasks as JSONL"),
 )
-"""The first bytes of files that are given in place of JSONL, and the fix."""
+"""First bytes of other file formats, and the fix."""
 
 
 def read_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[Task]:
-    """The tasks of a JSONL file, one object a line, read as they are needed.
+    """The tasks of a JSONL file, read as they are needed.
 
     Raises:
-        BadTask: a line that is not an object, lacks a field or has keys that nothing reads; names file and line.
+        BadTask: a line is not an object, lacks a field or has unknown keys; names file and line.
     """
     return (task for _, task in read_numbered_tasks(path, task_class))
 
 
 def read_numbered_tasks(path: Path, task_class: type[Task] = Task) -> Iterator[tuple[int, Task]]:
-    """The same with the number of each line, from 1."""
+    """The tasks of a JSONL file with their line numbers, from 1."""
     if path.is_dir():
-        raise BadTask(f"{str(path)!r} is a folder; give the path of a JSONL file with one task a line.")
+        raise BadTask(f"{str(path)!r} is a folder; give the path of a JSONL file with one task per line.")
     if not path.is_file():
-        raise BadTask(f"there is no task file {str(path)!r}; give the path of a JSONL file with one task a line.")
+        raise BadTask(f"the task file {str(path)!r} does not exist; give a JSONL file with one task per line.")
     return _read_lines(path, task_class)
 
 
@@ -72,23 +72,23 @@ def _task_of(line: bytes, build: TaskBuilder, where: str) -> Task:
         raise BadTask(f"{where}: not UTF-8 (byte {error.start + 1} of the line): save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:
         begun = line.strip() in (b"[", b"{") or line.strip().startswith(b"[")
-        fix = " Write each task in one line of its own, without a list around them." if begun else ""
+        fix = " Write each task on its own line, without a list around them." if begun else ""
         raise BadTask(f"{where}: not JSON ({error}).{fix}") from error
     if not isinstance(fields, dict):
-        fix = "; write each task in one line of its own, without a list around them" if isinstance(fields, list) else ""
+        fix = "; write each task on its own line, without a list around them" if isinstance(fields, list) else ""
         raise BadTask(f"{where}: a task is a JSON object, got {type(fields).__name__}{fix}.")
     unknown = sorted(set(fields) - build.known)
     if unknown:
         name = build.task_class.__name__
         raise BadTask(
-            f"{where}: nothing reads {', '.join(map(repr, unknown))}: put it under 'info', or give {name} a field of "
+            f"{where}: unknown field {', '.join(map(repr, unknown))}: put it under 'info', or give {name} a field of "
             f"that name (class Case(Task) with Environment[Case]). {name} has {', '.join(sorted(build.known))}."
         )
     missing = [name for name in build.needed if name not in fields]
     if missing:
         named = ", ".join(map(repr, missing))
         example = f"{{{', '.join(f'{json.dumps(name)}: ...' for name in build.needed)}}}"
-        raise BadTask(f"{where}: {named} is missing: each line has at least {example}.")
+        raise BadTask(f"{where}: {named} is missing: each line needs at least {example}.")
     try:
         return build(fields)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Which of an environment's tasks are played: all, the first so many, or the one with an id."""
+"""Selection of tasks: all, the first ones, or the one with an id."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["check_ahead", "find_selected", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
-    """The tasks of `source` that are to be played; a source that hears of results goes on hearing of them.
+    """Select tasks of a source; a source that receives results still receives them.
 
     Args:
         source: tasks, or the path of a JSONL file.
-        task_class: what the lines of a file become.
-        most: how many, the first ones; None is all of them.
-        only: the id of the only one; that there is none is found out when all have been seen.
+        task_class: the class of the tasks of a file.
+        most: select the first `most` tasks; None for all.
+        only: select the task with this id; a missing one raises after the last task.
     """
     if isinstance(source, str | Path):
         source = read_tasks(Path(source), task_class)
@@ -42,23 +42,23 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
 def check_ahead(
     chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks, *, most: int | None = None
 ) -> tuple[Tasks, int | None]:
-    """Check what was chosen of `source` before the start, as far as nothing is lost by it.
+    """Check selected tasks before the start, if that consumes nothing.
 
-    A file and a list are checked whole. Of a generator the first task is checked, and stays the first. An async source,
-    one that is given the results, and a generator that may read what `lifespan()` yields are left as they are.
+    Files and lists are checked completely. Of a generator, the first task is checked and stays the first. Async
+    sources, sources that receive results, and generators that may use the value of `lifespan()` are not checked.
 
     Args:
-        chosen: what `select` made of the source.
+        chosen: the result of `select`.
         source: tasks, or the path of a JSONL file.
-        environment: the environment whose tasks they are.
+        environment: the environment of the tasks.
         checks: the checks of each task.
-        most: how many were chosen; None is all.
+        most: the number of selected tasks; None for all.
 
     Returns:
-        The tasks, and how many there are; None where that is not known.
+        The tasks, and their number if known.
 
     Raises:
-        BadTask: a task cannot be used, there is none, or the source raised.
+        BadTask: a task is invalid or missing, or the source raised.
     """
     try:
         if isinstance(source, str | Path):
@@ -66,7 +66,7 @@ def check_ahead(
         if isinstance(source, list | tuple) and not hasattr(source, "finished"):
             count = checks.check_all(source[:most])
             if not count:
-                raise BadTask("tasks() gives no task: there is nothing to play.")
+                raise BadTask("tasks() returns no task: there is nothing to play.")
             return chosen, count
         if environment.overrides("lifespan"):
             return chosen, None
@@ -78,12 +78,12 @@ def check_ahead(
 
 
 def find_selected(chosen: Tasks, source: Tasks, environment: Environment[Any], checks: TaskChecks) -> Tasks:
-    """Look up the task that was chosen of `source` now, where that is possible.
+    """Find the selected task before the start, if possible.
 
-    An async source, one that is given the results, and a generator that may read what `lifespan()` yields have to wait.
+    Not possible for async sources, sources that receive results, and generators that may use the value of `lifespan()`.
 
     Raises:
-        BadTask: there is no such task, it cannot be used, or the source raised.
+        BadTask: the task is missing or invalid, or the source raised.
     """
     ready = isinstance(source, str | Path | Sequence) or not environment.overrides("lifespan")
     if not ready or not isinstance(chosen, _TaskSelection) or hasattr(chosen, "finished"):
@@ -99,7 +99,7 @@ def find_selected(chosen: Tasks, source: Tasks, environment: Environment[Any], c
 
 
 class _Selection:
-    """Some of a source's tasks. A source that hears of results has its `finished` put on the choice."""
+    """Some tasks of a source. If the source receives results, its `finished` is set on this object."""
 
     finished: Callable[..., Any]
 
@@ -127,7 +127,7 @@ class _AsyncSelection(_Selection):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
         seen: list[str] = []
-        # Closed here: what is left of an async generator would be closed by whichever loop comes by.
+        # Closed here; otherwise Python would close the async generator on an arbitrary event loop.
         async with aclosing(tasks) if hasattr(tasks, "aclose") else nullcontext():
             if self._most == 0:
                 return
@@ -143,4 +143,4 @@ class _AsyncSelection(_Selection):
 
 def _no_such_task(id: str, seen: list[str]) -> BadTask:
     first = ", ".join(map(repr, seen[:3])) or "none"
-    return BadTask(f"There is no task {id!r} among {len(seen)}; the first ids are {first}.")
+    return BadTask(f"None of {len(seen)} tasks has the id {id!r}; the first ids are {first}.")

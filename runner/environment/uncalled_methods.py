@@ -1,4 +1,4 @@
-"""Methods that look like hooks and are never called: misspelt ones, and those that another hook replaces."""
+"""Methods that look like hooks but are never called: misspelt ones, and hooks that another hook replaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOOK_SYNONYMS: Final = {
     "@metric": "metric metrics get_metrics compute_metrics",
     "@group_reward": "group_reward group_rewards",
 }
-"""What methods of these names are meant to be, most of them in other libraries."""
+"""Other names for hooks and decorators, most of them from other libraries."""
 
 _HOOK_BY_NAME: Final = {
     name: hook for hook, names in HOOK_SYNONYMS.items() for name in names.split() if name not in HOOKS
@@ -35,9 +35,9 @@ _MIN_SIMILARITY: Final = 0.8
 
 
 def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
-    """The methods of an environment that nothing calls and that were meant to be called, a line for people each.
+    """Messages about methods that look like hooks and are never called.
 
-    What a method of the class mentions by its name may be called there.
+    A method whose name occurs in another method of the class counts as called.
     """
     cls = type(environment)
     own = [base for base in cls.__mro__ if base not in Environment.__mro__]
@@ -50,8 +50,8 @@ def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
         where = f"{cls.__name__}.{name}()"
         if name == "finished" and not ({"__iter__", "__aiter__"} & written.keys()):
             yield (
-                f"{where} is never called: results are told to what `tasks()` returns, or to what the run is given as "
-                f"tasks. Write it there, beside __iter__ or __aiter__."
+                f"{where} is never called: results are sent to the object that `tasks()` returns, or the run's "
+                f"tasks. Define it there, next to __iter__ or __aiter__."
             )
         elif name in HOOKS or hasattr(Environment, name):
             continue
@@ -60,31 +60,31 @@ def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
         ):
             is_mark = meant.startswith("@")
             fix = f"mark it with {meant}" if is_mark else f"the hook is called {meant}()"
-            yield f"{where} is never called: {fix}, or begin its name with _ if it is called from elsewhere."
+            yield f"{where} is never called: {fix}, or begin its name with _ if other code calls it."
     if "step" in written and "rollout" in written and not {"step", "answer"} & mentioned and not _calls_super(written):
         yield (
-            f"{cls.__name__}.step() is never called: rollout() takes its place. Have rollout() call it, by "
+            f"{cls.__name__}.step() is never called: rollout() replaces it. Call it in rollout() with "
             f"`await self.episode.answer(turn)`."
         )
 
 
 def _calls_super(written: dict[str, Any]) -> bool:
-    """Whether `rollout` calls that of the class below it, which calls `step`."""
+    """Return True if `rollout` calls the base class's `rollout`, which calls `step`."""
     return "super" in set(_names_in(written["rollout"]))
 
 
 def _function(value: Any) -> Any:
-    return getattr(value, "__func__", value)  # of a static or class method
+    return getattr(value, "__func__", value)  # of a static method or class method
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """The names that a method mentions, those in functions inside it too."""
+    """The names that occur in a method and its inner functions."""
     found = value.fget if isinstance(value, property) else _function(value)
     codes = [getattr(inspect.unwrap(found), "__code__", None)] if callable(found) else []
     while codes:
         code = codes.pop()
         if isinstance(code, CodeType):
             yield from code.co_names
-            # Also a name that is written out, as for getattr().
+            # Also in strings, such as for getattr().
             yield from (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
             codes += code.co_consts

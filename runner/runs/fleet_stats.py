@@ -124,11 +124,11 @@ def fleet_in_words(fleet: FleetStats) -> str:
 
 
 def outdated_in_words(fleet: FleetStats) -> list[str]:
-    """The workers with old weights, counted; empty if there are none."""
+    """The workers with old weights, counted, or an empty list."""
     outdated = [worker for worker in fleet.workers if worker.version != fleet.version]
     if not outdated:
         return []
-    return [f"{len(outdated)} on weights {versions_in_words(outdated)}, behind {shown_line(fleet.version)}"]
+    return [f"{len(outdated)} on weights {versions_in_words(outdated)} instead of {shown_line(fleet.version)}"]
 
 
 def idle_in_words(absent: Mapping[IdleReason, int]) -> list[str]:

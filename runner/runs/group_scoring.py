@@ -122,7 +122,7 @@ class GroupScoring:
 async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
     """Set the group rewards and the new weighted sum of every scored trajectory, in place.
 
-    The author's method gets only scored trajectories. If it raises, the reward is None and `fault` is called.
+    The author's method gets only scored trajectories. If it raises, they get no reward and `fault` is called.
     """
     scorers = [scorer for scorer in shared.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
     author = AuthorCode(shared.workers)

@@ -74,7 +74,7 @@ class RunOptions:
     """Separate engines of some agents, by the agent's name; their turns are not trained on."""
 
     sampling: Sampling = Sampling()
-    """How trained agents sample. A field that is set overrides the environment's."""
+    """The sampling of trained agents. A field that is set overrides the environment's."""
 
     limits: Limits = Limits()
     """The limits of an episode. A field that is set overrides the environment's."""
@@ -100,7 +100,7 @@ class RunOptions:
     """Weights of rewards by name; they override those of the environment's class."""
 
     retries: int = 2
-    """How often an episode is repeated after a failure of the engine. A request that the engine refuses is not such a
+    """Maximum number of repeated attempts of an episode after engine failures. A refused request is not an engine
     failure."""
 
     breaker: float = 0.5

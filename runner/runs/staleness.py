@@ -57,7 +57,7 @@ class Staleness:
         lag, version = max(((engine.lag(version), version) for version in _versions(logs)), default=(0, ""))
         if lag <= self._max_lag:
             return ""
-        return f"too old: weights {version!r} are {lag} updates behind {engine.weight_version!r} (max_version_lag)"
+        return f"too old: weights {version!r} are {lag} updates older than {engine.weight_version!r} (max_version_lag)"
 
 
 def _versions(logs: Iterable[TokenLog]) -> Iterator[str]:

@@ -14,7 +14,7 @@ MIN_EPISODES: Final = 4
 """The fewest finished episodes for an estimate of the turns of an episode."""
 
 MAX_UNSEEN_SHARE: Final = 0.5
-"""The largest share of episodes with more turns than any finished one; above it there is no estimate."""
+"""The largest share of episodes with more turns than any finished one; above it the time left is unknown."""
 
 MAX_PACE_SAMPLES: Final = 64
 """The most samples of the pace, over the last half of the run."""

@@ -77,8 +77,8 @@ class Claims:
         first, visits = row
         if not repeatable:
             raise BadTask(
-                f"task {position} has the id {task.id!r}, which task {first} has too: "
-                f"give each task an id of its own. (A source that repeats tasks on purpose has finished(trajectory).)"
+                f"task {position} has the same id {task.id!r} as task {first}: give each task a unique id. (A source "
+                f"that repeats tasks on purpose defines finished(trajectory).)"
             )
         self._given.execute("UPDATE given SET visits = visits + 1 WHERE id = ?", (id,))
         return int(visits)

@@ -123,12 +123,14 @@ def open_reader(path: Path) -> sqlite3.Connection:
         RunFileError: the file does not exist, or holds no run.
     """
     if not path.is_file():
-        raise RunFileError(f"there is no run file {path}. Run files are in runs/ unless --file named another path.")
+        raise RunFileError(
+            f"the run file {path} does not exist. Run files are in runs/ unless --file named another path."
+        )
     with storage_faults(path):
         try:
             connection = _connect_reader(path, "mode=ro")
         except sqlite3.OperationalError:
-            # On a read-only disk there is no writer to share with. But an immutable read would miss what is only in the
+            # A read-only disk cannot have a writer. But an immutable read would miss what is only in the
             # log.
             log = path.with_name(f"{path.name}-wal")
             if (log.is_file() and log.stat().st_size > 0) or os.access(path.parent, os.W_OK):

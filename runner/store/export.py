@@ -147,7 +147,7 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
         "messages": segment.messages,
         "unseen": segment.unseen,
         "token_ids": log.ids.tolist(),
-        "logprobs": log.logprobs.tolist(),  # NaN, where there is none, becomes null
+        "logprobs": log.logprobs.tolist(),  # NaN becomes null
         "mask": log.mask().tolist(),
         "weight_versions": log.versions,
     }
@@ -198,14 +198,14 @@ def export_parquet(
         The number of written rows.
 
     Raises:
-        BadOption: there is no such column.
+        BadOption: a column is unknown.
         StorageFailed: the path cannot be written.
     """
     import pyarrow.parquet as parquet
 
     unknown = [name for name in columns if name not in PARQUET_COLUMNS]
     if unknown:
-        raise BadOption(f"columns: there is no {', '.join(unknown)}; there are {', '.join(PARQUET_COLUMNS)}.")
+        raise BadOption(f"columns: unknown {', '.join(unknown)}; the columns are {', '.join(PARQUET_COLUMNS)}.")
     schema = _parquet_schema(columns, run_file)
     count = 0
     with _whole_or_nothing(Path(path)) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:

@@ -294,7 +294,7 @@ class RunFile:
             return f"{self.path}: episode {id!r} has no agent {agent!r}; its agents are {agents}."
         first = self._one("SELECT min(id) FROM episodes")[0]
         example = f"; there is, for example, {decode_text(first)!r}" if first else " (nor any other)"
-        return f"{self.path}: there is no episode {id!r}{example}."
+        return f"{self.path}: the episode {id!r} does not exist{example}."
 
     def trajectories(self, chosen: TrajectoryFilter = ALL) -> Iterator[Trajectory]:
         """The trained trajectories that the filter selects, whole, one at a time.

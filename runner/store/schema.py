@@ -320,7 +320,7 @@ REQUEST: Final = (
     field("align_seconds", "REAL NOT NULL", "the seconds until its history was matched"),
     field("seconds", "REAL NOT NULL", "the seconds from its arrival to its answer"),
     field("delivery", "TEXT NOT NULL", "the delivery state of its answer", member_of(Delivery)),
-    field("error", "TEXT NOT NULL", "the error if there is no answer, or empty", TEXT),
+    field("error", "TEXT NOT NULL", "the error of a request without answer, or empty", TEXT),
 )
 
 REQUESTS: Final = Table(

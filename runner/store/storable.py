@@ -130,7 +130,7 @@ class TaskCheck:
         self._builders: dict[type[Task], TaskBuilder] = {}
 
     def problem(self, task: Task) -> str | None:
-        """The message for the first value of the task that would come back changed; None if there is none."""
+        """The message for the first value of the task that would come back changed; None if all are fine."""
         for field in dataclasses.fields(task):
             value = getattr(task, field.name)
             found = first_unstorable(value, field.name)
@@ -155,7 +155,7 @@ def make_storable(trajectory: Trajectory) -> str | None:
     """The message for the first value in a trajectory that a run file cannot keep; wrong turn rewards become 0.
 
     Returns:
-        The value, its place, and the fix; None if there is none.
+        The value, its place, and the fix; None without such a value.
     """
     problems = [_credit_problem(turn) for turn in trajectory.turns if type(turn.reward) is not float or turn.reward]
     problems += [

@@ -63,13 +63,13 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "unknown environment": (
         ["calculater"],
         "BadEnvironment",
-        ["no environment 'calculater'", "Did you mean 'calculator'?"],
+        ["nknown environment 'calculater'", "Did you mean 'calculator'?"],
     ),
-    "unknown file": (["nothing.py:Greeting"], "BadEnvironment", ["no file 'nothing.py'", "path.py:Class"]),
-    "unknown class": (["mine.py:Greetings"], "BadEnvironment", ["Greetings is not there", "Greeting"]),
+    "unknown file": (["nothing.py:Greeting"], "BadEnvironment", ["file 'nothing.py' does not exist", "path.py:Class"]),
+    "unknown class": (["mine.py:Greetings"], "BadEnvironment", ["Greetings does not exist", "Greeting"]),
     "no reward": (["mine.py:Rewardless"], "BadEnvironment", ["Rewardless has no reward", "@reward"]),
     "a task without id": (["mine.py:Nameless"], "BadTask", ["a task has no id", "'who am I?'", "unique"]),
-    "duplicate ids": (["mine.py:Twice"], "BadTask", ["task 3 has the id 'same'", "task 2", "an id of its own"]),
+    "duplicate ids": (["mine.py:Twice"], "BadTask", ["task 3 has the same id 'same' as task 2", "a unique id"]),
     "tasks that raise": (["mine.py:Exploding"], "BadTask", ["the dataset is gone", "mine.py:"]),
     "tasks that raise at once": (
         ["mine.py:Raising"],
@@ -124,13 +124,17 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
     "no such task": (
         ["mine.py:Greeting", "--task", "nowhere"],
         "BadTask",
-        ["no task 'nowhere' among 8; the first ids are 't-0', 't-1', 't-2'"],
+        ["None of 8 tasks has the id 'nowhere'; the first ids are 't-0', 't-1', 't-2'"],
     ),
-    "no task file": (["mine.py:Greeting", "--tasks", "none.jsonl"], "BadTask", ["no task file 'none.jsonl'", "JSONL"]),
+    "no task file": (
+        ["mine.py:Greeting", "--tasks", "none.jsonl"],
+        "BadTask",
+        ["the task file 'none.jsonl' does not exist", "JSONL"],
+    ),
     "a misspelt field": (
         ["mine.py:Greeting", "--tasks", "typo.jsonl", "-n", "2"],
         "BadTask",
-        ["typo.jsonl:2: nothing reads 'promt'"],
+        ["typo.jsonl:2: unknown field 'promt'"],
     ),
     "an unknown template": (["mine.py:Greeting", "--template", "hermess"], "BadTemplate", ["hermess", "hermes"]),
     "no template file": (["mine.py:Greeting", "--template", "nowhere.jinja"], "BadTemplate", ["nowhere.jinja"]),
@@ -171,7 +175,7 @@ OF_THE_ENGINE: dict[str, tuple[list[str], str, list[str]]] = {
 
 OTHERS: dict[str, tuple[list[str], int, list[str]]] = {
     "no number": (["run", "calculator", "--temperature", "warm"], 2, ["temperature"]),
-    "show what is not there": (["show", "nowhere.db"], 7, ["no run file nowhere.db"]),
+    "show what is not there": (["show", "nowhere.db"], 7, ["the run file nowhere.db does not exist"]),
     "export what is no run file": (["export", "mine.py"], 7, ["not a run file"]),
     "no such command": (["nonsense"], 2, ["No such command"]),
 }

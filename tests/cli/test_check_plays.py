@@ -151,7 +151,7 @@ SAYS = {
         3,
         r"error    rollout\(\) added another message in 4 of 4 episodes when the same episode was",
     ),
-    "the same id twice": (3, "error    task 2 has the id 't', which task 1 has too"),
+    "the same id twice": (3, "error    task 2 has the same id 't' as task 1"),
     "failure with an address": (3, "error    env_error: ValueError: <object object at 0x"),
 }
 IMPORTS = "\nimport anyio, anyio.lowlevel, subprocess, tempfile\nPIDS = []\n"

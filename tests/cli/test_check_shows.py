@@ -109,7 +109,7 @@ def test_both_results_that_differ_are_shown_from_where_they_do(folder: Path, nam
         ("Generated", "task 't-6': info['when'][0] is of type datetime.date"),
         ("Endless", "task 't-900': info['seen'] is of type set"),
         ("Async", "task 't-0': info['seen'] is of type bytes"),
-        ("Twice", "task 2 has the id 'same', which task 1 has too"),
+        ("Twice", "task 2 has the same id 'same' as task 1"),
     ],
 )
 def test_task_that_cannot_be_kept_is_an_error(folder: Path, name: str, said: str) -> None:

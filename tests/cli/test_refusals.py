@@ -134,8 +134,8 @@ def test_a_module_that_cannot_be_loaded_is_named(folder: Path, command: str, sou
     [
         ("Raising", "tasks() raised FileNotFoundError: no puzzles here (in tasks,"),
         ("Leaving", "tasks() raised SystemExit: 0 (in tasks,"),
-        ("Nothing", "tasks() gave None: return a list of Task"),
-        ("Awaited", "tasks() gave <coroutine object Awaited.tasks"),
+        ("Nothing", "tasks() returned None: return a list of Task"),
+        ("Awaited", "tasks() returned <coroutine object Awaited.tasks"),
     ],
 )
 def test_tasks_that_cannot_be_had_are_a_task_error(folder: Path, command: str, name: str, said: str) -> None:
@@ -174,8 +174,8 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"task": "nowhere"}, BadTask, "no task 'nowhere' among 2"),
-        ({"tasks": Path("typo.jsonl"), "episodes": 2}, BadTask, r"typo.jsonl:2: nothing reads 'promt'"),
+        ({"task": "nowhere"}, BadTask, "None of 2 tasks has the id 'nowhere'"),
+        ({"tasks": Path("typo.jsonl"), "episodes": 2}, BadTask, r"typo.jsonl:2: unknown field 'promt'"),
         ({"seed": 1}, ConfigurationChanged, "seed: 0 -> 1"),
         ({"group_size": 2}, ConfigurationChanged, "group_size: 1 -> 2"),
         ({"temperature": 0.5}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),

@@ -91,14 +91,14 @@ def test_few_workers_have_a_row_each_with_node_playing_version_lag_and_what_is_s
         "6 gpu-a01 61/64 13 250 ms 1 s 10 s for main: engine",
         "7 gpu-a01 62/64 13 3 ms 92 s 11 s for main: engine",
     ]
-    assert "7 of 8 workers · 1 on weights 12, behind 13 · 1 starting" in lines
+    assert "7 of 8 workers · 1 on weights 12 instead of 13 · 1 starting" in lines
     assert sum(line.endswith("search(), on worker 3 on gpu-a00") for line in lines) == 5, "episodes have their room too"
 
 
 def test_the_view_of_the_page_on_scale_is_what_is_drawn() -> None:
     (block,) = re.findall(r"```text\n(\d+ of \d+ workers.*?)```", (DOCS / "scale.md").read_text(), flags=re.DOTALL)
     lines = drawn(FEW)
-    first = lines.index("7 of 8 workers · 1 on weights 12, behind 13 · 1 starting")
+    first = lines.index("7 of 8 workers · 1 on weights 12 instead of 13 · 1 starting")
     assert block.splitlines() == lines[first : first + 1 + 1 + len(FEW.workers)]
 
 
@@ -116,7 +116,7 @@ def test_of_many_workers_the_stuck_one_has_a_row_and_the_others_are_summed_up_in
 
 def test_troubled_workers_that_have_no_row_are_counted_and_versions_that_differ_among_the_rest() -> None:
     lines = drawn(many(*[worker(number, version="12") for number in range(100)]), width=100)
-    assert "500 of 500 workers · 100 on weights 12, behind 13" in lines
+    assert "500 of 500 workers · 100 on weights 12 instead of 13" in lines
     (summary,) = [line for line in lines if " more on " in line]
     left = 100 - len(rows(lines))
     assert f"{left} in trouble" in summary
@@ -194,7 +194,7 @@ def said(stats: LiveStats) -> list[str]:
 
 def test_plain_lines_say_in_one_line_who_is_behind_and_absent_and_name_five_in_trouble_at_most() -> None:
     line, *named = said(replace(FIGURES, fleet=FEW))
-    assert "448 running, 7 of 8 workers (1 on weights 12, behind 13; 1 starting), 2 failed" in line
+    assert "448 running, 7 of 8 workers (1 on weights 12 instead of 13; 1 starting), 2 failed" in line
     assert [each.split()[1] for each in named] == ["7", "3", "2", "6"]
     assert named[1].endswith("61 of 64 playing, weights 13, loop lag 3 ms, search() for 340 s")
     assert len(said(replace(FIGURES, fleet=many(version="14")))) == 1 + 5

@@ -110,7 +110,7 @@ async def test_while_an_update_waits_for_one_worker_the_others_are_seen_with_the
             stats = reader.read(run)
             assert [worker.version for worker in fleet_seen(stats).workers] == ["1", "scripted", "1"]
             assert trouble_of(fleet_seen(stats)) == {1: [Trouble.OUTDATED]}
-            assert "3 of 3 workers (1 on weights scripted, behind 1)" in list(in_words(stats))
+            assert "3 of 3 workers (1 on weights scripted instead of 1)" in list(in_words(stats))
             held.set()
         stats = reader.read(run)
         assert {worker.version for worker in fleet_seen(stats).workers} == {"1"}

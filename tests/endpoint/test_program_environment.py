@@ -104,12 +104,12 @@ def test_options_of_programs_go_together(work: Path, further: Any, named: str) -
     ("given", "named"),
     [
         ({"agent": "claude -p"}, r"\{prompt\}"),
-        ({"agent": "claude 'oh {prompt}"}, "a shell could not split it"),
-        ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "no such folder"),
+        ({"agent": "claude 'oh {prompt}"}, "invalid shell syntax"),
+        ({"agent": "claude {prompt}", "copy": "/no/such/folder"}, "the folder does not exist"),
         ({"agent": "claude {prompt}", "check": " "}, "give a command"),
-        ({"agent": "no-such-agent {prompt}"}, "agent='no-such-agent .*there is no program 'no-such-agent' on PATH"),
-        ({"agent": "sh {prompt}", "check": "no-such-check -q"}, "check='no-such-check -q': there is no program"),
-        ({"agent": "inside {prompt}", "wrap": "no-such-sandbox"}, "wrap='no-such-sandbox': there is no program"),
+        ({"agent": "no-such-agent {prompt}"}, "agent='no-such-agent .*the program 'no-such-agent' is not on PATH"),
+        ({"agent": "sh {prompt}", "check": "no-such-check -q"}, "check='no-such-check -q': the program"),
+        ({"agent": "inside {prompt}", "wrap": "no-such-sandbox"}, "wrap='no-such-sandbox': the program"),
     ],
 )
 def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, named: str) -> None:

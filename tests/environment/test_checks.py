@@ -93,8 +93,8 @@ async def test_arguments_that_take_strings_and_more_are_named_once_a_run_where_s
     (warning,) = await told(Putting, of_family(name))
     assert warning == (
         f"template {family(name).template.name!r} writes strings without quotes (untyped), and put(value: string | "
-        "integer) takes other values beside them: what reads as such a value is never a string. Give the argument one "
-        "type, or make two of it. Likewise: put(more: string | array)."
+        "integer) also takes other values: a text that looks like such a value is not read as a string. Give it one "
+        "type, or split it in two. Likewise: put(more: string | array)."
     )
 
 
@@ -121,13 +121,13 @@ async def test_the_warning_is_shown_with_what_came_of_the_run() -> None:
     console = Console(width=1000)
     with console.capture() as captured:
         console.print(summary_table(run.summary.as_dict()))
-    assert "put(value: string | integer) takes other values" in captured.get()
+    assert "put(value: string | integer) also takes other values" in captured.get()
 
 
 async def test_a_tool_that_can_never_be_called_is_refused_before_anything_is_sampled() -> None:
     engine = of_family("Qwen3-Coder")
     message = await refused(taking("query", "first name", required=("first name",)), engine)
-    assert message.startswith("template 'Qwen-Qwen3-Coder-30B-A3B-Instruct' cannot carry calls of the tool 'look_up'")
+    assert message.startswith("template 'Qwen-Qwen3-Coder-30B-A3B-Instruct' cannot write calls of the tool 'look_up'")
     assert "its argument 'first name' cannot be read back (" in message
     assert "Rename it: letters, digits and _ are read in every format." in message
     assert await told(taking("query", "first name", required=("first name",)), of_family("Qwen3")) == []
@@ -135,7 +135,7 @@ async def test_a_tool_that_can_never_be_called_is_refused_before_anything_is_sam
 
 async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:
     (warning,) = await told(taking("query", "first name", "last name"), of_family("Qwen3-Coder"))
-    assert "does not carry every call of the tool 'look_up': its argument 'first name' cannot be read back" in warning
+    assert "does not keep every call of the tool 'look_up': its argument 'first name' cannot be read back" in warning
     assert warning.endswith("Likewise: look_up(last name).")
 
 
@@ -143,16 +143,16 @@ async def test_a_type_that_the_template_cannot_write_is_named_with_the_tool_and_
     assert CallLimitation.SOME_TYPES_UNWRITABLE in cached_format(POOR.renderer()).traits
     poor = ScriptedEngine("Done.", template=POOR)
     message = await refused(taking("names", required=("names",), kind="array"), poor)
-    assert "cannot carry calls of the tool 'look_up': its argument 'names' cannot be read back" in message
+    assert "cannot write calls of the tool 'look_up': its argument 'names' cannot be read back" in message
     assert "a value of type array cannot be written). Give it another type, or the run another template" in message
     (warning,) = await told(taking("names", kind="array"), poor)
-    assert "does not carry every call of the tool 'look_up': its argument 'names'" in warning
+    assert "does not keep every call of the tool 'look_up': its argument 'names'" in warning
     assert await told(taking("names", required=("names",)), poor) == []
 
 
 async def test_strict_tools_are_warned_of_where_nothing_announces_a_call() -> None:
     (warning,) = await told(taking("query", strict=True), of_family("Llama 3.1"))
-    assert "has nothing that announces a call (bare), so strict=True of the tool 'look_up' holds only where" in warning
+    assert "has no text that begins a call (bare), so strict=True of the tool 'look_up' works only if" in warning
     assert await told(taking("query", strict=True), of_family("Qwen3")) == []
 
 
@@ -195,14 +195,14 @@ def holding(schema: Any, **settings: Any) -> type[Asking]:
 
 
 UNIQUE = {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True}
-NOT_ENFORCED = "not everything that the schemas say is enforced while a call is sampled, the rest is checked afterwards"
+NOT_ENFORCED = "parts of the schemas are not enforced during sampling, only checked afterwards"
 
 
 @pytest.mark.parametrize("settings", [{"tool_choice": "required"}, {"tool_choice": "tag"}, {"strict": True}], ids=str)
 @pytest.mark.parametrize("model", ["Qwen3", "GLM 4.6", "Gemma 4", "gpt-oss"])
 async def test_keyword_that_no_grammar_says_is_named_where_calls_are_held(model: str, settings: dict[str, Any]) -> None:
     said = await told(holding(UNIQUE, **settings), of_family(model))
-    (warning,) = [each for each in said if "schemas say" in each]
+    (warning,) = [each for each in said if "of the schemas are" in each]
     assert warning.startswith(f"{NOT_ENFORCED}: tag: uniqueItems of tags.")
     assert ("maxLength of tags[]" in warning) is (model == "Gemma 4")
 
@@ -214,5 +214,5 @@ async def test_free_calls_are_not_warned_of_what_is_checked() -> None:
 async def test_keyword_that_is_not_checked_is_named_for_free_calls_too() -> None:
     (warning,) = await told(holding({"type": "string", "pattern": r"[\p{L}]"}), of_family("Qwen3"))
     assert warning.startswith(
-        "the schema of the tool 'tag' is not checked whole: pattern of tags (Python has no \\p{L}"
+        "the schema of the tool 'tag' is not checked completely: pattern of tags (Python has no \\p{L}"
     )

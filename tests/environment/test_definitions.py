@@ -141,7 +141,7 @@ def two_rewards_in_a_nested_class() -> None:
         (two_rewards_in_a_nested_class, r"Outer\.Sub\.right is defined twice"),
         (override_without_decorator, r"Sub\.good overrides a reward: decorate it with @reward, or write good = None"),
         (reward_with_parameters, r"Sub\.good: a reward is called as good\(self\)"),
-        (weight_by_position, r"@reward goes on a method, not on 0\.1; a weight is given as @reward\(weight="),
+        (weight_by_position, r"@reward decorates a method, not 0\.1; give a weight as @reward\(weight="),
         (limits_as_a_dict, r"Sub\.limits = \{'turns': 3\}: give Limits\(\.\.\.\)"),
         (rollout_that_is_not_async, r"Sub\.rollout must be async"),
         (step_without_a_turn, r"Sub\.step: wrong signature"),
@@ -273,9 +273,9 @@ def test_what_only_an_episode_has_is_said_where_it_is_asked_for_too_early() -> N
         def tasks(self) -> list[Task]:
             return list(self.shared)
 
-    with pytest.raises(BadEnvironment, match=r"Limited\.task is there in an episode, from setup\(\) on"):
+    with pytest.raises(BadEnvironment, match=r"Limited\.task exists only in an episode, from setup\(\) on"):
         Run(Limited(), ScriptedEngine("Hello."))
-    with pytest.raises(BadEnvironment, match=r"Sharing\.shared is there in an episode"):
+    with pytest.raises(BadEnvironment, match=r"Sharing\.shared exists only in an episode"):
         Sharing().tasks()
     for name in ("task", "episode", "shared", "tools"):
         assert not hasattr(Base(), name)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("name", ["task", "episode", "shared", "tools"])
 def test_what_only_an_episode_has_is_missed_by_name_and_reason(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"^Plain\.{name} is there in an episode, from setup\(\) on"):
+    with pytest.raises(AttributeError, match=rf"^Plain\.{name} exists only in an episode, from setup\(\) on"):
         getattr(Plain(), name)
     assert not hasattr(Plain(), name)
     set_by_hand = Plain()
@@ -26,6 +26,6 @@ async def test_tasks_that_ask_for_what_is_shared_are_told_that_there_is_none_yet
         def tasks(self) -> list[Task]:
             return [Task(id=str(row)) for row in self.shared]
 
-    with pytest.raises(BadEnvironment, match=r"Early\.shared is there in an episode.* tasks\(\), lifespan\(\)"):
+    with pytest.raises(BadEnvironment, match=r"Early\.shared exists only in an episode.* tasks\(\), lifespan\(\)"):
         async with Run(Early, ScriptedEngine("Yes")):
             pass

@@ -53,7 +53,7 @@ def fails() -> None:
 def test_what_a_lifespan_raises_on_its_way_in_or_out_is_one_error_that_names_it(
     kind: type[Shares], exits: Callable[[], None]
 ) -> None:
-    for environment, way in ((kind(exits, int), ""), (kind(int, exits), ", on its way out")):
+    for environment, way in ((kind(exits, int), ""), (kind(int, exits), ", at its end")):
         with pytest.raises(
             BadEnvironment, match=r"^lifespan\(\) raised (OSError: the service|SystemExit: 3)"
         ) as caught:
@@ -191,5 +191,7 @@ async def test_a_lifespan_that_gives_no_context_manager_is_told_to_yield() -> No
         def lifespan(self) -> Any:
             return {"a": 1}
 
-    with pytest.raises(BadEnvironment, match=r"lifespan\(\) returned \{'a': 1\}, which is no context manager: `yield`"):
+    with pytest.raises(
+        BadEnvironment, match=r"lifespan\(\) returned \{'a': 1\}, which is not a context manager: `yield`"
+    ):
         await play(Returns, "Yes")

@@ -31,22 +31,22 @@ class NeverStarted(ScriptedEngine):
 
 
 FILES: dict[str, tuple[bytes | None, str]] = {
-    "missing": (None, "there is no task file .*; give the path of a JSONL file"),
-    "empty": (b"", "has no task: write one JSON object a line"),
+    "missing": (None, "the task file .* does not exist; give a JSONL file"),
+    "empty": (b"", "has no task: write one JSON object per line"),
     "blank lines": (b"\n  \n\n", "has no task"),
     "not JSON": (f"{GOOD}\nhello\n".encode(), r"tasks.jsonl:2: not JSON"),
     "cut": (GOOD.encode()[:-3], r"tasks.jsonl:1: not JSON"),
     "a list over lines": (f"[\n{GOOD},\n{GOOD}\n]\n".encode(), r":1: not JSON .*without a list around them"),
     "a list in a line": (f"[{GOOD}]\n".encode(), r":1: a task is a JSON object, got list; .*without a list"),
-    "an object over lines": (b'{\n"id": "a"\n}\n', r":1: not JSON .*in one line of its own"),
+    "an object over lines": (b'{\n"id": "a"\n}\n', r":1: not JSON .*on its own line"),
     "a number": (b"3\n", r":1: a task is a JSON object, got int"),
     "missing prompt": (b'{"id": "a"}\n', r":1: task 'a' has no prompt, and the environment writes none"),
     "empty prompt": (b'{"id": "a", "prompt": ""}\n', r":1: task 'a' has no prompt"),
     "missing id": (
         f'{GOOD}\n{{"prompt": "x"}}\n'.encode(),
-        r':2: \'id\' is missing: each line has at least {"id": ...}',
+        r':2: \'id\' is missing: each line needs at least {"id": ...}',
     ),
-    "duplicate id": (f"{GOOD}\n\n{GOOD}\n".encode(), r":3: the id 'a' is that of line 1 as well"),
+    "duplicate id": (f"{GOOD}\n\n{GOOD}\n".encode(), r":3: line 1 has the same id 'a'"),
     "empty id": (b'{"id": "", "prompt": "x"}\n', r":1: a task has no id \(prompt 'x'\)"),
     "blank id": (b'{"id": "  ", "prompt": "x"}\n', r":1: a task has the id '  ', which is blank"),
     "number as id": (b'{"id": 3, "prompt": "x"}\n', r":1: id: a string is needed, got 3"),
@@ -59,7 +59,7 @@ FILES: dict[str, tuple[bytes | None, str]] = {
     ),
     "list as info": (b'{"id": "a", "prompt": "x", "info": [1]}\n', r":1: info: an object is needed, got \[1\]"),
     "number as answer": (b'{"id": "a", "prompt": "x", "answer": 4}\n', r":1: answer: a string is needed, got 4"),
-    "unknown key": (b'{"id": "a", "question": "x"}\n', r":1: nothing reads 'question': put it under 'info'"),
+    "unknown key": (b'{"id": "a", "question": "x"}\n', r":1: unknown field 'question': put it under 'info'"),
     "latin-1": (
         '{"id": "a", "prompt": "größer"}\n'.encode("latin-1"),
         r":1: not UTF-8 \(byte \d+ .*save the file as UTF-8",
@@ -184,15 +184,15 @@ WRONG = {
     "Raising": "no puzzles here",
     "RaisingLate": "no puzzles here",
     "Leaving": r"tasks\(\) raised SystemExit",
-    "Nothing": r"tasks\(\) gave None: return a list of Task",
-    "Empty": r"tasks\(\) gives no task",
-    "EmptyLate": r"tasks\(\) gives no task",
-    "Twice": "task 3 has the id 'a', which task 1 has too",
+    "Nothing": r"tasks\(\) returned None: return a list of Task",
+    "Empty": r"tasks\(\) returns no task",
+    "EmptyLate": r"tasks\(\) returns no task",
+    "Twice": "task 3 has the same id 'a' as task 1",
     "Blank": "which is blank",
-    "Words": "which is no Task",
+    "Words": "which is not a Task",
     "Dated": r"task 'a': info\['when'\] is of type datetime.date, which a run file cannot keep: .*isoformat",
     "DatedLate": r"task 'a': info\['when'\] is of type datetime.date",
-    "Missing": "there is no task file 'nowhere.jsonl'",
+    "Missing": "the task file 'nowhere.jsonl' does not exist",
 }
 
 

@@ -45,7 +45,9 @@ def test_finished_beside_tasks_is_told_where_it_belongs() -> None:
             pass
 
     (text,) = told(Curriculum)
-    assert text.startswith("Curriculum.finished() is never called: results are told to what `tasks()` returns")
+    assert text.startswith(
+        "Curriculum.finished() is never called: results are sent to the object that `tasks()` returns"
+    )
 
 
 def test_an_environment_that_is_the_source_of_its_tasks_is_fine() -> None:
@@ -73,7 +75,7 @@ def test_a_step_beside_a_rollout_that_never_asks_it_is_named() -> None:
             await conversation.generate()
 
     (text,) = told(Both)
-    assert "Both.step() is never called: rollout() takes its place" in text
+    assert "Both.step() is never called: rollout() replaces it" in text
 
 
 def test_a_step_that_a_rollout_has_called_is_fine() -> None:

@@ -47,7 +47,7 @@ async def test_reward_is_the_weighted_sum_and_metrics_are_never_added() -> None:
     assert trajectory.rewards == {"right": 1.0, "style": 0.5}
     assert (trajectory.reward, trajectory.metrics) == (1.25, {"length": 100.0})
     assert (await play(Scored, "Yes", weights={"style": 0})).reward == 1.0
-    with pytest.raises(BadOption, match="'stile' is no reward"):
+    with pytest.raises(BadOption, match="'stile' is not a reward"):
         Run(Scored, recording("Yes"), weights={"stile": 0})
 
 
@@ -68,10 +68,10 @@ async def test_one_reward_that_is_none_makes_the_sum_none() -> None:
         ("0.5", "the string '0.5'"),
         (math.nan, "nan"),
         ([1], r"\[1\]"),
-        ({"nobody": 1.0}, "'nobody', which is no trained"),
+        ({"nobody": 1.0}, "'nobody', which is not a trained"),
         (
             {"style": 1.0},
-            "scores with names of their own write a @reward for each, or .* a @metric that returns the dict",
+            "For several scores write a @reward for each, or .* a @metric that returns the dict",
         ),
     ],
     ids=["string", "nan", "list", "unknown agent", "a name of its own"],
@@ -126,7 +126,7 @@ async def test_a_metric_of_several_numbers_is_as_many_metrics() -> None:
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"scores.style": 0.5, "scores.polite": 1.0})
     assert run.summary.metrics["scores.style"].mean == 0.5
     by_number, nested = run.summary.faults
-    assert re.search(r"metric by_number\(\): TypeError: by_number returned names that are no strings: \[1\]", by_number)
+    assert re.search(r"metric by_number\(\): TypeError: by_number returned keys that are not strings: \[1\]", by_number)
     assert re.search(r"metric nested\(\): TypeError: nested\.style returned \{'clear': 1\.0\}", nested)
 
 

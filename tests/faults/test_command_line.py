@@ -57,7 +57,12 @@ def assert_one_message(done: subprocess.CompletedProcess[str], code: int, said: 
 
 
 EXIT_CODES: dict[str, tuple[str, list[str], int, list[str]]] = {
-    "bad input": ("scripted", ["run", "calculater"], 3, ["no environment 'calculater'", "Did you mean 'calculator'?"]),
+    "bad input": (
+        "scripted",
+        ["run", "calculater"],
+        3,
+        ["nknown environment 'calculater'", "Did you mean 'calculator'?"],
+    ),
     "failures": ("scripted", ["run", "mine.py:Long"], 10, ["endless#0: 6019 ids do not fit the context of 2000"]),
     "no model": ("real", ["run", "mine.py:Greeting", "--model", "./nowhere"], 5, ["nowhere", "smollm2-135m"]),
 }

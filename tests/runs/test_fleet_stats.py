@@ -99,9 +99,9 @@ def test_fleet_line_counts_playing_outdated_and_absent_workers() -> None:
         "3 of 62 workers (1 resting after deaths; 2 waiting for weights; 56 without a machine)"
     )
     old, older = worker(3, version="12"), worker(4, version="11")
-    assert fleet_in_words(fleet(*well, old)) == "4 of 4 workers (1 on weights 12, behind 13)"
+    assert fleet_in_words(fleet(*well, old)) == "4 of 4 workers (1 on weights 12 instead of 13)"
     assert fleet_in_words(fleet(*well, old, replace(old, number=5), older)) == (
-        "6 of 6 workers (3 on weights 12 x2, 11 x1, behind 13)"
+        "6 of 6 workers (3 on weights 12 x2, 11 x1 instead of 13)"
     )
 
 

@@ -79,7 +79,7 @@ async def test_jsonl_tasks_get_the_task_class_of_the_environment(tmp_path: Path)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"id": "a", "valu": 4}', "nothing reads 'valu': put it under 'info', or give Case a field"),
+        ('{"id": "a", "valu": 4}', "unknown field 'valu': put it under 'info', or give Case a field"),
         ('{"prompt": "?"}', "id"),
         ("[1]", "a task is a JSON object"),
         ("{", "not JSON"),
@@ -97,10 +97,10 @@ async def test_invalid_task_line_is_refused_with_file_and_line(tmp_path: Path, l
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        (Task(id="t0", prompt="?"), "task 2 has the id 't0', which task 1 has too"),
+        (Task(id="t0", prompt="?"), "task 2 has the same id 't0' as task 1"),
         (Task(id="", prompt="?"), "a task has no id"),
         (Task(id=3, prompt="?"), r"a task has the id 3, of type int: .* such as Task\(id='3'\)"),  # type: ignore[arg-type]  # refused
-        ("not a task", "which is no Task"),
+        ("not a task", "which is not a Task"),
     ],
     ids=["twice", "no id", "a number", "no task"],
 )

@@ -121,7 +121,7 @@ async def test_stale_episode_of_a_draining_run_is_left_to_the_next(tmp_path: Pat
     runs.append(Run(TwoTurns(update), engine, file=tmp_path / "run.db", max_version_lag=0))
     (trajectory,) = await played(runs[0])
     assert (trajectory.outcome, trajectory.reward, trajectory.rewards) == (Outcome.CANCELLED, None, {})
-    assert "too old: weights 'scripted' are 1 updates behind '1'" in trajectory.error
+    assert "too old: weights 'scripted' are 1 updates older than '1'" in trajectory.error
 
     async def nothing(episode: Any) -> None: ...
 

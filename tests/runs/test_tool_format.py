@@ -315,7 +315,7 @@ def test_check_template_tries_the_format_on_the_template(name: str, misread: int
     assert told["tool_format"]["cases"] > 50
     assert (done.exit_code, told["exit_code"]) == (code, code)
     shown = CliRunner().invoke(app, ["check-template", "hermes", "--tool-format", name]).stdout
-    assert ("does not read what the template writes" in shown) is bool(misread)
+    assert ("does not parse the template's calls" in shown) is bool(misread)
     assert "tool format" in shown
 
 

@@ -113,7 +113,7 @@ def test_parquet_row_groups_have_a_bounded_size(
 def test_parquet_columns_can_be_chosen_and_unknown_are_refused(run_file: RunFile, tmp_path: Path) -> None:
     export_parquet(run_file, tmp_path / "out.parquet", columns=["token_ids", "reward"])
     assert parquet.read_schema(tmp_path / "out.parquet").names == ["token_ids", "reward"]
-    with pytest.raises(BadOption, match="there is no tokens; there are id, "):
+    with pytest.raises(BadOption, match="unknown tokens; the columns are id, "):
         export_parquet(run_file, tmp_path / "out.parquet", columns=["tokens"])
 
 

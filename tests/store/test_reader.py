@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_missing_file_is_named(path: Path) -> None:
-    with pytest.raises(RunFileError, match=r"there is no run file .*run\.db"):
+    with pytest.raises(RunFileError, match=r"the run file .*run\.db does not exist"):
         RunFile(path)
 
 
@@ -124,7 +124,7 @@ def test_an_id_stands_for_the_last_attempt_and_a_row_for_its_own(path: Path) -> 
 def test_missing_episodes_are_refused_with_existing_ones(path: Path) -> None:
     write(path, [played("a"), played("a", agent="user", trained=False)])
     with RunFile(path) as run_file:
-        with pytest.raises(RunFileError, match=r"no episode 'b'; there is, for example, 'a-0-0'"):
+        with pytest.raises(RunFileError, match=r"the episode 'b' does not exist; there is, for example, 'a-0-0'"):
             run_file.trajectory("b")
         with pytest.raises(RunFileError, match=r"no agent 'judge'; its agents are main, user"):
             run_file.trajectory("a-0-0", agent="judge")

@@ -82,7 +82,7 @@ def test_top_logprobs_are_read_on_first_use(path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_went_away_meanwhile_is_named(path: Path) -> None:
     trajectory = read(path)
     path.unlink()
-    with pytest.raises(RunFileError, match=r"there is no run file .*run\.db"):
+    with pytest.raises(RunFileError, match=r"the run file .*run\.db does not exist"):
         _ = trajectory.turns[0].top_ids
 
 

@@ -105,7 +105,7 @@ def test_an_episode_that_fails_undisturbed_proves_nothing() -> None:
 def test_a_queue_is_refused_and_so_is_what_cannot_be_played() -> None:
     with pytest.raises(BadOption, match=r"a queue of replies is empty after the first play\. Give the replies"):
         play_cancelled(Closes, QueuedEngine().say("x"))
-    with pytest.raises(BadTask, match="There is no task 'x'"):
+    with pytest.raises(BadTask, match="has the id 'x'"):
         play_cancelled(Closes, SAYS, task="x")
 
 

@@ -256,7 +256,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is no reply: give a text"),
     "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* returned 5 .int.: return a"),
     "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),
-    "no such task": (lambda: play(Sums, "x", task="d"), BadTask, "There is no task 'd' among 3; the first ids are 'b'"),
+    "no such task": (
+        lambda: play(Sums, "x", task="d"),
+        BadTask,
+        "None of 3 tasks has the id 'd'; the first ids are 'b'",
+    ),
     "a task's number": (lambda: ANY(Sums, "x", task=3), BadOption, "give a Task, or the id"),
     "a group": (lambda: play(Sums, "x", group_size=2), BadOption, "play_many"),
     "no tasks": (lambda: play_many(Sums, "x", tasks=0), BadOption, "at least 1"),

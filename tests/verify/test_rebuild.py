@@ -229,7 +229,7 @@ def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> 
 def test_a_missing_file_and_one_that_is_no_run_file_end_with_7(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("This is text, and no database at all.")
-    for path, message in ((tmp_path / "nowhere.db", "there is no run file"), (other, "it is not a run file")):
+    for path, message in ((tmp_path / "nowhere.db", "the run file"), (other, "it is not a run file")):
         result = verify(path)
         assert (result.exit_code, result.stdout) == (7, "")
         assert message in result.stderr
