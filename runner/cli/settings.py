@@ -76,7 +76,7 @@ SERVED = (
 class RunSettings:
     """The options of `deltarunner run` as given on the command line; only their types are checked.
 
-    None stands for an option that was not given. `RunOptions` has the defaults, but takes too long to import for `--help`.
+    None stands for an option that was not given. `RunOptions` has the defaults, but is slow to import for `--help`.
     """
 
     environment: Annotated[str | None, ENVIRONMENT] = None
