@@ -174,7 +174,7 @@ async def test_all_agents_of_an_episode_are_committed_together(path: Path) -> No
 
 @pytest.mark.parametrize("kept", [True, False], ids=["file", "no file"])
 async def test_an_id_given_twice_is_refused_by_both_positions(path: Path, kept: bool) -> None:
-    with pytest.raises(BadTask, match=r"task 2 has the id 'a', which task 0 has too"):
+    with pytest.raises(BadTask, match=r"task 2 has the same id 'a' as task 0"):
         await claims(path if kept else None, Task("a"), Task("b"), Task("a"))
 
 
