@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: which there are, which addition of each samples, and when an old one can go."""
+"""LoRA adapters of an engine: their names, versions, and the turns that use each version."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ _STAMP = re.compile(r"(.*)\+([A-Za-z0-9][\w.-]*)@(\d+)", re.ASCII | re.DOTALL)
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """One addition of an adapter."""
+    """One version of an adapter; each addition under a name makes one."""
 
     name: str
     """The adapter's name."""
     number: int
-    """Counts the additions under this name from 1; no number is given twice."""
+    """Number of this version, counted from 1 for each name; a number is never used twice."""
     key: int
-    """Counts the additions of all names from 1."""
+    """Number of this version among those of all names, counted from 1."""
     given: Path | None
-    """The folder that was given; None where tensors were."""
+    """Folder that the caller gave; None for tensors."""
     folder: Path | None = None
-    """A copy of our own, which nobody writes over; None where the engine keeps none."""
+    """Private copy of the folder, which no other program writes; None for an engine that keeps no copy."""
     turns: int = 0
-    """How many turns are being sampled with it."""
+    """Number of turns that are being sampled with it."""
 
     @property
     def label(self) -> str:
-        """What names this addition alone, in the weight versions of ids that were sampled with it: "poet@2"."""
+        """Name of this version, as in the weight versions of ids that were sampled with it: "poet@2"."""
         return f"{self.name}@{self.number}"
 
 
 class Adapters:
-    """The adapters of one engine, by name; changed by its trainer's calls alone, one change at a time.
+    """Adapters of one engine by name. Only the trainer's calls change them, one at a time.
 
-    What is added under a name that is there already is a new version of it: later turns are sampled with that, turns
-    in flight go on with theirs. So do turns in flight with an adapter that was removed. What no turn needs any more
-    leaves the engine with the next change.
+    An adapter that is added under an existing name is a new version: later turns use it, and turns in flight keep
+    theirs. Turns in flight also keep an adapter that was removed. A version that no turn uses leaves the engine with
+    the next change.
 
-    This one has names only; a subclass loads what they stand for.
+    This class keeps names only; a subclass loads the adapters.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._keys = itertools.count(1)
         self._current = {name: AdapterVersion(_checked(name), 1, next(self._keys), None) for name in names}
-        self._newest = dict.fromkeys(self._current, 1)  # kept for names that are gone, so that no label comes twice
+        self._newest = dict.fromkeys(self._current, 1)  # also of removed names: a label is never used twice
         self._old: list[AdapterVersion] = []
 
     @property
     def folders(self) -> Mapping[str, Path | None]:
-        """The adapters that can be asked for, and the folder that each was given as; None where tensors were."""
+        """Folder of each adapter that requests can name; None for an adapter that was given as tensors."""
         return {name: version.given for name, version in self._current.items()}
 
     # --- for requests
 
     def check(self, request: str, adapter: str | None) -> None:
-        """Return if a request may be sampled with this adapter.
+        """Check that a request may name this adapter.
 
         Raises:
-            RequestRejected: there is none of that name; says which there are.
+            RequestRejected: the engine has no adapter of that name; the message lists its adapters.
         """
         if adapter is not None and adapter not in self._current:
             raise RequestRejected(f"{request}: the engine has no adapter {adapter!r}; {self._there()}.")
 
     def take(self, request: str, adapter: str | None) -> AdapterVersion | None:
-        """The version that samples this request; it stays until `leave`. None for the model as it is."""
+        """Return the version that samples this request and count the turn until `leave`; None for the model itself."""
         self.check(request, adapter)
         if adapter is None:
             return None
@@ -83,12 +83,12 @@ class Adapters:
         return version
 
     def leave(self, version: AdapterVersion | None) -> None:
-        """The request that took it is over."""
+        """Uncount a turn that `take` counted."""
         if version is not None:
             version.turns -= 1
 
     def lag(self, version: str) -> int:
-        """How many additions of its adapter came after the one that this weight version names; 0 without one."""
+        """Return how many newer versions the adapter of this weight version has; 0 for one without an adapter."""
         _, adapter, number = base_and_adapter(version)
         return max(0, self._newest.get(adapter, number) - number)
 
@@ -97,7 +97,7 @@ class Adapters:
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        """Add an adapter, or a new version of it; gives its label."""
+        """Add an adapter, or a new version of it, and return its label."""
         newest = self._newest.get(name, 0)
         if number is not None and number <= newest:
             raise BadOption(f"add_adapter({name!r}, number={number}): there was a {name}@{newest} already.")
@@ -109,10 +109,10 @@ class Adapters:
         return version.label
 
     async def remove(self, name: str) -> None:
-        """Take an adapter away; turns in flight go on with it.
+        """Remove an adapter; turns in flight keep it.
 
         Raises:
-            BadOption: there is none of that name.
+            BadOption: the engine has no adapter of that name.
             EngineDead: the engine died.
         """
         if name not in self._current:
@@ -133,16 +133,16 @@ class Adapters:
     def _there(self) -> str:
         return f"it has {', '.join(map(repr, self._current))}" if self._current else "it has none: add_adapter(...)"
 
-    # --- how an engine does it
+    # --- for subclasses
 
     async def load(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> None:
-        """Bring an adapter into the engine; where it fails, nothing has changed."""
+        """Load an adapter into the engine; a failure changes nothing."""
 
     async def unload(self, version: AdapterVersion) -> None:
-        """Take it out of the engine again."""
+        """Unload an adapter from the engine."""
 
     def close(self) -> None:
-        """The engine is gone: give back what was kept for it."""
+        """Free what was kept for the engine, after its end."""
         self._current.clear()
         self._old.clear()
 
@@ -158,6 +158,6 @@ def _folder(given: Any) -> Path | None:
 
 
 def base_and_adapter(version: str) -> tuple[str, str, int]:
-    """A weight version in its parts: "7+poet@2" is ("7", "poet", 2), and "7" is ("7", "", 0)."""
+    """Split a weight version: "7+poet@2" is ("7", "poet", 2), and "7" is ("7", "", 0)."""
     stamp = _STAMP.fullmatch(version)
     return (stamp[1], stamp[2], int(stamp[3])) if stamp is not None else (version, "", 0)

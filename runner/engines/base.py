@@ -1,4 +1,4 @@
-"""The engine contract: token ids in, a stream of deltas out, and nothing left behind.
+"""Engine contract: token ids in, a stream of deltas out, and no request left running.
 
 async with engine:                                   # start, stop
     async with engine.stream(request) as deltas:     # waits for a place; the request is gone on leaving the block
@@ -45,36 +45,37 @@ __all__ = [
 
 
 class FinishReason(enum.StrEnum):
-    """Why a turn ended."""
+    """Reason for the end of a turn."""
 
     STOP = "stop"
-    """A stop id or a stop string ended it; which one is in `stop`."""
+    """A stop id or stop string was sampled; it is in `Finish.stop`."""
     LENGTH = "length"
     """The turn has as many ids as its `max_tokens` allows."""
     CONTEXT = "context"
     """No room was left in the context."""
     ABORT = "abort"
-    """The runner cut it: a limit fired, or it was cancelled."""
+    """The runner ended the turn: a limit was reached, or the turn was cancelled."""
     REPETITION = "repetition"
-    """The engine saw the model repeat itself."""
+    """The engine detected that the model repeats itself."""
     ERROR = "error"
     """The engine failed."""
     CONTENT_FILTER = "content_filter"
-    """The server of an API model withheld the rest of it, or all."""
+    """The API server withheld the rest of the turn, or all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a stream ended."""
+    """Finish of a stream."""
 
     reason: FinishReason
-    """Why it ended. The engine says LENGTH for the context's end too; the caller tells the two apart by counting."""
+    """Reason for the end. The engine reports LENGTH also at the end of the context; the caller counts ids to
+    distinguish them."""
     stop: int | str | None = None
-    """The stop id or stop string that ended it, or the text of an error."""
+    """Stop id or stop string that ended it, or the text of an error."""
     versions: tuple[VersionSpan, ...] = ()
     """The weight versions of the stream's ids, as spans that count from its first sampled id."""
     cached_tokens: int | None = None
-    """Ids of the prompt that the engine's prefix cache held; None where the engine does not say."""
+    """Number of prompt ids that the engine's prefix cache held; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,14 @@ class Delta:
     token_ids: Sequence[int]
     """The ids in the order in which they were sampled."""
     logprobs: Sequence[float] | None = None
-    """The log-probability of each id in nats; None where the engine gives none."""
+    """Log-probability of each id in nats; None for an engine without log-probabilities."""
     finish: Finish | None = None
-    """How the stream ended; set on its last delta only."""
+    """Finish of the stream; set on its last delta only."""
     top: TopLogprobs | None = None
-    """The likeliest ids in the place of each, as many as `Sampling.logprobs`; None where none were asked for."""
+    """Most likely ids at each position, as many as `Sampling.logprobs`; None if not requested."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes they go by thousands, and what dataclasses do by themselves takes eight times as long.
+        # Thousands of them pass between processes, and the dataclass default takes eight times as long.
         return Delta, (self.token_ids, self.logprobs, self.finish, self.top)
 
 
@@ -100,84 +101,82 @@ class GenerationRequest:
     """One turn to be sampled."""
 
     name: str
-    """Names the turn in errors and logs, as "episode/agent/turn"; a scripted engine tells agents apart by it."""
+    """Name of the turn for errors and logs, "episode/agent/turn"; a scripted engine reads the agent from it."""
     prompt: Sequence[int]
-    """Every id the model is to see. The caller does not copy it: an engine that keeps it must."""
+    """All ids of the prompt. The caller may change the list later: an engine that keeps it must copy it."""
     sampling: Sampling
-    """How to sample, every field set. Its `stop` strings are not the engine's business."""
+    """Sampling parameters, every field set. The engine ignores `stop` strings."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the turn, those of the model left out where `sampling` ignores them; the one that did is the last
-    id of the stream."""
+    """Ids that end the turn, without the model's own where `sampling` ignores them. The one that was sampled is the
+    last id of the stream."""
     seed: int | None = None
-    """The seed of this turn's random numbers; None leaves it to the engine."""
+    """Seed of this turn's random numbers; None leaves it to the engine."""
     session: Session | None = None
-    """The conversation that the turn belongs to; None for a single request, which counts as first."""
+    """Conversation of the turn; None for a single request, which counts as a first turn."""
     constraint: Constraint | None = None
-    """What may be sampled; None for anything."""
+    """Grammar for the sampled ids; None for no constraint."""
     scores_prompt: bool = False
-    """Ask for the log-probability of each id of the prompt as well; it is in the stream's `prompt_logprobs`."""
+    """Also compute the log-probability of each prompt id; it is in the stream's `prompt_logprobs`."""
     acts_on_deltas: bool = False
-    """Whether somebody acts on single deltas, so that they have to come one id at a time."""
+    """True if the caller acts on single deltas, which then have one id each."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What a test asks besides, such as {"force": ids}."""
+    """Further arguments, used by tests, such as {"force": ids}."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine is doing now, by its scheduler's own count after its last step, all its engine cores together."""
+    """Counts of an engine, over all its engine cores, after the scheduler's last step."""
 
     open: int
-    """Requests that the engine has and has not finished."""
+    """Unfinished requests in the engine."""
     running: int = 0
-    """Open requests that are being sampled."""
+    """Open requests that are sampled."""
     queued: int = 0
     """Open requests that wait inside the engine: for its cache, for a grammar, or while it is paused."""
     waiting: int = 0
-    """Requests at our gate, which are not in the engine yet."""
+    """Requests at the runner's gate, not yet in the engine."""
     first_waiting: int = 0
-    """Requests at our gate that are the first of their episode."""
+    """Requests at the gate that are the first of their episode."""
     live_sessions: int = 0
-    """Conversations that hold room in the cache."""
+    """Conversations with reserved room in the cache."""
     ranks: tuple[int, ...] = ()
-    """Requests inside each data-parallel rank of the engine; empty for an engine that has none of its own."""
+    """Requests in each data-parallel rank; empty for an engine without ranks."""
     kv_usage: float | None = None
-    """The fraction of the KV cache in use, of the fullest engine core; None where the engine does not say."""
+    """Fraction of the KV cache in use, of the fullest engine core; None if unknown."""
     prefix_queries: int = 0
-    """Ids of prompts that were looked up in the prefix cache since the engine started."""
+    """Prompt ids that were looked up in the prefix cache since the start."""
     prefix_hits: int = 0
-    """Ids of prompts that the prefix cache held when they were looked up."""
+    """Prompt ids that the prefix cache held."""
     sampled_tokens: int = 0
-    """Ids that were sampled since the engine started, and read."""
+    """Sampled ids that were read since the start."""
     prompt_tokens: int = 0
-    """Ids of prompts that were computed since the engine started, those in the prefix cache left out; 0 for an engine
-    that does not say."""
+    """Prompt ids that were computed since the start, without cached ones; 0 if unknown."""
     steps: int = 0
-    """The steps that computed something since the engine started, all its engine cores together; 0 for an engine that
-    does not say."""
+    """Steps with computation since the start, of all engine cores; 0 if unknown."""
     places: int | None = None
-    """Requests that are let in at once just now; None for an engine whose places do not change while it runs."""
+    """Current limit of concurrent requests; None for a fixed number of places."""
     throttled: int = 0
-    """How often a server said that it was asked too much."""
+    """Number of rate-limit responses of a server."""
     retried: int = 0
-    """How many requests were sent to a server again."""
+    """Number of retried requests."""
     tokens_per_second: float = 0.0
-    """Ids sampled a second, over the last ten seconds; 0 where nothing was, or nobody measures."""
+    """Sampled ids per second over the last ten seconds; 0 if none were sampled or the engine does not measure it."""
     weight_version: str = ""
-    """The version of the weights that sample now."""
+    """Current weight version."""
     state: EngineState = EngineState.RUNNING
-    """Whether the engine is running, paused, updating or asleep."""
+    """State of the engine: running, paused, updating or asleep."""
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """Fraction of the prompts' ids that the prefix cache held; None before the first prompt."""
+        """Fraction of prompt ids that the prefix cache held; None before the first prompt."""
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else None
 
 
 class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
-    """The deltas of one request; use it as `async with` around `async for`.
+    """Deltas of one request; use it as `async with` around `async for`.
 
-    Entering waits for a place in the engine and sends the request. Leaving, in whatever way, ends the request
-    within a bounded shield and keeps what had been sampled, in `rest`; a stream that was cut has the finish ABORT.
+    Entering waits for a place in the engine and sends the request. Leaving always ends the request, within a bounded
+    shield, and keeps unread deltas in `rest`; a stream that was cut has the finish ABORT.
 
     Raises (entering or iterating):
         RequestRejected: the engine refuses this request.
@@ -185,12 +184,12 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     """
 
     rest: list[Delta]
-    """The deltas that were not read when the block was left."""
+    """Deltas that were unread when the block was left."""
     finish: Finish | None
-    """How the stream ended; None while it goes on."""
+    """Finish of the stream; None before its end."""
     prompt_logprobs: Sequence[float] | None = None
-    """The log-probability of each id of the prompt but its first, in nats and at temperature 1; None where none were
-    asked for, and before the first delta."""
+    """Log-probability of each prompt id but the first, in nats at temperature 1; None if not requested, and before the
+    first delta."""
 
     def __aiter__(self) -> Self:
         return self
@@ -200,52 +199,52 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
 
 
 class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
-    """What a run asks of any engine, whether it takes token ids (`Engine`) or messages (`MessageEngine`).
+    """Base of engines for token ids (`Engine`) and for messages (`MessageEngine`).
 
-    What it has beside `running` is set once it is entered.
+    Attributes other than `running` are set when the engine is entered.
     """
 
     context: int
-    """The most ids a prompt and what is sampled on it may have together."""
+    """Maximum number of ids of prompt and turn together."""
     places: int
-    """How many requests run at once; further ones wait at the gate."""
+    """Maximum number of concurrent requests; further ones wait at the gate."""
     running: bool = False
-    """Whether the engine was entered and not left."""
+    """True while the engine is entered."""
     notes: Sequence[str] = ()
-    """Lines for people about how the engine was started; set once it is entered."""
+    """Lines for people about the start of the engine; set when it is entered."""
 
     @property
     def start_phase(self) -> str:
-        """The present phase of the engine's start, for people; empty where it is not known, and at other times."""
+        """Current phase of the engine's start, for people; empty if unknown, and at other times."""
         return ""
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:  # most engines choose nothing by themselves
-        """Choose as in a run that is resumed, before the engine is entered.
+    def go_on_with(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
+        """Restore the engine's automatic choices of a resumed run, before the engine is entered.
 
         Args:
-            described: what `describe` said of the engine when that run began.
+            described: result of `describe` when that run began.
         """
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """A handle for one conversation; `close_session` gives its room back.
+        """Create a handle for one conversation; `close_session` frees its room.
 
         Args:
-            late: whether its first request goes before those of episodes that have not begun.
-            beside: another one of the same episode: where the engine has several data-parallel ranks, both are on one.
+            late: True if its first request goes before those of episodes that have not begun.
+            beside: another session of the same episode; both then use the same data-parallel rank.
         """
         return Session(late=late, affinity=affinity_beside(beside))
 
     def close_session(self, session: Session) -> None:
-        """Give the session's room back; twice is allowed."""
+        """Free the session's room; idempotent."""
         if self.runtime is not None:
             self.runtime.gate.close(session)
         session.closed = True
 
-    def check_sampling(self, sampling: Sampling) -> None:  # one that does all of it has nothing to say
-        """Refuse what the engine could not be asked for, before anything is played.
+    def check_sampling(self, sampling: Sampling) -> None:  # default: every field is supported
+        """Check that the engine supports a sampling, before an episode starts.
 
         Args:
-            sampling: how a turn is to be sampled, every field set.
+            sampling: sampling parameters of a turn, every field set.
 
         Raises:
             BadOption: names the field.
@@ -253,10 +252,10 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """What the engine is doing now; cheap."""
+        """Return the current counts; cheap."""
 
     def is_alive(self) -> bool:
-        """Whether it can answer, as far as is known without asking it; one that is paused or asleep can."""
+        """Return whether the engine can answer, as far as is known without a request; a paused or sleeping one can."""
         return self.running
 
     @abstractmethod
@@ -264,33 +263,33 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot, with the cause.
+            EngineDead: it cannot answer, with the cause.
         """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine, as JSON: kind, model, versions, arguments, who stamps versions."""
+        """Return the header entry as JSON: kind, model, versions, arguments, source of weight versions."""
 
 
 class Engine(BaseEngine):
-    """Turns token ids into a stream of deltas. What it has beside `running` is set once it is entered."""
+    """Engine from token ids to a stream of deltas. Attributes other than `running` are set when it is entered."""
 
     tokenizer: Tokenizer
-    """The tokenizer of the engine's model, an instance of the runner's own."""
+    """Tokenizer of the engine's model, an instance that only the runner uses."""
     template: ChatTemplate
-    """The chat template that belongs to the model."""
+    """Chat template of the model."""
     stop_ids: tuple[int, ...]
-    """The ids that end a turn of this model: its EOS and those of its generation_config."""
+    """Ids that end a turn of this model: its EOS and those of its generation_config."""
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The deltas of one request; nothing happens before the block is entered."""
+        """Return the deltas of one request; nothing happens before the block is entered."""
 
-    def check_constraint(self, constraint: Constraint) -> None:  # one that enforces grammars has nothing to say
-        """Refuse what may be sampled, where the engine could not enforce it, before anything is played.
+    def check_constraint(self, constraint: Constraint) -> None:  # default: grammars are enforced
+        """Check that the engine can enforce a constraint, before an episode starts.
 
         Raises:
-            BadOption: says what to do.
+            BadOption: it cannot; the message has the fix.
         """
 
     async def score(
@@ -303,9 +302,9 @@ class Engine(BaseEngine):
     ) -> list[float]:
         """Return the log-probability of each id from `start` on, given all ids before it, in nats.
 
-        Without `sampling` and `constraint` these are the model's own, at temperature 1, computed in one pass. With one
-        of them they are those that sampling the ids would have reported: temperature, penalties, `top_p` and the
-        grammar included. That takes a step of the engine for each id. An id that could not have been sampled has minus
+        Without `sampling` and `constraint` these are the model's own log-probabilities at temperature 1, computed in
+        one pass. With one of them they are the values that sampling the ids would have reported, with temperature,
+        penalties, `top_p` and the grammar, which takes one engine step per id. An id that cannot be sampled has minus
         infinity, and under a grammar so has every id after it.
 
         Requests wait for a place as turns do. Score many sequences at once, in a task group.
@@ -313,16 +312,16 @@ class Engine(BaseEngine):
         Args:
             ids: the sequence, shape [n]; shorter than the engine's context.
             start: the first id that is scored, from 1 to n - 1.
-            sampling: how the ids would be sampled; fields that are not given have their defaults. `adapter` alone keeps
-                the single pass. What ends a turn is ignored.
-            constraint: the grammar that they would be sampled under.
+            sampling: sampling parameters; unset fields have their defaults. `adapter` alone keeps the single pass.
+                Fields that end a turn are ignored.
+            constraint: the grammar of the sampling.
 
         Returns:
             n - start values.
 
         Raises:
-            BadOption: ids, `start` or the sampling cannot be.
-            BadControl: this engine cannot score, or not in this way.
+            BadOption: ids, `start` or the sampling are invalid.
+            BadControl: this engine does not support it.
             RequestRejected: the sequence does not fit the context.
         """
         prompt = checked_ids(ids, start, vocabulary_size(self))
@@ -337,7 +336,7 @@ class Engine(BaseEngine):
         return list((await self._score_prompt(request))[start - 1 :])
 
     async def check_proof(self, proof: WeightProof) -> None:
-        """Refuse a proof that the engine could not score."""
+        """Check that the engine can score a proof."""
         self.check_scoring(as_sampled=False)
         proof.check(vocabulary=vocabulary_size(self), context=self.context)
 
@@ -366,22 +365,22 @@ class Engine(BaseEngine):
         return values + [-math.inf] * (len(scored) - len(values))
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Refuse what `score` cannot do on this engine.
+        """Check that this engine supports a call of `score`.
 
         Args:
-            as_sampled: whether a sampling or a grammar is asked for.
+            as_sampled: True if the scores depend on a sampling or a grammar.
 
         Raises:
-            BadControl: says which engines can.
+            BadControl: it does not; the message names an engine that does.
         """
         raise BadControl(f"score(): {type(self).__name__} has no log-probabilities of given ids; a VllmEngine has.")
 
 
 def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
-    """The ids as a list of plain integers.
+    """Return the ids as a list of plain integers.
 
     Raises:
-        BadOption: fewer than two, one that the vocabulary does not have, or a `start` outside of them.
+        BadOption: fewer than two ids, an id outside of the vocabulary, or a `start` out of range.
     """
     try:
         plain = [operator.index(token_id) for token_id in ids]
@@ -393,15 +392,17 @@ def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
     if wrong is not None:
         raise BadOption(f"score(ids=...): there is no id {wrong}; the model's ids are 0 to {vocabulary - 1}.")
     if not checked.is_whole(start, least=1) or start >= len(plain):
-        raise BadOption(f"score(start={start!r}): give 1 to {len(plain) - 1}, the places of ids that have one before.")
+        raise BadOption(
+            f"score(start={start!r}): give 1 to {len(plain) - 1}, the positions of ids that have a predecessor."
+        )
     return plain
 
 
 def width_of(engine: BaseEngine) -> int:
-    """Twice as many as the engine takes: while some wait, such as for tools, others are sampled."""
+    """Return the number of concurrent episodes: twice the engine's places, since some episodes wait for tools."""
     return 2 * engine.places
 
 
 def vocabulary_size(engine: Engine) -> int:
-    """Ids that the engine's model knows: those of its tokenizer and the padding rows behind them."""
+    """Return the number of ids of the engine's model: those of its tokenizer and the padding rows after them."""
     return max(engine.tokenizer.size, getattr(engine, "vocabulary", 0))

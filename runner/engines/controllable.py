@@ -1,6 +1,6 @@
-"""The calls of an engine for its trainer: pause, new weights, adapters, sleep; `Engine` has them.
+"""Control of an engine by its trainer: pause, new weights, adapters, sleep. `Engine` inherits these calls.
 
-Here is what a call takes, refuses and gives back. What it does to the engine's state is done by the runtime.
+This module checks arguments and states and returns results; the runtime changes the engine's state.
 """
 
 from __future__ import annotations
@@ -23,66 +23,66 @@ __all__ = ["Controllable"]
 
 
 class Controllable:
-    """An engine as its trainer sees it. Calls come one at a time: a second one waits for the first."""
+    """Calls of an engine for its trainer. They run one at a time: a second call waits for the first."""
 
     runtime: EngineRuntime[Any] | None = None
-    """The engine while it runs; None before it was entered, and for an engine whose weights are not ours."""
+    """Runtime of the entered engine; None before it was entered, and for an engine whose weights are external."""
     loop: object = None
-    """The event loop that the engine was entered on, the only one that it can be used on; None where any will do."""
+    """Event loop on which the engine was entered, the only one it can be used on; None if any loop works."""
 
     @property
     def state(self) -> EngineState:
-        """What the engine is doing: running, paused, updating or asleep."""
+        """State of the engine: running, paused, updating or asleep."""
         return self.runtime.state if self.runtime is not None else EngineState.RUNNING
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that sample now; "" for an engine whose weights are not ours."""
+        """Current weight version; "" for an engine whose weights are external."""
         return self.runtime.version if self.runtime is not None else ""
 
     @property
     def cuts(self) -> int:
-        """How often turns that were being sampled were cut, for a pause or a sleep."""
+        """Number of times that a pause or a sleep cut the turns that were being sampled."""
         return self.runtime.cuts if self.runtime is not None else 0
 
     @property
     def standstill(self) -> Standstill:
-        """Stops the clocks of whoever waits for this engine while it stands still."""
+        """Holds the clocks of tasks that wait for this engine while it is paused."""
         return self.runtime.standstill if self.runtime is not None else Standstill()
 
     @property
     def progress(self) -> Progress | None:
-        """The clocks of turns that wait for an id, which each step of the engine for any turn restarts.
+        """Clocks of turns that wait for an id; every engine step, for any turn, restarts all of them.
 
-        None for an engine whose requests may hang each by itself, as those to a server over a network.
+        None for an engine whose requests can hang one by one, such as requests over a network.
         """
         return self.runtime.progress if self.runtime is not None else None
 
     @property
     def adapters(self) -> Mapping[str, Path | None]:
-        """LoRA adapters that `Sampling(adapter=)` can name, and the folder of each; None where tensors were given."""
+        """LoRA adapters that `Sampling(adapter=)` can name, with the folder of each; None for one given as tensors."""
         return self.runtime.adapters.folders if self.runtime is not None else {}
 
     @property
     def is_controlled(self) -> bool:
-        """Whether the engine runs, or ran, and its weights are ours to exchange."""
+        """True if the engine was entered and its weights can be exchanged here."""
         return self.runtime is not None
 
     @property
     def proof_figures(self) -> ProofFigures | None:
-        """The figures of the proof of the weights that sample now; None where none was given with them."""
+        """Figures of the proof of the current weights; None without a proof."""
         return self.runtime.proof_figures if self.runtime is not None else None
 
     def lag(self, version: str) -> int:
-        """How many updates the weights are ahead of this version; 0 for one that the engine never had.
+        """Return how many updates newer the current weights are; 0 for an unknown version.
 
-        For ids that an adapter sampled, its later additions count too.
+        For ids that an adapter sampled, its newer versions count too.
         """
         return self.runtime.lag(version) if self.runtime is not None else 0
 
     @contextmanager
     def on_update(self, listener: Callable[[], None]) -> Iterator[None]:
-        """While the block lasts, call `listener` after each update of the weights and each adapter that was added."""
+        """Call `listener` after each weight update and each added adapter, while the block is entered."""
         runtime = self.runtime
         if runtime is None:
             yield
@@ -94,11 +94,11 @@ class Controllable:
             runtime.listeners.discard(listener)
 
     async def pause(self, mode: PauseMode | str = PauseMode.WAIT) -> None:
-        """Stand still until `resume`: no further turn is begun, every clock of the episodes that wait stops.
+        """Pause until `resume`: no new turn begins, and the clocks of waiting episodes stop.
 
         Args:
-            mode: what becomes of the turns that are being sampled: `wait` for their end, `keep` them as they are, or
-                `abort` them, which a run then samples anew.
+            mode: handling of turns that are being sampled: `wait` for their end, `keep` them to continue later, or
+                `abort` them; a run then samples them again.
 
         Raises:
             BadControl: the engine is paused already, or asleep.
@@ -109,7 +109,7 @@ class Controllable:
             await runtime.pause_by_caller(mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`.
+        """Resume after `pause`.
 
         Raises:
             BadControl: the engine is not paused, or its weights were discarded.
@@ -127,25 +127,25 @@ class Controllable:
         mode: PauseMode | str = PauseMode.KEEP,
         proof: WeightProof | None = None,
     ) -> WeightUpdate:
-        """Exchange the weights under running episodes; every id says which version sampled it.
+        """Exchange the weights while episodes run; each sampled id records its weight version.
 
-        Weights that do not fit are refused before the engine is touched. Every cached prompt is forgotten. A paused
-        engine stays paused.
+        Weights that do not fit are refused before the engine changes. All cached prompts are dropped. A paused engine
+        stays paused.
 
         Args:
             given: a folder of safetensors, a state dict, a `WeightTransfer` or a `LocalTransfer`; a scripted engine
                 takes anything.
-            version: names the new weights; by default they are counted: "1", "2", ...
-            mode: what becomes of the turns that are being sampled; with `keep` one turn may be of two versions.
-            proof: log-probabilities by the model that the weights are of. The engine scores the same ids before any
-                turn goes on; where it computes others, it is ended, so that no id of unknown weights is trained on.
+            version: name of the new weights; counted by default: "1", "2", ...
+            mode: handling of turns that are being sampled; with `keep` a turn can have two versions.
+            proof: log-probabilities by the trainer's model. The engine scores the same ids before any turn continues.
+                If the scores differ, the engine is ended, so that no id of unknown weights is trained on.
 
         Raises:
-            BadWeights: the weights or the proof do not fit; names the tensor. The old ones stay.
-            BadControl: the memory of the weights is asleep, or with a proof that of the cache.
-            BadOption: the version was there before.
-            EngineDead: the exchange failed half way, or the proof does not hold.
-            EngineError: of many engines too few have what a trainer sent; says who was lost.
+            BadWeights: the weights or the proof do not fit; the message names the tensor. The old weights stay.
+            BadControl: the memory of the weights is asleep, or, with a proof, that of the cache.
+            BadOption: the version was used before.
+            EngineDead: the exchange failed midway, or the proof does not hold.
+            EngineError: too few engines of a fleet received the weights; the message names the lost ones.
         """
         runtime, mode = self._controlled(), PauseMode.of(mode)
         async with runtime.lock:
@@ -154,15 +154,15 @@ class Controllable:
     async def check_update(
         self, given: Any, *, version: str | None = None, proof: WeightProof | None = None
     ) -> CheckedUpdate:
-        """The first half of `update_weights`, for who updates several engines: nothing is touched yet.
+        """First half of `update_weights`, to update several engines together: the engine does not change yet.
 
         Args:
             given: as `update_weights` takes it.
-            version: names the new weights.
+            version: name of the new weights.
             proof: as `update_weights` takes it.
 
         Returns:
-            What `apply_update` takes, once all engines have said that the weights fit.
+            The argument of `apply_update`, which is called when the weights fit all engines.
 
         Raises:
             BadWeights, BadControl, BadOption: as `update_weights`.
@@ -171,28 +171,27 @@ class Controllable:
             return await self._check(given, version, proof)
 
     async def apply_update(self, checked: CheckedUpdate, *, mode: PauseMode | str = PauseMode.KEEP) -> WeightUpdate:
-        """The second half of `update_weights`.
+        """Second half of `update_weights`.
 
         Args:
-            checked: what `check_update` gave.
-            mode: what becomes of the turns that are being sampled.
+            checked: the result of `check_update`.
+            mode: handling of turns that are being sampled.
 
         Raises:
-            BadControl: the memory of the weights fell asleep in between.
-            EngineDead: the exchange failed half way.
+            BadControl: the memory of the weights fell asleep since the check.
+            EngineDead: the exchange failed midway.
         """
         async with self._controlled().lock:
             return await self._apply(checked, PauseMode.of(mode))
 
     async def prove(self, proof: WeightProof) -> ProofFigures:
-        """Compare the weights that the engine has now with a proof; turns go on meanwhile.
+        """Compare the engine's current weights with a proof; turns continue during this.
 
-        Called before the first update, with a proof of the weights that the engine started with, it measures how far
-        both computations are apart by rounding alone: later proofs then have three times that for their tolerance,
-        instead of a table by number types.
+        Call it before the first update, with a proof of the starting weights, to measure the difference by rounding
+        alone. Later proofs then have three times that difference as their tolerance, instead of a table by number type.
 
         Args:
-            proof: log-probabilities by a model with the weights that the engine should have.
+            proof: log-probabilities by a model with the expected weights.
 
         Raises:
             BadWeights: the proof does not fit, or does not hold.
@@ -209,14 +208,14 @@ class Controllable:
         return figures
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each id but the first; engines that take token ids can."""
+        """Return the log-probability of each id but the first; only for engines of token ids."""
         raise BadControl(f"score(): {type(self).__name__} does not take token ids.")
 
     async def check_proof(self, proof: WeightProof) -> None:
-        """Refuse a proof that the engine could not score.
+        """Check that the engine can score a proof.
 
         Raises:
-            BadWeights: it has other ids than the model, or too many.
+            BadWeights: it has ids outside of the vocabulary, or too many ids.
             BadControl: the engine cannot score.
         """
         raise BadControl(f"a proof of weights is scored token by token, and {type(self).__name__} takes messages.")
@@ -247,22 +246,22 @@ class Controllable:
     async def add_adapter(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        """Add a LoRA adapter, or a new version of one that is there; what does not fit changes nothing.
+        """Add a LoRA adapter, or a new version of an existing one; one that does not fit changes nothing.
 
-        Turns in flight go on with the version that they began with, later ones are sampled with the new one.
+        Turns in flight keep their version; later turns use the new one.
 
         Args:
-            name: what `Sampling(adapter=name)` asks for.
+            name: name for `Sampling(adapter=name)`.
             given: a folder as PEFT saves it, or its tensors by name; copied.
-            config: what adapter_config.json would hold; needed where tensors are given.
-            number: what its label ends with, for an engine that joins others; by default additions are counted.
+            config: content of adapter_config.json; required with tensors.
+            number: version number of the label, for an engine that joins a fleet; counted by default.
 
         Returns:
-            What the weight versions of ids that it samples end with, after a "+": "poet@2".
+            The label after the "+" in the weight versions of its ids: "poet@2".
 
         Raises:
-            BadWeights: the adapter does not fit; names the setting, the tensor or the file.
-            BadOption: the name cannot be, or the engine was started without adapters.
+            BadWeights: the adapter does not fit; the message names the setting, the tensor or the file.
+            BadOption: the name is invalid, or the engine was started without adapters.
             BadControl: the engine cannot be controlled, or sleeps.
         """
         runtime = self._controlled()
@@ -273,7 +272,7 @@ class Controllable:
         return label
 
     async def remove_adapter(self, name: str) -> None:
-        """Take a LoRA adapter away; turns in flight go on with it, no later one can ask for it.
+        """Remove a LoRA adapter; turns in flight keep it, and later turns cannot use it.
 
         Raises:
             BadOption: there is no adapter of that name.
@@ -285,22 +284,22 @@ class Controllable:
             await runtime.adapters.remove(name)
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory up until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
+        """Release memory until `wake`; turns that are being sampled are cut, as by `pause("abort")`.
 
         Args:
-            level: 1 keeps the weights elsewhere, 2 discards them.
+            level: 1 moves the weights to CPU memory, 2 discards them.
 
         Raises:
             BadControl: the engine sleeps already, or cannot sleep.
-            BadOption: there is no such level.
+            BadOption: the level is not 1 or 2.
         """
         if not await self._sleep(level):
             raise BadControl("sleep(): the engine is asleep already.")
 
     async def _sleep(self, level: int) -> bool:
-        """Fall asleep; gives False, and changes nothing, where the engine sleeps.
+        """Fall asleep. Return False without a change if the engine sleeps already.
 
-        The state is looked at under the lock: calls of NeMo RL may be repeated and overlap, and are no mistake.
+        The state is checked under the lock: NeMo RL may repeat and overlap its calls.
         """
         runtime = self._controlled()
         if level not in (1, 2):
@@ -315,22 +314,22 @@ class Controllable:
         return True
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back, all of it or the parts that are named; with the last part the engine goes on.
+        """Allocate memory again, all of it or the named parts; after the last part the engine resumes.
 
-        It stays paused where it was paused before it slept, and after `sleep(2)` until `update_weights`.
+        It stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`.
 
         Args:
-            tags: "weights" and "kv_cache", or one of them; None for both.
+            tags: "weights", "kv_cache" or both; None for both.
 
         Raises:
             BadControl: the engine does not sleep.
-            BadOption: there is no such part.
+            BadOption: a tag is unknown.
         """
         if not await self._wake(tags):
             raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")
 
     async def _wake(self, tags: Sequence[str] | None) -> bool:
-        """Wake up; gives False, and changes nothing, where the engine is awake."""
+        """Wake up. Return False without a change if the engine is awake."""
         runtime = self._controlled()
         parts = frozenset(SLEEP_TAGS if tags is None else tags)
         if not parts <= set(SLEEP_TAGS) or isinstance(tags, str):
@@ -342,28 +341,27 @@ class Controllable:
         return True
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-        """Be ready to sample, as NeMo RL's trainers ask before each step: wake, or nothing where it is awake.
+        """Prepare to sample, as NeMo RL's trainers call it before each step: wake a sleeping engine.
 
         Args:
-            tags: what to wake, as for `wake`.
+            tags: parts to wake, as for `wake`.
         """
         if self.runtime is not None:
             await self._wake(tags)
 
     async def finish_generation(self, *, level: int = 1) -> None:
-        """Make room for training, as NeMo RL's trainers ask after each step: sleep, or nothing where it sleeps.
+        """Release memory for training, as NeMo RL's trainers call it after each step: sleep, unless asleep already.
 
         Args:
-            level: how deep it sleeps, as for `sleep`; 0 only forgets the cached prompts, for an engine with devices of
-                its own.
+            level: level of `sleep`; 0 only drops the cached prompts, for an engine on its own devices.
         """
         await (self._reset_prefix_cache() if level == 0 else self._sleep(level))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prompt; turns that are being sampled go on, and compute theirs again.
+        """Drop all cached prompts; turns that are being sampled continue, and their prompts are computed again.
 
         Raises:
-            BadControl: the engine sleeps, and has no cache.
+            BadControl: the engine is asleep.
         """
         if not await self._reset_prefix_cache():
             raise BadControl("reset_prefix_cache(): the engine is asleep and has no cache.")
@@ -381,7 +379,7 @@ class Controllable:
         await self._profile(on=True)
 
     async def stop_profile(self) -> None:
-        """Stop the profiler, which then writes what it saw."""
+        """Stop the profiler, which then writes its trace."""
         await self._profile(on=False)
 
     async def _profile(self, *, on: bool) -> None:
@@ -390,7 +388,7 @@ class Controllable:
             await runtime.profile(on=on)
 
     async def devices(self) -> list[str]:
-        """Where the model is, a name for each worker: "cpu", or a GPU's UUID; none for an engine without a model.
+        """Return the device of each worker: "cpu", or a GPU's UUID; empty for an engine without a model.
 
         Raises:
             BadControl: the engine cannot be controlled.

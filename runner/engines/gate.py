@@ -1,10 +1,10 @@
-"""The admission gate: at most so many requests inside the engine, late turns before first ones.
+"""Admission gate: a limit of concurrent requests in the engine, later turns before first ones.
 
-An engine such as vLLM queues without bound, first come first served: ten thousand first turns in its queue would
-starve every late turn and evict its cache. So they wait here instead.
+An engine such as vLLM has an unbounded first-come-first-served queue: ten thousand first turns in it would starve
+every later turn and evict its cache. So requests wait at this gate instead.
 
-An engine of several data-parallel ranks has a cache and places in each. A session stays on the rank that it began on,
-where its cache is, and waits for a place there.
+Each data-parallel rank of an engine has its own cache and places. A session stays on its first rank, where its cache
+is, and waits for a place there.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ __all__ = ["AdmissionGate", "Affinity", "Session", "affinity_beside"]
 
 @dataclass(slots=True, eq=False)
 class Affinity:
-    """Where the sessions of one episode are: all on the rank that the first of them was let in to."""
+    """Data-parallel rank of an episode's sessions: all use the rank of the first that was admitted."""
 
     rank: int | None = None
-    """The data-parallel rank; None until one of them was let in."""
+    """Data-parallel rank; None before the first admission."""
 
 
 @dataclass(slots=True)
 class Session:
-    """The engine-side state of one conversation's growing token sequence; made by `Engine.session()`."""
+    """State of one conversation in the engine; made by `Engine.session()`."""
 
     late: bool = False
-    """Whether its next request goes before any first one. An episode's very first request is not late."""
+    """True if its next request goes before first requests. An episode's very first request is not late."""
     tokens: int = 0
-    """Ids of the engine's cache that are kept for it: its length and its next `max_tokens`."""
+    """Reserved ids of the engine's cache: the length and the next `max_tokens`."""
     closed: bool = False
-    """Whether it gave its room in the cache back."""
+    """True once its room in the cache was freed."""
     affinity: Affinity = field(default_factory=Affinity)
-    """The rank that it stays on, together with the other sessions of its episode."""
+    """Rank of the session, shared with the other sessions of its episode."""
 
 
 def affinity_beside(session: Session | None) -> Affinity:
-    """That of a session of the same episode, or a new one."""
+    """Return the affinity of another session of the episode, or a new one."""
     return Affinity() if session is None else session.affinity
 
 
@@ -56,20 +56,20 @@ class _Waiter:
     had_tokens: int
     arrival: int
     admitted: bool = False
-    woken: anyio.Event | None = None  # made only by who has to wait
+    woken: anyio.Event | None = None  # made only if the request has to wait
 
     def wake(self) -> None:
         if self.woken is not None:
             self.woken.set()
 
 
-# Ordered, since a waiter in the middle that is cancelled must go at no cost.
+# Ordered, since a cancelled waiter in the middle has to be removed in constant time.
 _Queue: TypeAlias = OrderedDict[_Waiter, None]
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """What is inside one data-parallel rank, and the late requests that wait for a place in it."""
+    """Requests in one data-parallel rank, and late requests that wait for a place in it."""
 
     number: int
     inside: int = 0
@@ -79,35 +79,34 @@ class _Rank:
 
 
 _Found: TypeAlias = tuple[_Waiter, _Rank, _Queue]
-"""Who is let in next, where to, and where it waited."""
+"""Next request to admit, its rank, and its queue."""
 
 
 class AdmissionGate:
-    """Who may enter the engine, and in what order.
+    """Decides which requests enter the engine, and in which order.
 
-    A request of a session that was inside before is *late*; late requests go before first ones, and each kind goes in
-    the order of arrival. The KV cache has room for `room` ids: what live sessions keep of it holds back first
-    requests, never late ones, and a first request always gets in when no session is live. Each admission costs the
-    same however many wait.
+    A request of a session that was admitted before is *late*. Late requests go before first ones; each kind keeps the
+    order of arrival. The KV cache has room for `room` ids. Room that live sessions reserve delays first requests, but
+    never late ones; a first request is always admitted when no session is live. An admission costs constant time.
 
-    Places and room are shared out evenly among the ranks of an engine. A request that is not bound to one goes to the
-    rank that has a place and keeps least; its session is bound to that from then on.
+    Places and room are split evenly among the ranks. A request without a rank goes to the rank with a free place and
+    the least reserved room; its session then stays there.
 
     Args:
-        places: how many requests may be inside at once, all ranks together.
-        room: how many ids the KV cache holds, all ranks together.
-        block: ids in a block of the cache.
-        ranks: how many data-parallel ranks the engine has.
+        places: maximum number of concurrent requests, over all ranks.
+        room: size of the KV cache in ids, over all ranks.
+        block: ids per block of the cache.
+        ranks: number of data-parallel ranks.
     """
 
     def __init__(self, places: int, room: int, *, block: int = 1, ranks: int = 1) -> None:
         self.places = places
-        """How many requests may be inside at once."""
+        """Maximum number of concurrent requests."""
         self.room = room
-        """How many ids the KV cache holds."""
+        """Size of the KV cache in ids."""
         self._block = block
         self._ranks = [_Rank(number) for number in range(ranks)]
-        self._unbound: _Queue = OrderedDict()  # late ones of episodes that no rank has yet
+        self._unbound: _Queue = OrderedDict()  # late requests of episodes without a rank
         self._first: _Queue = OrderedDict()
         self._arrivals = count()
         self._failure: Callable[[], Exception] | None = None
@@ -115,22 +114,22 @@ class AdmissionGate:
 
     @property
     def inside(self) -> int:
-        """How many requests entered and did not leave."""
+        """Requests that entered and did not leave."""
         return sum(rank.inside for rank in self._ranks)
 
     @property
     def kept(self) -> int:
-        """Ids of the room that live sessions keep, in whole blocks."""
+        """Ids that live sessions reserve, in whole blocks."""
         return sum(rank.kept for rank in self._ranks)
 
     @property
     def live(self) -> int:
-        """How many sessions keep room."""
+        """Sessions with reserved room."""
         return sum(rank.live for rank in self._ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """How many requests are inside each data-parallel rank."""
+        """Requests in each data-parallel rank."""
         return tuple(rank.inside for rank in self._ranks)
 
     @property
@@ -144,21 +143,21 @@ class AdmissionGate:
         return len(self._first)
 
     async def enter(self, session: Session, tokens: int) -> None:
-        """Wait for a place, and keep `tokens` ids of room for the session.
+        """Wait for a place, and reserve `tokens` ids for the session.
 
         Args:
-            session: goes late once it was admitted, and stays on the rank that it was admitted to.
-            tokens: the prompt's length and what may be sampled on it.
+            session: becomes late once it was admitted, and stays on that rank.
+            tokens: length of the prompt and of the longest possible turn.
 
         Raises:
             RuntimeError: the session was closed.
-            Exception: what `fail` was given.
+            Exception: the error of `fail`.
         """
-        await checkpoint_if_cancelled()  # who was cancelled already must not take a place, if only for a moment
+        await checkpoint_if_cancelled()  # a cancelled task must not take a place, not even for a moment
         if self._failure is not None:
             raise self._failure()
         if session.closed:
-            raise RuntimeError("this session was closed; open another for a further request")
+            raise RuntimeError("this session is closed; open another one for a further request")
         waiter = _Waiter(session, self._in_blocks(tokens), session.late, session.tokens, next(self._arrivals))
         queue = self._queue_of(session)
         queue[waiter] = None
@@ -184,7 +183,7 @@ class AdmissionGate:
             raise self._failure()
 
     def _withdraw(self, waiter: _Waiter, queue: _Queue) -> None:
-        if waiter.admitted:  # a cancellation that came between the admission and the wake-up
+        if waiter.admitted:  # cancelled between the admission and the wake-up
             self._rank_of(waiter.session).inside -= 1
             waiter.session.late = waiter.was_late
             self._keep(waiter.session, waiter.had_tokens)
@@ -193,33 +192,33 @@ class AdmissionGate:
         self._admit()
 
     def leave(self, session: Session, tokens: int) -> None:
-        """Give the place back, and keep `tokens` ids for the session: its length and what its next turn may add."""
+        """Free the place, and reserve `tokens` ids for the session: its length and the longest next turn."""
         self._rank_of(session).inside -= 1
         self._keep(session, self._in_blocks(tokens))
         self._admit()
 
     def close(self, session: Session) -> None:
-        """Give the session's room back; twice is allowed."""
+        """Free the session's room; idempotent."""
         self._keep(session, 0)
         session.closed = True
         self._admit()
 
     def hold(self) -> None:
-        """Let nobody in until `release`; who is inside stays."""
+        """Admit no request until `release`; admitted ones stay."""
         self._held = True
 
     def release(self) -> None:
-        """Let those in who waited meanwhile."""
+        """Admit requests again after `hold`."""
         self._held = False
         self._admit()
 
     def resize(self, places: int) -> None:
-        """Let so many be inside at once from now on; who is inside stays."""
+        """Set the maximum number of concurrent requests; admitted ones stay."""
         self.places = places
         self._admit()
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Let nobody in any more: whoever waits, and whoever comes, gets an error that `failure` makes."""
+        """Admit no request any more: waiting and later requests raise the error that `failure` makes."""
         self._failure = failure
         for queue in self._queues():
             for waiter in queue:
@@ -242,7 +241,7 @@ class AdmissionGate:
             waiter.wake()
 
     def _next_late(self) -> _Found | None:
-        """Of the late requests that some rank has a place for, the one that came first."""
+        """Return the oldest late request whose rank has a place."""
         found: _Found | None = None
         for rank in self._ranks:
             if rank.late and self._has_place(rank):
@@ -257,7 +256,7 @@ class AdmissionGate:
         return found
 
     def _next_first(self) -> _Found | None:
-        """The first request that came first, if some rank has a place and room for it."""
+        """Return the oldest first request, if a rank has a place and room for it."""
         if not self._first:
             return None
         waiter = next(iter(self._first))
@@ -265,7 +264,7 @@ class AdmissionGate:
         return None if best is None else (waiter, best, self._first)
 
     def _best(self, waiter: _Waiter, *, fitting: bool = False) -> _Rank | None:
-        """Of the ranks that it may go to and that have a place, or also room for it, the one that keeps least."""
+        """Return the allowed rank with a place, and with room if `fitting`, that has the least reserved room."""
         bound, best = waiter.session.affinity.rank, None
         for rank in self._ranks if bound is None else (self._ranks[bound],):
             takes = self._has_place(rank) and (not fitting or self._fits(rank, waiter))

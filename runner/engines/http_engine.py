@@ -1,4 +1,4 @@
-"""What engines that ask a server share: its address, whether it can be asked, and answers that are asked for again."""
+"""Parts that engines over HTTP servers share: the address check, the state of the server, and streams that retry."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FinishT = TypeVar("FinishT")
 
 
 def server_address(given: str, *, engine: str, option: str, example: str) -> SplitResult:
-    """The parts of an address, if it is one of an HTTP server, without a secret in it.
+    """Return the parts of an HTTP server's address; an address that holds a secret is refused.
 
     Args:
         given: the address.
-        engine: what the class is called in errors.
-        option: what it calls its address.
-        example: such an address.
+        engine: class name for errors.
+        option: name of the address argument, for errors.
+        example: an address, for errors.
 
     Raises:
-        BadOption: it is not.
+        BadOption: it is not an HTTP address, or holds a user name, a password or a query.
     """
     parts = urlsplit(given)
     if parts.username is not None or parts.password is not None or parts.query:
@@ -46,46 +46,48 @@ ServerT = TypeVar("ServerT", bound=_HasUrl)
 
 
 class HttpRuntime(Generic[ServerT]):
-    """Whether a server can be asked, and the errors for requests that it failed."""
+    """State of a server that an engine uses, and the errors of requests that failed."""
 
     gate: AdmissionGate
-    """The gate where requests wait; it is shut once the server cannot be asked."""
+    """Gate where requests wait; it fails every request after the server's end."""
     server: ServerT
     """The server."""
     _death: EngineDead | None = None
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known without asking."""
+        """Return whether the server can be used, as far as is known without a request."""
         return self._death is None
 
     def require_alive(self) -> None:
-        """Return if requests can be answered, as far as is known without asking.
+        """Check that the server can be used, as far as is known without a request.
 
         Raises:
-            EngineDead: they cannot, with the cause.
+            EngineDead: it cannot be used, with the cause.
         """
         if self._death is not None:
             raise self.death_error("")
 
     def death_error(self, why: str) -> EngineDead:
-        """The error for one request of an engine that cannot be used any more: the same words for all of them."""
+        """Mark the engine as dead and return the error for one request. The first reason stays for all requests."""
         if self._death is None:
             self._death = EngineDead(why)
             self.gate.fail(lambda: self.death_error(""))
-        # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
+        # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
         return EngineDead(*self._death.args)
 
     def stop(self) -> None:
-        """Ask nothing more; whoever waits at the gate is sent away."""
+        """End all use of the server; requests at the gate fail."""
         self.death_error("the engine is not running")
 
     def permanent_error(self, name: str, failure: HttpFailure, *, alone: bool) -> EngineError:
-        """The error for a request that failed for good; one that all would meet ends the engine.
+        """Return the error for a request that is not sent again.
+
+        A failure that every request would have ends the engine.
 
         Args:
-            name: of the request.
-            failure: what became of it.
-            alone: whether what the server does not take of it is in no other request.
+            name: name of the request.
+            failure: the failure of its last attempt.
+            alone: True where a rejected body is specific to this request.
         """
         if failure.kind is FailureKind.REFUSED:
             return self.death_error(f"The server at {self.server.url} refuses what it is asked: {failure}")
@@ -97,12 +99,12 @@ class HttpRuntime(Generic[ServerT]):
 
 
 class RetriedStream(Generic[PieceT, FinishT]):
-    """The pieces of an answer: what fails before the first of them is asked for again, and nothing after it."""
+    """Pieces of an answer. A failure before the first piece is retried, a later one is not."""
 
     finish: FinishT | None
-    """The end of the answer; None while it goes on."""
+    """Finish of the answer; None before its end."""
     _pieces: deque[PieceT]
-    """What was read of the answer and not given yet."""
+    """Pieces that were read and not returned yet."""
 
     async def __anext__(self) -> PieceT:
         while not self._pieces:
@@ -111,7 +113,7 @@ class RetriedStream(Generic[PieceT, FinishT]):
             try:
                 await self._read()
             except HttpFailure as failure:
-                if self._begun:  # what was sampled cannot be sampled once more
+                if self._begun:  # sampled output cannot be sampled a second time
                     raise self._failed(failure) from failure
                 await self._again(failure)
                 await self._open()
@@ -120,24 +122,24 @@ class RetriedStream(Generic[PieceT, FinishT]):
     @property
     @abstractmethod
     def _begun(self) -> bool:
-        """Whether any of the answer was read."""
+        """True once a part of the answer was read."""
 
     @abstractmethod
     async def _open(self) -> None:
-        """Send the request until an answer begins."""
+        """Send the request, with retries, until an answer begins."""
 
     @abstractmethod
     async def _read(self) -> None:
-        """Read on in the answer."""
+        """Read the next part of the answer."""
 
     @abstractmethod
     async def _again(self, failure: HttpFailure) -> None:
         """Wait until the request may be sent again.
 
         Raises:
-            EngineError: it may not.
+            EngineError: no attempt is left, or the failure is permanent.
         """
 
     @abstractmethod
     def _failed(self, failure: HttpFailure) -> EngineError:
-        """The error for a request that has failed for good."""
+        """Return the error for a request that is not sent again."""

@@ -1,4 +1,4 @@
-"""When a request over HTTP is sent again, and after how long a wait: one policy with a budget, without any HTTP."""
+"""Retry policy for HTTP requests: kinds of failures, waits, and a budget. Independent of the HTTP client."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ __all__ = ["FailureKind", "HttpFailure", "Retries", "RetryPolicy", "kind_of_stat
 
 
 class FailureKind(enum.StrEnum):
-    """What became of a request that was not answered as it should."""
+    """Kind of a failed request."""
 
     CONNECTION = "connection"
-    """No connection came about, or it ended before its answer did."""
+    """No connection was made, or it closed before the end of the answer."""
     BUSY = "busy"
-    """The server has no place for it now: 429, 503, or the 529 of some."""
+    """The server is busy: 429, 503, or 529."""
     TIMEOUT = "timeout"
-    """The server took too long to begin its answer, or says that something behind it did: 408, 409 or 425."""
+    """The server did not begin its answer in time, or reports a time-out: 408, 409 or 425."""
     SERVER = "server"
-    """The server failed: any other 5xx, or an error in the middle of an answer."""
+    """The server failed: any other 5xx, or an error within an answer."""
     GARBAGE = "garbage"
-    """The answer is not what the server's protocol says."""
+    """The answer violates the server's protocol."""
     REFUSED = "refused"
-    """The server lets nobody in with this key, has no such path or model, or wants to be paid: 401 to 404."""
+    """The key is not accepted, the path or model does not exist, or payment is required: 401 to 404."""
     TOO_LONG = "too_long"
     """The prompt does not fit the context of the server's model."""
     FILTERED = "filtered"
-    """The server does not answer such a prompt: its content filter says no."""
+    """The server's content filter rejected the prompt."""
     BAD_REQUEST = "bad_request"
-    """The server does not take what was sent: any other 4xx."""
+    """The server rejected the request: any other 4xx."""
 
 
 _AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY})
-_BUSY = (429, 503, 529)  # 529 is what Anthropic answers when it is overloaded
-_TIMEOUT = (408, 409, 425)  # 409 is a lock that was not had in time, 425 a request that came too early
+_BUSY = (429, 503, 529)  # 529 is Anthropic's status when it is overloaded
+_TIMEOUT = (408, 409, 425)  # 409 is a lock time-out, 425 a request that came too early
 _REFUSED = (401, 402, 403, 404)
 
 
 def kind_of_status(status: int) -> FailureKind:
-    """What an answer of this HTTP status means, 2xx left out."""
+    """Return the kind of failure of an HTTP status other than 2xx."""
     if status in _BUSY:
         return FailureKind.BUSY
     if status in _TIMEOUT:
@@ -57,7 +57,7 @@ def kind_of_status(status: int) -> FailureKind:
 
 
 def retry_after_seconds(value: str | None, *, now: datetime | None = None) -> float | None:
-    """The seconds that a Retry-After header asks for, in either of its forms; None without one that can be read."""
+    """Return the seconds of a Retry-After header, a number or a date; None if absent or unreadable."""
     if value is None:
         return None
     try:
@@ -74,14 +74,14 @@ def retry_after_seconds(value: str | None, *, now: datetime | None = None) -> fl
 
 @dataclass(eq=False)
 class HttpFailure(Exception):
-    """One try of a request that failed."""
+    """Failure of one attempt of a request."""
 
     kind: FailureKind
-    """What became of it."""
+    """Kind of the failure."""
     text: str
-    """What happened, as whoever started the server should read it."""
+    """Description for people."""
     retry_after: float | None = None
-    """The seconds after which the server wants to be asked again; None where it does not say."""
+    """Seconds of the server's Retry-After; None without it."""
 
     def __str__(self) -> str:
         return self.text
@@ -89,22 +89,22 @@ class HttpFailure(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often, and after what waits, requests are sent again that a server could not take.
+    """Number of retries and waits between them.
 
-    Sent again is what no answer has begun for: after a failed connection, a 429, 503 or 529; to a server of messages
-    also after another 5xx and a time-out. Nothing is sent again once any of it was sampled.
+    A request is sent again after a failed connection, a 429, 503 or 529; to a chat API also after another 5xx and a
+    time-out. A request is never sent again once a part of its answer arrived.
     """
 
     attempts: int = 8
-    """How often one request is sent at most, the first time included."""
+    """Maximum number of attempts per request, including the first."""
     first_seconds: float = 0.5
-    """About how long the first wait is; each further one is twice as long."""
+    """Approximate first wait in seconds; it doubles with each further attempt."""
     longest_seconds: float = 30.0
-    """The longest wait that the server did not ask for."""
+    """Maximum wait in seconds without a Retry-After."""
     longest_retry_after: float = 120.0
-    """The longest wait that the server may ask for by Retry-After; where it asks for more, the request fails."""
+    """Maximum Retry-After in seconds; after a longer one the request fails."""
     budget: int = 1000
-    """How many requests of one run may be sent again; each that succeeds gives one back."""
+    """Maximum number of retries of a run; each success gives one back."""
 
     def __post_init__(self) -> None:
         for name, least in (("attempts", 1), ("budget", 0)):
@@ -115,32 +115,32 @@ class RetryPolicy:
 
 
 class Retries:
-    """The retries of one run: what is left of its budget, and what was counted.
+    """Retries of one run: rest of the budget, and counts.
 
     Args:
-        policy: when to send again.
-        seed: what the random part of the waits follows from.
-        again: the failures after which a request is sent again.
+        policy: the retry policy.
+        seed: seed of the random part of the waits.
+        again: the kinds of failures after which a request is sent again.
     """
 
     def __init__(self, policy: RetryPolicy, *, seed: int = 0, again: Collection[FailureKind] = _AGAIN) -> None:
         self.policy = policy
-        """When to send again."""
+        """Retry policy."""
         self.left = policy.budget
-        """How many requests may still be sent again."""
+        """Rest of the budget."""
         self.counts: Counter[FailureKind] = Counter()
-        """How many requests were sent again, by what had become of them."""
+        """Retries by kind of failure."""
         self.waited = 0.0
-        """The seconds of all waits together."""
+        """Sum of all waits, in seconds."""
         self._again = again
         self._random = random.Random(seed)
 
     def wait_after(self, failure: HttpFailure, attempt: int) -> float | None:
-        """The seconds after which to send a request again; None if it has failed for good.
+        """Return the seconds to wait before the next attempt; None if the request is not sent again.
 
         Args:
-            failure: what became of it.
-            attempt: how often it was sent.
+            failure: the failure of the last attempt.
+            attempt: number of attempts so far.
         """
         policy = self.policy
         asked = failure.retry_after or 0.0
@@ -149,7 +149,7 @@ class Retries:
         if asked > policy.longest_retry_after:
             return None
         longest = min(policy.longest_seconds, math.ldexp(policy.first_seconds, attempt - 1))
-        # Never earlier than the server asks, and not all at the same moment.
+        # Not before the server's Retry-After, and spread over time.
         seconds = max(asked, longest / 2) + self._random.uniform(0.0, longest / 2)
         self.left -= 1
         self.counts[failure.kind] += 1
@@ -157,5 +157,5 @@ class Retries:
         return seconds
 
     def succeeded(self) -> None:
-        """A request was answered."""
+        """Give one retry back to the budget after a success."""
         self.left = min(self.policy.budget, self.left + 1)

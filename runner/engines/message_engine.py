@@ -1,4 +1,4 @@
-"""The contract of engines that take messages and give messages: no ids, no template, and nothing to train on.
+"""Contract of engines that take and return messages: no ids, no template, no training data.
 
 async with engine.stream(request) as said:           # waits for a place; the request is gone on leaving the block
     async for piece in said: ...
@@ -24,85 +24,84 @@ __all__ = ["MessageEngine", "MessageFinish", "MessagePiece", "MessageRequest", "
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server says that one turn took; None where it does not say."""
+    """Usage of one turn, as a server reports it; None for a count that it does not report."""
 
     prompt_tokens: int | None = None
-    """Tokens of the prompt, by the server's count."""
+    """Tokens of the prompt."""
     completion_tokens: int | None = None
-    """Tokens that were sampled, those of hidden reasoning included."""
+    """Sampled tokens, including hidden reasoning."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were cached."""
+    """Cached tokens of the prompt."""
     reasoning_tokens: int | None = None
-    """Tokens of the reasoning among those that were sampled, shown or not."""
+    """Reasoning tokens among the sampled ones, hidden or not."""
     cost: float | None = None
-    """What the server charges for the turn, in its own currency."""
+    """Price of the turn, in the server's currency."""
     model: str = ""
-    """The version of the model that answered, as the server calls it."""
+    """Version of the model, by the server's name for it."""
     fingerprint: str = ""
-    """What the server says of the configuration that the model ran in (`system_fingerprint`)."""
+    """Server's id of the model's configuration (`system_fingerprint`)."""
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the prompt and of the turn, as far as the server says."""
+        """Sum of prompt and sampled tokens; an unknown count is 0."""
         return (self.prompt_tokens or 0) + (self.completion_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRequest:
-    """One turn that a server of messages is asked for."""
+    """Request for one turn."""
 
     name: str
-    """Names the turn in errors and logs, as "episode/agent/turn"."""
+    """Name of the turn for errors and logs, "episode/agent/turn"."""
     messages: Sequence[Message]
-    """The whole history."""
+    """Whole history."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """The tools that may be called, in OpenAI's form."""
+    """Tools that may be called, in OpenAI's form."""
     tool_choice: ToolChoice = "auto"
-    """Whether it may, must or must not call a tool, or the name of the tool that it must call."""
+    """"auto", "none" or "required", or the name of the tool that the turn must call."""
     sampling: Sampling
-    """How to sample, every field set."""
+    """Sampling parameters, every field set."""
     seed: int | None = None
-    """The seed of this turn; None leaves it to the server."""
+    """Seed of this turn; None leaves it to the server."""
     session: Session | None = None
-    """The conversation that the turn belongs to; None for a single request, which counts as first."""
+    """Conversation of the turn; None for a single request, which counts as a first turn."""
 
 
 MessagePiece: TypeAlias = ReasoningPiece | ContentPiece | ToolCall
-"""What a server says of a turn, in order; a call comes once it is whole, and has its `error` set if it is none."""
+"""Piece of a turn, in order. A call is sent when it is complete; one that cannot be read has its `error` set."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFinish:
-    """How a turn ended."""
+    """Finish of a turn."""
 
     reason: FinishReason
-    """Why it ended."""
+    """Reason for the end."""
     stop: str | None = None
-    """The stop string that ended it, where the server says, or the text of an error."""
+    """Stop string that ended it, if known, or the text of an error."""
     usage: Usage | None = None
-    """The usage that the server says; None where it says none."""
+    """Usage that the server reported; None without a report."""
 
 
 class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
-    """What one turn says, piece by piece; use it as `async with` around `async for`.
+    """Pieces of one turn; use it as `async with` around `async for`.
 
-    Entering waits for a place and until the server begins to answer; the clocks of the episode stand still while it
-    waits for a place or to send the request again, and not while the server thinks. Leaving, in whatever way, ends the
-    request.
+    Entering waits for a place and for the begin of the answer. The episode's clocks stop during waits for a place or a
+    retry, but not while the server works. Leaving always ends the request.
 
     Raises (entering or iterating):
-        PromptTooLong: the history does not fit the model's context, as the server says.
+        PromptTooLong: the server reports that the history does not fit the model's context.
         RequestRejected: the server refuses this request.
-        EngineError: it failed.
-        EngineDead: it can answer no more.
+        EngineError: the request failed.
+        EngineDead: the server cannot be used any more.
     """
 
     finish: MessageFinish | None
-    """How the turn ended; None while it goes on, and for one that was left before its end."""
+    """Finish of the turn; None before its end, and for a turn that was left early."""
     waited: float
-    """Seconds for which the request waited for a place, or to be sent again."""
+    """Seconds that the request waited for a place or a retry."""
     seed: int | None
-    """The seed that the server was given."""
+    """Seed that was sent to the server."""
 
     def __aiter__(self) -> Self:
         return self
@@ -112,8 +111,8 @@ class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
 
 
 class MessageEngine(BaseEngine):
-    """Turns messages into a message. Templates and tokens are the server's, so nothing that it says is trained on."""
+    """Engine from messages to a message. The server applies template and tokens, so its turns are not trained on."""
 
     @abstractmethod
     def stream(self, request: MessageRequest) -> MessageStream:
-        """What one turn says; nothing happens before the block is entered."""
+        """Return the pieces of one turn; nothing happens before the block is entered."""

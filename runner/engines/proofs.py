@@ -1,7 +1,7 @@
-"""Proofs of weights: the log-probabilities that a trainer's model gives some ids, compared with an engine's scores.
+"""Proofs of weights: a trainer's log-probabilities of some ids, compared with an engine's scores.
 
-Comparing tensors cannot show that an engine computes with them: engines keep packed, fused and derived copies. Equal
-log-probabilities of the same ids can, for every layout, for the cost of one forward pass.
+A comparison of tensors does not prove that an engine computes with them, since engines keep packed, fused and derived
+copies. Equal log-probabilities of the same ids prove it for every layout, at the cost of one forward pass.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from runner.errors import BadWeights
 __all__ = ["Accepted", "ProofFigures", "ProofTolerance", "WeightProof", "compare_scores"]
 
 MIN_SCORES: Final = 8
-"""The fewest log-probabilities that a proof may have: the median of fewer says nothing."""
+"""Minimum number of log-probabilities of a proof; the median of fewer means little."""
 BASELINE_FACTOR: Final = 3.0
-"""An engine may differ from a trainer by so many times what it differed with the weights that it started with."""
+"""Allowed difference, as a multiple of the difference with the starting weights."""
 MIN_ARRIVED: Final = 0.5
-"""The share of a change that has to arrive. Rounding hides some of it: with experts in bfloat16 up to a quarter."""
+"""Share of a change that has to arrive. Rounding hides some of it: with experts in bfloat16 up to a quarter."""
 MISSING_STANDARD_ERRORS: Final = 4.0
-"""Standard errors below `MIN_ARRIVED` from which on a part of the change counts as missing."""
+"""A change counts as missing if its share is this many standard errors below `MIN_ARRIVED`."""
 MAX_ERROR: Final = 0.125
-"""The standard error of that share above which it says nothing."""
+"""Maximum standard error of a usable share."""
 MIN_SIGNAL: Final = 4.0
-"""How many times the change has to be as large as the rounding of a trainer that computes in half precision: rounding
-in what is compared *with* makes the share look smaller than it is."""
+"""Minimum size of the change, as a multiple of the rounding of a trainer in half precision: rounding in the reference
+makes the share look smaller than it is."""
 _PRECISE: Final = frozenset({"float32", "float64"})
 UNMOVED_NATS: Final = 1e-7
-"""Scores that differ by less are the same scores."""
+"""Scores that differ by less count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofTolerance:
-    """The allowed difference between an engine's and a trainer's log-probabilities, in nats."""
+    """Allowed difference between the log-probabilities of an engine and a trainer, in nats."""
 
     median: float
-    """The most that half of the ids may differ by."""
+    """Maximum median of the differences."""
     largest: float
-    """The most that any id may differ by."""
+    """Maximum difference of any id."""
 
 
-# Seen: float32 on CPUs 3e-5 for dense models; bfloat16 on an H200 0.022 in the median and 0.336 at most (10,918 ids).
+# Measured: float32 on CPUs 3e-5 for dense models; bfloat16 on an H200 0.022 in the median and 0.336 at most (10,918
+# ids).
 _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
     "float64": ProofTolerance(5e-4, 0.05),
     "float32": ProofTolerance(5e-4, 0.05),
@@ -54,27 +55,26 @@ _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
     "bfloat16": ProofTolerance(0.08, 2.0),
 }
 _COARSEST: Final = ProofTolerance(0.15, 4.0)
-"""Of quantized weights and number types that are not in the table."""
+"""Tolerance of quantized weights and of number types outside of the table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightProof:
-    """The log-probabilities that a trainer's model gives some ids; `weight_proof` makes one of a torch model.
+    """A trainer's log-probabilities of some ids; `weight_proof` computes them with a torch model.
 
     Raises:
-        BadWeights: too few ids, other than one value for each id but the first, or a value that is no log-probability.
+        BadWeights: too few ids, not one value for each id but the first, or an invalid log-probability.
     """
 
     ids: Sequence[int]
-    """A sequence, shape [n]; a few hundred ids, of the kind that the model is trained on."""
+    """Sequence of ids, shape [n]; a few hundred, similar to the training data."""
     logprobs: Sequence[float]
-    """The log-probability of each id but the first, given those before it, in nats and at temperature 1; shape
-    [n - 1]."""
+    """Log-probability of each id but the first, given those before it, in nats at temperature 1; shape [n - 1]."""
     dtype: str | None = None
-    """The number type that the trainer computed in, by torch's name; None for that of the engine."""
+    """Number type of the trainer's computation, by torch's name; None for that of the engine."""
     weights_dtype: str | None = None
-    """The number type of the weights that it computed with; None for `dtype`. An engine of a coarser type rounds them
-    and loses small changes: the share that arrived is not compared for such a proof."""
+    """Number type of the trainer's weights; None for `dtype`. An engine of a coarser type rounds them and loses small
+    changes; the share that arrived is then not compared."""
 
     def __post_init__(self) -> None:
         try:
@@ -110,10 +110,10 @@ class WeightProof:
                 object.__setattr__(self, name, str(given).removeprefix("torch."))
 
     def check(self, *, vocabulary: int, context: int) -> None:
-        """Refuse a proof that an engine could not score.
+        """Check that an engine can score the proof.
 
         Raises:
-            BadWeights: an id that the vocabulary does not have, or more ids than the context.
+            BadWeights: an id is outside of the vocabulary, or there are too many ids for the context.
         """
         wrong = next((token_id for token_id in self.ids if not 0 <= token_id < vocabulary), None)
         if wrong is not None:
@@ -122,27 +122,29 @@ class WeightProof:
                 "proof is of another model."
             )
         if len(self.ids) >= context:
-            raise BadWeights(f"WeightProof: {len(self.ids)} ids, and the engine's context is {context}; give fewer.")
+            raise BadWeights(
+                f"WeightProof: {len(self.ids)} ids do not fit the engine's context of {context}; give fewer."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ProofFigures:
-    """The comparison of an engine's scores with a proof."""
+    """Comparison of an engine's scores with a proof."""
 
     ids: int
-    """The number of ids that were compared."""
+    """Number of compared ids."""
     median: float
-    """The median of the differences, in nats."""
+    """Median of the differences, in nats."""
     largest: float
-    """The largest difference, in nats."""
+    """Largest difference, in nats."""
     tolerance: ProofTolerance
-    """The differences that were allowed."""
+    """Allowed differences."""
     arrived: float | None = None
-    """The share of the trainer's change since the last proof of the same ids that the engine's scores show: 1 where all
-    of it arrived, 0 where none did. None without such a proof, where the change is lost in the noise, and where the
-    engine rounds the weights of the proof."""
+    """Share of the trainer's change since the last proof of the same ids that the engine's scores show: 1 for all of
+    it, 0 for none. None without such a proof, if noise hides the change, and if the engine rounds the weights of the
+    proof."""
     arrived_error: float | None = None
-    """The standard error of `arrived`; None with it."""
+    """Standard error of `arrived`; None with it."""
 
     @property
     def holds(self) -> bool:
@@ -158,25 +160,25 @@ class ProofFigures:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A proof that held, with the scores that the engine had then."""
+    """Proof that held, with the engine's scores at that time."""
 
     proof: WeightProof
     """The proof."""
     scores: Sequence[float]
-    """The engine's log-probability of each id but the first."""
+    """Engine's log-probability of each id but the first."""
 
 
 def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures | None) -> ProofTolerance:
-    """The tolerance for a proof.
+    """Return the tolerance for a proof.
 
     Args:
         proof: the proof.
-        engine_dtype: the number type that the engine computes in.
-        baseline: the figures of a proof of the weights that the engine started with; they replace the table of types.
+        engine_dtype: number type of the engine's computation.
+        baseline: figures of a proof of the starting weights; they replace the table of types.
 
     Returns:
-        That of the coarser of both types; with a baseline three times its median, and three times its largest
-        difference where that is more than the table allows.
+        The tolerance of the coarser type. With a baseline: three times its median, and the larger of three times its
+        largest difference and the table's value.
     """
     names = [engine_dtype, *([proof.dtype] if proof.dtype is not None else [])]
     known = max((_TOLERANCES.get(name, _COARSEST) for name in names), key=lambda each: each.median)
@@ -185,7 +187,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
     floor = _TOLERANCES["float32"]
     return ProofTolerance(
         max(BASELINE_FACTOR * baseline.median, floor.median / 5),
-        # Never less than by the table: where experts are chosen, one id may take another route by rounding alone.
+        # At least the table's value: with experts, rounding alone can send an id to another expert.
         max(BASELINE_FACTOR * baseline.largest, known.largest),
     )
 
@@ -198,15 +200,14 @@ def compare_scores(
     *,
     engine_dtype: str,
 ) -> ProofFigures:
-    """The figures of an engine's scores beside a proof.
+    """Compare an engine's scores with a proof.
 
     Args:
         proof: the trainer's log-probabilities.
-        scores: the engine's, of the same ids.
-        tolerance: the differences that are allowed.
-        before: the last proof that held, for the share of the change that arrived; other ids than the proof's say
-            nothing.
-        engine_dtype: the number type that the engine computes in.
+        scores: the engine's scores of the same ids.
+        tolerance: the allowed differences.
+        before: the last proof that held, to compute the share of the change that arrived; ignored if its ids differ.
+        engine_dtype: number type of the engine's computation.
     """
     given, wanted = np.asarray(scores, dtype=np.float64), np.asarray(proof.logprobs)
     differences = np.abs(given - wanted)
@@ -221,17 +222,17 @@ def compare_scores(
 
 
 def _same_weights(proof: WeightProof, engine_dtype: str) -> bool:
-    """Return whether an engine computes with the very weights of a proof and does not round them."""
+    """Return whether an engine uses the weights of a proof without rounding them."""
     weights = proof.weights_dtype or proof.dtype or engine_dtype
     return weights == engine_dtype or engine_dtype in _PRECISE
 
 
 def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tuple[float | None, float | None]:
-    """The regression of the engine's change on the trainer's and its error; None where that is too large.
+    """Return the regression of the engine's change on the trainer's, and its error; None if the error is too large.
 
-    By squares, and not by a median of ratios: logits in half precision move in steps, so that most scores do not move
-    at all for a small change and few move by too much. Their mean is right. The error allows for another spread of each
-    id (HC3 of MacKinnon and White 1985): where experts are chosen, some ids take another route.
+    Least squares, not a median of ratios: logits in half precision move in steps, so for a small change most scores do
+    not move and a few move too much, but their mean is right. The error allows a different variance for each id (HC3 of
+    MacKinnon and White 1985), since some ids may be routed to other experts.
     """
     old = np.asarray(before.proof.logprobs)
     change, seen = wanted - old, scores - np.asarray(before.scores)
@@ -250,7 +251,7 @@ def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tu
 
 
 def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> str:
-    """The reason for which a proof does not hold, for people; empty where it holds."""
+    """Return the reason why a proof does not hold, for people; empty if it holds."""
     unmoved = (
         before is not None
         and before.proof.ids == proof.ids
@@ -259,12 +260,12 @@ def failure_reason(figures: ProofFigures, proof: WeightProof, scores: Sequence[f
     if not all(map(math.isfinite, scores)):
         return "the engine computes NaN or infinity with these weights"
     if not figures.holds:
-        stale = "; its scores are those of the weights before, so that the new ones did not arrive" if unmoved else ""
-        return f"the engine computes other log-probabilities than the trainer: {figures}{stale}"
+        stale = "; its scores are those of the old weights, so the new ones did not arrive" if unmoved else ""
+        return f"the engine's log-probabilities differ from the trainer's: {figures}{stale}"
     share, error = figures.arrived, figures.arrived_error
     if share is not None and error is not None and share + MISSING_STANDARD_ERRORS * error < MIN_ARRIVED:
         return (
-            f"of what the trainer changed only {share:.0%} shows in the engine's scores ({figures}): it "
-            "still computes with weights from before"
+            f"only {share:.0%} of the trainer's change shows in the engine's scores ({figures}): it "
+            "still computes with old weights"
         )
     return ""

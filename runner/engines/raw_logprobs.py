@@ -1,4 +1,4 @@
-"""Whether the log-probabilities of a model's own distribution are those of what a turn is sampled from."""
+"""Test for turns that are sampled from the model's own, unchanged distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNCHANGED = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "pr
 
 
 def samples_raw_distribution(request: GenerationRequest) -> bool:
-    """Whether the model's own log-probabilities are those of what is sampled from."""
+    """Return whether a turn is sampled from the model's own distribution, without penalty, mask or grammar."""
     sampling, off = request.sampling, Sampling.defaults()
     return (
         request.constraint is None

@@ -224,7 +224,7 @@ async def test_weights_that_did_not_arrive_are_said_to_be_those_before() -> None
         await engine.prove(model.proof())
         model.offset = 0.25
         proof, model.offset = model.proof(), 0.0
-        with pytest.raises(EngineDead, match="its scores are those of the weights before"):
+        with pytest.raises(EngineDead, match="its scores are those of the old weights"):
             await engine.update_weights("any", proof=proof)
 
 

@@ -276,6 +276,6 @@ async def test_a_server_scores_in_every_dialect(dialect: ServerDialect, tmp_path
         RemoteEngine(server.url, folder, dialect=dialect) as engine,
     ):
         assert await engine.score([65, 66, 72], start=2) == [-9.0]
-        with pytest.raises(BadControl, match="a server scores at temperature 1 alone"):
+        with pytest.raises(BadControl, match="a server scores only at temperature 1"):
             await engine.score([65, 66], sampling=Sampling(temperature=0.5))
         assert engine.stats().open == 0

@@ -1,4 +1,4 @@
-"""The chat engine: models behind an API that takes messages and gives messages, OpenAI's and all that speak like it."""
+"""Chat engine: models of an API that takes and returns messages, such as OpenAI's."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ _AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY, FailureKind.TIMEOU
 
 
 class ChatEngine(MessageEngine):
-    """A model behind an API of messages: for evaluation, judges and simulated users. What it says is never trained on.
+    """A model of a chat API, for evaluation, judges and simulated users. Its turns are never trained on.
 
     run(Calculator, ChatEngine("gpt-x"))
     Run(environment, engine, engines={"judge": ChatEngine("judge-x", base_url="http://127.0.0.1:8000/v1")})
 
-    The whole history goes to the server with every turn, and its own template and vocabulary are used there. Nothing
-    is asked before the first turn.
+    Every turn sends the whole history; the server applies its own template and vocabulary. No request is sent before
+    the first turn.
 
     Args:
-        model: what the server calls the model.
-        base_url: the server's address, with `/v1`; None for OpenAI's, or what OPENAI_BASE_URL has.
-        api_key: what lets requests in; kept nowhere. None for no key, and for OpenAI's own address that of
-            OPENAI_API_KEY.
-        headers: what every request has besides; kept nowhere.
-        context: the most tokens that prompt and turn may have together, where that is known here; else the server
-            says when a history is too long.
-        places: requests that run at once at most; as many of them are sent as the server takes.
-        max_tokens_field: what the server calls the limit on the tokens of a turn; default `max_completion_tokens` at
+        model: the model's name on the server.
+        base_url: the server's address, with `/v1`; None for OPENAI_BASE_URL, or else OpenAI's.
+        api_key: the API key; never stored. None for no key, and at OpenAI's own address for OPENAI_API_KEY.
+        headers: further HTTP headers of every request; never stored.
+        context: maximum number of tokens of prompt and turn together, if known; otherwise the server rejects a history
+            that is too long.
+        places: maximum number of concurrent requests; fewer while the server limits the rate.
+        max_tokens_field: the server's field for the token limit of a turn; default `max_completion_tokens` at
             OpenAI's own address, else `max_tokens`.
-        reasoning_field: the field in which the server is sent the reasoning of earlier turns, such as
-            `reasoning_content`; None leaves reasoning out.
-        leave_out: fields of a request that the server does not know, such as `seed` or `top_p`.
-        extra_body: what every request has besides, such as `{"reasoning_effort": "low"}`.
-        retries: when requests are sent again that the server could not take.
-        timeout: seconds that the server may take to begin an answer.
+        reasoning_field: the server's field for the reasoning of earlier turns, such as `reasoning_content`; None does
+            not send reasoning.
+        leave_out: request fields that the server does not support, such as `seed` or `top_p`.
+        extra_body: further fields of every request, such as `{"reasoning_effort": "low"}`.
+        retries: retry policy for requests that failed.
+        timeout: seconds until the server has to begin an answer.
 
     Raises:
-        BadOption: an address or a setting that cannot be, or openai is not installed.
+        BadOption: an address or a setting is invalid, or openai is not installed.
     """
 
     retries: Retries
-    """What was sent again since the engine was entered, and what is left of the budget for it."""
+    """Retries since the engine was entered, and the rest of their budget."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class ChatEngine(MessageEngine):
             if name not in FIELDS or isinstance(leave_out, str):
                 raise BadOption(f"ChatEngine(leave_out={leave_out!r:.60}): give some of {', '.join(FIELDS)}.")
         self.model = model
-        """What the server calls the model."""
+        """The model's name on the server."""
         self.context = sys.maxsize if context is None else context
         self.places = places
         self.retries = Retries(retries, again=_AGAIN)
@@ -109,14 +108,14 @@ class ChatEngine(MessageEngine):
         return f"ChatEngine({self.model!r})"
 
     async def __aenter__(self) -> Self:
-        """Make the connections; nothing is asked.
+        """Open the client; no request is sent.
 
         Raises:
             BadOption: openai is not installed, or OpenAI's own server needs a key.
         """
         if self.running:
             raise RuntimeError("this engine is already running")
-        # In a thread, since importing it takes a second, and others may be playing.
+        # In a thread, since the import takes a second, and other episodes may run.
         await anyio.to_thread.run_sync(require_openai, abandon_on_cancel=True)
         self.retries = Retries(self._policy, again=_AGAIN)
         server = ChatServer(
@@ -144,25 +143,25 @@ class ChatEngine(MessageEngine):
         return self._running
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what the server could not be asked for; every field is set.
+        """Check that the server supports a sampling, every field of which is set.
 
         Raises:
-            BadOption: names the field.
+            BadOption: a field is not supported; the message names it.
         """
         check_sampling(sampling, self._format.leave_out)
 
     def stream(self, request: MessageRequest) -> ChatStream:
-        """What one turn says; nothing happens before the block is entered."""
+        """Return the pieces of one turn; nothing happens before the block is entered."""
         return ChatStream(self._asked, request)
 
     def close_session(self, session: Session) -> None:
-        """Forget the conversation; twice is allowed."""
+        """Forget the conversation; idempotent."""
         if self._running is not None:
             self._running.gate.close(session)
         session.closed = True
 
     def stats(self) -> EngineStats:
-        """What is asked of the server by this engine now, and how many requests it lets through."""
+        """Return the counts of this engine's requests, and the current limit of concurrent requests."""
         runtime = self._asked
         return EngineStats(
             open=runtime.asking,
@@ -177,15 +176,15 @@ class ChatEngine(MessageEngine):
         )
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known."""
+        """Return whether requests can be answered, as far as is known."""
         return self.running and self._asked.is_alive()
 
     async def health(self) -> None:
-        """Return if the server has not refused what it was asked; it is not asked for this."""
+        """Check that the server has not refused earlier requests; no request is sent."""
         self._asked.require_alive()
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine."""
+        """Return the header entry of the engine, as JSON."""
         server, request_format = self._asked.server, self._format
         return {
             "kind": "chat",

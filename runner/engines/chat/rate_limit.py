@@ -1,7 +1,7 @@
-"""How many requests a server of messages is asked at once: more while it answers, half of it when it is asked too much.
+"""Limit of concurrent requests to a chat API: it grows while the server answers, and halves at a rate-limit response.
 
-Nobody says beforehand what a key may ask for, and what it may changes with who else asks. So the limit is found, as a
-connection finds its share of a network: additive increase, multiplicative decrease.
+The allowed rate of a key is unknown beforehand and changes with other users of the server. So the limit is searched
+like the congestion window of a connection: additive increase, multiplicative decrease.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["RateLimiter"]
 
 
 class RateLimiter:
-    """Lets as many requests through a gate as a server takes, and none before it wants to be asked again.
+    """Adjusts the places of a gate to the rate that a server accepts, and delays requests until the server wants them.
 
     Args:
-        gate: where requests wait; it has as many places as the server is asked at most.
-        policy: how long nobody asks a server that does not say for how long.
+        gate: where requests wait; its places are the upper limit.
+        policy: pauses for a server that does not send Retry-After.
     """
 
     def __init__(self, gate: AdmissionGate, policy: RetryPolicy) -> None:
         self.throttled = 0
-        """How often the server said that it was asked too much."""
+        """Number of rate-limit responses."""
         self._gate = gate
         self._policy = policy
         self._most = gate.places
@@ -37,36 +37,35 @@ class RateLimiter:
 
     @property
     def limit(self) -> int:
-        """Requests that are let through at once just now."""
+        """Current limit of concurrent requests."""
         return self._gate.places
 
     async def until_open(self) -> int:
-        """Return when the server may be asked.
+        """Wait until a request may be sent.
 
         Returns:
-            What `overloaded` is given for a request that is sent now.
+            The value of `sent` for `overloaded`, for a request that is sent now.
         """
-        # In a loop: the server may have asked for more meanwhile.
-        while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # nobody else knows when
+        # In a loop: another response may have extended the pause.
+        while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end
             await anyio.sleep(seconds)
         return self._halvings
 
     def succeeded(self) -> None:
-        """The server began to answer a request: after as many as the limit is, one more is let through."""
+        """Record an answer that began; after as many of them as the limit is, the limit grows by one."""
         self._in_a_row = 0
         if self._limit < self._most:
             self._set(min(self._most, self._limit + 1 / self._limit))
 
     def overloaded(self, sent: int, retry_after: float | None) -> None:
-        """The server said that it is asked too much: half as many are let through, and none for a while.
+        """Record a rate-limit response: the limit halves, and no request is sent for a while.
 
         Args:
-            sent: what `until_open` gave for the request.
-            retry_after: the seconds that the server asks for; None where it does not, and then it is doubled each time
-                that no request succeeded in between.
+            sent: the result of `until_open` for the request.
+            retry_after: seconds of Retry-After; None without it: the pause then doubles until a request succeeds.
         """
         self.throttled += 1
-        # Once for all that were sent under the same limit: what came of them says nothing of a smaller one.
+        # Once for all requests that were sent under the same limit: they do not measure a smaller one.
         if sent == self._halvings:
             self._halvings += 1
             self._in_a_row += 1

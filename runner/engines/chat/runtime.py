@@ -1,4 +1,4 @@
-"""A server of messages while an engine asks it: who waits, how often it is asked again, and its end."""
+"""Runtime of a chat engine: gate, rate limit, retries and the end of its server."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["ChatRuntime"]
 
 
 class ChatRuntime(HttpRuntime[ChatServer]):
-    """What an engine and its streams share while it runs.
+    """State that a chat engine and its streams share while it runs.
 
     Args:
         server: the server.
-        request_format: how it is spoken to.
-        retries: what may be sent again.
-        places: how many requests it is asked at once at most.
-        context: the most tokens that prompt and turn may have together.
+        request_format: names and extra fields of its requests.
+        retries: the retries of the run.
+        places: maximum number of concurrent requests.
+        context: maximum number of tokens of prompt and turn together.
     """
 
     def __init__(
@@ -38,30 +38,33 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         self.gate = AdmissionGate(places, sys.maxsize)
         self.limiter = RateLimiter(self.gate, retries.policy)
         self.asking = 0
-        """Requests that were sent and not answered to their end."""
+        """Requests in progress."""
         self.sampled = 0
-        """Tokens that were read, by the server's count where it gives one."""
+        """Tokens that were read, by the server's count if it reports one."""
         self._answered = False
 
     def answered(self) -> None:
-        """The server began to answer a request."""
+        """Record an answer that began."""
         self._answered = True
         self.retries.succeeded()
         self.limiter.succeeded()
 
     def note_load(self, failure: HttpFailure, sent: int) -> None:
-        """Ask less of the server where it says that this is too much; `sent` is what the limiter gave for the request.
+        """Lower the rate after a rate-limit response; `sent` is the result of `until_open` for the request.
 
-        One that wants to be asked again only after long is asked earlier: the request fails that it told it of.
+        A pause longer than the policy allows is shortened for other requests; the request that received it fails.
         """
         if failure.kind is FailureKind.BUSY:
             asked, longest = failure.retry_after, self.retries.policy.longest_retry_after
             self.limiter.overloaded(sent, None if asked is None or asked == math.inf else min(asked, longest))
 
     def failed(self, request: MessageRequest, failure: HttpFailure) -> EngineError:
-        """The error for a request that failed for good; one that all would meet ends the engine."""
+        """Return the error for a request that is not sent again.
+
+        A failure that every request would have ends the engine.
+        """
         if failure.kind is FailureKind.TOO_LONG:
             prompt, context = too_long(failure.text)
             return PromptTooLong(f"{request.name}: {self.server.url}: {failure}", prompt=prompt, context=context)
-        # What it takes of others is wrong in this one alone.
+        # After one answer, a rejected body is specific to its request.
         return self.permanent_error(request.name, failure, alone=self._answered)

@@ -1,4 +1,4 @@
-"""The server of a chat engine: OpenAI's client, its answers, and what went wrong with them. openai is here alone."""
+"""HTTP server of a chat engine: OpenAI's client, its answers and failures. Only this module imports openai."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["ChatAnswer", "ChatServer", "check_url", "require_openai", "too_long"]
 
 _MAX_ERROR_CHARS: Final = 600
-"""Characters of a server's error that are kept."""
+"""Maximum length of a server's error text, in characters."""
 _CLOSE_SECONDS: Final = 1.0
-"""The seconds that closing a connection may take; it is shielded, and a network may not answer."""
+"""Time limit for closing a connection, in seconds; closing is shielded, and a network may not answer."""
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
-"""The libraries below OpenAI's client, whose errors it does not wrap in every version."""
+"""HTTP libraries of OpenAI's client; not every version wraps their errors."""
 
-# OpenAI, vLLM and SGLang, Anthropic, Gemini, Mistral, and what stands between them and clients.
+# Of OpenAI, vLLM, SGLang, Anthropic, Gemini, Mistral, and of proxies.
 _TOO_LONG: Final = re.compile(
     r"context_length_exceeded|maximum context length|prompt is too long|context[ _](?:length|window|size)|"
     r"too many (?:input )?tokens|input is too long|exceeds the maximum number of tokens|"
@@ -45,39 +45,39 @@ _PROMPT: Final = re.compile(
 
 
 def require_openai() -> None:
-    """Return if the library is there that servers are asked with.
+    """Check that openai is installed.
 
     Raises:
-        BadOption: it is not; says how to install it.
+        BadOption: it is not; the message has the command that installs it.
     """
     try:
-        import openai  # noqa: F401  # only whether it is there
+        import openai  # noqa: F401  # only to test the import
     except ImportError:
         raise BadOption("A ChatEngine needs openai: pip install 'deltarunner[api]'.") from None
 
 
 def check_url(url: str) -> str:
-    """The address, if it is one of an HTTP server, without a secret in it.
+    """Return the address of an HTTP server without its last slash; one that holds a secret is refused.
 
     Raises:
-        BadOption: it is not.
+        BadOption: it is not such an address.
     """
     server_address(url, engine="ChatEngine", option="base_url", example="http://127.0.0.1:8000/v1")
     return url.rstrip("/")
 
 
 def too_long(text: str) -> tuple[int, int]:
-    """How many tokens a prompt has that does not fit and how many may be, by what a server says of it; 0 if unsaid."""
+    """Read the token counts of prompt and context from the error of a long prompt; 0 if unknown."""
     prompt, context = (found.search(text) for found in (_PROMPT, _CONTEXT))
     return tuple(0 if each is None else int(next(filter(None, each.groups()))) for each in (prompt, context))  # type: ignore[return-value]  # two
 
 
 class ChatAnswer:
-    """The answer to one request, chunk by chunk.
+    """Answer to one request, chunk by chunk.
 
     Args:
-        stream: the chunks as OpenAI's client gives them.
-        server: whose answer it is.
+        stream: the chunks of OpenAI's client.
+        server: the server that answers.
     """
 
     def __init__(self, stream: openai.AsyncStream[object], server: ChatServer) -> None:
@@ -86,37 +86,37 @@ class ChatAnswer:
         self._server = server
 
     async def read(self) -> Mapping[str, Any] | None:
-        """The next chunk; None at the end.
+        """Read the next chunk; None at the end.
 
         Raises:
-            HttpFailure: the server failed, or what came cannot be read.
+            HttpFailure: the server failed, or the chunk cannot be read.
         """
         with self._server.failures():
             chunk = await anext(self._chunks, None)
             if chunk is not None and not isinstance(chunk, Mapping):
-                raise ValueError(f"a chunk that is no object: {chunk!r:.80}")
+                raise ValueError(f"a chunk that is not an object: {chunk!r:.80}")
             return chunk
 
     async def close(self) -> None:
-        """End the request: its connection is closed, unless the answer was read to its end."""
-        # Shielded, since who was cancelled must not leave a connection open; bounded, since a network may not answer.
+        """End the request: close its connection, unless the answer was read to its end."""
+        # Shielded, so that a cancelled task leaves no open connection; bounded, since a network may not answer.
         with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_SECONDS), self._server.failures_ignored():
             await self._stream.close()
 
 
 class ChatServer:
-    """A server at an address, while it is used.
+    """Client of the server at an address.
 
     Args:
         url: its address; None for OpenAI's.
-        api_key: what lets requests in; None for nothing, and for OpenAI's own address what OPENAI_API_KEY has.
-        headers: what every request has besides.
-        seconds: how long it may take to begin an answer, and from one part of it to the next.
+        api_key: the API key; None for no key, and at OpenAI's own address for OPENAI_API_KEY.
+        headers: further headers of every request.
+        seconds: time limit until an answer begins, and between its parts.
     """
 
     def __init__(self, url: str | None, *, api_key: str | None, headers: Mapping[str, str], seconds: float) -> None:
         self.url = url or ""
-        """The address that requests go to; OpenAI's own once it is entered."""
+        """Address of the server; OpenAI's own once the block is entered."""
         self._url = url
         self._api_key = api_key
         self._headers = dict(headers)
@@ -125,14 +125,14 @@ class ChatServer:
         self._client: openai.AsyncOpenAI | None = None
 
     async def __aenter__(self) -> Self:
-        """Make the client; nothing is sent.
+        """Create the client; no request is sent.
 
         Raises:
             BadOption: openai is not installed, or there is no key for OpenAI's own address.
         """
         import openai
 
-        # Another server is never sent what the environment has for OpenAI's: not its key, and not its organization.
+        # OpenAI's key and organization from the environment are never sent to another server.
         other = None if self._url is None else ""
         try:
             self._client = openai.AsyncOpenAI(
@@ -147,10 +147,10 @@ class ChatServer:
         except openai.OpenAIError as error:
             raise BadOption(f"ChatEngine: {error}") from None
         if self._url is not None:
-            self._client.organization = self._client.project = None  # else both are sent, empty
+            self._client.organization = self._client.project = None  # otherwise both are sent, empty
         self.url = str(self._client.base_url).rstrip("/")
         keys = (self._client.api_key, *self._headers.values())
-        # Not "none", which stands for no key above: struck out, it would be missing in every error that says the word.
+        # Not "none", which stands for no key: errors may contain that word.
         self._secrets = [key for key in keys if isinstance(key, str) and len(key) > 4]
         return self
 
@@ -164,7 +164,7 @@ class ChatServer:
 
     @property
     def software(self) -> dict[str, str]:
-        """The version of the client."""
+        """Version of openai."""
         version = installed_version("openai")
         return {} if version is None else {"openai": version}
 
@@ -172,11 +172,11 @@ class ChatServer:
         """Send a request, and return when its answer begins.
 
         Raises:
-            HttpFailure: there is none.
+            HttpFailure: no answer began.
         """
         import openai
 
-        # As data and not as the client's own types, which leave out what other servers say, and cost more per chunk.
+        # As data, not as the client's types, which drop the fields of other servers and cost more per chunk.
         with self.failures():
             stream = await self._running.post(
                 "/chat/completions",
@@ -189,20 +189,20 @@ class ChatServer:
 
     @property
     def _running(self) -> openai.AsyncOpenAI:
-        assert self._client is not None, "it is used inside its block alone"
+        assert self._client is not None, "the server is used outside of its block"
         return self._client
 
     # --- what went wrong
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Whatever goes wrong inside comes out as an HttpFailure, without a secret in its text."""
+        """Convert errors inside the block to `HttpFailure`, without secrets in the text."""
         import openai
 
         try:
             yield
         except openai.APITimeoutError as error:
-            raise HttpFailure(FailureKind.TIMEOUT, f"nothing came for {self._seconds:g} s") from error
+            raise HttpFailure(FailureKind.TIMEOUT, f"no data for {self._seconds:g} s") from error
         except openai.APIStatusError as error:
             raise self._refusal(error) from error
         except openai.APIConnectionError as error:
@@ -220,7 +220,7 @@ class ChatServer:
 
     @contextmanager
     def failures_ignored(self) -> Iterator[None]:
-        """Whatever goes wrong with a connection that is closed anyway changes nothing."""
+        """Ignore failures of a connection that is being closed."""
         try:
             with self.failures():
                 yield
@@ -255,7 +255,7 @@ class ChatServer:
         inner = error.body.get("innererror") if isinstance(error.body, Mapping) else None
         if isinstance(inner, Mapping):  # Azure's
             codes.add(inner.get("code"))
-        if not codes.isdisjoint(_UNPAID):  # a 429 that waiting does not mend
+        if not codes.isdisjoint(_UNPAID):  # a 429 that a retry cannot fix
             return FailureKind.REFUSED
         if default in (FailureKind.BAD_REQUEST, FailureKind.SERVER):
             if not codes.isdisjoint(_FILTERED):
@@ -271,7 +271,7 @@ class ChatServer:
 
 
 def _message(error: openai.APIError) -> str:
-    """What the server says; its whole answer where that is in no known form."""
+    """Return the message of an error; the whole answer if its form is unknown."""
     body = error.body
     told = body.get("message") if isinstance(body, Mapping) else body
     if isinstance(told, str) and told.strip():

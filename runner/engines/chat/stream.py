@@ -1,4 +1,4 @@
-"""What one turn says, out of the answer of a server of messages; leaving closes its connection."""
+"""Pieces of one turn from the answer of a chat API; leaving the block closes the connection."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["ChatStream"]
 
 
 class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
-    """The pieces of one turn.
+    """Pieces of one turn.
 
     Args:
-        runtime: the server.
-        request: what is asked.
+        runtime: runtime of the engine.
+        request: the request of the turn.
     """
 
     def __init__(self, runtime: ChatRuntime, request: MessageRequest) -> None:
@@ -44,7 +44,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
         self._attempts = 0
         self._sent = 0
         self._said = 0
-        """Pieces that came."""
+        """Number of pieces that were read."""
 
     # --- the way in
 
@@ -73,7 +73,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
                 return
 
     async def _enter(self) -> None:
-        """Wait for a place, and until the server may be asked; no clock of the episode goes on meanwhile."""
+        """Wait for a place and for the rate limit; the episode's clocks stop during the wait."""
         runtime = self._runtime
         runtime.require_alive()
         with Waiting() as waiting:
@@ -154,7 +154,7 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
             self.finish = MessageFinish(FinishReason.ABORT, usage=self._reader.usage())
 
     async def _leave(self) -> None:
-        """Close the connection and give the place back; twice is allowed."""
+        """Close the connection and free the place; idempotent."""
         answer, self._answer = self._answer, None
         try:
             if answer is not None:

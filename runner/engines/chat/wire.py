@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions as a client writes and reads them: a request's body, and the pieces of its answer."""
+"""Client side of OpenAI's Chat Completions: the body of a request, and the pieces of its answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS: Final = (
     *("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
     *("stop", "response_format", "tool_choice", "seed", "stream_options"),
 )
-"""The fields of a request that a server may not know, and that need not be sent."""
+"""Optional request fields, which some servers do not support."""
 
 _BY_FIELD: Final = {"schema": "response_format"}
 _NEVER: Final = (
@@ -42,28 +42,28 @@ _REASONING: Final = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFormat:
-    """How one server is spoken to, where servers differ."""
+    """Names and extra fields of the requests to one server."""
 
     model: str
-    """The name of the model."""
+    """Name of the model."""
     max_tokens: str = "max_tokens"
-    """What it calls the limit on the tokens of a turn."""
+    """Name of the field for the token limit of a turn."""
     reasoning: str | None = None
-    """The field in which it is sent the reasoning of earlier turns; None where that is left out."""
+    """Name of the field for the reasoning of earlier turns; None does not send it."""
     leave_out: Collection[str] = ()
-    """Fields that it is not sent."""
+    """Fields that are not sent."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """What every request has besides."""
+    """Further fields of every request."""
 
 
 def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
-    """Refuse what a server of messages could not be asked for; every field is set.
+    """Check that a chat API supports a sampling, every field of which is set.
 
     Raises:
-        BadOption: names the field.
+        BadOption: a field is not supported; the message names it.
     """
     off = Sampling.defaults()
-    nothing: tuple[Any, ...] = ((), [], {}, None)  # each of which says the same of what is off by default
+    nothing: tuple[Any, ...] = ((), [], {}, None)  # equal values of a field that is off by default
     asked = {
         name: value
         for name, value in sampling.given().items()
@@ -72,21 +72,21 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
     for name in asked:
         if name in _NEVER:
             raise BadOption(
-                f"Sampling({name}={asked[name]!r:.60}): a server of messages cannot be asked for it; leave it out, for "
+                f"Sampling({name}={asked[name]!r:.60}): a chat API does not support it; leave it out, for "
                 f"a conversation of its own with sampling=Sampling({name}={getattr(off, name)!r})."
             )
         if name != "max_tokens" and _BY_FIELD.get(name, name) in leave_out:
             raise BadOption(
-                f"Sampling({name}={asked[name]!r:.60}): the engine was told to leave out "
+                f"Sampling({name}={asked[name]!r:.60}): the engine is configured to leave out "
                 f"{_BY_FIELD.get(name, name)!r}; take it out of ChatEngine(leave_out=)."
             )
 
 
-# --- what is asked
+# --- requests
 
 
 def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str, Any]:
-    """The body of a request."""
+    """Return the body of a request."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": request_format.model,
@@ -120,7 +120,7 @@ def _choice(choice: ToolChoice) -> Any:
 
 
 def _sent(message: Message, reasoning: str | None) -> dict[str, Any]:
-    """A message as servers take it, without what only templates read."""
+    """Convert a message to the API's form, without fields that only templates read."""
     sent: dict[str, Any] = {"role": message["role"], "content": message["content"]}
     if message["role"] == "tool":
         sent["tool_call_id"] = message.get("tool_call_id", "")
@@ -138,12 +138,12 @@ def _sent_call(call_id: str, function: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-# --- what is answered
+# --- answers
 
 
 @dataclass(slots=True)
 class _PartialCall:
-    """A call as far as it came."""
+    """A tool call, as far as it was received."""
 
     id: Any = None
     name: str = ""
@@ -151,18 +151,17 @@ class _PartialCall:
 
 
 class ChatAnswerReader:
-    """Reads the chunks of one answer.
+    """Reader of the chunks of one answer.
 
-    A chunk that is not as the protocol says raises what Python raises for it: ValueError, TypeError, AttributeError,
-    LookupError.
+    A chunk that violates the protocol raises ValueError, TypeError, AttributeError or LookupError.
 
     Args:
-        request: what was asked.
+        request: the request.
     """
 
     def __init__(self, request: MessageRequest) -> None:
         self.ended = False
-        """Whether the server said why the turn ended; what it took may still come."""
+        """True once the finish reason was received; the usage may follow."""
         self._request = request
         self._calls: dict[int, _PartialCall] = {}
         self._told = 0
@@ -174,10 +173,10 @@ class ChatAnswerReader:
         self._fingerprint = ""
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[MessagePiece]:
-        """What a chunk adds to the turn.
+        """Yield the pieces in a chunk.
 
         Raises:
-            HttpFailure: the server says in it that it failed.
+            HttpFailure: the chunk reports a failure of the server.
         """
         self._model = str(chunk.get("model") or self._model)
         self._fingerprint = str(chunk.get("system_fingerprint") or self._fingerprint)
@@ -191,7 +190,7 @@ class ChatAnswerReader:
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
         if reasoning:
             yield ReasoningPiece(_text(reasoning))
-        for name in ("content", "refusal"):  # a refusal is what the model says in place of an answer by a schema
+        for name in ("content", "refusal"):  # a refusal replaces an answer that follows a schema
             if delta.get(name):
                 yield ContentPiece(_text(delta[name]))
         for part in delta.get("tool_calls") or ():
@@ -207,7 +206,7 @@ class ChatAnswerReader:
     def _read_call(self, part: Mapping[str, Any]) -> Iterator[MessagePiece]:
         function = part.get("function") or {}
         index = part.get("index")
-        if index is None:  # of servers that send each call whole
+        if index is None:  # from servers that send whole calls
             index = len(self._calls)
         elif not isinstance(index, int):
             raise TypeError(f"a call of index {index!r:.40}")
@@ -221,7 +220,7 @@ class ChatAnswerReader:
             call.arguments.append(arguments if isinstance(arguments, str) else json.dumps(arguments))
 
     def _whole_calls(self, before: int | None) -> Iterator[ToolCall]:
-        """The calls that are whole, now that the one of this index begins, or all of them."""
+        """Yield the complete calls: those before `before`, the index of a call that begins, or all."""
         for index in list(self._calls)[self._told :]:
             if before is None or index < before:
                 self._told += 1
@@ -230,17 +229,17 @@ class ChatAnswerReader:
     def _call(self, said: _PartialCall) -> ToolCall:
         read = external_call(said.name, "".join(said.arguments))
         call_id = said.id if isinstance(said.id, str) and said.id and said.id not in self._ids else ""
-        if not call_id:  # the results could not be told apart otherwise
+        if not call_id:  # otherwise tool results would be ambiguous
             call_id = f"call_{len(self._request.messages)}_{len(self._ids)}"
         self._ids.add(call_id)
         return ToolCall(call_id, read.name, read.arguments, error=read.error)
 
     def rest(self) -> list[ToolCall]:
-        """The calls of a turn that was cut, without the one that was being made."""
+        """Return the calls of a turn that was cut, without the incomplete last one."""
         return list(self._whole_calls(max(self._calls, default=0)))
 
     def finish(self, context: int) -> MessageFinish:
-        """How the turn ended, where prompt and turn may have so many tokens together."""
+        """Return the finish of the turn; `context` is the maximum number of tokens of prompt and turn together."""
         reason = _REASONS.get(self._reason, FinishReason.STOP)
         usage = self.usage()
         if reason is FinishReason.LENGTH and usage is not None and usage.total_tokens >= context:
@@ -248,7 +247,7 @@ class ChatAnswerReader:
         return MessageFinish(reason, self._stop if reason is FinishReason.STOP else None, usage)
 
     def usage(self) -> Usage | None:
-        """What the server says that the turn took; None where it says nothing at all."""
+        """Return the server's usage counts; None if it reported none."""
         if self._usage is None and not self._model:
             return None
         given = self._usage or {}
@@ -268,7 +267,7 @@ class ChatAnswerReader:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence):  # parts, of which those of text count
+    if isinstance(value, Sequence):  # content parts, of which only text counts
         return "".join(_text(part.get("text") or "") for part in value)
     raise TypeError(f"text of type {type(value).__name__}")
 

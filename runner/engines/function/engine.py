@@ -1,4 +1,4 @@
-"""The token engine: an `Engine` like any other whose ids are sampled by a function that somebody gives."""
+"""Token engine: an `Engine` whose ids are sampled by a function of the caller."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OFF = Sampling.defaults()
 
 
 class TokenEngine(Engine):
-    """An engine over an async function of token ids, for trainers that own the engine.
+    """Engine over an async function of token ids, for trainers that own the inference engine.
 
     async def generate(prompt, sampling, *, session):
         said = await client.generate(session, prompt, sampling.max_tokens, sampling.temperature)
@@ -41,30 +41,30 @@ class TokenEngine(Engine):
 
     engine = TokenEngine(generate, tokenizer="Qwen/Qwen3-0.6B", context=32_768)
 
-    What the function cannot do is refused by its name before anything is played: settings of `Sampling` and grammars
-    that `takes` does not name, adapters, forced ids, new weights. What it gives is looked at, and what cannot be, such
-    as an id that the vocabulary has not got, fails the turn with an error that names it.
+    Unsupported features are refused by name before an episode starts: settings of `Sampling` and grammars that `takes`
+    does not list, adapters, forced ids, new weights. Outputs are checked: an invalid one, such as an id outside of the
+    vocabulary, fails the turn with an error that names it.
 
     Args:
-        generate: samples a turn; see `TokenFunction`.
-        tokenizer: the model's folder or Hugging Face id, of which the small files are read, or a `Tokenizer`.
+        generate: the function; see `TokenFunction`.
+        tokenizer: the model's folder or Hugging Face id, from which only small files are read, or a `Tokenizer`.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         stop_ids: the ids that end a turn; default those of the model.
-        context: the most ids that the engine behind the function takes for prompt and turn together.
-        places: calls that run at once; further ones wait at the gate.
-        takes: what of `TokenSampling` the function obeys besides temperature, `max_tokens` and `stop_ids`; give
-            `TokenFeature` itself for all of it.
-        logprobs: of which distribution its log-probabilities are.
-        adapters: names that it takes as `TokenSampling.adapter`.
+        context: maximum number of ids of prompt and turn together in the function's engine.
+        places: maximum number of concurrent calls; further ones wait at the gate.
+        takes: fields of `TokenSampling` that the function supports besides temperature, `max_tokens` and `stop_ids`;
+            give `TokenFeature` itself for all.
+        logprobs: distribution of its log-probabilities.
+        adapters: values that it supports for `TokenSampling.adapter`.
 
     Raises:
-        BadOption: a setting that cannot be, or a function that cannot be called so.
-        BadModel: there is no such model.
-        BadTemplate: there is no such template.
+        BadOption: a setting is invalid, or the function has another signature.
+        BadModel: the model does not exist.
+        BadTemplate: the template does not exist.
     """
 
     vocabulary: int
-    """How many ids can be sampled, the model's padding rows included; set once the engine is entered."""
+    """Number of ids that can be sampled, with the model's padding rows; set when the engine is entered."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TokenEngine(Engine):
         self.context = context
         self.places = places
         self.takes = _features(takes)
-        """What the function obeys besides temperature, `max_tokens` and stop ids."""
+        """Settings that the function supports besides temperature, `max_tokens` and stop ids."""
         self._generate = generate
         self._given = tokenizer
         self._paths: dict[str, str] = {}
@@ -95,7 +95,7 @@ class TokenEngine(Engine):
         self._given_stop_ids = None if stop_ids is None else _stop_ids(stop_ids)
         self._logprobs = LogprobsKind(logprobs)
         self._adapters = tuple(adapters)
-        FunctionAdapters(self._adapters)  # refused now, if one cannot be
+        FunctionAdapters(self._adapters)  # checks the names
         if not isinstance(tokenizer, str | os.PathLike):
             self._load_object(tokenizer)
         self.runtime: FunctionRuntime | None = None
@@ -105,13 +105,13 @@ class TokenEngine(Engine):
         if self.running:
             raise RuntimeError("this engine is already running")
         if isinstance(self._given, str | os.PathLike):
-            # In a thread, since what is read takes some tenths of a second, and others may be playing.
+            # In a thread, since it takes some tenths of a second, and other episodes may run.
             await anyio.to_thread.run_sync(self._load_folder, self._given, abandon_on_cancel=True)
         if self._given_stop_ids is not None:
             self.stop_ids = self._given_stop_ids
         if beyond := [token_id for token_id in self.stop_ids if token_id >= self.vocabulary]:
             raise BadOption(
-                f"TokenEngine(stop_ids=): {beyond[0]} is no id; the model's are 0 to {self.vocabulary - 1}."
+                f"TokenEngine(stop_ids=): {beyond[0]} is not an id; the model's are 0 to {self.vocabulary - 1}."
             )
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -163,18 +163,18 @@ class TokenEngine(Engine):
         tasks, self._tasks = self._tasks, None
         self.running = False
         await self.function.stop()
-        # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+        # Without the exception: the task group would wrap it in a group.
         await tasks.__aexit__(None, None, None)
 
     @property
     def function(self) -> FunctionRuntime:
-        """The function while it is used; not for authors."""
+        """Runtime of the entered engine; internal."""
         if self.runtime is None:
             raise EngineDead("the engine is not running")
         return self.runtime
 
     def stream(self, request: GenerationRequest) -> FunctionStream:
-        """The deltas of one request; nothing happens before the block is entered."""
+        """Return the deltas of one request; nothing happens before the block is entered."""
         runtime = self.function
         try:
             self.check_sampling(request.sampling)
@@ -187,28 +187,28 @@ class TokenEngine(Engine):
         return FunctionStream(runtime, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """A handle for one conversation, with the name that the function knows it by."""
+        """Create a handle for one conversation, with the id that the function receives."""
         return FunctionSession(late=late, affinity=affinity_beside(beside))
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what the function does not obey.
+        """Check that the function supports a sampling.
 
         Raises:
-            BadOption: names the field.
+            BadOption: it does not; the message names the field.
         """
         for feature in TokenFeature:
             value = getattr(sampling, feature.value, None)
             if feature not in self.takes and value and value != getattr(_OFF, feature.value, None):
                 raise BadOption(
-                    f"Sampling({feature.value}={value!r:.60}): generate() does not obey it. Leave it out, or let the "
-                    f"function obey `sampling.{feature.value}` and say so: TokenEngine(takes=[{feature.value!r}])."
+                    f"Sampling({feature.value}={value!r:.60}): generate() does not support it. Leave it out, or let "
+                    f"the function apply `sampling.{feature.value}` and say so: TokenEngine(takes=[{feature.value!r}])."
                 )
         for name in ("schema", "regex", "choice"):
             if getattr(sampling, name) and TokenFeature.CONSTRAINT not in self.takes:
                 raise _no_constraints(f"Sampling({name}=)")
 
     def check_constraint(self, constraint: Constraint) -> None:
-        """Refuse grammars where the function enforces none.
+        """Check that the function enforces grammars.
 
         Raises:
             BadOption: it does not.
@@ -217,7 +217,7 @@ class TokenEngine(Engine):
             raise _no_constraints(f"a turn under a grammar ({constraint.kind.value})")
 
     def stats(self) -> EngineStats:
-        """What is asked of the function now."""
+        """Return the counts of the engine's requests."""
         runtime = self.function
         open_requests = sum(not request.sent_all for request in runtime.requests)
         return EngineStats(
@@ -232,15 +232,15 @@ class TokenEngine(Engine):
         )
 
     def is_alive(self) -> bool:
-        """Whether the function can be called, as far as is known."""
+        """Return whether the function can be called, as far as is known."""
         return self.running and self.function.is_alive()
 
     async def health(self) -> None:
-        """Return while the function can be called."""
+        """Check that the function can be called."""
         self.function.require_alive()
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine."""
+        """Return the header entry of the engine, as JSON."""
         return {
             "kind": "function",
             "function": _name(self._generate),
@@ -270,7 +270,7 @@ def _require_function(generate: Any) -> None:
         inspect.signature(generate).bind([], None, session="")
     except TypeError as error:
         raise BadOption(f"TokenEngine({_name(generate)}): it cannot be called as `{shape}`: {error}.") from None
-    except ValueError:  # a builtin, which tells no signature
+    except ValueError:  # a builtin without a signature
         return
 
 
@@ -291,7 +291,7 @@ def _stop_ids(given: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rows(folder: Path) -> int:
-    """The rows of the model's embedding, padding included, by its config.json."""
+    """Return the rows of the model's embedding, with padding, from its config.json."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = [part.get("vocab_size") for part in (config, config.get("text_config") or {})]
     return max((size for size in sizes if isinstance(size, int)), default=0)

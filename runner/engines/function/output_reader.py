@@ -1,4 +1,4 @@
-"""Reads what a function of token ids gives, and refuses by name what cannot be."""
+"""Reader of the outputs of a token function; an invalid output is refused by name."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ __all__ = ["OutputReader"]
 
 _ENDS: Final = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
 _ROUNDING_TOLERANCE: Final = 0.01
-"""How far above 0 a log-probability may be that was reckoned in few bits."""
+"""Log-probabilities up to this value above 0 count as rounding of a narrow number type."""
 
 
 class OutputReader:
-    """Reads the answer to one turn, an output after the other.
+    """Reader of the outputs for one turn.
 
     Args:
-        sampling: how the turn is sampled.
-        vocabulary: how many ids the model has.
-        context: the most ids of prompt and turn together.
-        logprobs: whether each id comes with its log-probability.
+        sampling: the argument of the function.
+        vocabulary: number of ids of the model.
+        context: maximum number of ids of prompt and turn together.
+        logprobs: True if every id needs a log-probability.
     """
 
     def __init__(self, sampling: TokenSampling, *, vocabulary: int, context: int, logprobs: bool) -> None:
         self.finish: FinishReason | None = None
-        """How the turn ended; None while it goes on."""
+        """Finish of the turn; None before its end."""
         self.stop: int | None = None
-        """The stop id that ended it."""
+        """Stop id that ended the turn."""
         self.count = 0
-        """How many ids came."""
+        """Number of ids so far."""
         self.version: str | None = None
-        """The version of the weights that the newest ids came with."""
+        """Weight version of the newest ids."""
         self.cached_tokens: int | None = None
-        """Ids of the prompt that a prefix cache held."""
+        """Number of prompt ids that a prefix cache held."""
         self._sampling = sampling
         self._stops = frozenset(sampling.stop_ids)
         self._vocabulary = vocabulary
@@ -48,15 +48,15 @@ class OutputReader:
         self._logprobs = logprobs
 
     def read(self, output: Any) -> Delta:
-        """What one output says, without a finish.
+        """Convert one output to a delta without a finish.
 
         Raises:
-            EngineError: it cannot be; names the thing.
+            EngineError: the output is invalid; the message names the field.
         """
         if not isinstance(output, TokenOutput):
             self._refuse(f"gave {_kind(output)}", "give a TokenOutput")
         if self.finish is not None:
-            self._refuse("went on behind its finish", "give `finish` with the last output alone")
+            self._refuse("continued after its finish", "give `finish` with the last output alone")
         ids = self._ids(output.token_ids)
         logprobs = self._logprobs_of(output.logprobs, len(ids)) if self._logprobs else None
         top = self._top(output.top, len(ids)) if self._sampling.logprobs else None
@@ -71,16 +71,16 @@ class OutputReader:
         return Delta(ids, logprobs, None, top)
 
     def end(self) -> None:
-        """There is no further output.
+        """Check that the last output had a finish.
 
         Raises:
-            EngineError: no output said how the turn ended.
+            EngineError: no output had a finish.
         """
         if self.finish is None:
-            self._refuse("ended without a finish", "say with the last output how the turn ended")
+            self._refuse("ended without a finish", "set `finish` in the last output")
 
     def refuse_type(self, given: object) -> NoReturn:
-        """Refuse what a call of the function gave, which is neither awaited nor iterated over."""
+        """Refuse the result of a call that is neither awaitable nor an async iterator."""
         self._refuse(f"gave {_kind(given)} in place of an answer", "make it an `async def`, or an async generator")
 
     # --- the parts of an output
@@ -96,7 +96,7 @@ class OutputReader:
             if not 0 <= token_id < self._vocabulary:
                 self._refuse(f"gave the id {token_id}", f"the model's ids are 0 to {self._vocabulary - 1}")
             if self.stop is not None:
-                self._refuse(f"went on behind the stop id {self.stop}", "end the turn at the first of stop_ids")
+                self._refuse(f"continued after the stop id {self.stop}", "end the turn at the first of stop_ids")
             if token_id in self._stops:
                 self.stop = token_id
         return array("i", ids)
@@ -135,14 +135,14 @@ class OutputReader:
 
     def _end(self, given: Any) -> None:
         if given not in _ENDS:
-            self._refuse(f"gave the finish {given!r:.60}", f"give one of {', '.join(_ENDS)}; `finish_of` tells which")
+            self._refuse(f"gave the finish {given!r:.60}", f"give one of {', '.join(_ENDS)}; `finish_of` returns it")
         self.finish = FinishReason(given)
         stopped, whole = self.stop is not None, self.count in (self._sampling.max_tokens, self._room)
         if self.finish is FinishReason.STOP and not stopped:
             names = ", ".join(map(str, self._sampling.stop_ids)) or "none"
             self._refuse("gave the finish 'stop' and no stop id", f"leave it in, as the last id; stop_ids: {names}")
         if self.finish is FinishReason.LENGTH and stopped:
-            self._refuse("gave the finish 'length' behind a stop id", "a turn that ends with one has the finish 'stop'")
+            self._refuse("gave the finish 'length' after a stop id", "a turn that ends with one has the finish 'stop'")
         if self.finish is FinishReason.LENGTH and not whole:
             most = f"max_tokens is {self._sampling.max_tokens}, and {self._room} ids have room in the context"
             self._refuse(

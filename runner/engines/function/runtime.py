@@ -1,4 +1,4 @@
-"""A function of token ids while an engine uses it: the tasks that call it, what its trainer may ask, and its end."""
+"""Runtime of a token engine: the tasks that call the function, the trainer's calls, and the engine's end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runner.errors import BadControl, EngineDead
 __all__ = ["FunctionAdapters", "FunctionRuntime"]
 
 _AGAIN_SECONDS = 1.0
-"""How soon a call is cancelled once more that did not end by it."""
+"""Seconds until a call that does not end is cancelled again."""
 
-_OWNER = "whoever owns the engine behind generate()"
+_OWNER = "the owner of generate()'s engine"
 
 
 class FunctionRequest(OpenRequest, Protocol):
-    """What this runtime asks of the stream of a request besides."""
+    """Methods of a request's stream that this runtime needs."""
 
     @property
     def sent_all(self) -> bool: ...
@@ -33,7 +33,7 @@ class FunctionRequest(OpenRequest, Protocol):
 
 
 class FunctionAdapters(Adapters):
-    """The adapters that a function knows by name; nobody changes them here."""
+    """Adapters that a function supports, by name; they cannot change here."""
 
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
@@ -41,11 +41,11 @@ class FunctionAdapters(Adapters):
         raise BadControl(f"add_adapter({name!r}): {_OWNER} loads adapters; name them in TokenEngine(adapters=).")
 
     async def remove(self, name: str) -> None:
-        raise BadControl(f"remove_adapter({name!r}): {_OWNER} takes adapters away.")
+        raise BadControl(f"remove_adapter({name!r}): {_OWNER} removes adapters.")
 
 
 class FunctionRuntime(EngineRuntime[FunctionRequest]):
-    """A function from when its engine was entered to when it is left; a request is inside until its stream is left."""
+    """State of an entered token engine; a request is inside until its stream is left."""
 
     def __init__(
         self,
@@ -61,23 +61,23 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
         super().__init__(gate, adapters, context=context, version="")
         self.function = function
         self.tasks = tasks
-        """The tasks in which the function is called."""
+        """Task group of the calls."""
         self.vocabulary = vocabulary
-        """How many ids the model has."""
+        """Number of ids of the model."""
         self.logprobs = logprobs
         self.calls: dict[FunctionRequest, None] = {}
-        """The calls that are not over; one that does not end by being cancelled outlives its request."""
+        """Running calls; one that ignores its cancellation outlives its request."""
         self._stopped = False
         self._death: EngineDead | None = None
         self._news: anyio.Event | None = None
 
-    # --- what its trainer has it do
+    # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.KEEP:
             raise BadControl(
-                "pause('keep'): a call of generate() cannot stand still; give mode='wait' for its end, or 'abort' to "
-                "cancel it and sample its turn anew."
+                "pause('keep'): a call of generate() cannot be paused; give mode='wait' for its end, or 'abort' to "
+                "cancel it and sample its turn again."
             )
         if mode is PauseMode.ABORT:
             for request in tuple(self.requests):
@@ -87,19 +87,19 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
             await self._news.wait()
 
     def ended(self) -> None:
-        """Take note that a call is over, or a request left."""
+        """Wake waiting tasks after a call ended or a request left."""
         if self._news is not None:
             self._news.set()
             self._news = None
 
     async def resume(self) -> None:
-        """Nothing stands still but the gate."""
+        """Only the gate was closed, and it opens by itself."""
 
     async def check_weights(self, given: Any) -> Any:
         _not_ours("update_weights()", "exchanges its weights; TokenOutput(version=) says which sampled what")
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Not reached: `check_weights` refuses."""
+        """Unreachable, since `check_weights` refuses."""
 
     async def reset_prefix_cache(self) -> None:
         _not_ours("reset_prefix_cache()", "has its prefix cache")
@@ -108,18 +108,18 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
         _not_ours(f"sleep({level})", "gives its memory up; pause() first")
 
     async def sleep(self, level: int) -> None:
-        """Not reached: `check_sleep` refuses."""
+        """Unreachable, since `check_sleep` refuses."""
 
     async def wake(self, tags: Collection[str]) -> None:
-        """Not reached: it never sleeps."""
+        """Unreachable, since it never sleeps."""
 
     async def profile(self, *, on: bool) -> None:
         _not_ours("start_profile()" if on else "stop_profile()", "profiles it")
 
-    # --- its life
+    # --- life cycle
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known."""
+        """Return whether requests can be answered, as far as is known."""
         return not self._stopped and self._death is None
 
     def require_alive(self) -> None:
@@ -129,17 +129,17 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
             raise self.death_error(self._death)
 
     def death_error(self, error: EngineDead) -> EngineDead:
-        """The error for one request of an engine that is dead: the same words and cause for all of them."""
+        """Mark the engine as dead and return the error for one request; the first cause stays for all of them."""
         if self._death is None:
             self._death = error
             self.gate.fail(lambda: self.death_error(error))
-        # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
+        # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy
 
     async def stop(self) -> None:
-        """Call the function no more; who is inside or waits at the gate is sent away, and every call is ended."""
+        """End every call; requests inside and at the gate fail."""
         self._stopped = True
         self.gate.fail(lambda: EngineDead("the engine was stopped"))
         for request in tuple(self.requests):
@@ -156,4 +156,4 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
 
 
 def _not_ours(call: str, what: str) -> NoReturn:
-    raise BadControl(f"{call}: the engine is not ours: {_OWNER} {what}.")
+    raise BadControl(f"{call}: the engine has another owner: {_OWNER} {what}.")

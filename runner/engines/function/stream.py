@@ -1,4 +1,4 @@
-"""The deltas of one call of a function of token ids; leaving cancels the task in which it is called."""
+"""Deltas of one call of a token function; leaving the block cancels the call's task."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["FunctionSession", "FunctionStream"]
 
 _END_SECONDS = 2.0
-"""How long a call that was cancelled may take to end before its turn is over without it."""
+"""Seconds that a cancelled call may take to end; the turn then ends without it."""
 
 
 @dataclass(slots=True)
 class FunctionSession(Session):
-    """A conversation, by the name that the function knows it by."""
+    """Conversation with an id for the function."""
 
     name: str = field(default_factory=lambda: uuid4().hex)
-    """The name that the function gets as `session`."""
+    """Value of the function's argument `session`."""
 
 
 class _CancellableCall:
-    """The function while it is called, which can be cancelled as it expects.
+    """Running call of the function, with asyncio's own cancellation.
 
-    On asyncio it is cancelled once, as by `Task.cancel()`, and not anew wherever it waits afterwards, as a scope of
-    anyio's does: what is written for asyncio alone cleans up without a shield, as vLLM's own `generate()` does.
+    On asyncio it is cancelled once, as by `Task.cancel()`. A scope of anyio would cancel every later await as well, and
+    code for asyncio, such as vLLM's own `generate()`, cleans up without a shield.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _CancellableCall:
         self._task = _asyncio_task()
 
     async def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Call it; returns also where it was cancelled."""
+        """Run the call; return also if it was cancelled."""
         with self._scope:
             try:
                 await call()
@@ -60,7 +60,7 @@ class _CancellableCall:
                 forget_native_cancellation()
 
     def cancel(self) -> None:
-        """Cancel it, once more where it did not end."""
+        """Cancel the call; may be repeated if it did not end."""
         if self._task is None:
             self._scope.cancel()
         else:
@@ -75,7 +75,7 @@ def _asyncio_task() -> asyncio.Task[Any] | None:
 
 
 class FunctionStream(GatedStream[FunctionRuntime, Session]):
-    """The deltas of one call of the function."""
+    """Deltas of one call of the function."""
 
     def __init__(self, runtime: FunctionRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request, request.session or FunctionSession())
@@ -93,19 +93,19 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._news: anyio.Event | None = None
         self._deltas: deque[Delta] = deque()
         self._last: Delta | None = None
-        """The delta with the finish: it waits for the end of the call, since what came behind it would be an error."""
+        """Delta with the finish; held back until the call ends, since further output would be an error."""
         self._end: Finish | None = None
-        """How the call ended; `finish` says so once it was read."""
+        """Finish of the call; copied to `finish` when it was read."""
         self._failure: EngineError | None = None
         self._last_version = ""
 
     @property
     def sent_all(self) -> bool:
-        """Whether the function has given its last id, whether anybody read it or not."""
+        """True once the function returned its last id, read or not."""
         return self._end is not None
 
     def stamp(self, version: str) -> None:
-        """The weights were exchanged, as far as is known here: by what came last of any request."""
+        """Record new weights, seen in another request, unless the function reports versions for this one."""
         if not self._last_version:
             self._stamps.mark(version, self.sent)
 
@@ -116,7 +116,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._runtime.tasks.start_soon(self._run, name=f"generate() of {self.request.name}")
 
     async def _run(self) -> None:
-        """Call the function; whatever it raises is this stream's alone."""
+        """Call the function; its exceptions fail this stream only."""
         try:
             if not self._cut:
                 self._call = _CancellableCall()
@@ -125,12 +125,12 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._fail(self._runtime.death_error(error))
         except EngineError as error:
             self._fail(error)
-        except Exception as error:  # the border to somebody else's code
-            if not self._cut:  # else it is what its clean-up raised, and the turn was cut
+        except Exception as error:  # the function may raise anything
+            if not self._cut:  # after a cut, clean-up code may raise
                 self._fail(EngineError(f"{self.request.name}: generate() raised {one_line(error)}"), cause=error)
         finally:
             if self._end is None and not self._cut and self._failure is None and self._last is None:
-                self._fail(EngineError(f"{self.request.name}: generate() let out a cancellation of its own"))
+                self._fail(EngineError(f"{self.request.name}: generate() raised a cancellation that was not requested"))
             self._settle()
             self._runtime.calls.pop(self, None)
             self._over.set()
@@ -156,7 +156,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._reader.end()
 
     def _take(self, output: Any) -> None:
-        if self._end is not None:  # it was cut, or the engine stopped, and the call goes on nevertheless
+        if self._end is not None:  # the turn was cut, or the engine stopped, but the call continues
             return
         reader = self._reader
         delta = reader.read(output)
@@ -176,7 +176,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._tell()
 
     def _settle(self) -> None:
-        """The call is over, or nobody waits for it any more: say how the turn ended, if nothing has."""
+        """Set the end of the turn if it is not set, after the call ended or its time is over."""
         if self._end is not None:
             return
         if self._last is None:
@@ -189,13 +189,13 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._deltas.append(self._last)
 
     def cut(self) -> None:
-        """End the turn with what it has; a call that has not ended by it may be cut again."""
+        """Cut the turn and keep its ids; may be repeated for a call that does not end."""
         self._cut = True
         if self._call is not None:
             self._call.cancel()
 
     def fail(self, error: EngineDead) -> None:
-        """End the turn, since the engine can answer no more."""
+        """End the turn with an error, since the engine is dead."""
         self._fail(error)
         self.cut()
         self._tell()
@@ -223,7 +223,8 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
                 raise self._failure
             self._news = self._news or anyio.Event()
             await self._news.wait()
-            # Where the function gives an id at each step of the loop, asyncio's cancellation finds nobody who waits.
+            # If the function yields an id at each step of the loop, this task never waits, and asyncio cannot cancel
+            # it.
             await checkpoint_if_cancelled()
         delta = self._deltas.popleft()
         if delta.finish is not None:

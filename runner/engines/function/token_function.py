@@ -1,4 +1,4 @@
-"""What a function of token ids is given for a turn, what it gives back, and which settings it may not take."""
+"""Arguments and results of a token function, and the settings that it may support."""
 
 from __future__ import annotations
 
@@ -14,89 +14,90 @@ from runner.options import Constraint
 __all__ = ["LogprobsKind", "TokenFeature", "TokenFunction", "TokenOutput", "TokenSampling"]
 
 _OURS = ("flat_logprobs", "detokenize", "extra_args")
-"""What only our own reading of vLLM's outputs takes."""
+"""Arguments that only the runner's reader of vLLM's outputs needs."""
 
 
 class TokenFeature(enum.StrEnum):
-    """What a function of token ids may obey besides `max_tokens`, `temperature`, `seed` and `stop_ids`."""
+    """Settings that a token function may support besides `max_tokens`, `temperature`, `seed` and `stop_ids`."""
 
     TOP_P = "top_p"
     """Nucleus sampling."""
     TOP_K = "top_k"
-    """The likeliest ids alone."""
+    """Only the most likely ids."""
     MIN_P = "min_p"
-    """No id that is much less likely than the likeliest."""
+    """Only ids above a fraction of the most likely id's probability."""
     MIN_TOKENS = "min_tokens"
-    """No stop id before so many ids."""
+    """Minimum number of ids before a stop id."""
     REPETITION_PENALTY = "repetition_penalty"
-    """The penalty on ids of the prompt and the turn."""
+    """Penalty on ids of the prompt and the turn."""
     PRESENCE_PENALTY = "presence_penalty"
-    """The penalty on ids that the turn has."""
+    """Penalty on ids in the turn."""
     FREQUENCY_PENALTY = "frequency_penalty"
-    """The penalty on ids by how often the turn has them."""
+    """Penalty on ids by their count in the turn."""
     LOGIT_BIAS = "logit_bias"
-    """What is added to the logits of some ids."""
+    """Values that are added to the logits of some ids."""
     BAD_WORDS = "bad_words"
-    """Words that are kept out."""
+    """Words that may not be sampled."""
     LOGPROBS = "logprobs"
-    """The likeliest ids of each position, in `TokenOutput.top`."""
+    """Most likely ids at each position, in `TokenOutput.top`."""
     CONSTRAINT = "constraint"
     """Grammars, as required and strict tool calls and `Sampling(schema=)` need them: `TokenSampling.constraint`."""
 
 
 class LogprobsKind(enum.StrEnum):
-    """Of which distribution the log-probabilities are that a function gives."""
+    """Distribution of a function's log-probabilities."""
 
     PROCESSED = "processed"
-    """Of what was sampled from, behind temperature, penalties and masks: vLLM's `processed_logprobs`."""
+    """The distribution of the sampling, after temperature, penalties and masks: vLLM's `processed_logprobs`."""
     RAW = "raw"
-    """Of the model's own, which is kept only of turns in which it is what was sampled from: at temperature 1 or 0."""
+    """The model's own distribution; kept only for turns at temperature 1 or 0 without penalties and masks, where both
+    are equal."""
     NONE = "none"
-    """The function gives none."""
+    """The function returns no log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSampling:
-    """How a function of token ids is to sample one turn."""
+    """Sampling parameters of one turn for a token function."""
 
     max_tokens: int
-    """The most ids that the turn may have; prompt and turn then fit the context."""
+    """Maximum number of ids of the turn; prompt and turn then fit the context."""
     temperature: float
-    """The temperature; 0 is greedy."""
+    """Temperature; 0 is greedy."""
     stop_ids: tuple[int, ...]
-    """Exactly these ids end the turn, and the one that does is the last id of the answer."""
+    """Exactly these ids end the turn; the sampled one is the last id of the answer."""
     seed: int | None
-    """The seed of the turn's random numbers, for a function that can sample the same twice."""
+    """Seed of the turn's random numbers, for a function with reproducible sampling."""
     top_p: float = 1.0
-    """The probability mass that is kept; 1 is off."""
+    """Probability mass that is kept; 1 is off."""
     top_k: int = 0
-    """The number of likeliest ids that are kept; 0 is off."""
+    """Number of most likely ids that are kept; 0 is off."""
     min_p: float = 0.0
-    """The fraction of the likeliest id's probability below which an id is dropped; 0 is off."""
+    """Ids below this fraction of the highest probability are dropped; 0 is off."""
     min_tokens: int = 0
-    """The number of ids before any stop id may be sampled."""
+    """Minimum number of ids before a stop id."""
     repetition_penalty: float = 1.0
-    """The penalty on ids of the prompt and the turn; 1 is off."""
+    """Penalty on ids of the prompt and the turn; 1 is off."""
     presence_penalty: float = 0.0
-    """The penalty on ids that the turn has; 0 is off."""
+    """Penalty on ids in the turn; 0 is off."""
     frequency_penalty: float = 0.0
-    """The penalty on ids by how often the turn has them; 0 is off."""
+    """Penalty on ids by their count in the turn; 0 is off."""
     logit_bias: Mapping[int, float] | None = None
-    """What is added to the logits of some ids, by id."""
+    """Values that are added to logits, by id."""
     bad_words: tuple[str, ...] = ()
-    """Words that are not sampled."""
+    """Words that may not be sampled."""
     logprobs: int = 0
-    """How many of the likeliest ids of each position are wanted in `TokenOutput.top`."""
+    """Number of most likely ids per position that `TokenOutput.top` needs."""
     constraint: Constraint | None = None
-    """What may be sampled; None for anything."""
+    """Grammar for the sampled ids; None for no constraint."""
     adapter: str | None = None
-    """The LoRA adapter that samples; None for the model itself."""
+    """LoRA adapter to sample with; None for the model itself."""
     request: GenerationRequest = field(repr=False)
-    """The whole request: its name, and whether somebody acts on single deltas."""
+    """The engine's request, with its name and `acts_on_deltas`."""
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:
-        """How a request is to be sampled."""
+        """Read the parameters from a request."""
         sampling = request.sampling
         same = {name: getattr(sampling, name) for name in _SAME}
         return cls(
@@ -109,12 +110,12 @@ class TokenSampling:
         )
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """What vLLM's `SamplingParams` take of it; `constraint` and `bad_words` are not among it."""
+        """Return the arguments of vLLM's `SamplingParams`, without `constraint` and `bad_words`."""
         arguments = sampling_arguments(self.request, stream_interval=1, known=frozenset())
         return {name: value for name, value in arguments.items() if name not in _OURS}
 
     def finish_of(self, token_ids: Sequence[int]) -> FinishReason:
-        """How a turn of these ids ended, for an engine that does not say: by a stop id, by `max_tokens`, or cut."""
+        """Return the finish of these ids, for an engine that reports none: stop id, `max_tokens`, or cut."""
         if len(token_ids) and token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else FinishReason.ABORT
@@ -138,27 +139,27 @@ _SAME = (
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What a function of token ids gives: a whole turn, or what is new of one."""
+    """Output of a token function: a whole turn, or its new part."""
 
     token_ids: Sequence[int]
-    """The ids in the order in which they were sampled."""
+    """Ids in the order of sampling."""
     logprobs: Sequence[float] | None = None
-    """The log-probability of each in nats; None only of a function of `LogprobsKind.NONE`."""
+    """Log-probability of each id in nats; None only with `LogprobsKind.NONE`."""
     finish: FinishReason | str | None = None
-    """How the turn ended: "stop", "length" or "abort"; None where more comes."""
+    """"stop", "length" or "abort"; None if more outputs follow."""
     version: str | int | None = None
-    """The version of the weights that sampled these ids, where the function knows it."""
+    """Weight version of these ids, if known."""
     top: Sequence[Mapping[int, float]] | None = None
-    """The likeliest ids of each position with their log-probabilities, where `TokenSampling.logprobs` wants them."""
+    """Most likely ids at each position with their log-probabilities, as many as `TokenSampling.logprobs`."""
     cached_tokens: int | None = None
-    """Ids of the prompt that a prefix cache held; None where that is not known."""
+    """Number of prompt ids that a prefix cache held; None if unknown."""
 
 
 class TokenFunction(Protocol):
-    """Samples one turn: an `async def` that returns a `TokenOutput`, or an async generator of several.
+    """Function that samples one turn: an `async def` that returns a `TokenOutput`, or an async generator of several.
 
-    It is called in a task of its own for each turn, as many at once as the engine has places, and is cancelled where
-    the turn is not wanted any more. What it raises fails that turn; `EngineDead` says that no other can be sampled.
+    Each call runs in its own task, as many at once as the engine has places, and is cancelled if the turn is not needed
+    any more. An exception fails the turn; `EngineDead` ends the engine.
     """
 
     def __call__(
@@ -167,8 +168,8 @@ class TokenFunction(Protocol):
         """Sample a turn.
 
         Args:
-            prompt: every id the model is to see; a list of the function's own.
-            sampling: how to sample.
-            session: names the conversation, in which every prompt goes on from the one before.
+            prompt: all ids of the prompt; the function may change the list.
+            sampling: the sampling parameters.
+            session: id of the conversation; each of its prompts extends the one before.
         """
         ...

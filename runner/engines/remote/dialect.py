@@ -1,4 +1,4 @@
-"""What a dialect does: it writes a request as its server takes it, and reads the chunks of the answer."""
+"""Interface of server dialects: the form of requests, and of the chunks of an answer."""
 
 from __future__ import annotations
 
@@ -17,105 +17,105 @@ __all__ = ["Call", "Dialect", "Piece", "PieceReader", "ServerDialect"]
 
 
 class ServerDialect(enum.StrEnum):
-    """The protocols in which a server takes token ids and gives token ids."""
+    """Server protocols that take and return token ids."""
 
     VLLM = "vllm"
-    """vLLM's `POST /inference/v1/generate`, which a server has that was started with `--enable-scale-out`."""
+    """vLLM's `POST /inference/v1/generate`; needs a server with `--enable-scale-out`."""
     COMPLETIONS = "completions"
-    """vLLM's `POST /v1/completions` with ids for a prompt and `return_token_ids`; it tells no weight versions."""
+    """vLLM's `POST /v1/completions` with ids as the prompt and `return_token_ids`; without weight versions."""
     SGLANG = "sglang"
     """SGLang's `POST /generate` with `input_ids`."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one chunk of an answer says."""
+    """Content of one chunk of an answer."""
 
     ids: Sequence[int] = ()
-    """The ids that were sampled since the chunk before."""
+    """Ids that were sampled since the chunk before."""
     logprobs: Sequence[float] | None = None
-    """The log-probability of each."""
+    """Log-probability of each id."""
     top: TopLogprobs | None = None
-    """The likeliest ids in the place of each, where they were asked for."""
+    """Most likely ids at each position, if requested."""
     reason: FinishReason | None = None
-    """Why the turn ended; None while it goes on."""
+    """Reason for the end of the turn; None before it."""
     stop: int | str | None = None
-    """The stop id that ended it."""
+    """Stop id that ended the turn."""
     versions: Sequence[VersionSpan] | None = None
-    """The weight versions of all ids of the turn, where the server tells them at its end."""
+    """Weight versions of all ids of the turn, if the server reports them at its end."""
     version: str | None = None
-    """The weight version that sampled what is new, where the server tells that with each chunk."""
+    """Weight version of the new ids, if the server reports it with each chunk."""
     cached_tokens: int | None = None
-    """Ids of the prompt that the server's prefix cache held."""
+    """Number of prompt ids that the server's prefix cache held."""
 
 
 class PieceReader(Protocol):
-    """Reads the chunks of one answer, in their order."""
+    """Reader of the chunks of one answer, in order."""
 
     def read(self, chunk: Mapping[str, Any]) -> Piece:
-        """What a chunk says.
+        """Read a chunk.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: it is no chunk of this dialect.
+            KeyError, TypeError, ValueError, IndexError: the chunk does not follow this dialect.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to a server beside those that sample."""
+    """HTTP request to a server."""
 
     method: str
-    """The HTTP method."""
+    """HTTP method."""
     path: str
-    """The path on the server, with its query."""
+    """Path on the server, with its query."""
     body: Mapping[str, Any] | None = None
-    """The JSON that is sent; None for nothing."""
+    """JSON body; None for no body."""
     json: bool = True
-    """Whether its answer is JSON; what is not is not read."""
+    """True if the answer is JSON; another answer is not read."""
 
 
 class Dialect(ABC):
-    """A protocol in which a server takes token ids and gives token ids."""
+    """Protocol of a server that takes and returns token ids."""
 
     name: ClassVar[ServerDialect]
-    """The name by which users choose it."""
+    """Name for the option `dialect`."""
     path: ClassVar[str]
-    """Where requests that sample are posted."""
+    """Path for requests that sample."""
     missing: ClassVar[str]
-    """What to do where the server has no such path."""
+    """Advice for errors, if the server does not have this path."""
     health: ClassVar[Call]
-    """Asks whether the server can answer."""
+    """Request that tests if the server can answer."""
     version: ClassVar[Call]
-    """Asks for the version of the server's software."""
+    """Request for the version of the server's software."""
     settings: ClassVar[Call]
-    """Asks for what the server was started with; not all servers tell."""
+    """Request for the settings of the server; not all servers answer it."""
     paused: ClassVar[Call | None] = None
-    """Asks whether the server stands still; only one that answers can be paused. None where there is none to ask."""
+    """Request for the pause state; a server without it cannot be paused. None if the protocol has none."""
     control: ClassVar[str]
-    """How a server must be started that can be paused."""
+    """Advice for errors, to start a server that can be paused."""
 
     @abstractmethod
     def body(
         self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
     ) -> dict[str, Any]:
-        """The body of a request that samples.
+        """Return the body of a request that samples.
 
         Raises:
-            RequestRejected: the server could not do what is asked.
+            RequestRejected: the server does not support the request.
         """
 
     @abstractmethod
     def reader(self, request: GenerationRequest) -> PieceReader:
-        """Reads the answer to a request."""
+        """Return a reader of the answer to a request."""
 
     @abstractmethod
     def scoring(self, request: GenerationRequest, *, model: str, adapter: str | None) -> Call:
-        """The call that asks for the log-probability of each id of a prompt."""
+        """Return the call that computes the log-probability of each id of a prompt."""
 
     @abstractmethod
     def scores_in(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[float]:
-        """The log-probability of each id of the prompt but the first, out of the answer to `scoring`.
+        """Read the log-probability of each prompt id but the first from the answer to `scoring`.
 
         Raises:
             KeyError, TypeError, ValueError, IndexError: the answer does not have them.
@@ -123,28 +123,28 @@ class Dialect(ABC):
 
     @abstractmethod
     def version_in(self, answer: Mapping[str, Any]) -> str | None:
-        """The server's version, out of its answer to `version`."""
+        """Read the server's version from the answer to `version`."""
 
     @abstractmethod
     def places_in(self, answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """How many requests the server runs at once and how many ids its cache holds, out of its `settings`."""
+        """Read the maximum number of concurrent requests and the cache size in ids from the answer to `settings`."""
 
     @abstractmethod
     def pause(self, mode: PauseMode) -> Call:
-        """Has the server stand still."""
+        """Return the call that pauses the server."""
 
     @abstractmethod
     def resume(self) -> Call:
-        """Has the server go on."""
+        """Return the call that resumes the server."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> Call:
-        """Has the server forget every cached prompt."""
+        """Return the call that drops all cached prompts."""
 
     def sleep(self, level: int) -> Call | None:
-        """Has the server give memory up; None where it cannot."""
+        """Return the call that releases memory; None if unsupported."""
         return None
 
     def wake(self, tags: Sequence[str]) -> Call | None:
-        """Has the server take memory back; None where it cannot."""
+        """Return the call that allocates memory again; None if unsupported."""
         return None

@@ -1,4 +1,4 @@
-"""The remote engine: an `Engine` like any other whose ids are sampled by an HTTP server, vLLM's or SGLang's."""
+"""Remote engine: an `Engine` whose ids are sampled by an HTTP server of vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -33,44 +33,43 @@ from runner.tokens.template import ChatTemplate
 __all__ = ["RemoteEngine"]
 
 _DEFAULT_PLACES = 128
-"""The places where the server does not say how many requests it runs at once."""
+"""Maximum number of concurrent requests if the server does not report its own."""
 _STREAM_INTERVAL_IDS = 8
-"""Ids in a delta unless told otherwise, as for vLLM in this process."""
+"""Default number of ids in a delta, as for vLLM in this process."""
 _CERTAIN = math.log(0.99)
-"""The log-probability above which the id of the first request has all the probability. Its bias gives it that in the
-distribution that is sampled from; in the model's own it has hardly any (`probe_request`)."""
+"""Log-probability above which the probe's id counts as certain. A bias makes it certain in the sampling distribution,
+but not in the model's own (`probe_request`)."""
 _ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
 class RemoteEngine(Engine):
-    """A server that takes token ids and gives token ids.
+    """Engine over a server that takes and returns token ids.
 
     async with RemoteEngine("http://127.0.0.1:8000", model="Qwen/Qwen3-0.6B") as engine: ...
 
-    Tokenizer, template and stop ids are those of the model's folder here, and prompts are made of them as for any
-    engine; at the start the server's own vocabulary is compared with it. The server needs no tool parser and no
-    template.
+    Tokenizer, template and stop ids come from the model's local folder; at the start they are compared with the
+    server's vocabulary. The server needs no tool parser and no template.
 
     Args:
         url: the server's address.
-        model: the model that it serves: a folder, a Hugging Face id of which the small files are fetched, or
+        model: the model that it serves: a folder, a Hugging Face id, from which only small files are fetched, or
             `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
-        name: what the server calls the model; default the one model that it has.
-        dialect: how the server is spoken to; default as what it says it is.
-        api_key: what lets requests in; kept nowhere.
-        places: requests that run at once, further ones wait at the gate; default as many as the server says it runs at
-            once, or 128 where it does not say.
-        stream_interval: ids in a delta where nobody acts on single ones; the first always comes at once.
-        retries: when requests are sent again that the server could not take.
-        timeout: seconds that the server may take to begin an answer.
+        name: the model's name on the server; default its only model.
+        dialect: the server's protocol; default by the kind of server that it reports.
+        api_key: the API key; never stored.
+        places: maximum number of concurrent requests, further ones wait at the gate; default the server's own limit, or
+            128 if it does not report one.
+        stream_interval: ids in a delta, unless the caller acts on single ids; the first id is sent at once.
+        retries: retry policy for requests that failed.
+        timeout: seconds until the server has to begin an answer.
 
     Raises:
-        BadOption: an address or a setting that cannot be.
+        BadOption: an address or a setting is invalid.
     """
 
     retries: Retries
-    """What was sent again since the engine was entered, and what is left of the budget for it."""
+    """Retries since the engine was entered, and the rest of their budget."""
 
     def __init__(
         self,
@@ -94,9 +93,9 @@ class RemoteEngine(Engine):
         if dialect is not None and dialect not in list(ServerDialect):
             raise BadOption(f"RemoteEngine(dialect={dialect!r}): give one of {', '.join(ServerDialect)}.")
         self.url = base_url(url)
-        """The server's address."""
+        """Address of the server."""
         self.model = model
-        """The model that was given."""
+        """Model as given."""
         self.retries = Retries(retries)
         self._template = template
         self._name = name
@@ -112,18 +111,18 @@ class RemoteEngine(Engine):
         self.runtime: RemoteRuntime | None = None
 
     async def __aenter__(self) -> Self:
-        """Ask the server who it is.
+        """Probe the server: model, vocabulary, sizes and weight version.
 
         Raises:
-            BadModel: there is no such model, or the server has another one.
-            BadOption: the server refuses, or has no endpoint for token ids; or an event loop of trio.
-            EngineError: it does not answer.
+            BadModel: the model does not exist, or the server has another one.
+            BadOption: the server refuses, or has no endpoint for token ids; or the event loop is trio's.
+            EngineError: the server does not answer.
         """
         if self.running:
             raise RuntimeError("this engine is already running")
         if not issubclass(anyio.get_cancelled_exc_class(), asyncio.CancelledError):
             raise BadOption("RemoteEngine works on asyncio alone, and this is trio: run on asyncio.")
-        # In a thread, since what is imported and read takes some tenths of a second, and others may be playing.
+        # In a thread, since it takes some tenths of a second, and other episodes may run.
         model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
         self.retries = Retries(self._policy)
         async with AsyncExitStack() as stack:
@@ -140,7 +139,7 @@ class RemoteEngine(Engine):
         return self
 
     def _load(self) -> ResolvedModel:
-        """Load what is needed of the model here; gives where it was found."""
+        """Load the local files of the model and return where they are."""
         require_aiohttp()
         model = resolve_model(self.model)
         self.tokenizer, self.template, self.stop_ids = load_language(model, self._template)
@@ -169,7 +168,7 @@ class RemoteEngine(Engine):
         )
 
     async def _ask_for_one_id(self, server: Server, info: ServerInfo) -> str:
-        """The version of the server's weights, by sampling one id, which also says what its log-probabilities are."""
+        """Sample one id to read the server's weight version and the kind of its log-probabilities."""
         runtime, request = self._runtime(server, info, ""), probe_request(self.tokenizer)
         try:
             async with RemoteStream(runtime, request, exact=True) as stream:
@@ -188,26 +187,26 @@ class RemoteEngine(Engine):
 
     @property
     def remote(self) -> RemoteRuntime:
-        """The server, once it was asked who it is; not for authors."""
+        """Runtime of the entered engine; internal."""
         if self.runtime is None:
             raise EngineDead("the engine is not running")
         return self.runtime
 
     def stream(self, request: GenerationRequest) -> RemoteStream:
-        """The deltas of one request; nothing happens before the block is entered."""
+        """Return the deltas of one request; nothing happens before the block is entered."""
         exact = self._processed or samples_raw_distribution(request)
         return RemoteStream(self.remote, request, exact=exact)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Refuse to score as sampled, which no server offers."""
+        """Check the call of `score`: servers do not score as sampled."""
         if as_sampled:
-            raise BadControl("score(): a server scores at temperature 1 alone; leave sampling and constraint out.")
+            raise BadControl("score(): a server scores only at temperature 1; leave sampling and constraint out.")
 
     async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
         return await self.remote.score(request)
 
     def stats(self) -> EngineStats:
-        """What is asked of the server by this engine now; what others ask of it nobody here knows."""
+        """Return the counts of this engine's requests; requests of other clients are unknown."""
         runtime = self.remote
         open_requests = sum(not request.sent_all for request in runtime.requests)
         return EngineStats(
@@ -222,15 +221,15 @@ class RemoteEngine(Engine):
         )
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known."""
+        """Return whether requests can be answered, as far as is known."""
         return self.running and self.remote.is_alive()
 
     async def health(self) -> None:
-        """Return when the server says that it can answer."""
+        """Return when the server reports that it can answer."""
         await self.remote.health()
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine."""
+        """Return the header entry of the engine, as JSON."""
         info, runtime = self._info, self.remote
         assert info is not None
         software = "sglang" if info.dialect.name is ServerDialect.SGLANG else "vllm"

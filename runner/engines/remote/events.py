@@ -1,4 +1,4 @@
-"""Server-sent events: the data of each out of the bytes of a stream, however these are cut."""
+"""Server-sent events: the data of each event from chunks of a byte stream."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 __all__ = ["DONE", "EventReader"]
 
 DONE = b"[DONE]"
-"""The data of the last event of a stream."""
+"""Data of the last event of a stream."""
 
-_MAX_LINE_BYTES = 64 << 20  # bytes without the end of a line
+_MAX_LINE_BYTES = 64 << 20  # without the end of a line
 
 
 class EventReader:
-    """Gives the data of events as their lines are complete.
+    """Parser that returns the data of events as their lines complete.
 
-    All servers that are asked write one line of data an event, so the lines are not joined. Comments, which keep a
-    connection alive, and other fields are skipped.
+    Supported servers write one data line per event, so lines are not joined. Comments, which keep a connection alive,
+    and other fields are skipped.
     """
 
     __slots__ = ("_open",)
@@ -25,10 +25,10 @@ class EventReader:
         self._open = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of the events whose lines end in these bytes.
+        """Yield the data of the events whose lines end in these bytes.
 
         Raises:
-            ValueError: the line has no end.
+            ValueError: a line is too long.
         """
         *lines, self._open = (self._open + data).split(b"\n")
         if len(self._open) > _MAX_LINE_BYTES:

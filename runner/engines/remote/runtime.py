@@ -1,4 +1,4 @@
-"""A server while an engine uses it: what is sent to it and how often, what its trainer has it do, and its end."""
+"""Runtime of a remote engine: requests, retries, control by the trainer, and the end of its server."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from runner.errors import BadControl, EngineError, RequestRejected
 
 __all__ = ["RemoteAdapters", "RemoteRuntime"]
 
-_LOOK_SECONDS = 0.2  # how often a server that cuts is asked to once more, for requests that were on their way
+_LOOK_SECONDS = 0.2  # until a cut is repeated, for requests that were on their way to the server
 
 
 class RemoteRequest(OpenRequest, Protocol):
-    """What this runtime asks of the stream of a request besides."""
+    """Methods of a request's stream that this runtime needs."""
 
     @property
     def sent_all(self) -> bool: ...
 
 
 class RemoteAdapters(Adapters):
-    """The adapters that a server has: they are there or not, and nobody changes them here."""
+    """Adapters of a server; they cannot change here."""
 
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        raise BadControl(f"add_adapter({name!r}): a server's adapters are loaded by whoever runs it (--lora-modules).")
+        raise BadControl(f"add_adapter({name!r}): start the server with this adapter (--lora-modules).")
 
     async def remove(self, name: str) -> None:
-        raise BadControl(f"remove_adapter({name!r}): a server's adapters are taken away by whoever runs it.")
+        raise BadControl(f"remove_adapter({name!r}): restart the server without this adapter.")
 
 
 class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
-    """A server from when the engine was entered to when it is left; a request is inside until its stream is left."""
+    """State of an entered remote engine; a request is inside until its stream is left."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
-        self.progress = None  # a connection may be lost while others go on
+        self.progress = None  # one connection may be lost while others continue
         self.server = server
         self.dialect = dialect
         self.retries = retries
         self.model = model
-        """The name that the server has for the model."""
+        """Name of the model on the server."""
         self.controlled = controlled
-        """Whether the server can be paused."""
+        """True if the server can be paused."""
         self._stream_interval = stream_interval
         self._resumed = anyio.Event()
         self._resumed.set()
@@ -77,10 +77,10 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
     # --- one request
 
     def call(self, request: GenerationRequest, adapter: AdapterVersion | None) -> Call:
-        """A request as the server takes it.
+        """Return the HTTP request of a generation request.
 
         Raises:
-            RequestRejected: the server could not do what it asks.
+            RequestRejected: the server does not support the request.
         """
         name = None if adapter is None else adapter.name
         interval = self._stream_interval
@@ -91,7 +91,7 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
         """Return the log-probability of each id of the prompt but the first.
 
         Raises:
-            EngineError: the server failed for good, or its answer has none.
+            EngineError: the server failed, or its answer has no scores.
         """
         self.require_alive()
         if not 0 < len(request.prompt) < self.context:
@@ -109,7 +109,7 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
                     return self._scores(answer, request)
                 except HttpFailure as failure:
                     if not await self.wait_to_retry(failure, attempts):
-                        # What the server may not like of it is in no turn.
+                        # No turn has the same body, so a rejection does not end the engine.
                         raise self.permanent_error("score()", failure, alone=True) from failure
         finally:
             self.gate.leave(session, room)
@@ -123,15 +123,15 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
             raise HttpFailure(FailureKind.GARBAGE, f"the answer has no scores ({problem})") from error
 
     async def wait_until_resumed(self) -> None:
-        """Return when the server does not stand still for its trainer."""
+        """Wait until the server is not paused by its trainer."""
         if not self._resumed.is_set():
             await self._resumed.wait()
 
     async def wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
-        """Wait until a request may be sent again; no clock of its episode goes on meanwhile.
+        """Wait until a request may be sent again; the clocks of its episode stop during the wait.
 
         Returns:
-            Whether it may be; False where it has failed for good.
+            False if the request is not sent again.
         """
         seconds = self.retries.wait_after(failure, attempt)
         if seconds is None:
@@ -142,14 +142,17 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
         return True
 
     def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
-        """The error for a request that failed for good; one that all would meet ends the engine."""
-        # What it may not like of a constraint is in this request, and in no other.
+        """Return the error for a request that is not sent again.
+
+        A failure that every request would have ends the engine.
+        """
+        # A constraint may be rejected in this request only.
         return self.permanent_error(request.name, failure, alone=request.constraint is not None)
 
-    # --- what its trainer has it do
+    # --- control by the trainer
 
     def require_running(self, call: str) -> None:
-        """Return if the engine is running and the server can be paused."""
+        """Check that the engine is running and the server can be paused."""
         if not self.controlled:
             path = self.dialect.pause(PauseMode.WAIT).path.partition("?")[0]
             raise BadControl(f"{call}: the server has no {path}: {self.dialect.control}.")
@@ -158,9 +161,9 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
     async def pause(self, mode: PauseMode) -> None:
         self._resumed = anyio.Event()
         if mode is PauseMode.WAIT:
-            # Waited for here: vLLM's own keeps the requests that it had queued, which then are of two versions.
+            # The wait is here: vLLM's own wait keeps queued requests, which would then have two weight versions.
             await self._until_sent()
-        # Shielded: a pause left half way would come late.
+        # Shielded: a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()
@@ -173,21 +176,21 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
             with anyio.move_on_after(_LOOK_SECONDS):
                 await self._until_sent()
                 return
-            # Else a request was on its way, and came after what was to cut it.
+            # Otherwise a request was on its way and arrived after the cut.
 
     async def resume(self) -> None:
-        # Shielded: a server that goes on while it is said to stand still would be updated under its requests.
+        # Shielded: otherwise the server could run while its state here is paused, and be updated under its requests.
         with anyio.CancelScope(shield=True):
             await self._call_control(self.dialect.resume())
         self._resumed.set()
 
     async def check_weights(self, given: Any) -> Any:
         raise BadControl(
-            "update_weights(): a server's weights are exchanged by whoever runs it; what it samples says its version."
+            "update_weights(): exchange the weights on the server itself; the sampled ids then record its version."
         )
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Not reached: `check_weights` refuses."""
+        """Unreachable, since `check_weights` refuses."""
 
     async def reset_prefix_cache(self) -> None:
         said = await self._call_control(self.dialect.reset_prefix_cache())
@@ -199,7 +202,7 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
             raise BadControl(f"sleep({level}): the server has no /sleep: {self.dialect.control}.")
 
     async def sleep(self, level: int) -> None:
-        await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
+        await self._pause(PauseMode.ABORT)  # also turns that an earlier pause kept
         call = self.dialect.sleep(level)
         assert call is not None
         await self._call_control(call)
@@ -208,18 +211,18 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
         call = self.dialect.wake(sorted(tags))
         assert call is not None
         await self._call_control(call)
-        # With the last part of its memory the server goes on by itself; whether it may is for the trainer to say.
+        # After the last part of its memory the server resumes by itself; only the trainer may resume it.
         await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:
-        raise BadControl("a server is profiled by whoever runs it: profile a VllmEngine.")
+        raise BadControl("a server cannot be profiled from here: profile a VllmEngine.")
 
     async def _call_control(self, call: Call) -> Any:
-        """What the server answers to a call of its trainer.
+        """Send a control call and return its answer.
 
         Raises:
-            BadControl: it has no such path.
-            EngineError: it failed.
+            BadControl: the server has no such path.
+            EngineError: the call failed.
         """
         path = call.path.partition("?")[0]
         try:
@@ -230,16 +233,16 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
             raise EngineError(f"{path} of {self.server.url}: {failure}") from failure
 
     async def _until_sent(self) -> None:
-        while not all(request.sent_all for request in self.requests):  # noqa: ASYNC110  # answers tell nobody they came
+        while not all(request.sent_all for request in self.requests):  # noqa: ASYNC110  # there is no event for an arrived answer
             await anyio.sleep(0.005)
 
-    # --- its life
+    # --- life cycle
 
     async def health(self) -> None:
-        """Return when the server says that it can answer; one that cannot be reached is asked again for a while.
+        """Return when the server reports that it can answer; a failed connection is retried.
 
         Raises:
-            EngineDead: it cannot.
+            EngineDead: it cannot answer.
         """
         self.require_alive()
         attempt = 0

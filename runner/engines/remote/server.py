@@ -1,4 +1,4 @@
-"""The HTTP server of a remote engine: its connections, its answers, and what went wrong with them. aiohttp is here."""
+"""HTTP client of a remote engine: connections, answers and failures. Only this module imports aiohttp."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Server", "base_url", "failure_in", "require_aiohttp"]
 
-_KEEPALIVE_SECONDS = 2.0  # less than servers keep an idle connection (uvicorn 5 s): none is used as it is closed
-_BUFFER_BYTES = 1 << 20  # bytes of an answer that wait to be read before its server has to
-_MAX_ERROR_CHARS = 600  # characters of a server's error that are kept
+_KEEPALIVE_SECONDS = 2.0  # shorter than servers keep idle connections (uvicorn: 5 s), so none is used while it closes
+_BUFFER_BYTES = 1 << 20  # unread bytes of an answer, before its server has to wait
+_MAX_ERROR_CHARS = 600  # of a server's error text
 
 
 def require_aiohttp() -> None:
-    """Return if the library is there that requests are made with.
+    """Check that aiohttp is installed.
 
     Raises:
-        BadOption: it is not; says how to install it.
+        BadOption: it is not; the message has the command that installs it.
     """
     try:
-        import aiohttp  # noqa: F401  # only whether it is there
+        import aiohttp  # noqa: F401  # only to test the import
     except ImportError:
         raise BadOption("A RemoteEngine needs aiohttp: pip install 'deltarunner[remote]'.") from None
 
 
 def base_url(given: str) -> str:
-    """The address of a server without what clients of OpenAI's want behind it.
+    """Return the address of a server without the `/v1` of OpenAI's clients.
 
     Raises:
-        BadOption: it is no address of an HTTP server.
+        BadOption: it is not the address of an HTTP server, or holds a secret.
     """
     parts = server_address(given, engine="RemoteEngine", option="url", example="http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1")
@@ -51,23 +51,23 @@ def base_url(given: str) -> str:
 
 
 class Answer:
-    """The answer to one request, as its bytes come."""
+    """Answer to one request, as bytes."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
         self._content = response.content
 
     async def read(self) -> bytes:
-        """What has come and was not read yet; nothing only at its end.
+        """Return the unread bytes that arrived, after a wait for the first; empty only at the end.
 
         Raises:
-            HttpFailure: the connection ended before its answer did.
+            HttpFailure: the connection closed before the end of the answer.
         """
         with _failures():
             return await self._content.readany()
 
     async def finished(self) -> None:
-        """Read it to its end, for nothing."""
+        """Read and drop the rest."""
         try:
             while await self.read():
                 pass
@@ -75,7 +75,7 @@ class Answer:
             self.close()
 
     def unread(self) -> bytes:
-        """What has come and was not read yet, without waiting for more."""
+        """Return the unread bytes that arrived, without a wait."""
         data = []
         while not self._content.exception() and (some := self._content.read_nowait()):
             data.append(some)
@@ -83,11 +83,11 @@ class Answer:
 
     @property
     def arrived(self) -> bool:
-        """All of it has come, or nothing more ever will."""
+        """True once the whole answer arrived, or the connection failed."""
         return self._content.is_eof() or self._content.exception() is not None
 
     def close(self) -> None:
-        """End the request: its connection is closed, unless the answer was read to its end."""
+        """End the request: close its connection, unless the answer was read to its end."""
         if self._content.at_eof():
             self._response.release()
         else:
@@ -95,12 +95,12 @@ class Answer:
 
 
 class Server:
-    """A server at an address, while it is used.
+    """Client of the server at an address.
 
     Args:
         url: its address.
-        api_key: what it is given to let requests in; None for nothing.
-        seconds: how long it may take to begin an answer.
+        api_key: the API key; None for no key.
+        seconds: time limit until an answer begins.
     """
 
     def __init__(self, url: str, *, api_key: str | None, seconds: float) -> None:
@@ -115,8 +115,8 @@ class Server:
         import aiohttp
 
         self._session = aiohttp.ClientSession(
-            # The gate says how many requests there are at once. aiohttp's own time limits are off: they cancel the
-            # task, which a cancel scope does not expect.
+            # The gate limits the number of requests. aiohttp's own time limits are off: they cancel the task, which a
+            # cancel scope does not expect.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers=self._headers,
@@ -132,13 +132,13 @@ class Server:
         assert self._session is not None
         with anyio.CancelScope(shield=True):
             await self._session.close()
-            await checkpoint()  # the transports close a step later
+            await checkpoint()  # the transports close one step later
 
     async def open(self, call: Call) -> Answer:
-        """Send a request; gives its answer as soon as that has begun well.
+        """Send a request and return its answer once a successful one began.
 
         Raises:
-            HttpFailure: it has not, or took too long to.
+            HttpFailure: no successful answer began in time.
         """
         assert self._session is not None
         body = None if call.body is None else orjson.dumps(call.body)
@@ -158,10 +158,10 @@ class Server:
         )
 
     async def ask(self, call: Call) -> Any:
-        """The answer to a request, out of its JSON; None where it has none.
+        """Send a request and return the JSON of its answer; None if it is empty.
 
         Raises:
-            HttpFailure: there was none, or it is no JSON.
+            HttpFailure: no successful answer came in time, or it is not JSON.
         """
         answer = await self.open(call)
         try:
@@ -174,7 +174,9 @@ class Server:
         try:
             return orjson.loads(data) if data and call.json else None
         except orjson.JSONDecodeError:
-            raise HttpFailure(FailureKind.GARBAGE, f"{call.path} answered what is no JSON: {_cut(data)}") from None
+            raise HttpFailure(
+                FailureKind.GARBAGE, f"{call.path} answered with something other than JSON: {_cut(data)}"
+            ) from None
 
     @contextmanager
     def _in_time(self, call: Call) -> Iterator[None]:
@@ -188,7 +190,7 @@ class Server:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What aiohttp raises, as ours."""
+    """Convert aiohttp's errors to `HttpFailure`."""
     import aiohttp
 
     try:
@@ -202,16 +204,16 @@ def _failures() -> Iterator[None]:
 
 
 def failure_in(error: Any) -> HttpFailure:
-    """The failure that a server tells of in the middle of an answer, in what stands under "error"."""
+    """Convert the "error" in the middle of an answer to a failure."""
     said = error if isinstance(error, Mapping) else {"message": error}
     code = said.get("code")
-    # Without a code it is SGLang, which tells so of what it could not take.
+    # Without a code it is SGLang, which reports a rejected request like this.
     kind = kind_of_status(code) if isinstance(code, int) and code >= 400 else FailureKind.BAD_REQUEST
     return HttpFailure(kind, str(said.get("message", said))[:_MAX_ERROR_CHARS])
 
 
 def _said(text: bytes) -> str:
-    """What an answer says for an error: its message, or all of it."""
+    """Return the error message in an answer, or the whole answer."""
     try:
         said = orjson.loads(text)
     except orjson.JSONDecodeError:

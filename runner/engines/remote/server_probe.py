@@ -1,4 +1,4 @@
-"""What a server is asked before a run begins: its model, its vocabulary, its sizes, and one id."""
+"""Probe of a server before a run: model, vocabulary, sizes, and the request for one id."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _TEXTS: Final = (
     '{"name": "add", "arguments": {"a": 17, "b": -25}} [add(a=1, b=2)] <tool_call> </think> 👩‍👩‍👧 🙂',
 )
 _MANY_TOKENS: Final = 400
-"""So many control tokens are put into one text."""
+"""Number of control tokens in one text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that a server lists."""
+    """Model in a server's list."""
 
     name: str
-    """By which it is asked for."""
+    """Name for requests."""
     root: str
-    """The folder or the id that the server loaded it from."""
+    """Folder or id that the server loaded it from."""
     context: int | None
-    """The most ids of a prompt and what is sampled on it."""
+    """Maximum number of ids of prompt and turn together."""
     adapters: tuple[str, ...] = ()
-    """The LoRA adapters on it, by the names that they are asked for."""
+    """Names of its LoRA adapters for requests."""
     owner: str = ""
-    """The kind of server, by its own word: "vllm" or "sglang"."""
+    """Kind of server, as it reports it: "vllm" or "sglang"."""
 
 
 def served_models(answer: Mapping[str, Any]) -> list[ServedModel]:
-    """The models in an answer of `/v1/models`, each with its adapters."""
+    """Return the models in an answer of `/v1/models`, each with its adapters."""
     cards: Sequence[Mapping[str, Any]] = answer["data"]
     models = [
         ServedModel(
@@ -64,7 +64,7 @@ def served_models(answer: Mapping[str, Any]) -> list[ServedModel]:
         if not card.get("parent")
     ]
     parents = {card["id"]: card["parent"] for card in cards if card.get("parent")}
-    # A server that has one model under several names says one of them for the parent of all its adapters.
+    # A server with several names for one model lists one of them as the parent of all its adapters.
     roots = {model.name: model.root for model in models}
     return [
         replace(model, adapters=tuple(name for name, parent in parents.items() if roots.get(parent) == model.root))
@@ -74,33 +74,33 @@ def served_models(answer: Mapping[str, Any]) -> list[ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server said when it was asked who it is."""
+    """Properties of a server."""
 
     dialect: Dialect
-    """The protocol that the server speaks."""
+    """Protocol of the server."""
     model: ServedModel
-    """The model that requests name."""
+    """Model for requests."""
     context: int
-    """The most ids that a prompt and what is sampled on it may have together."""
+    """Maximum number of ids of prompt and turn together."""
     places: int | None
-    """The most requests that it runs at once; None where it does not say."""
+    """Maximum number of concurrent requests; None if unknown."""
     room: int | None
-    """The ids that its cache holds; None where it does not say."""
+    """Size of its cache in ids; None if unknown."""
     software: str | None
-    """The version of the server's software; None where it does not say."""
+    """Version of the server's software; None if unknown."""
     controlled: bool
-    """Whether it can be paused."""
+    """True if the server can be paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """Asks a server who it is.
+    """Probe of one server.
 
     Args:
         server: the server.
-        retry: waits until what failed may be asked again, and says whether it may.
-        dialect: how it is to be spoken to; None to find out.
-        name: the model's name on the server; None for the one that it has.
+        retry: waits until a failed request may be sent again; returns False if it may not.
+        dialect: the server's protocol; None to detect it.
+        name: the model's name on the server; None for its only model.
     """
 
     server: Server
@@ -109,10 +109,11 @@ class ServerProbe:
     name: str | None
 
     async def ask(self, call: Call) -> Any:
-        """What it answers.
+        """Send a request, with retries, and return its JSON.
 
         Raises:
-            EngineError: it does not answer, or not so.
+            EngineError: the server does not answer, or with an error.
+            BadOption: the server refuses the request.
         """
         attempt = 0
         while True:
@@ -124,19 +125,19 @@ class ServerProbe:
                     raise _unusable(self.server.url, failure) from failure
 
     async def call_if_supported(self, call: Call) -> Any:
-        """What it answers, or None where it has no such path."""
+        """Send a request and return its JSON; None if it fails."""
         try:
             return await self.server.ask(call)
         except HttpFailure:
             return None
 
     async def probe(self, folder: Path, tokenizer: Tokenizer) -> ServerInfo:
-        """What the server says of itself; one that is not the model in the folder is refused.
+        """Return the properties of the server; one without the model of the folder is refused.
 
         Raises:
-            BadModel: it has no such model, or another vocabulary.
-            BadOption: it speaks no such dialect.
-            EngineError: it does not answer.
+            BadModel: the server has no such model, or another vocabulary.
+            BadOption: the server does not have the needed paths.
+            EngineError: the server does not answer.
         """
         model = self._chosen(await self.ask(Call("GET", "/v1/models")), folder)
         dialect = _DIALECTS[self.dialect or (ServerDialect.SGLANG if model.owner == "sglang" else ServerDialect.VLLM)]
@@ -161,7 +162,7 @@ class ServerProbe:
         try:
             models = served_models(answer)
         except (KeyError, TypeError, AttributeError):
-            raise EngineError(f"{self.server.url}/v1/models lists no models: is this a server of models?") from None
+            raise EngineError(f"{self.server.url}/v1/models lists no models: is it a model server?") from None
         listed = ", ".join(model.name for model in models) or "none"
         if self.name is not None:
             models = [model for model in models if model.name == self.name]
@@ -172,22 +173,22 @@ class ServerProbe:
         if len({model.root for model in models}) > 1:
             models = [model for model in models if folder.name in (Path(model.root).name, Path(model.name).name)]
             if len(models) != 1:
-                raise BadModel(f"{self.server.url} has several models: {listed}. Give the one that is meant as name=.")
+                raise BadModel(f"{self.server.url} has several models: {listed}. Choose one with name=.")
         return models[0]
 
 
 def _control_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """All control tokens of a vocabulary, in texts with words between them."""
+    """Yield texts that contain all control tokens of a vocabulary, with words between them."""
     names = [name for token_id in sorted(tokenizer.control_ids) if (name := tokenizer.decode([token_id]))]
     for start in range(0, len(names), _MANY_TOKENS):
         yield "".join(f"{name}word{number}" for number, name in enumerate(names[start : start + _MANY_TOKENS]))
 
 
 def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequence[int]) -> None:
-    """Return if a server has the same ids for a text.
+    """Check that a server has the same ids for a text.
 
     Raises:
-        BadModel: it has others; names the first.
+        BadModel: it does not; the message has the first difference.
     """
     ours = tokenizer.encode(text)
     if list(theirs) == ours:
@@ -200,15 +201,15 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
         return f"{ids[at]} ({tokenizer.decode(ids[at : at + 1])!r} here)" if at < len(ids) else "nothing more"
 
     raise BadModel(
-        f"{url} has another vocabulary than the model's folder: behind {before!r} of {text[:60]!r} it has the id "
+        f"{url} has another vocabulary than the model's folder: after {before!r} of {text[:60]!r} it has the id "
         f"{said(theirs)}, and the folder {said(ours)}. Give the folder of the model that the server was started with."
     )
 
 
 def probe_request(tokenizer: Tokenizer) -> GenerationRequest:
-    """A request for one id, which a bias makes as good as certain: its log-probability says how those are reckoned.
+    """Return a request for one id that a bias makes almost certain; its log-probability shows the distribution.
 
-    In the distribution that it is sampled from it has all the probability, in that of the model itself hardly any.
+    In the sampling distribution the id has all the probability, in the model's own hardly any.
     """
     wanted = tokenizer.encode("~")[-1]
     sampling = replace(Sampling.defaults(), max_tokens=1, logit_bias={wanted: 100})
@@ -217,7 +218,7 @@ def probe_request(tokenizer: Tokenizer) -> GenerationRequest:
 
 def _unusable(url: str, failure: HttpFailure) -> Exception:
     if failure.kind is FailureKind.REFUSED and any(status in failure.text for status in ("401", "403")):
-        return BadOption(f"{url} lets nobody in: {failure}. Give its key as api_key=, or --server-key.")
+        return BadOption(f"{url} refuses the key: {failure}. Give its key as api_key=, or --server-key.")
     if failure.kind is FailureKind.REFUSED:
-        return BadOption(f"{url} is no server of vLLM or SGLang: {failure}.")
+        return BadOption(f"{url} is not a server of vLLM or SGLang: {failure}.")
     return EngineError(f"{url} cannot be used: {failure}")

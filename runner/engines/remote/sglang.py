@@ -1,7 +1,7 @@
 """SGLang's dialect: `POST /generate` with `input_ids`.
 
-Fields as SGLang's source has them: `GenerateReqInput` in `srt/managers/io_struct.py`, `srt/sampling/sampling_params.py`
-and what `srt/managers/tokenizer_manager.py` answers.
+Fields as in SGLang's source: `GenerateReqInput` in `srt/managers/io_struct.py`, `srt/sampling/sampling_params.py`
+and the answers of `srt/managers/tokenizer_manager.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class SglangGenerate(Dialect):
     health = Call("GET", "/health")
     version = Call("GET", "/get_server_info")
     settings = Call("GET", "/get_server_info")
-    paused = Call("GET", "/get_weight_version")  # as old as its pauses, for which it has no question
+    paused = Call(
+        "GET", "/get_weight_version"
+    )  # exists since SGLang can be paused; there is no request for the pause state
     control = "update it: from 0.5 on SGLang can be paused"
 
     def body(
@@ -87,12 +89,12 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
     sampling = request.sampling
     stops = list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids)))
     if sampling.bad_words:
-        raise RequestRejected(f"{request.name}: SGLang keeps no words out; leave bad_words out, or use logit_bias")
+        raise RequestRejected(f"{request.name}: SGLang does not support bad_words; leave it out, or use logit_bias")
     if request.extra:
         raise RequestRejected(f"{request.name}: SGLang takes no extra arguments ({', '.join(request.extra)})")
     if sampling.ignore_eos and stops:
-        # SGLang looks for no stop id at all where it is to ignore the model's own.
-        raise RequestRejected(f"{request.name}: SGLang with ignore_eos ends no turn by stop_ids; leave one of them out")
+        # With ignore_eos SGLang ignores all stop ids.
+        raise RequestRejected(f"{request.name}: SGLang ignores stop_ids with ignore_eos; leave one of them out")
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens,
@@ -122,10 +124,10 @@ def _grammar(constraint: Constraint) -> dict[str, str]:
 
 
 class _SglangReader:
-    """Reads the chunks of `/generate`.
+    """Reader of the chunks of `/generate`.
 
-    A server that was started with `--incremental-streaming-output` sends what is new, any other all that there is. Both
-    say how many ids there are by now, so that what is new is as many of the last as are not known yet.
+    A server with `--incremental-streaming-output` sends new ids, any other server all ids so far. Both report the
+    number of ids so far, from which the number of new ids follows.
     """
 
     def __init__(self, count: int) -> None:
@@ -153,7 +155,7 @@ class _SglangReader:
 
     def _top(self, positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
         if any(len(row) < self._count for row in positions):
-            raise ValueError(f"fewer than the {self._count} likeliest ids")
+            raise ValueError(f"fewer than the {self._count} most likely ids")
         return TopLogprobs.of([{each[1]: each[0] for each in row} for row in positions], self._count)
 
 

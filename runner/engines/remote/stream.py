@@ -1,4 +1,4 @@
-"""The deltas of one request to a server; leaving closes its connection, and the server frees its place."""
+"""Deltas of one request to a server; leaving the block closes its connection, and the server frees its place."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["RemoteStream"]
 
 _END_SECONDS = 1.0
-"""How long the end of an answer may take after its last event, for its connection to be used again."""
+"""Seconds for the rest of an answer after its last event, so that its connection can be reused."""
 
 
 class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Session]):
-    """The deltas of one request, out of the answer of a server.
+    """Deltas of one request from the answer of a server.
 
     Args:
-        runtime: the server.
-        request: what is to be sampled.
-        exact: whether the server's log-probabilities are those that the ids are sampled with; else it gives none.
+        runtime: runtime of the engine.
+        request: the request.
+        exact: True if the server's log-probabilities are those of the sampling distribution; otherwise they are
+            dropped.
     """
 
     def __init__(self, runtime: RemoteRuntime, request: GenerationRequest, *, exact: bool) -> None:
@@ -49,18 +50,18 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         self._reader: PieceReader
         self._pieces: deque[Delta] = deque()
         self._last: Piece | None = None
-        """The piece that said why the turn ended: it waits for what the server says behind it."""
+        """Piece with the finish reason; held back until the end of the answer, which may have the usage."""
         self._cached_tokens: int | None = None
 
     @property
     def sent_all(self) -> bool:
-        """The server has nothing to send any more, whether anybody read it or not."""
+        """True if the server has nothing more to send, read or not."""
         if self.finish is not None or self._answer is None:
             return not self._sending
         return self._answer.arrived
 
     def stamp(self, version: str) -> None:
-        """The weights were exchanged, as far as is known here: by what came last of any request."""
+        """Record new weights, seen in another request, unless the server reports versions for this one."""
         if not self._last_version:
             self._stamps.mark(version, self.sent)
 
@@ -74,9 +75,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         assert self._call is not None
         while True:
             self._attempts += 1
-            await (
-                self._runtime.wait_until_resumed()
-            )  # one that is sent again must not begin while the server stands still
+            await self._runtime.wait_until_resumed()  # a retry must not begin while the server is paused
             self._sending = True
             try:
                 self._answer = await self._runtime.server.open(self._call)
@@ -121,15 +120,15 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
             try:
                 while data := await answer.read():
                     self._take(data)
-            except HttpFailure:  # whatever befell it then, the turn was whole
+            except HttpFailure:  # the turn was complete
                 pass
         self._end()
 
     def _take(self, data: bytes) -> None:
-        """Make deltas of what came.
+        """Convert received bytes to deltas.
 
         Raises:
-            HttpFailure: the server says that it failed, or what it says cannot be read.
+            HttpFailure: the server reports a failure, or the data cannot be read.
         """
         try:
             for event in self._events.feed(data):
@@ -143,7 +142,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
     def _take_event(self, event: bytes) -> None:
         chunk = orjson.loads(event)
         if not isinstance(chunk, Mapping):
-            raise TypeError("an event that is no object")
+            raise TypeError("an event that is not an object")
         if "error" in chunk:
             raise failure_in(chunk["error"])
         piece = self._reader.read(chunk)
@@ -175,10 +174,10 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
     # --- its end
 
     def _end(self) -> None:
-        """The answer is over.
+        """Finish the turn at the end of the answer.
 
         Raises:
-            HttpFailure: the turn is not.
+            HttpFailure: the answer ended before the turn.
         """
         last = self._last
         if last is None:
@@ -191,7 +190,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
         self._pieces.append(replace(delta, finish=self.finish))
 
     def _versions(self, last: Piece | None) -> tuple[VersionSpan, ...]:
-        """The versions of the ids: as the server tells them, else by our own account."""
+        """Return the weight versions of the ids, from the server if it reports them, otherwise as recorded here."""
         if last is None or last.versions is None:
             return self._stamps.spans(self.sent)
         for span in last.versions:
@@ -208,7 +207,7 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
             self._leave()
 
     def _drain(self) -> None:
-        """Keep what has come and was not read; a turn that goes on is cut."""
+        """Keep unread data; cut an unfinished turn."""
         if self.finish is None and self._answer is not None:
             try:
                 self._take(self._answer.unread())

@@ -1,4 +1,4 @@
-"""vLLM's dialects: its endpoint for token ids, and its completions with ids for a prompt, which every server has.
+"""vLLM's dialects: its endpoint for token ids, and the completions of every server with ids as the prompt.
 
 Fields as in vLLM 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py` and `entrypoints/openai/completion`.
 """
@@ -21,15 +21,15 @@ from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["Completions", "VllmGenerate"]
 
-_MIN_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON does not have
-_TOKEN = "token_id:"  # what `return_tokens_as_token_ids` writes before an id
+_MIN_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does not have
+_TOKEN = "token_id:"  # prefix of an id with `return_tokens_as_token_ids`
 
 _Row: TypeAlias = Mapping[int, float]
-"""The likeliest ids in one place, with the log-probability of each."""
+"""Most likely ids at one position, with the log-probability of each."""
 
 
 class _Vllm(Dialect):
-    """What both have in common: the server."""
+    """Common base of both dialects."""
 
     health = Call("GET", "/health")
     version = Call("GET", "/version")
@@ -78,7 +78,7 @@ class VllmGenerate(_Vllm):
 
     name = ServerDialect.VLLM
     path = "/inference/v1/generate"
-    missing = "start the server with --enable-scale-out, or give dialect='completions', which tells no weight versions"
+    missing = "start the server with --enable-scale-out, or give dialect='completions', which has no weight versions"
 
     def body(
         self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
@@ -98,11 +98,11 @@ class VllmGenerate(_Vllm):
 def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, Any]:
     known = frozenset({"stream_interval"})
     parameters = sampling_arguments(request, stream_interval=stream_interval, known=known)
-    del parameters["flat_logprobs"]  # how vLLM keeps them inside itself
+    del parameters["flat_logprobs"]  # internal to vLLM
     if parameters["logit_bias"]:
         parameters["logit_bias"] = {str(token_id): bias for token_id, bias in parameters["logit_bias"].items()}
     if parameters["logprobs"]:
-        # The sampled id comes first and counts as one of them, so that the last of the likeliest would be left out.
+        # The sampled id is first and counts as one of them, so the last of the most likely ids would be missing.
         parameters["logprobs"] += 1
     if request.constraint is not None:
         parameters["structured_outputs"] = constraint_arguments(request.constraint)
@@ -112,7 +112,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
 
 
 class _VllmReader:
-    """Reads chunks."""
+    """Reader of chunks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -136,11 +136,11 @@ class _VllmReader:
 
     @abstractmethod
     def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
-        """The ids, the log-probability of each, and those of the likeliest in its place."""
+        """Return the ids, the log-probability of each, and the most likely ids at each position."""
 
 
 class _GenerateReader(_VllmReader):
-    """Reads the chunks of `/inference/v1/generate`."""
+    """Reader of the chunks of `/inference/v1/generate`."""
 
     def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
         ids = choice["token_ids"] or ()
@@ -152,7 +152,7 @@ class _GenerateReader(_VllmReader):
 
 
 class Completions(_Vllm):
-    """vLLM's completions, with ids for a prompt."""
+    """vLLM's completions with ids as the prompt."""
 
     name = ServerDialect.COMPLETIONS
     path = "/v1/completions"
@@ -164,7 +164,7 @@ class Completions(_Vllm):
         if request.extra:
             raise RequestRejected(f"{request.name}: completions take no extra arguments ({', '.join(request.extra)})")
         parameters = _parameters(request, stream_interval)
-        if count := request.sampling.logprobs:  # here the sampled id does not count
+        if count := request.sampling.logprobs:  # here the sampled id is not counted
             parameters["logprobs"] = count
         for name in ("detokenize", "stream_interval"):
             parameters.pop(name, None)
@@ -184,12 +184,12 @@ class Completions(_Vllm):
 
 
 class _CompletionsReader(_VllmReader):
-    """Reads the chunks of `/v1/completions`."""
+    """Reader of the chunks of `/v1/completions`."""
 
     def _sampled(self, choice: Mapping[str, Any]) -> tuple[Sequence[int], Iterable[float], Iterable[_Row]]:
         ids = choice.get("token_ids")
         if ids is None:
-            raise ValueError("a server that gives no token ids; vLLM does from 0.10.2 on")
+            raise ValueError("the answer has no token ids; vLLM returns them since 0.10.2")
         said = choice["logprobs"] or {} if ids else {}
         rows = (
             {int(name.removeprefix(_TOKEN)): _logprob(value) for name, value in row.items()}
@@ -200,7 +200,7 @@ class _CompletionsReader(_VllmReader):
 
 def _likeliest(rows: Sequence[_Row], count: int) -> TopLogprobs:
     if any(len(row) < count for row in rows):
-        raise ValueError(f"fewer than the {count} likeliest ids")
+        raise ValueError(f"fewer than the {count} most likely ids")
     return TopLogprobs.of(rows, count)
 
 

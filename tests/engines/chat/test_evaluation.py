@@ -217,7 +217,7 @@ async def test_options_of_chat_templates_are_refused_where_there_is_none() -> No
 async def test_sampling_that_cannot_be_asked_for_is_refused_before_anything_is() -> None:
     async def talk(conversation: Conversation) -> None:
         for sampling in (Sampling(min_p=0.5), Sampling(regex="a")):
-            with pytest.raises(BadOption, match="cannot be asked for it"):
+            with pytest.raises(BadOption, match="a chat API does not support it"):
                 await conversation.generate(sampling=sampling)
         await conversation.generate()
 

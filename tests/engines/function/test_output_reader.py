@@ -67,8 +67,8 @@ WRONG = {
     "another finish": (TokenOutput([72, STOP], FIRST, "completed"), "gave the finish 'completed': give one of stop"),
     "a stop id that is missing": (TokenOutput([72, 72], FIRST, "stop"), "gave the finish 'stop' and no stop id"),
     "a stop without any id": (TokenOutput([], [], "stop"), "gave the finish 'stop' and no stop id"),
-    "ids behind a stop id": (TokenOutput([STOP, 72], FIRST, "stop"), f"went on behind the stop id {STOP}"),
-    "a length that is a stop": (TokenOutput([72, STOP], FIRST, "length"), "gave the finish 'length' behind a stop id"),
+    "ids behind a stop id": (TokenOutput([STOP, 72], FIRST, "stop"), f"continued after the stop id {STOP}"),
+    "a length that is a stop": (TokenOutput([72, STOP], FIRST, "length"), "gave the finish 'length' after a stop id"),
     "a length too early": (TokenOutput([72, 72], FIRST, "length"), "gave the finish 'length' after 2 ids: max_tokens"),
     "too many ids": (TokenOutput([72] * 5, [-0.5] * 5, "length"), "gave 5 ids: max_tokens is 4"),
     "a version that is none": (stop([72], version=1.5), "gave the weight version 1.5"),
@@ -95,7 +95,7 @@ async def test_what_comes_behind_the_finish_is_an_error_and_the_finish_is_not_to
     read: list[Delta] = []
     engine = says(TokenOutput([72], [-0.5]), stop([73]), TokenOutput([74], [-0.5]))
     async with engine, engine.stream(request(max_tokens=9)) as stream:
-        with pytest.raises(EngineError, match="went on behind its finish"):
+        with pytest.raises(EngineError, match="continued after its finish"):
             await drain(stream, read)
     assert [list(delta.token_ids) for delta in read] == [[72]]
 

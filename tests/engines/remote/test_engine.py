@@ -311,7 +311,7 @@ async def test_the_connection_of_a_turn_that_ended_is_used_again(tmp_path: Path)
 
 async def test_several_models_are_told_apart_by_the_folders_name(tmp_path: Path) -> None:
     async with serve(tmp_path, others=("other",)) as server:
-        with pytest.raises(BadModel, match=r"has several models: scripted, other. Give the one that is meant as name="):
+        with pytest.raises(BadModel, match=r"has several models: scripted, other. Choose one with name="):
             await remote(server, tmp_path).__aenter__()
         (tmp_path / "model").rename(tmp_path / "scripted")
         async with RemoteEngine(server.url, tmp_path / "scripted") as engine:

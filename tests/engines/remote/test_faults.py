@@ -56,7 +56,7 @@ def says(*events: bytes) -> Trouble:
 
 async def test_a_server_that_lets_nobody_in_is_refused_at_the_start_with_the_fix(tmp_path: Path) -> None:
     async with serve(tmp_path, key="right") as server:
-        with pytest.raises(BadOption, match=r"lets nobody in: .*401: Unauthorized. Give its key as api_key="):
+        with pytest.raises(BadOption, match=r"refuses the key: .*401: Unauthorized. Give its key as api_key="):
             await remote(server, tmp_path, api_key="wrong").__aenter__()
         async with remote(server, tmp_path, api_key="right") as engine:
             assert text_of(await read(engine)) == TEXT
@@ -178,7 +178,7 @@ async def test_a_server_that_wants_to_be_left_alone_for_long_is(tmp_path: Path) 
         (answers(500, "out of memory"), "answered 500: out of memory"),
         (says(b"{not json"), "cannot be read"),
         (says(b'{"choices": [{"index": 0}]}'), r"cannot be read \(KeyError"),
-        (says(b"[1, 2]"), "an event that is no object"),
+        (says(b"[1, 2]"), "an event that is not an object"),
         (says(b'{"error": {"message": "no memory", "code": 500}}'), "no memory"),
         (answers(302), "answered 302"),
     ],
