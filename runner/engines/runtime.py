@@ -1,4 +1,4 @@
-"""An engine while it runs: the requests inside, its state for its trainer, and what each kind of engine does itself."""
+"""Runtime of an engine: its requests, its state for the trainer, and the operations of each kind of engine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 __all__ = ["EngineRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
-"""The seconds that undoing a failed pause may take: nothing can cancel it."""
+"""Time limit for undoing a failed pause, in seconds; nothing can cancel it."""
 
 
 class OpenRequest(Protocol):
-    """What the runtime asks of the stream of a request."""
+    """Methods of a request's stream that the runtime needs."""
 
     def stamp(self, version: str) -> None: ...
 
@@ -34,51 +34,50 @@ RequestT = TypeVar("RequestT", bound=OpenRequest)
 
 
 class EngineRuntime(ABC, Generic[RequestT]):
-    """What an engine and its streams share while it runs; an engine that is entered again has another one.
+    """State that an engine and its streams share while it runs; each entry of the engine has a new one.
 
-    The state is kept here for every kind of engine, and nobody else changes it; `Controllable` has the calls that ask
-    for a change. A subclass does what only its kind can: it pauses, loads weights, gives memory up. All of it is called
-    one at a time, by who holds `lock`.
+    Only this class changes the state; the calls of `Controllable` request the changes. A subclass implements the
+    operations of its kind: pause, load weights, release memory. They run one at a time, under `lock`.
     """
 
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
         self.gate = gate
-        """The gate of the engine, which lets nobody in while the engine does not run."""
+        """Gate of the engine; closed while the engine is paused."""
         self.adapters = adapters
-        """The LoRA adapters on the weights."""
+        """LoRA adapters of the engine."""
         self.context = context
-        """The most ids a prompt and what is sampled on it may have together."""
+        """Maximum number of ids of prompt and turn together."""
         self.versions = [version]
-        """Every weight version so far, the newest last."""
+        """All weight versions so far, the newest last."""
         self.requests: dict[RequestT, None] = {}
-        """The requests inside; ordered, so that what befalls all of them comes in one order."""
+        """Requests inside, in order of entry, so that operations on all of them have a fixed order."""
         self.sampled = 0
-        """Ids that left the engine."""
+        """Number of sampled ids that left the engine."""
         self.state = EngineState.RUNNING
-        """What the engine is doing."""
+        """State of the engine."""
         self.standstill = Standstill()
-        """Stops the clocks of whoever waits for the engine while it stands still."""
+        """Holds the clocks of tasks that wait for the engine while it is paused."""
         self.progress: Progress | None = Progress()
-        """The clocks of turns that wait for an id, which each step of the engine for any turn restarts; None for an
-        engine whose requests may hang each by itself."""
+        """Clocks of turns that wait for an id; every engine step, for any turn, restarts all of them. None for an
+        engine whose requests can hang one by one."""
         self.asleep: frozenset[str] = frozenset()
-        """The parts of the engine's memory that are given up."""
+        """Parts of the engine's memory that are released."""
         self.weights_discarded = False
-        """Whether a sleep discarded the weights, and none were given since."""
+        """True if a sleep discarded the weights and no new ones were loaded since."""
         self.paused_by_caller = False
-        """Whether the trainer paused the engine, which then goes on only when the trainer resumes it."""
+        """True if the trainer paused the engine; then only the trainer resumes it."""
         self.cuts = 0
-        """How often turns that were being sampled were cut."""
+        """Number of times that turns were cut."""
         self.listeners: set[Callable[[], None]] = set()
-        """Called after each update of the weights and each adapter that was added."""
+        """Functions that are called after each weight update and each added adapter."""
         self.lock = anyio.Lock()
-        """Held by who changes the engine: a second one waits for the first."""
+        """Lock for changes of the engine: a second call waits for the first."""
         self.proof_figures: ProofFigures | None = None
-        """The figures of the proof of the weights that sample now; None where none was given."""
+        """Figures of the proof of the current weights; None without a proof."""
         self.moved: bool | None = None
-        """False where the last update moved no score of the engine's; None where that was not compared."""
+        """False if the last update changed no score of the engine; None if that was not compared."""
         self.dtype = "float32"
-        """The number type that the engine computes in, by torch's name."""
+        """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
         self._baseline: ProofFigures | None = None
         self._accepted: Accepted | None = None
@@ -87,50 +86,50 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     def require_alive(self) -> None:
-        """Return if requests can be answered, as far as is known without asking.
+        """Check that requests can be answered, as far as is known without a request.
 
         Raises:
             EngineDead: they cannot, with the cause.
         """
 
     def close(self, request: RequestT) -> None:
-        """Take note that a request is not inside any more; twice is allowed."""
+        """Remove a request that is not inside any more; idempotent."""
         self.requests.pop(request, None)
 
     # --- versions
 
     @property
     def version(self) -> str:
-        """The version of the weights that sample now."""
+        """Current weight version."""
         return self.versions[-1]
 
     def lag(self, version: str) -> int:
-        """How many updates ago the weights had this version; 0 for one that the engine never had.
+        """Return the number of updates since this version; 0 for an unknown version.
 
-        For ids that an adapter sampled, its later additions count too.
+        For ids that an adapter sampled, its newer versions count too.
         """
         newest = len(self.versions) - 1
         behind = newest - self._ages.get(base_and_adapter(version)[0], newest)
         return behind + self.adapters.lag(version)
 
     def new_version(self, version: str | None) -> str:
-        """The name of the next weights: the one that is given, or the next number.
+        """Return the name of the next weights: the given one, or the next number.
 
         Raises:
-            BadOption: it is no name, or was there before.
+            BadOption: the name is invalid, or was used before.
         """
         if version is None:
             return next(name for name in map(str, count(len(self.versions))) if name not in self._ages)
         if not isinstance(version, str) or not version:
-            raise BadOption(f"update_weights(version={version!r}): give a name, or nothing to count up.")
+            raise BadOption(f"update_weights(version={version!r}): give a name, or None for the next number.")
         if base_and_adapter(version)[1]:
-            raise BadOption(f"update_weights(version={version!r}): what follows the + would stand for an adapter.")
+            raise BadOption(f"update_weights(version={version!r}): the part after the + would name an adapter.")
         if version in self._ages:
-            raise BadOption(f"update_weights(version={version!r}): these weights were there before; give a new name.")
+            raise BadOption(f"update_weights(version={version!r}): this version was used before; give a new name.")
         return version
 
     def _add_version(self, version: str) -> None:
-        """Take note of weights that are loaded: what is sampled from now on is of this version."""
+        """Record a new weight version: ids that are sampled from now on have it."""
         for request in self.requests:
             request.stamp(version)
         self._ages[version] = len(self.versions)
@@ -138,7 +137,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.weights_discarded = False
 
     def note_version(self, version: str) -> None:
-        """Take note of the version that ids came with: whoever owns the weights may have exchanged them."""
+        """Record the version that ids came with: the owner of the weights may have exchanged them."""
         if version not in self._ages:
             self._add_version(version)
             self.notify_listeners()
@@ -151,54 +150,54 @@ class EngineRuntime(ABC, Generic[RequestT]):
     # --- from state to state
 
     async def hold(self, mode: PauseMode) -> None:
-        """From running to paused; undone where it fails or is cancelled."""
-        # The gate first, so that nobody enters who would then be cut or be waited for.
+        """Change from running to paused; undone after a failure or a cancellation."""
+        # The gate first, so that no request enters that would be cut or waited for.
         self.gate.hold()
         self.cuts += mode is PauseMode.ABORT
         try:
-            if mode is not PauseMode.WAIT:  # else what is being sampled goes on, and so do its clocks
+            if mode is not PauseMode.WAIT:  # with WAIT, turns and their clocks continue
                 self.standstill.begin()
             await self.pause(mode)
         except BaseException:
-            self.state = EngineState.PAUSED  # until it goes on: `resume` may be asked again where this fails
+            self.state = EngineState.PAUSED  # until it resumes: `resume` may be called again if this fails
             await to_its_end(self._undo)
             raise
         self.standstill.begin()
         self.state = EngineState.PAUSED
 
     async def _undo(self) -> None:
-        # Bounded, since an engine that did not pause may not answer to this either.
+        # Bounded, since an engine that failed to pause may hang here too.
         with anyio.move_on_after(UNDO_SECONDS):
             await self.release()
 
     async def release(self) -> None:
-        """From paused to running."""
+        """Change from paused to running."""
         await self.resume()
         self.state = EngineState.RUNNING
         self.standstill.end()
         self.gate.release()
 
     async def pause_by_caller(self, mode: PauseMode) -> None:
-        """From running to paused, until the trainer resumes it."""
+        """Change from running to paused, until the trainer resumes."""
         await self.hold(mode)
         self.paused_by_caller = True
 
     async def resume_by_caller(self) -> None:
-        """From paused to running, since the trainer says so."""
+        """Change from paused to running for the trainer."""
         self.paused_by_caller = False
         await to_its_end(self.release)
 
     async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
-        """Through updating to what the engine was, or to running if it stood still for the new weights alone.
+        """Load new weights and return to the earlier state, or to running after a pause for the weights only.
 
         Returns:
-            The figures of the proof; None without one.
+            The figures of the proof; None without a proof.
 
         Raises:
             EngineDead: the weights could not be loaded, or their proof does not hold.
         """
         figures: list[ProofFigures] = []
-        # To its end: weights that were exchanged by half could neither be used nor be put back.
+        # Shielded: partly exchanged weights could neither be used nor restored.
         await to_its_end(partial(self._exchange, checked, version, proof, figures))
         return figures[0] if figures else None
 
@@ -218,7 +217,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.notify_listeners()
 
     async def _prove(self, proof: WeightProof, version: str) -> ProofFigures:
-        """Score a proof's ids on every rank while no turn goes on; where one computes others, end the engine."""
+        """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ."""
         worst: ProofFigures | None = None
         try:
             by_rank = await self.score_while_paused(proof.ids)
@@ -230,7 +229,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
                 where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
                 raise self.ended_by(
                     f"the proof of the weights {version!r}{where} does not hold: {why}. Nothing was sampled with them. "
-                    "`deltarunner check-weights MODEL` tells which tensors do not arrive"
+                    "`deltarunner check-weights MODEL` lists the tensors that do not arrive"
                 )
             worst = figures if worst is None or figures.median > worst.median else worst
         assert worst is not None, "an engine has a rank"
@@ -238,39 +237,39 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return worst
 
     def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
-        """Compare an engine's scores with a proof: the figures, and why it does not hold, empty where it does."""
+        """Compare an engine's scores with a proof; return figures and the reason of a failure, or ""."""
         tolerance = tolerance_of(proof, self.dtype, self._baseline)
         figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
         return figures, failure_reason(figures, proof, scores, self._accepted)
 
     def keep_proof(self, proof: WeightProof, scores: Sequence[float], baseline: ProofFigures | None) -> None:
-        """Keep a proof that held, for the next one to be compared with.
+        """Keep a proof that held, as the reference for the next one.
 
         Args:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids.
-            baseline: its figures where they are of the weights that the engine started with.
+            baseline: its figures, if they are of the starting weights.
         """
         self._accepted = Accepted(proof, scores)
         if baseline is not None and len(self.versions) == 1:
             self._baseline = baseline
 
     async def fall_asleep(self, level: int) -> None:
-        """From running or paused to asleep; what was being sampled is cut."""
+        """Change from running or paused to asleep; turns that are being sampled are cut."""
         if self.state is EngineState.RUNNING:
             await self.hold(PauseMode.ABORT)
-        # To its end: memory given up by half could not be taken back.
+        # Shielded: partly released memory could not be allocated again.
         await to_its_end(partial(self._fall_asleep, level))
 
     async def _fall_asleep(self, level: int) -> None:
-        self.cuts += 1  # also of turns that an earlier pause kept
+        self.cuts += 1  # also turns that an earlier pause kept
         await self.sleep(level)
         self.asleep = frozenset(SLEEP_TAGS)
         self.weights_discarded = self.weights_discarded or level == 2
         self.state = EngineState.ASLEEP
 
     async def wake_up(self, parts: frozenset[str]) -> None:
-        """From asleep to what the engine was before, once the last part of its memory is there."""
+        """Allocate memory again; with the last part return to the state before the sleep."""
         await to_its_end(partial(self._wake_up, parts))
 
     async def _wake_up(self, parts: frozenset[str]) -> None:
@@ -281,26 +280,26 @@ class EngineRuntime(ABC, Generic[RequestT]):
             await self._release_unless_paused()
 
     async def _release_unless_paused(self) -> None:
-        """Go on, unless the trainer paused the engine or some of what it needs is missing."""
+        """Resume, unless the trainer paused the engine or a part of its memory is missing."""
         if not self.paused_by_caller and not self.weights_discarded and not self.asleep:
             await self.release()
 
-    # --- what cannot be now, each refused by the name of the call
+    # --- checks of the state; errors begin with the name of the call
 
     def require_running(self, call: str) -> None:
-        """Return if the engine is running."""
+        """Check that the engine is running."""
         if self.state is not EngineState.RUNNING:
             raise BadControl(f"{call}: the engine is {self.state.value} already.{self._recovery_hint()}")
 
     def require_paused(self, call: str) -> None:
-        """Return if the engine is paused and has weights to go on with."""
+        """Check that the engine is paused and has weights."""
         if self.state is not EngineState.PAUSED:
             raise BadControl(f"{call}: the engine is {self.state.value}, not paused.{self._recovery_hint()}")
         if self.weights_discarded:
             raise BadControl(f"{call}: sleep(2) discarded the weights: update_weights(...) first.")
 
     def require_weights_awake(self, call: str) -> None:
-        """Return if the memory of the weights is not given up."""
+        """Check that the memory of the weights is not released."""
         if "weights" in self.asleep:
             raise BadControl(f"{call}: the memory of the weights is asleep: wake(['weights']) first.")
 
@@ -308,44 +307,44 @@ class EngineRuntime(ABC, Generic[RequestT]):
         ways = {EngineState.PAUSED: " resume() ends that.", EngineState.ASLEEP: " wake() ends that."}
         return ways.get(self.state, "")
 
-    # --- what each kind of engine does itself; new weights, a sleep or a wake that fails half way raises EngineDead
+    # --- operations of each kind of engine; a load, sleep or wake that fails midway raises EngineDead
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stand still; what was being sampled is ended or kept, by `mode`."""
+        """Pause; turns that are being sampled are ended or kept, by `mode`."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on; also after a `pause` that failed or was cancelled half way."""
+        """Resume, also after a `pause` that failed or was cancelled midway."""
 
     @abstractmethod
     async def check_weights(self, given: Any) -> Any:
-        """Compare new weights with the model while the engine goes on; gives what `load_weights` needs of them.
+        """Compare new weights with the model while the engine runs; return the argument for `load_weights`.
 
         Raises:
-            BadWeights: they do not fit; names the tensor.
+            BadWeights: they do not fit; the message names the tensor.
         """
 
     @abstractmethod
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Exchange the weights, and forget every cached prompt."""
+        """Exchange the weights, and drop all cached prompts."""
 
     async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
-        """Exchange the weights, and compare the engine's own scores before and after where it can.
+        """Exchange the weights, and compare the engine's own scores before and after, if it can.
 
         Args:
             checked: the result of `check_weights`.
-            version: names the new weights.
-            compares: False where a proof shows more.
+            version: name of the new weights.
+            compares: False if a proof replaces the comparison.
 
         Returns:
-            False where no score moved, None where they were not compared.
+            False if no score changed, None if they were not compared.
         """
         await self.load_weights(checked, version)
         return None
 
     async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
-        """The log-probability of each id but the first, by data-parallel rank, while no turn goes on.
+        """Return the log-probability of each id but the first, by data-parallel rank, while no turn runs.
 
         Raises:
             BadControl: the engine cannot score.
@@ -354,36 +353,36 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     def ended_by(self, why: str) -> EngineError:
         """End the engine for a reason, and return the error that every request gets."""
-        # Not abstract: an engine that cannot score is never given a proof, and has nothing to implement here.
-        raise NotImplementedError(f"{type(self).__name__} scores ids and has to say how it ends")
+        # Not abstract: an engine that cannot score never gets a proof.
+        raise NotImplementedError(f"{type(self).__name__} scores ids and has to implement ended_by()")
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prompt, those of running requests included."""
+        """Drop all cached prompts, also those of running requests."""
 
-    def check_sleep(self, level: int) -> None:  # one that can always sleep has nothing to say
-        """Look whether `sleep` is possible, before anything is touched.
+    def check_sleep(self, level: int) -> None:  # default: sleep is always possible
+        """Check that `sleep` is possible, before anything changes.
 
         Raises:
-            BadControl: it is not; says why.
+            BadControl: it is not; the message has the reason.
         """
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
-        """Give memory up: 1 keeps the weights elsewhere, 2 discards them."""
+        """Release memory: level 1 moves the weights to CPU memory, level 2 discards them."""
 
     @abstractmethod
     async def wake(self, tags: Collection[str]) -> None:
-        """Take the memory of these parts back, and stand still."""
+        """Allocate the memory of these parts again, and stay paused."""
 
     @abstractmethod
     async def profile(self, *, on: bool) -> None:
         """Start or stop the profiler.
 
         Raises:
-            BadControl: the engine has none, or was started without; says how to start it.
+            BadControl: the engine has no profiler, or was started without it; the message has the fix.
         """
 
     async def devices(self) -> list[str]:
-        """Where the model is, a name for each worker."""
+        """Return the device of each worker."""
         return []

@@ -1,4 +1,4 @@
-"""Sharing an engine that nobody has entered yet: whoever enters it closes it, once the others are done with it."""
+"""Shared use of an engine: the first user enters it, and closes it after the last one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from runner.errors import BadOption
 __all__ = ["ensure_running"]
 
 _ELSEWHERE = (
-    "this {engine} was entered on another event loop, and works on that one alone. Give it unentered: then the "
-    "run enters it; or enter it on the loop that plays: in an async test whose fixtures share its loop, with "
-    "`await play_async(...)`. In tests, the fixture `real_engine` plays from any loop."
+    "this {engine} was entered on another event loop, and works only there. Do not enter it before: then the "
+    "run enters it; or enter it on the loop of the run: in an async test whose fixtures share its loop, with "
+    "`await play_async(...)`. In tests, the fixture `real_engine` works from any loop."
 )
 
 
 @dataclass(slots=True)
 class _Entered:
-    """An engine that one of its users entered."""
+    """State of an engine that one of its users entered."""
 
     guests: int = 0
-    """How many users there are besides the one that entered it."""
+    """Users besides the one that entered it."""
     open: bool = False
-    """Whether it has started and is not being closed."""
+    """True after the start and before the close."""
     started: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it has started, or could not."""
+    """Set after the start or its failure."""
     left: anyio.Event = field(default_factory=anyio.Event)
-    """Set when the last guest goes."""
+    """Set when the last other user leaves."""
     closed: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it is over."""
+    """Set after the close."""
 
 
 _ENTERED: WeakKeyDictionary[BaseEngine, _Entered] = WeakKeyDictionary()
@@ -43,10 +43,10 @@ _ENTERED: WeakKeyDictionary[BaseEngine, _Entered] = WeakKeyDictionary()
 
 @asynccontextmanager
 async def ensure_running(engine: BaseEngine) -> AsyncIterator[None]:
-    """The engine runs within this block: it is entered unless it is running already.
+    """Ensure that the engine runs within this block: enter it unless it is running.
 
-    Of several such blocks at once, the one that came first enters the engine and leaves it, both in its own task;
-    before it leaves, it waits for the others.
+    The first of several concurrent blocks enters and leaves the engine, both in its own task; before it leaves, it
+    waits for the others.
 
     Raises:
         BadOption: it runs on another event loop.
@@ -57,7 +57,7 @@ async def ensure_running(engine: BaseEngine) -> AsyncIterator[None]:
             async with _guest(entered):
                 yield
             return
-        # Starting or closing: then we look again, since whoever waited with us may be the next to enter it.
+        # Starting or closing: check again afterwards, since another waiting task may enter it next.
         await (entered.closed if entered.started.is_set() else entered.started).wait()
     if engine.running:
         if engine.loop not in (None, current_token()):
@@ -88,7 +88,7 @@ async def _host(engine: BaseEngine) -> AsyncIterator[None]:
             entered.started.set()
             try:
                 yield
-                # In a loop: another guest may come between the last one's leaving and this task's turn.
+                # In a loop: another user may arrive before this task runs.
                 while entered.guests:
                     entered.left = anyio.Event()
                     await entered.left.wait()

@@ -1,4 +1,4 @@
-"""The states of an engine, the ways to pause it, and what an update of its weights did."""
+"""States of an engine, modes of a pause, and the result of a weight update."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from runner.errors import BadOption
 __all__ = ["SLEEP_TAGS", "CheckedUpdate", "EngineState", "PauseMode", "WeightUpdate"]
 
 SLEEP_TAGS = ("weights", "kv_cache")
-"""The parts of an engine's memory that can be woken one by one."""
+"""Parts of an engine's memory that can be woken separately."""
 
 
 class PauseMode(enum.StrEnum):
-    """What becomes of the turns that are being sampled when an engine pauses."""
+    """Handling of turns that are being sampled when an engine pauses."""
 
     WAIT = "wait"
-    """The turns are sampled to their end first."""
+    """The pause waits for the end of the turns."""
     KEEP = "keep"
-    """The turns stand still, and go on from where they were."""
+    """The turns are paused, and continue where they were."""
     ABORT = "abort"
-    """The turns are cut; a run samples them anew, from the same prompts."""
+    """The turns are cut; a run samples them again from the same prompts."""
 
     @classmethod
     def of(cls, mode: PauseMode | str) -> PauseMode:
-        """The mode of that name.
+        """Return the mode of that name.
 
         Raises:
-            BadOption: there is none.
+            BadOption: the name is unknown.
         """
         if mode not in list(cls):
             raise BadOption(f"mode={mode!r}: give one of {', '.join(cls)}.")
@@ -38,46 +38,46 @@ class PauseMode(enum.StrEnum):
 
 
 class EngineState(enum.StrEnum):
-    """What an engine is doing for its trainer."""
+    """State of an engine."""
 
     RUNNING = "running"
     """The engine samples."""
     PAUSED = "paused"
-    """The engine stands still until `resume`."""
+    """The engine is paused until `resume`."""
     UPDATING = "updating"
-    """The engine's weights are being exchanged."""
+    """The weights are being exchanged."""
     ASLEEP = "asleep"
-    """The engine's memory was given up, or part of it."""
+    """All or a part of the memory is released."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedUpdate:
-    """New weights that an engine has compared with its model, and not loaded yet."""
+    """New weights that were compared with the model and are not loaded yet."""
 
     version: str
-    """The version that they will have."""
+    """Version of the new weights."""
     seconds: float
-    """The seconds of the comparison."""
+    """Seconds of the comparison."""
     weights: Any
-    """The weights in the form in which the engine loads them."""
+    """Weights in the engine's form for loading."""
     proof: WeightProof | None = None
-    """The proof that the engine has to pass with them before any turn goes on; None for none."""
+    """Proof that is scored before any turn continues; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What an update of the weights did, and how long each part of it took."""
+    """Result of a weight update, with the time of each part."""
 
     version: str
-    """The version of the new weights, which sample from now on."""
+    """Version of the new weights, which sample from now on."""
     check_seconds: float
-    """How long comparing the new weights with the model took; the engine went on meanwhile."""
+    """Seconds of the comparison with the model; the engine runs during it."""
     pause_seconds: float
-    """How long it took until the engine stood still."""
+    """Seconds until the engine was paused."""
     load_seconds: float
     """Seconds to load the weights, score their proof, stamp the version and drop the cached prompts."""
     proof: ProofFigures | None = None
-    """The figures of the proof, of many engines those with the largest median; None where none was given."""
+    """Figures of the proof; of several engines those with the largest median. None without a proof."""
     moved: bool | None = None
-    """False where no score of some ids moved: the same weights, a change that rounding removes, or one that did not
-    arrive. None where the engine does not compare its scores, or a proof was given."""
+    """False if no score of a sample of ids changed: the same weights, a change below rounding, or a change that did not
+    arrive. None if scores were not compared, or with a proof."""

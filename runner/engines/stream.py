@@ -1,4 +1,4 @@
-"""What the streams of every kind of engine share: the way in through the gate, the way out, and whose ids they are."""
+"""Common base of all streams of token ids: gate, adapter, and weight versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SessionT = TypeVar("SessionT", bound=Session)
 
 
 class VersionStamps:
-    """The weight versions of one request's ids: the weights change while it is sampled, its adapter does not."""
+    """Weight versions of one request's ids. The weights can change during the request, its adapter cannot."""
 
     __slots__ = ("_adapter", "_marks")
 
@@ -28,16 +28,16 @@ class VersionStamps:
         self._adapter = "" if adapter is None else f"+{adapter.label}"
 
     def named(self, version: str) -> str:
-        """A version of the weights with the adapter on them, as "7+poet@2"."""
+        """Return a weight version with the adapter appended, as "7+poet@2"."""
         return version + self._adapter
 
     def mark(self, version: str, sampled: int) -> None:
-        """The weights were exchanged when so many ids had been sampled."""
+        """Record new weights after this number of sampled ids."""
         self._marks.append((version, sampled))
 
     def spans(self, length: int) -> tuple[VersionSpan, ...]:
-        """The versions of the first `length` ids, in order; a version that sampled nothing is not among them."""
-        if len(self._marks) == 1:  # as nearly always
+        """Return the versions of the first `length` ids, in order, without versions that sampled none."""
+        if len(self._marks) == 1:  # nearly always
             return (VersionSpan(self.named(self._marks[0][0]), 0, length),) if length else ()
         ends = [*((version, min(start, length)) for version, start in self._marks), ("", length)]
         return tuple(
@@ -46,14 +46,14 @@ class VersionStamps:
 
 
 class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
-    """The deltas of one request: it waits at the gate, has its adapter, and gives its place back."""
+    """Deltas of one request that waits at the gate, holds an adapter, and frees its place at the end."""
 
     def __init__(self, runtime: RuntimeT, request: GenerationRequest, session: SessionT) -> None:
         self.rest: list[Delta] = []
         self.finish: Finish | None = None
         self.request = request
         self.sent = 0
-        """Ids that left the engine."""
+        """Number of sampled ids that left the engine."""
         self._runtime = runtime
         self._session = session
         self._stamps = VersionStamps(runtime.version)
@@ -67,7 +67,7 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         runtime.requests[self] = None
         self._inside = True
         try:
-            # Only now: weights and adapters may have changed while it waited at the gate.
+            # Not earlier: weights and adapters can change while it waits at the gate.
             self._adapter = runtime.adapters.take(request.name, request.sampling.adapter)
             self._stamps = VersionStamps(runtime.version, self._adapter)
             await self._begin()
@@ -77,26 +77,26 @@ class GatedStream(DeltaStream, Generic[RuntimeT, SessionT]):
         return self
 
     def _check(self) -> None:
-        """Refuse at once what the engine would refuse after it waited at the gate."""
+        """Refuse before the gate what the engine would refuse after it."""
         runtime, request = self._runtime, self.request
         runtime.require_alive()
         if not 0 < len(request.prompt) < runtime.context:
             raise RequestRejected(
                 f"{request.name}: the prompt has {len(request.prompt)} ids; "
-                f"the context is {runtime.context}, and at least one id must be given and one sampled"
+                f"the context is {runtime.context}, with at least one prompt id and one sampled id"
             )
         runtime.adapters.check(request.name, request.sampling.adapter)
 
     def _room(self, length: int) -> int:
-        """Ids of the KV cache that a sequence of `length` ids needs together with its next turn."""
+        """Return the ids of the KV cache for a sequence of `length` ids and its next turn."""
         return min(length + self.request.sampling.max_tokens, self._runtime.context)
 
     @abstractmethod
     async def _begin(self) -> None:
-        """Have the request sampled, once it was let in."""
+        """Start the sampling, after the gate."""
 
     def _leave(self) -> None:
-        """Give back what the request took."""
+        """Free the place, the room and the adapter."""
         self._inside = False
         runtime, request = self._runtime, self.request
         runtime.close(self)

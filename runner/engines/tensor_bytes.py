@@ -1,7 +1,7 @@
-"""The bytes of tensors, taken without letting go of the interpreter's lock.
+"""Bytes of tensors, read without releasing the GIL.
 
-Nearly every operation of torch gives that lock away, and a thread beside a busy event loop then waits up to 5 ms
-(`sys.getswitchinterval()`) until it has it again: 270 MB in 272 tensors took 10 s of such waiting, and take 0.4.
+Most torch operations release the GIL; a thread beside a busy event loop then waits up to 5 ms
+(`sys.getswitchinterval()`) to get it back. 270 MB in 272 tensors took 10 s because of this, and take 0.4 s now.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ __all__ = ["Bytes", "bytes_of", "tensor_of"]
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """Shape [bytes]."""
 
-_BY_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # what both numpy and torch have
+_BY_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # types of both numpy and torch
 
 
 def bytes_of(tensor: Any, dtype: str | None = None) -> Bytes:
-    """A tensor as it lies in a file, or a numpy array.
+    """Return the bytes of a tensor or a numpy array in the layout of a file.
 
     Args:
         tensor: on any device, of any strides.
-        dtype: the name of torch's type that it is rounded to; None keeps its own.
+        dtype: name of a torch type to convert to; None keeps the type.
 
     Returns:
-        A view of the tensor's own memory where that is laid out so already, else of a copy.
+        A view of the tensor's memory if its layout matches, otherwise of a copy.
     """
     import torch
 
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.name == (dtype or tensor.dtype.name) and tensor.dtype.isnative:
             return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        # A copy, since torch warns of arrays that are read-only; and in this machine's order of bytes.
+        # A copy, since torch warns about read-only arrays; in the native byte order.
         tensor = torch.from_numpy(tensor.astype(tensor.dtype.newbyteorder("=")))
     wanted = tensor.dtype if dtype is None else getattr(torch, dtype)
     if not _lies_so(tensor, wanted):
         tensor = tensor.detach().to("cpu", wanted).resolve_conj().resolve_neg().contiguous()
-        if not _lies_so(tensor, wanted):  # of a class of its own, whose memory is its own affair
+        if not _lies_so(tensor, wanted):  # a tensor subclass with its own memory layout
             return _by_torch(tensor)
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    # It lives for as long as anybody has a view of it; the tensor alone may be given other memory meanwhile.
+    # Keeps the memory alive while a view exists; the tensor itself could get other memory.
     memory.owner = tensor.untyped_storage()
     return np.frombuffer(memory, np.uint8)
 
@@ -67,14 +67,14 @@ def _by_torch(tensor: Any) -> Bytes:
     import torch
 
     plain = tensor.reshape(-1)
-    if plain.stride(0) != 1:  # of one number or none counts as contiguous, and cannot be viewed
+    if plain.stride(0) != 1:  # a tensor of at most one number counts as contiguous, and cannot be viewed
         plain = plain.clone(memory_format=torch.contiguous_format)
     found: Bytes = plain.view(torch.uint8).numpy()
     return found
 
 
 def tensor_of(bytes_: Bytes, dtype: str, shape: tuple[int, ...]) -> Any:
-    """The tensor of torch whose bytes these are; a view of them."""
+    """Return a torch tensor that is a view of these bytes."""
     import torch
 
     wanted = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends to an engine: what it asks of one end, and a transfer that others bring step by step."""
+"""Weight transfers from a trainer to an engine: steps of the receiver, and transfers that another process relays."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ __all__ = ["Announced", "Receiver", "RelayedTransfer", "TransferStep", "send_par
 
 
 class TransferStep(enum.StrEnum):
-    """What a trainer asks of a paused engine, in this order; `LOAD` as often as the weights have parts."""
+    """Steps of a transfer into a paused engine, in this order; `LOAD` once per part."""
 
     START = "start"
-    """The engine makes itself ready."""
+    """Prepare for new weights."""
     LOAD = "load"
-    """The engine receives a part, and loads it."""
+    """Receive and load a part."""
     FINISH = "finish"
-    """The last part was there."""
+    """End the transfer after the last part."""
 
 
 class Receiver(Protocol):
-    """The end of a transfer where the weights are received: an engine, or all those of a fleet."""
+    """Receiving end of a transfer: one engine, or all of a fleet."""
 
     async def meet(self, init: Mapping[str, Any]) -> None:
-        """Join the trainer; returns when both are there."""
+        """Join the trainer; return when both ends are connected."""
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
-        """Take a step; returns when it is done.
+        """Do a step; return when it is done.
 
         Args:
-            step: which.
-            part: vLLM's update info, where a part is to be loaded.
+            step: the step.
+            part: vLLM's update info for `LOAD`, otherwise None.
         """
 
 
 async def send_parts(transfer: WeightTransfer, receiver: Receiver) -> None:
-    """Have a receiver take all that a trainer elsewhere sends."""
+    """Do all steps of a transfer from an external trainer."""
     await receiver.step(TransferStep.START)
     for part in transfer.parts:
         await receiver.step(TransferStep.LOAD, dict(part))
@@ -52,14 +52,14 @@ async def send_parts(transfer: WeightTransfer, receiver: Receiver) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A transfer, as far as it is known before anything is sent."""
+    """Description of a transfer before anything is sent."""
 
     given_as: str
-    """The trainer's argument in words, for errors."""
+    """Name of the trainer's argument, for errors."""
     forms: Mapping[str, TensorForm]
-    """The form of every tensor, by its name."""
+    """Form of every tensor, by name."""
     seconds: float
-    """Seconds after which an end that is silent counts as gone."""
+    """Seconds without data after which the other end counts as lost."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,11 +71,11 @@ class _Step:
 
 
 class RelayedTransfer:
-    """Weights of a trainer that somebody else speaks with, who brings what it asks for.
+    """Weights of a trainer that another process talks to, which relays its steps.
 
     Args:
-        announced: what is known of them.
-        init: joins engine and trainer, before anything is brought; None where they have met.
+        announced: description of the transfer.
+        init: init info that joins engine and trainer before the first step; None if they are joined already.
     """
 
     def __init__(self, announced: Announced, init: Mapping[str, Any] | None = None) -> None:
@@ -86,10 +86,10 @@ class RelayedTransfer:
         self._over = False
 
     async def bring(self, step: TransferStep, part: Any = None) -> None:
-        """Have the engine take a step, as soon as it stands still; returns when it did.
+        """Relay a step to the engine, and return after the engine did it.
 
         Raises:
-            EngineError: the engine takes none any more: it failed, or all was there.
+            EngineError: the engine does no more steps: it failed, or the transfer is complete.
         """
         brought = _Step(step, part)
         if not self._over:
@@ -97,21 +97,21 @@ class RelayedTransfer:
             self._news.set()
             await brought.over.wait()
         if not brought.taken:
-            raise EngineError(f"the engine takes no {step} of these weights any more")
+            raise EngineError(f"the engine does not accept {step} for this transfer any more")
 
     async def receive(self, receiver: Receiver) -> None:
-        """Have the receiver take each step as it is brought, the last one included.
+        """Do each relayed step on the receiver, up to the last one.
 
         Raises:
-            EngineError: it was closed before.
-            Exception: whatever the receiver raises; nothing that is brought later is taken.
+            EngineError: the transfer was closed early.
+            Exception: any error of the receiver; later steps are refused.
         """
         try:
             step = None
             while step is not TransferStep.FINISH:
                 while not self._steps:
                     if self._over:
-                        raise EngineError("these weights were given up before all of them were there")
+                        raise EngineError("the transfer was closed before all weights arrived")
                     self._news = anyio.Event()
                     await self._news.wait()
                 brought = self._steps[0]
@@ -124,7 +124,7 @@ class RelayedTransfer:
             self.close()
 
     def close(self) -> None:
-        """Let go of who brings something, and of who receives it; twice is allowed."""
+        """End the transfer and wake both sides; idempotent."""
         self._over = True
         self._news.set()
         for brought in self._steps:

@@ -1,4 +1,4 @@
-"""New weights for an engine that runs: what they may be given as, and whether they fit the model."""
+"""New weights for a running engine: their sources, and the check that they fit the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "read_folder",
 ]
 
-# (files, index that says which of them count), the first pair with a file: as vLLM chooses.
+# (files, index of the files that count); the first pair with a file is used, as in vLLM.
 _LAYOUTS = (
     ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
     ("*.safetensors", "model.safetensors.index.json"),
@@ -48,105 +48,106 @@ _DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""The dtypes of which any is taken for any: vLLM rounds them to the model's as it loads them."""
+"""Dtypes that may replace each other: vLLM converts them to the model's dtype."""
 
 SAFETENSORS_NAMES = {name: code for code, name in _DTYPES.items()}
-"""What the safetensors format calls a dtype, by torch's name for it."""
+"""Names of dtypes in the safetensors format, by torch's name."""
 
 _TIED = "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "position_ids")
-_HEADER_BYTES = 100_000_000  # as long as the safetensors library reads one
-_MAX_NAMED_TENSORS = 3  # tensors that an error names
+_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+_MAX_NAMED_TENSORS = 3  # in one error
 _REQUIRED = ("names", "dtype_names", "shapes")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What can be told of a tensor without reading it."""
+    """Form of a tensor, without its data."""
 
     dtype: str
     """Torch's name for the tensor's dtype, such as "bfloat16"."""
     shape: tuple[int, ...]
-    """The tensor's sizes."""
+    """Shape of the tensor."""
     file: str = ""
-    """The name of the file that holds it; "" where there is none."""
+    """Name of its file; "" without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """A folder of safetensors whose files are all there and whole."""
+    """Folder of safetensors whose files are complete."""
 
     folder: Path
-    """The folder."""
+    """Path of the folder."""
     files: tuple[Path, ...]
-    """The files that count, of those that are in it."""
+    """Files in use, some of those in the folder."""
     forms: Mapping[str, TensorForm]
-    """The form of every tensor, by its name."""
+    """Form of every tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the engine was started from, which new weights are compared with."""
+    """Checkpoint of the engine's start, which new weights are compared with."""
 
     name: str
-    """The model's name, for errors."""
+    """Name of the model, for errors."""
     forms: Mapping[str, TensorForm]
-    """The form of every tensor, by its name."""
+    """Form of every tensor, by name."""
     tied: bool = False
-    """Whether the model's output layer is its embedding, so that `lm_head.weight` may be given or left out."""
+    """True if output layer and embedding are one tensor; then `lm_head.weight` is optional."""
 
     def optional(self, name: str) -> bool:
-        """Whether a tensor may be given or left out: the model computes it, or has it under another name."""
+        """Return whether a tensor is optional: the model computes it, or has it under another name."""
         return name.endswith(_BUFFERS) or self.is_tied(name)
 
     def is_tied(self, name: str) -> bool:
-        """Whether it is the output layer of a model whose output layer is its embedding."""
+        """Return whether a name is that of a tied output layer."""
         return self.tied and (name == _TIED or name.endswith(f".{_TIED}"))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTransfer:
-    """Weights that a trainer in this process sends through one of vLLM's weight transfer engines, both ends at once.
+    """Weights that a trainer in this process sends through one of vLLM's weight transfer engines.
 
     The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
     """
 
     info: Any
-    """VLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: which backend, and where both ends meet."""
+    """vLLM's `NCCLTrainerInitInfo` or `IPCTrainerInitInfo`: the backend, and how both ends connect."""
     source: Any
-    """VLLM's `WeightSource`, such as `ModuleSource(model)`; the ends meet anew for another object."""
+    """VLLM's `WeightSource`, such as `ModuleSource(model)`; another object needs a new connection."""
     seconds: float = 600.0
     """Seconds after which an end that is silent counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTransfer:
-    """Weights that a trainer elsewhere sends: broadcasts of NCCL, handles of GPU memory (IPC).
+    """Weights of a trainer in another process: NCCL broadcasts, or handles of GPU memory (IPC).
 
     The engine is started with `VllmEngine(weight_transfer_config={"backend": "nccl"})`, or "ipc".
     """
 
     update: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    """VLLM's update info as the trainer's side makes it: `names`, `dtype_names`, `shapes` and what the backend adds.
+    """vLLM's update info of the trainer: `names`, `dtype_names`, `shapes` and the backend's own fields.
 
-    Several, where the trainer sends the weights in parts.
+    A sequence if the trainer sends the weights in parts.
     """
     init: Mapping[str, Any] | None = None
-    """VLLM's init info, which joins trainer and engine; used where it differs from the last one."""
+    """vLLM's init info, which joins trainer and engine; used if it differs from the last one."""
     seconds: float = 600.0
-    """Seconds after which a trainer that sends nothing counts as gone."""
+    """Seconds without data after which the trainer counts as lost."""
 
     @property
     def parts(self) -> tuple[Mapping[str, Any], ...]:
-        """The update infos in the order they are sent in."""
+        """Update infos in the order of sending."""
         return (self.update,) if isinstance(self.update, Mapping) else tuple(self.update)
 
 
 def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
-    """The tensors of a folder of safetensors, by their headers; nothing else is read. Blocks.
+    """Read the tensor forms of a folder of safetensors, from the headers only. Blocks.
 
     Raises:
-        BadWeights: there is no such folder, or a file is missing, truncated or damaged; names it and the tensor.
+        BadWeights: the folder does not exist, or a file is missing, truncated or damaged; the message names file and
+            tensor.
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
@@ -167,7 +168,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
 
 
 def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
-    """The files that count, and which tensor the index, if there is one, says is in which."""
+    """Return the files in use, and the file of each tensor by the index, if there is one."""
     for pattern, index_name in _LAYOUTS:
         found = sorted(folder.glob(pattern))
         index = _read_index(folder / index_name)
@@ -212,14 +213,14 @@ def _read_header(file: Path) -> dict[str, TensorForm]:
 
 
 def _entries(file: Path) -> list[tuple[str, Any]]:
-    """What the header says of each tensor; a file that ends before its last tensor does is refused by that name."""
+    """Return the header entry of each tensor; a file that ends before its last tensor is refused by that name."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or (size < 8 + length and length <= _HEADER_BYTES):
             raise BadWeights(f"{file} is truncated: it ends within its header, after {size} bytes. Save it again.")
         if length > _HEADER_BYTES:
-            raise BadWeights(f"{file} is no safetensors file: its header would be {length} bytes long.")
+            raise BadWeights(f"{file} is not a safetensors file: its header would be {length} bytes long.")
         header = json.loads(opened.read(length))
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     for name, entry in sorted(entries, key=lambda named: int(named[1]["data_offsets"][1])):
@@ -233,10 +234,10 @@ def _entries(file: Path) -> list[tuple[str, Any]]:
 
 
 def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
-    """The tensors that a transfer announces.
+    """Return the tensor forms that a transfer announces.
 
     Raises:
-        BadWeights: it does not say what it brings.
+        BadWeights: the announcement is incomplete.
     """
     forms: dict[str, TensorForm] = {}
     for part in transfer.parts:
@@ -245,8 +246,8 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
         absent = [key for key in _REQUIRED if key not in part]
         if absent:
             raise BadWeights(
-                f"WeightTransfer(update=...) has no {absent[0]!r}: what is not announced cannot be compared with the "
-                "model before the engine is touched. The NCCL and IPC backends announce names, dtype_names and shapes."
+                f"WeightTransfer(update=...) has no {absent[0]!r}: only announced tensors can be compared with the "
+                "model before the engine changes. The NCCL and IPC backends announce names, dtype_names and shapes."
             )
         columns = [list(part[key]) for key in _REQUIRED]
         if len(set(map(len, columns))) != 1:
@@ -260,13 +261,13 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
 
 
 def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str) -> None:
-    """Return if the weights fit.
+    """Check that the weights fit the model.
 
-    Every tensor of the model has to be there, since vLLM exchanges fused parameters as a whole and keeps no part of
-    them, and none but them. Shapes are equal. Floats of any width are taken for each other, other dtypes are equal.
+    Exactly the model's tensors are needed, since vLLM exchanges fused parameters as a whole. Shapes have to be equal.
+    Floats of any width may replace each other, other dtypes have to be equal.
 
     Raises:
-        BadWeights: they do not; names the first tensors that are wrong.
+        BadWeights: they do not; the message names the first wrong tensors.
     """
     missing = [name for name in model.forms if name not in given and not model.optional(name)]
     unknown = [name for name in given if name not in model.forms and not model.optional(name)]
@@ -290,7 +291,7 @@ def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, Tensor
 
 
 def _prefix(missing: list[str], unknown: list[str]) -> str:
-    """What a wrapper of the trainer's model put before every name, or ""."""
+    """Return the prefix that a wrapper of the trainer's model added to every name, or ""."""
     for name in unknown:
         if missing and name.endswith(missing[0]):
             prefix = name.removesuffix(missing[0])
@@ -308,7 +309,7 @@ def _misfits(given: Mapping[str, TensorForm], model: Checkpoint) -> Iterator[str
         elif form.dtype != wanted.dtype and not {form.dtype, wanted.dtype} <= set(FLOATS):
             yield (
                 f"the tensor {name!r}{_in_file(form)} is {form.dtype}, the model's is {wanted.dtype}, and only "
-                f"{', '.join(FLOATS)} are taken for each other"
+                f"{', '.join(FLOATS)} may replace each other"
             )
 
 

@@ -1,4 +1,4 @@
-"""An engine around another one: it answers for what is its own and passes the rest on."""
+"""Wrapper around an engine, which forwards everything that a subclass does not override."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ __all__ = ["WrappedEngine"]
 
 
 class WrappedEngine(Engine):
-    """Passes everything on; a subclass says otherwise where it is different."""
+    """Engine that forwards every call to an inner engine; a subclass overrides some."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         """The engine inside."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "inner":  # what a wrapper has not set yet is not the engine's
+        if name.startswith("_") or name == "inner":  # attributes that the wrapper has not set yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.inner, name)
 
     @property
-    def loop(self) -> object:  # type: ignore[override]  # as is what it runs on
+    def loop(self) -> object:  # type: ignore[override]  # forwarded
         return self.inner.loop
 
     @property
-    def runtime(self) -> EngineRuntime[Any] | None:  # type: ignore[override]  # as is what is asked of it
+    def runtime(self) -> EngineRuntime[Any] | None:  # type: ignore[override]  # forwarded
         return self.inner.runtime
 
     @property
     def progress(self) -> Progress | None:
-        """The clocks that the inner engine's steps restart."""
+        """Clocks that the inner engine's steps restart."""
         return self.inner.progress
 
     @property
-    def running(self) -> bool:  # type: ignore[override]  # it runs while the inner engine does
+    def running(self) -> bool:  # type: ignore[override]  # forwarded
         return self.inner.running
 
     @property
-    def notes(self) -> Sequence[str]:  # type: ignore[override]  # as is what it says
+    def notes(self) -> Sequence[str]:  # type: ignore[override]  # forwarded
         return self.inner.notes
 
     @property
     def start_phase(self) -> str:
-        """The present phase of the inner engine's start."""
+        """Current phase of the inner engine's start."""
         return self.inner.start_phase
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:
-        """Have the inner engine choose as in the run that is resumed."""
+        """Restore the inner engine's choices of a resumed run."""
         self.inner.go_on_with(described)
 
     async def __aenter__(self) -> Self:
@@ -66,23 +66,23 @@ class WrappedEngine(Engine):
         await self.inner.__aexit__(kind, error, traceback)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The inner engine's deltas."""
+        """Return the inner engine's deltas."""
         return self.inner.stream(request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """The inner engine's handle."""
+        """Return the inner engine's session."""
         return self.inner.session(late=late, beside=beside)
 
     def close_session(self, session: Session) -> None:
-        """Give the session's room back; twice is allowed."""
+        """Free the session's room; idempotent."""
         self.inner.close_session(session)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what the inner engine could not be asked for."""
+        """Check that the inner engine supports a sampling."""
         self.inner.check_sampling(sampling)
 
     def check_constraint(self, constraint: Constraint) -> None:
-        """Refuse what the inner engine could not enforce."""
+        """Check that the inner engine can enforce a constraint."""
         self.inner.check_constraint(constraint)
 
     async def score(
@@ -93,19 +93,19 @@ class WrappedEngine(Engine):
         sampling: Sampling | None = None,
         constraint: Constraint | None = None,
     ) -> list[float]:
-        """The inner engine's log-probabilities of given ids."""
+        """Return the inner engine's log-probabilities of given ids."""
         return await self.inner.score(ids, start=start, sampling=sampling, constraint=constraint)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Refuse what the inner engine cannot score."""
+        """Check that the inner engine supports a call of `score`."""
         self.inner.check_scoring(as_sampled=as_sampled)
 
     def stats(self) -> EngineStats:
-        """What the inner engine is doing now."""
+        """Return the inner engine's counts."""
         return self.inner.stats()
 
     def is_alive(self) -> bool:
-        """Whether the inner engine is."""
+        """Return whether the inner engine can answer."""
         return self.inner.is_alive()
 
     async def health(self) -> None:
@@ -113,5 +113,5 @@ class WrappedEngine(Engine):
         await self.inner.health()
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the inner engine."""
+        """Return the inner engine's header entry."""
         return self.inner.describe()

@@ -68,9 +68,11 @@ REFUSED: list[Any] = [
     pytest.param(asleep, lambda e: e.wake(["cache"]), "give a list of weights and kv_cache", id="tag"),
     pytest.param(asleep, lambda e: e.wake("weights"), "give a list of weights and kv_cache", id="tag no list"),
     pytest.param(
-        nothing, lambda e: e.update_weights(None, version="scripted"), "these weights were there before", id="version"
+        nothing, lambda e: e.update_weights(None, version="scripted"), "this version was used before", id="version"
     ),
-    pytest.param(nothing, lambda e: e.update_weights(None, version=""), "give a name, or nothing to count", id="empty"),
+    pytest.param(
+        nothing, lambda e: e.update_weights(None, version=""), "give a name, or None for the next", id="empty"
+    ),
 ]
 
 

@@ -74,7 +74,7 @@ async def test_a_proof_of_another_vocabulary_is_refused_before_anything_is_touch
 
 async def test_a_proof_longer_than_the_context_is_refused() -> None:
     async with ScriptedEngine("Yes", context=40) as engine:
-        with pytest.raises(BadWeights, match="40 ids, and the engine's context is 40"):
+        with pytest.raises(BadWeights, match="40 ids do not fit the engine's context of 40"):
             await engine.update_weights("any", proof=WeightProof(IDS, [-1.0] * 39))
 
 
@@ -233,7 +233,7 @@ async def test_prove_of_wrong_weights_is_refused_and_changes_nothing() -> None:
     async with ScriptedEngine("Yes", scores=model) as engine:
         model.offset = 1.0
         proof, model.offset = model.proof(), 0.0
-        with pytest.raises(BadWeights, match=r"prove\(\): the engine computes other log-probabilities"):
+        with pytest.raises(BadWeights, match=r"prove\(\): the engine's log-probabilities differ"):
             await engine.prove(proof)
         assert engine.is_alive()
         await engine.prove(model.proof())

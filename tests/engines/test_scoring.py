@@ -240,7 +240,7 @@ async def test_a_scripted_engine_scores_by_a_function() -> None:
     async with ScriptedEngine("Yes", scores=lambda ids: [-float(each) for each in ids[1:]]) as engine:
         assert await engine.score([1, 2, 3]) == [-2.0, -3.0]
     async with ScriptedEngine("Yes", scores=lambda ids: [-1.0]) as engine:
-        with pytest.raises(RequestRejected, match=r"ScriptedEngine\(scores=\) gave 1 values for 3 ids"):
+        with pytest.raises(RequestRejected, match=r"ScriptedEngine\(scores=\) returned 1 values for 3 ids"):
             await engine.score([1, 2, 3])
 
 

@@ -72,7 +72,7 @@ async def test_an_engine_that_fails_over_a_part_takes_no_other_and_says_so_to_wh
             await relay.receive(diary)
     await bring(FINISH)
     assert diary.steps == [(LOAD, 1)]
-    assert told == [f"the engine takes no {step} of these weights any more" for step in (LOAD, LOAD, FINISH)]
+    assert told == [f"the engine does not accept {step} for this transfer any more" for step in (LOAD, LOAD, FINISH)]
 
 
 async def test_an_engine_that_goes_away_lets_go_of_who_brings_something() -> None:

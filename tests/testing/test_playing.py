@@ -253,7 +253,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         BadOption,
         "agent='judge'.: .* the trained agents are 'main'",
     ),
-    "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is no reply: give a text"),
+    "a number among replies": (lambda: ANY(Sums, ["1", 5]), BadOption, "5 is not a reply: give a text"),
     "a function's number": (lambda: ANY(Sums, lambda asked: 5), AssertionError, "lambda.* returned 5 .int.: return a"),
     "a function's error": (lambda: ANY(Sums, lambda asked: 1 / 0), AssertionError, "raised ZeroDivisionError"),
     "no such task": (
@@ -305,7 +305,7 @@ def test_second():
 def test_an_engine_that_was_entered_on_another_event_loop_is_refused() -> None:
     engine = QueuedEngine().always("42")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
-        with pytest.raises(BadOption, match="this QueuedEngine was entered on another event loop, and works on that"):
+        with pytest.raises(BadOption, match="this QueuedEngine was entered on another event loop, and works only there"):
             play(Sums, engine)
         with pytest.raises(BadOption, match="this RecordingEngine was entered on another event loop"):
             play(Sums, record(engine))

@@ -1,4 +1,4 @@
-"""From a reply to its delivery: what one scripted request will be sent and when, all known when it begins."""
+"""Delivery plan of a scripted request: all ids and their times, known when the request begins."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["DeliveryPlan", "DeliveryPlanner"]
 
-_NOISE_COUNT: Final = 1 << 13  # log-probabilities that are drawn for a seed
+_NOISE_COUNT: Final = 1 << 13  # log-probabilities per seed
 
 
 @dataclass(slots=True)
 class DeliveryPlan:
-    """What one request will be sent; the ticker only moves on in it."""
+    """Deltas of one request and their times; the tick clock only advances in it."""
 
     ids: list[int]
-    """The ids that are sampled, up to the fault if there is one."""
+    """Sampled ids, up to the fault if there is one."""
     logprobs: Sequence[float] | None
-    """A log-probability for each id; None where the engine gives none."""
+    """Log-probability of each id; None if the engine is configured without."""
     top: TopLogprobs | None
-    """The likeliest ids in the place of each; None where none were asked for, or the engine gives none."""
+    """Most likely ids at each position; None if not requested, or without log-probabilities."""
     cuts: list[int]
-    """The end of each delta, as an index into `ids`."""
+    """End of each delta, as an index into `ids`."""
     between: int
     """Ticks from one id to the next."""
     finish: Finish | None
-    """The finish of the last delta, without weight versions; None if nothing ends the stream."""
+    """Finish of the last delta, without weight versions; None if the stream does not end."""
     fault: Fault | None
-    """The fault after the last id; None where nothing goes wrong."""
+    """Fault after the last id; None without a fault."""
     begins: int
-    """The tick of the first id."""
+    """Tick of the first id."""
 
     @property
     def first(self) -> int:
-        """The tick of the first delta, which arrives with its last id."""
+        """Tick of the first delta, which arrives with its last id."""
         return self.begins + max(0, self.cuts[0] - 1 if self.cuts else 0) * self.between
 
     def piece(self, start: int, end: int, finish: Finish | None) -> Delta:
-        """The ids from `start` to `end` as they are sent."""
+        """Return the delta of the ids from `start` to `end`."""
         logprobs = self.logprobs[start:end] if self.logprobs is not None else None
         top = self.top.part(start, end) if self.top is not None else None
         return Delta(self.ids[start:end], logprobs, finish, top)
 
     def pause(self, index: int) -> int:
-        """Ticks from the delta before `index` to that one, at least one."""
+        """Return the ticks from the delta before `index` to that one, at least 1."""
         return max(1, (self.cuts[index] - self.cuts[index - 1]) * self.between)
 
     def sampled(self, now: int) -> int:
-        """How many ids a model would have sampled by now, sent or not."""
+        """Return the number of ids that are sampled by now, sent or not."""
         if now < self.begins:
             return 0
         return min(len(self.ids), 1 + (now - self.begins) // self.between) if self.between else len(self.ids)
@@ -78,51 +78,51 @@ class DeliveryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryPlanner:
-    """Knows what each request is to be sent, by the settings of one engine, which `ScriptedEngine` explains."""
+    """Planner of deliveries, with the settings of one `ScriptedEngine`."""
 
     model: ScriptedModel
-    """The model, which gives the replies."""
+    """Source of the replies."""
     faults: Faults | None
-    """The faults that were asked for, by request or by predicate."""
+    """Configured faults, by request number or predicate."""
     tokenizer: Tokenizer
-    """The engine's tokenizer."""
+    """Tokenizer of the engine."""
     stop_ids: tuple[int, ...]
-    """The ids that end a turn where the request names none."""
+    """Ids that end a turn if the request has none."""
     context: int
-    """The most ids of a prompt and what is sampled on it."""
+    """Maximum number of ids of prompt and turn together."""
     seed: int
-    """The engine's seed."""
+    """Seed of the engine."""
     chunks: Chunks
-    """The cuts into deltas where the reply has none of its own."""
+    """Cuts into deltas for replies without their own."""
     lone_finish: bool
-    """Whether the finish comes on a delta of its own."""
+    """True if the finish has a delta of its own."""
     latency: Latency
-    """The ticks of ids where the reply has none of its own."""
+    """Times of ids for replies without their own."""
     logprobs: bool
-    """Whether log-probabilities are given."""
+    """True if deltas have log-probabilities."""
     scores: Scores
-    """The log-probabilities of given ids; None to draw them."""
+    """Function for the log-probabilities of given ids; None to draw them."""
 
     def ask(
         self, request: GenerationRequest, turn: int, number: int
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
-        """Ask faults and model; the reply may have to be waited for, and may have a fault of its own."""
+        """Return the call, its fault and its reply, which may have to be awaited and may have a fault of its own."""
         call = ModelCall(request, turn, number, self.tokenizer, self.seed)
-        # The faults first: both may draw from the turn's random numbers.
+        # Faults first: both may use the turn's random numbers.
         fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)
         extra = request.extra
         ids = extra.get("force", extra.get("score")) if extra else None
-        if request.scores_prompt:  # the model is not asked, so that no reply is used up
+        if request.scores_prompt:  # without the model, so that no reply is used up
             ids = self.stop_ids[:1]
-        if ids is not None:  # by a test, which forces the ids of any engine so, or to be scored
+        if ids is not None:  # ids that a test forces, or ids to score
             return call, fault, EncodedReply(Reply(ids=ids, finish=FinishReason.LENGTH), list(ids))
         return call, fault, self.model.reply(call)
 
     def plan(self, call: ModelCall, encoded: EncodedReply, fault: Fault | None, now: int) -> DeliveryPlan:
-        """What the request of `call` will be sent from the tick after `now`.
+        """Plan the delivery of a request, which begins in the tick after `now`.
 
         Raises:
-            RequestRejected: by a fault that was asked for.
+            RequestRejected: the fault is a rejection.
         """
         reply = encoded.reply
         fault = fault or reply.fault
@@ -150,10 +150,10 @@ class DeliveryPlanner:
         )
 
     def scored(self, prompt: Sequence[int]) -> list[float]:
-        """The log-probability of each id of a prompt but the first: as the script says, or drawn for each pair of ids.
+        """Return the log-probability of each prompt id but the first, from the script, or drawn for each pair of ids.
 
         Raises:
-            RequestRejected: the script gives another number of values.
+            RequestRejected: the script returns a wrong number of values.
         """
         if self.scores is None:
             drawn = _noise(self.seed)
@@ -161,13 +161,13 @@ class DeliveryPlanner:
         values = [float(value) for value in self.scores(prompt)]
         if len(values) != len(prompt) - 1:
             raise RequestRejected(
-                f"ScriptedEngine(scores=) gave {len(values)} values for {len(prompt)} ids; give one for each id "
+                f"ScriptedEngine(scores=) returned {len(values)} values for {len(prompt)} ids; give one for each id "
                 "but the first."
             )
         return values
 
     def _ended(self, request: GenerationRequest, encoded: EncodedReply) -> tuple[list[int], Finish]:
-        """The ids up to where the request ends them, and why."""
+        """Return the ids up to the end of the turn, and the finish."""
         ids, reply = encoded.ids, encoded.reply
         room = min(request.sampling.max_tokens, self.context - len(request.prompt))
         stops = self._stops(request, reply)
@@ -177,7 +177,7 @@ class DeliveryPlanner:
             ids, reason, stop = ids[:end], FinishReason.STOP, ids[end]
         elif reason is FinishReason.STOP:
             stop = self._stop_id(request, reply)
-        if stop is not None and stop not in stops:  # a model that goes on past its end begins again here
+        if stop is not None and stop not in stops:  # a model that continues past its end starts over
             ids, reason, stop = _repeated([*ids, stop], room), FinishReason.LENGTH, None
         elif stop is not None:
             ids = [*self._long_enough(request, ids), stop]
@@ -186,7 +186,7 @@ class DeliveryPlanner:
         return ids, Finish(reason, stop)
 
     def _stops(self, request: GenerationRequest, reply: Reply) -> set[int]:
-        """The ids that end the turn."""
+        """Return the ids that end the turn."""
         ignored = self.stop_ids if request.sampling.ignore_eos else ()
         stops = set(request.stop_ids or (() if ignored else self.stop_ids))
         if reply.stop is not None and reply.stop not in ignored:
@@ -194,14 +194,13 @@ class DeliveryPlanner:
         return stops
 
     def _long_enough(self, request: GenerationRequest, ids: list[int]) -> list[int]:
-        """What is said before the stop id, again from its beginning where that is less than the request wants."""
+        """Return the ids before the stop id, repeated up to the request's `min_tokens`."""
         least = request.sampling.min_tokens
         if len(ids) >= least:
             return ids
         if not ids:
             raise RequestRejected(
-                f"{request.name}: Sampling(min_tokens={least}), and the reply says nothing that could be said again. "
-                "Give it a text."
+                f"{request.name}: Sampling(min_tokens={least}), and the reply has no ids to repeat. Give it a text."
             )
         return _repeated(ids, least)
 
@@ -225,14 +224,14 @@ class DeliveryPlanner:
         if not self.logprobs:
             return None
         drawn = _noise(self.seed)
-        # The factor is odd, so that 8,192 keys in a row have as many starts; neighbours begin 273 draws apart.
+        # The factor is odd, so 8,192 consecutive keys have different starts; the closest starts are 273 draws apart.
         start = (call.key * 7919 + self.seed) % _NOISE_COUNT
         noise = drawn[start : start + length]
         while len(noise) < length:
             noise += drawn[: length - len(noise)]
         if reply.logprobs is None:
             return noise
-        # A stop id that was appended has none of its own.
+        # An appended stop id has no value of its own.
         return [*reply.logprobs[:length], *noise[len(reply.logprobs) :]]
 
     def _top(
@@ -245,7 +244,7 @@ class DeliveryPlanner:
         if reply.top_logprobs is None:
             return top
         said = given(request.name, reply.top_logprobs, count).part(0, len(ids))
-        # As with the log-probabilities, what the reply does not reach has none of its own.
+        # As with log-probabilities, an appended stop id has no values of its own.
         said.extend(top.part(len(said), len(ids)))
         return said
 
@@ -255,12 +254,15 @@ def _repeated(ids: list[int], length: int) -> list[int]:
 
 
 def _rng(call: ModelCall) -> random.Random:
-    """Random numbers of the delivery, apart from those that a function playing the model draws from."""
+    """Return random numbers for the delivery, separate from those of a function that plays the model."""
     return random.Random(call.key)
 
 
 @functools.lru_cache(16)
 def _noise(seed: int) -> list[float]:
-    """Log-probabilities, each turn's from a place of its own on: drawing them anew would cost more than the turn."""
+    """Draw log-probabilities once per seed.
+
+    Each turn starts at another position, since drawing again would cost more than the turn.
+    """
     rng = random.Random(seed)
     return array("f", (-rng.expovariate(1.0) - 1e-6 for _ in range(_NOISE_COUNT))).tolist()

@@ -1,4 +1,4 @@
-"""The scripted engine: says what it is told, delivered as a real engine would, for development and tests."""
+"""Scripted engine: scripted replies, delivered as by a real engine, for development and tests."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ _WEIGHT_VERSION = "scripted"
 
 
 class ScriptedEngine(Engine):
-    """An engine without a model.
+    """Engine without a model.
 
-    What it sends follows from its arguments and the requests, never from how many run at once.
+    Its output depends only on its arguments and the requests, never on concurrency.
 
     Args:
-        replies: what the model says. A list is read from its beginning by every conversation; see `Replies`.
-        tokenizer: by default the 256 bytes, ChatML's control tokens, and those that the template's text has.
+        replies: replies of the model. Every conversation reads a list from its beginning; see `Replies`.
+        tokenizer: default: the 256 bytes, ChatML's control tokens, and the control tokens in the template's text.
         template: a chat template, its bundled name or its file.
-        stop_ids: ids that end a turn; by default the tokenizer's EOS.
-        context: the most ids a prompt and what is sampled on it may have together.
-        places: requests that run at once; further ones wait at the gate, late before first.
-        room: ids of the KV cache it pretends to have; by default there is always room.
-        seed: what log-probabilities and random choices follow from.
-        chunks: how ids are cut into deltas.
-        lone_finish: the finish comes on a delta of its own, without ids.
-        latency: when ids arrive, in ticks.
-        tick: seconds of a tick; at 0 nothing sleeps and a tick is one yield to the loop.
-        faults: what goes wrong, by the number of the request or by a predicate.
-        logprobs: give log-probabilities; False gives None.
-        record: keep every request and what it got in `calls`; memory then grows with the run.
-        scores: the log-probabilities that `score` gives: a function of the ids that returns one for each id but the
-            first; by default they are drawn for each pair of neighbouring ids.
-        adapters: names that `Sampling(adapter=)` can have from the beginning; `add_adapter` adds others.
+        stop_ids: ids that end a turn; default the tokenizer's EOS.
+        context: maximum number of ids of prompt and turn together.
+        places: maximum number of concurrent requests; further ones wait at the gate, later turns before first ones.
+        room: size of the simulated KV cache in ids; unlimited by default.
+        seed: seed of log-probabilities and random choices.
+        chunks: sizes of deltas.
+        lone_finish: send the finish in a delta without ids.
+        latency: times of ids, in ticks.
+        tick: seconds of a tick; at 0 a tick is one yield to the event loop, without sleep.
+        faults: faults by request number or predicate.
+        logprobs: False for deltas without log-probabilities.
+        record: keep all requests and their output in `calls`; memory then grows with the run.
+        scores: log-probabilities for `score`: a function of the ids that returns one for each id but the first; by
+            default they are drawn for each pair of neighbouring ids.
+        adapters: initial names for `Sampling(adapter=)`; `add_adapter` adds others.
 
     Raises:
-        BadOption: replies, chunks or a setting that cannot be.
-        BadTemplate: there is no such template.
+        BadOption: replies, chunks or a setting are invalid.
+        BadTemplate: the template does not exist.
     """
 
     runtime: ScriptedRuntime
@@ -96,7 +96,7 @@ class ScriptedEngine(Engine):
         self.context = context
         self.places = places
         self.calls: list[RecordedCall] = []
-        """What was recorded, a `RecordedCall` for each request; empty without `record=True`."""
+        """A `RecordedCall` for each request; empty without `record=True`."""
         self._model = scripted_model(replies, ReplyEncoder(self.tokenizer, self.template))
         self._planner = DeliveryPlanner(
             model=self._model,
@@ -148,22 +148,22 @@ class ScriptedEngine(Engine):
         self.running = False
         self.runtime.stop()
         tasks.cancel_scope.cancel()
-        # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+        # Without the exception: the task group would wrap it in a group.
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:
-        """The deltas of one request; nothing happens before the block is entered."""
+        """Return the deltas of one request; nothing happens before the block is entered."""
         return ScriptedStream(self.runtime, request, self.calls if self._record else None)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """A handle for one conversation, which reads a list of replies from its beginning."""
+        """Create a handle for one conversation, which reads a list of replies from its beginning."""
         return ScriptedSession(late=late, affinity=affinity_beside(beside))
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """A scripted engine scores in either way."""
+        """Accept every call of `score`."""
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now; a stalled request is open, one whose last id was sent is not."""
+        """Return the current counts; a stalled request is open, one whose last id was sent is not."""
         runtime = self.runtime
         gate = runtime.gate
         return EngineStats(
@@ -179,11 +179,11 @@ class ScriptedEngine(Engine):
         )
 
     def is_alive(self) -> bool:
-        """It was entered and did not die."""
+        """Return whether the engine was entered and did not die."""
         return self.runtime.is_alive()
 
     async def health(self) -> None:
-        """Return while the engine can answer."""
+        """Check that the engine can answer."""
         self.runtime.require_alive()
 
     def die(self, message: str = "a scripted death") -> None:
@@ -191,7 +191,7 @@ class ScriptedEngine(Engine):
         self.runtime.die(message)
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine, as JSON."""
+        """Return the header entry of the engine, as JSON."""
         return {
             "kind": "scripted",
             "model": self._model.describe(),
@@ -208,5 +208,5 @@ class ScriptedEngine(Engine):
 
 def _end_of_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
     if tokenizer.eos_id is None:
-        raise BadOption("ScriptedEngine(tokenizer=): it has no EOS; say which ids end a turn with stop_ids=.")
+        raise BadOption("ScriptedEngine(tokenizer=): it has no EOS; give the ids that end a turn as stop_ids=.")
     return (tokenizer.eos_id,)

@@ -1,4 +1,4 @@
-"""What stands in for a model in a scripted engine: it is asked for each turn's reply."""
+"""Source of the replies of a scripted engine."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ["EncodedReply", "ScriptedModel"]
 
 @dataclass(frozen=True, slots=True)
 class EncodedReply:
-    """A reply and its ids."""
+    """Reply with its ids."""
 
     reply: Reply
-    """The reply as it was given."""
+    """Reply as given."""
     ids: list[int]
-    """The ids of its text and calls; not copied, since nobody changes them."""
+    """Ids of its text and calls; shared, since they are never changed."""
 
 
 class ScriptedModel(ABC):
-    """What stands in for a model: it gives the reply to each turn."""
+    """Source of the replies of a scripted engine."""
 
     async def open(self) -> None:  # noqa: B027  # most have nothing to open
-        """Read what must be read before the first turn."""
+        """Load data before the first turn."""
 
     @abstractmethod
     def reply(self, call: ModelCall) -> EncodedReply | Awaitable[EncodedReply]:
-        """What is said in this turn.
+        """Return the reply of a turn.
 
         Raises:
-            RequestRejected: nothing is.
+            RequestRejected: there is no reply.
         """
 
     @abstractmethod
     def describe(self) -> Any:
-        """What a run's header keeps of it, as JSON."""
+        """Return the header entry of the model, as JSON."""

@@ -1,4 +1,4 @@
-"""Replies out of a recorded run: what was said to the same prompt is said again."""
+"""Replies from a recorded run: the recorded reply to the same prompt."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["RecordedReplies"]
 
 
 class RecordedReplies(ScriptedModel):
-    """Says what was said to the same prompt; where that differed, what was said with the same seed.
+    """Model that repeats the recorded reply to a prompt; of several different ones that with the same seed.
 
     Args:
-        run: the run file, or where it is.
+        run: the run file, or its path.
     """
 
     def __init__(self, run: Path | RecordedRun) -> None:
         self._run = run
-        # By a digest of the prompt, which is long: the seed and the reply, whose ids stay packed as they were read.
+        # Seed and reply by a digest of the prompt, which is long; ids stay packed.
         self._said: dict[bytes, list[tuple[int | None, Reply]]] = {}
 
     async def open(self) -> None:
@@ -37,7 +37,7 @@ class RecordedReplies(ScriptedModel):
 
     def _read(self) -> dict[bytes, list[tuple[int | None, Reply]]]:
         said: dict[bytes, list[tuple[int | None, Reply]]] = {}
-        # A file that was given open is its owner's to close.
+        # An open file is closed by its owner.
         with open_run_file(self._run) if isinstance(self._run, Path) else nullcontext(self._run) as run:
             for row in run.rows(trained=None):
                 for turn in run.trajectory(row).turns:
@@ -61,9 +61,9 @@ class RecordedReplies(ScriptedModel):
 
 
 def _reply(turn: RecordedTurn) -> Reply:
-    """What a turn of a trajectory said."""
+    """Convert a recorded turn to a reply."""
     stop = turn.stop if isinstance(turn.stop, int) else None
-    # A turn that we ended ourselves, by a stop string or for want of room, was no end to the engine.
+    # The runner ends a turn at a stop string or the context limit; for the engine it was cut.
     ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)
     logprobs = None if any(map(math.isnan, turn.logprobs)) else turn.logprobs
     return Reply(

@@ -1,4 +1,4 @@
-"""Where a scripted engine's replies come from: a list, a function, a recorded run, or an agent's own of these."""
+"""Sources of scripted replies: a list, a function, a recorded run, or one of these per agent."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = ["Replies", "ReplyEncoder", "scripted_model"]
 
 
 Replies: TypeAlias = str | Reply | Sequence[Answer] | Speaker | Mapping[str, "Replies"] | Path | RecordedRun
-"""What the model says: always the same; a list that every conversation reads from its beginning; a function of the
-turn; any of these for each agent by name; or what it said in a recorded run."""
+"""Replies of the model: one constant reply; a list that every conversation reads from its beginning; a function of the
+turn; one of these for each agent by name; or a recorded run."""
 
 
 class ReplyEncoder:
-    """Turns replies into ids, with the engine's tokenizer and the tool format of its template."""
+    """Encoder of replies, with the engine's tokenizer and the tool format of its template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        # Functions repeat themselves; a bounded cache, since they also may not.
+        # Functions often repeat replies; bounded, since they may not.
         self._encode = lru_cache(maxsize=1024)(tokenizer.encode)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReplyEncoder, (self._tokenizer, self._template)  # a cache cannot be sent to another process
+        return ReplyEncoder, (self._tokenizer, self._template)  # a cache cannot be pickled
 
     def encode(self, answer: Answer) -> EncodedReply:
-        """The ids of a reply."""
+        """Encode a reply."""
         reply = as_reply(answer)
         if reply.ids is not None:
             return EncodedReply(reply, list(reply.ids))
@@ -58,18 +58,18 @@ class ReplyEncoder:
         except Unwritable as error:
             names = ", ".join(call.name or "?" for call in reply.calls)
             raise BadOption(
-                f"a reply that calls {names}: template {self._template.name!r} has no way to write it: {error}. Give "
-                "it other calls, one a turn, or the turn as text; or give the engine template='pythonic' or 'hermes'."
+                f"a reply that calls {names}: template {self._template.name!r} cannot write it: {error}. "
+                "Give other calls, one a turn, or the turn as text; or give the engine template='pythonic' or 'hermes'."
             ) from None
 
     def _beside(self, text: str) -> str:
-        """A content that stands in front of calls; on channels it is a message of its own."""
+        """Return the content before calls; with channels it is a separate message."""
         plain = self._parser.format.harmony and "<|" not in text
         return f"<|channel|>commentary{MESSAGE}{text}{NEXT_MESSAGE}" if plain else text
 
     @property
     def _between(self) -> str:
-        """What the template writes between a content and calls, if it takes both."""
+        """Return the template's text between content and calls, if it supports both."""
         calls = self._parser.format.calls
         if self._parser.format.harmony:
             return ""
@@ -81,17 +81,17 @@ class ReplyEncoder:
         if learnt.format.calls is None:
             why = f"{learnt.missing}: {learnt.why}" if learnt.missing else "its response_template only reads them"
             raise BadOption(
-                f"call(): template {self._template.name!r} writes tool calls in no form that could be learnt ({why}). "
+                f"call(): the tool calls of template {self._template.name!r} have a form that could not be learnt ({why}). "
                 "Give the engine template='pythonic' or 'hermes', or write the call as text."
             )
         return TurnParser(learnt.format)
 
 
 def scripted_model(replies: Any, encoder: ReplyEncoder) -> ScriptedModel:
-    """What `replies` stands for.
+    """Return the model for `replies`.
 
     Raises:
-        BadOption: it stands for none.
+        BadOption: `replies` has an unsupported type.
     """
     match replies:
         case str() | Reply():

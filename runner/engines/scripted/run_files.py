@@ -1,6 +1,6 @@
-"""Run files, as far as a scripted engine knows them, and what opens one.
+"""Interface of run files for scripted engines, and the function that opens one.
 
-Run files stand above the engines. So whoever puts the package together says what opens them: `runner/__init__.py`.
+Run files are in a higher layer than engines. So `runner/__init__.py` sets the function that opens them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-if TYPE_CHECKING:  # the package itself imports this module, and importing the package is to load nothing heavy
+if TYPE_CHECKING:  # `runner/__init__.py` imports this module, and has to stay light
     from runner.engines.base import FinishReason
     from runner.tokens.top_logprobs import TopLogprobs
 
@@ -18,14 +18,14 @@ __all__ = ["RecordedRun", "RecordedTurn", "open_run_file", "set_opener"]
 
 
 class RecordedTurn(Protocol):
-    """One turn of a recorded run."""
+    """Turn of a recorded run."""
 
     seed: int | None
-    """The seed of the turn's random numbers; None where it had none."""
+    """Seed of the turn's random numbers; None without one."""
     finish: FinishReason
-    """The reason for which the turn ended."""
+    """Reason for the end of the turn."""
     stop: int | str | None
-    """The stop id or the stop string behind that."""
+    """Stop id or stop string that ended it."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -38,7 +38,7 @@ class RecordedTurn(Protocol):
 
 
 class RecordedTrajectory(Protocol):
-    """One trajectory of a recorded run."""
+    """Trajectory of a recorded run."""
 
     @property
     def turns(self) -> Sequence[RecordedTurn]: ...
@@ -46,10 +46,10 @@ class RecordedTrajectory(Protocol):
 
 @runtime_checkable
 class RecordedRun(Protocol):
-    """A run file that is open."""
+    """Open run file."""
 
     path: Path
-    """The path of the file."""
+    """Path of the file."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -60,7 +60,7 @@ class RecordedRun(Protocol):
 
 
 class RunFileOpener(Protocol):
-    """Opens the run file at a path."""
+    """Function that opens the run file at a path."""
 
     def __call__(self, path: Path, /) -> RecordedRun: ...
 
@@ -69,12 +69,12 @@ _opener: RunFileOpener | None = None
 
 
 def set_opener(opener: RunFileOpener) -> None:
-    """Have run files opened by this from now on."""
+    """Set the function that opens run files."""
     global _opener
     _opener = opener
 
 
 def open_run_file(path: Path) -> RecordedRun:
-    """The run file at a path."""
+    """Open the run file at a path."""
     assert _opener is not None, "the package sets it when it is imported"
     return _opener(path)

@@ -1,4 +1,4 @@
-"""A scripted engine while it runs: its virtual time, the requests inside, and what its trainer has it do."""
+"""Runtime of a scripted engine: virtual time, requests inside, and control by the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ScriptedRequest", "ScriptedRuntime"]
 
 
 class ScriptedRequest(OpenRequest, Protocol):
-    """What this runtime asks of the stream of a request besides."""
+    """Methods of a request's stream that this runtime needs."""
 
     def advance(self) -> int | None: ...
     def cut(self) -> None: ...
@@ -28,7 +28,7 @@ class ScriptedRequest(OpenRequest, Protocol):
 
 
 class _DiscardingReceiver:
-    """Receives weights that nobody keeps."""
+    """Receiver that discards all weights."""
 
     async def meet(self, init: Mapping[str, Any]) -> None: ...
 
@@ -36,9 +36,9 @@ class _DiscardingReceiver:
 
 
 class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
-    """A scripted engine while it runs; a request is inside until it was sent its last id.
+    """State of a scripted engine; a request is inside until its last id was sent.
 
-    It has no weights: anything is taken for new ones, only the version counts.
+    It has no weights: it accepts anything as new weights, and only changes the version.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
         super().__init__(gate, adapters, context=context, version=version)
         self.planner = planner
         self.tick_clock: TickClock[ScriptedRequest] = TickClock(self._deliver, seconds=tick)
-        """The engine's virtual time."""
+        """Virtual time of the engine."""
         self.admitted = 0
-        """How many requests were asked of the model."""
+        """Number of requests that reached the model."""
         self._running = False
         self._death = ""
         self._cause: Exception | None = None
@@ -65,7 +65,7 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     # --- one request
 
     def close(self, request: ScriptedRequest) -> None:
-        """Take note that a request was sent its last id, or is over; twice is allowed."""
+        """Remove a request whose last id was sent, or that is over; idempotent."""
         super().close(request)
         if not self.requests and self._all_sent is not None:
             self._all_sent.set()
@@ -74,7 +74,7 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
     def _deliver(self, request: ScriptedRequest) -> int | None:
         return request.advance() if request in self.requests else None
 
-    # --- what its trainer has it do
+    # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
         while mode is PauseMode.WAIT and self.requests:
@@ -88,11 +88,11 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
         self.tick_clock.release()
 
     async def check_weights(self, given: Any) -> Any:
-        """A scripted engine has no weights to compare with."""
+        """Return the weights unchecked, since there are none to compare with."""
         return given
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """A scripted engine has no weights to exchange; what is brought step by step it hears to the end."""
+        """Discard the weights; a relayed transfer is received to its end."""
         if isinstance(checked, RelayedTransfer):
             await checked.receive(_DiscardingReceiver())
 
@@ -104,35 +104,35 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
         return self.dead()
 
     async def reset_prefix_cache(self) -> None:
-        """A scripted engine has no prefix cache."""
+        """There is no prefix cache."""
 
     async def sleep(self, level: int) -> None:
-        # There is no memory to give up, but what a pause kept is cut, as real memory would go under it.
+        # There is no memory to release, but paused turns are cut, as in a real engine.
         self._cut_all()
 
     async def wake(self, tags: Collection[str]) -> None:
-        """A scripted engine gave no memory up."""
+        """No memory was released."""
 
     async def profile(self, *, on: bool) -> None:
         raise BadControl("a scripted engine has no profiler: profile a VllmEngine.")
 
     def _cut_all(self) -> None:
-        for request in tuple(self.requests):  # each leaves `requests` as it is cut
+        for request in tuple(self.requests):  # a cut removes the request
             request.cut()
 
-    # --- its life
+    # --- life cycle
 
     def start(self) -> None:
-        """Admit requests from now on."""
+        """Start to admit requests."""
         self._running = True
 
     def stop(self) -> None:
-        """Admit none any more, and fail those that are inside or wait."""
+        """Stop to admit requests; requests inside and at the gate fail."""
         self._running = False
         self._fail("The engine was closed.", None)
 
     def is_alive(self) -> bool:
-        """Whether requests are admitted."""
+        """Return whether requests are admitted."""
         return self._running and not self._death
 
     def require_alive(self) -> None:
@@ -140,11 +140,11 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
             raise self.dead()
 
     def die(self, message: str) -> None:
-        """Fail every request in flight and at the gate, and every later one, with one cause."""
+        """Fail all requests inside and at the gate, and all later ones, with one cause."""
         self._fail(f"The engine died: {message}", RuntimeError(message))
 
     def dead(self) -> EngineDead:
-        """The error for one request of an engine that is not alive."""
+        """Return the error for one request of an engine that is not alive."""
         error = EngineDead(self._death or "The engine is not running: use it as `async with engine`.")
         error.__cause__ = self._cause
         return error

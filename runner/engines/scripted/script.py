@@ -1,4 +1,4 @@
-"""What a scripted engine says: replies, how they arrive, and the faults that may befall them."""
+"""Scripts of a scripted engine: replies, their timing, and faults."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ __all__ = [
 ]
 
 Chunks: TypeAlias = int | Sequence[int] | Literal["whole", "random"] | None
-"""How ids are cut into deltas: so many each; sizes that are repeated, (1, 3) being 1, 3, 1, 3, ...; all in one; sizes
-from 1 to 8 drawn by the seed; or None, which is what vLLM does: the first id at once, then 8 at a time, or single ids
-where somebody acts on deltas."""
+"""Sizes of deltas: a fixed size; repeated sizes, (1, 3) for 1, 3, 1, 3, ...; "whole" for one delta; "random" for sizes
+from 1 to 8 drawn by the seed; None as vLLM: the first id at once, then 8 at a time, or single ids if the caller acts on
+deltas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """When ids arrive, in ticks of the engine; a delta of several ids arrives with its last one."""
+    """Times of ids, in ticks of the engine; a delta of several ids arrives with its last one."""
 
     first: int = 0
     """Ticks before the first id."""
     between: int = 0
     """Ticks from one id to the next; at 0 a turn arrives whole, in one tick."""
     jitter: int = 0
-    """Up to so many further ticks come before the first id, drawn by the seed."""
+    """Maximum number of further ticks before the first id, drawn by the seed."""
 
     def __post_init__(self) -> None:
         for name in ("first", "between", "jitter"):
@@ -59,7 +59,7 @@ class Latency:
 
 
 class FaultKind(enum.StrEnum):
-    """What can go wrong with a request."""
+    """Kind of a fault."""
 
     ERROR = "error"
     """The stream ends with FinishReason.ERROR."""
@@ -68,76 +68,76 @@ class FaultKind(enum.StrEnum):
     DEATH = "death"
     """The engine dies: every request in flight fails, and every later one."""
     REJECT = "reject"
-    """This one request is refused."""
+    """Only this request is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault on demand; made by the class methods."""
+    """Scripted fault; made by the class methods."""
 
     kind: FaultKind
-    """The kind of the fault."""
+    """Kind of the fault."""
     at: int = 0
-    """The number of ids that are sent before the fault."""
+    """Number of ids before the fault."""
     message: str = ""
-    """The text of the error."""
+    """Text of the error."""
 
     @classmethod
     def error(cls, at: int = 0, message: str = "a scripted error") -> Self:
-        """The stream ends with an error after `at` ids."""
+        """End the stream with an error after `at` ids."""
         return cls(FaultKind.ERROR, at, message)
 
     @classmethod
     def stall(cls, at: int = 0) -> Self:
-        """Nothing comes after `at` ids."""
+        """Send nothing after `at` ids."""
         return cls(FaultKind.STALL, at)
 
     @classmethod
     def death(cls, at: int = 0, message: str = "a scripted death") -> Self:
-        """The engine dies when `at` ids of this reply have been sent."""
+        """End the engine after `at` ids of this reply."""
         return cls(FaultKind.DEATH, at, message)
 
     @classmethod
     def reject(cls, message: str = "a scripted refusal") -> Self:
-        """The request is refused once it has a place."""
+        """Refuse the request once it has a place."""
         return cls(FaultKind.REJECT, 0, message)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model says in one turn."""
+    """Reply of the model in one turn."""
 
     text: str = ""
-    """The text; the engine's tokenizer encodes it, so control tokens written in it become control ids."""
+    """Text; the engine's tokenizer encodes it, so control tokens in it become control ids."""
     calls: Sequence[ToolCall] = ()
     """Tool calls, written after the text in the form of the engine's template."""
     ids: Sequence[int] | None = None
-    """The exact token ids instead of text and calls."""
+    """Exact token ids instead of text and calls."""
     logprobs: Sequence[float] | None = None
-    """A log-probability for each of `ids`, the stop id among them where it is; by default they follow from the seed."""
+    """Log-probability of each of `ids`, including a stop id among them; by default drawn by the seed."""
     top_logprobs: TopLogprobs | Sequence[Mapping[int, float]] | None = None
-    """The likeliest ids in the place of each of `ids`, with their log-probabilities; by default they are made up.
+    """Most likely ids at the position of each of `ids`, with their log-probabilities; synthetic by default.
 
     At least as many as `Sampling(logprobs=)` asks for.
     """
     finish: FinishReason | Literal["stop", "length", "repetition", "error"] = FinishReason.STOP
-    """Why the turn ends.
+    """Reason for the end of the turn.
 
-    STOP appends the stop id where the ids do not end with one; any other reason ends the turn as it stands, LENGTH
-    being a turn that was cut.
+    STOP appends the stop id if the ids do not end with one; other reasons append nothing. LENGTH is a turn that was
+    cut.
     """
     stop: int | None = None
-    """The stop id; by default the model's own."""
+    """Stop id; by default the model's own."""
     chunks: Chunks = None
-    """How the ids are cut into deltas; None leaves it to the engine."""
+    """Sizes of deltas; None for the engine's setting."""
     latency: Latency | None = None
-    """When the ids arrive; None leaves it to the engine."""
+    """Times of ids; None for the engine's setting."""
     fault: Fault | None = None
-    """What goes wrong; None for nothing."""
+    """Fault; None without a fault."""
 
     def __post_init__(self) -> None:
         if self.ids is not None and (self.text or self.calls):
-            raise BadOption("Reply(ids=) says everything: give either ids, or text and calls.")
+            raise BadOption("Reply(ids=) is the whole turn: give either ids, or text and calls.")
         check_chunks(self.chunks)
         if not isinstance(self.latency, Latency | None):
             raise BadOption(f"latency={self.latency!r:.60}: give Latency(first=..., between=...), in ticks.")
@@ -146,50 +146,50 @@ class Reply:
 
 
 Answer: TypeAlias = str | ToolCall | Sequence[ToolCall] | Reply
-"""What stands for a reply: a text, a call, several calls of one turn, or the reply in full."""
+"""Short form of a reply: a text, a call, several calls of one turn, or a `Reply`."""
 
 
 class ModelCall:
-    """What a function that plays the model is told of one turn."""
+    """Argument of a function that plays the model: one turn."""
 
     def __init__(self, request: GenerationRequest, turn: int, number: int, tokenizer: Tokenizer, seed: int) -> None:
         self.request = request
-        """The request as the engine got it."""
+        """Request of the engine."""
         self.turn = turn
-        """How many requests this conversation made before."""
+        """Number of earlier requests of this conversation."""
         self.number = number
-        """How many requests the engine admitted before, of all conversations."""
+        """Number of earlier requests of the engine, of all conversations."""
         self._tokenizer = tokenizer
         self._seed = seed
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """Every id the model sees."""
+        """All ids of the prompt."""
         return self.request.prompt
 
     @cached_property
     def prompt(self) -> str:
-        """The text of the prompt, control tokens included."""
+        """Text of the prompt, with control tokens."""
         return self._tokenizer.decode(self.request.prompt)
 
     @property
     def episode(self) -> str:
-        """The episode's id."""
+        """Id of the episode."""
         return self._names[0]
 
     @property
     def agent(self) -> str:
-        """Who speaks; "main" unless it was named."""
+        """Name of the agent; "main" by default."""
         return self._names[1]
 
     @cached_property
     def rng(self) -> random.Random:
-        """Random numbers of this turn: they follow from the engine's seed and the request's, or its prompt."""
+        """Random numbers of this turn, seeded by the engine's seed and `key`."""
         return random.Random(derive_seed("scripted", self._seed, self.key))
 
     @property
     def key(self) -> int:
-        """What this turn's random numbers hang on: the request's seed, or a hash of its prompt where it has none."""
+        """Seed of this turn: the request's seed, or a hash of its prompt without one."""
         request = self.request
         return request.seed if request.seed is not None else zlib.crc32(packed(request.prompt))
 
@@ -200,26 +200,26 @@ class ModelCall:
 
 
 Speaker: TypeAlias = Callable[[ModelCall], Answer | Awaitable[Answer]]
-"""A function that plays the model, sync or async."""
+"""Function that plays the model, sync or async."""
 
 Faults: TypeAlias = Mapping[int, Fault] | Callable[[ModelCall], Fault | None]
-"""Faults by the number of the request, counted from 0 as they are admitted, or by a predicate."""
+"""Faults by request number, counted from 0 in the order of admission, or by a predicate."""
 
 
 Scores: TypeAlias = Callable[[Sequence[int]], Sequence[float]] | None
-"""A function of ids that returns a log-probability for each but the first; None to draw them."""
+"""Function of ids that returns a log-probability for each but the first; None to draw them."""
 
 
 def call(name: str, /, **arguments: Any) -> ToolCall:
-    """A tool call as a reply; the engine writes it in the form of its template."""
+    """Return a tool call as a reply; the engine writes it in the form of its template."""
     return ToolCall("", name, arguments)
 
 
 def as_reply(answer: Answer) -> Reply:
-    """The reply that `answer` stands for.
+    """Convert a short form to a reply.
 
     Raises:
-        BadOption: it stands for none.
+        BadOption: it is not a form of a reply.
     """
     match answer:
         case Reply():
@@ -230,16 +230,16 @@ def as_reply(answer: Answer) -> Reply:
             return Reply(calls=(answer,))
         case [ToolCall(), *_] if all(isinstance(item, ToolCall) for item in answer):
             return Reply(calls=tuple(answer))
-    raise BadOption(f"{answer!r:.80} is no reply: give a text, call(...), a list of them, or Reply(...).")
+    raise BadOption(f"{answer!r:.80} is not a reply: give a text, call(...), a list of them, or Reply(...).")
 
 
 def packed(ids: Sequence[int]) -> array[int]:
-    """`ids` as an array; they are copied only if they are not one already."""
+    """Return `ids` as an array; an array is returned without a copy."""
     return ids if isinstance(ids, array) else array("i", ids)
 
 
 def check_chunks(chunks: Chunks) -> None:
-    """Refuse what cannot be cut.
+    """Check a value for the sizes of deltas.
 
     Raises:
         BadOption: a size below 1, or none at all.
@@ -252,7 +252,7 @@ def check_chunks(chunks: Chunks) -> None:
 
 
 def cut_points(length: int, chunks: Chunks, *, singly: bool = False, rng: random.Random | None = None) -> list[int]:
-    """Where each of the deltas of `length` ids ends; random sizes are drawn by `rng`."""
+    """Return the end of each delta of `length` ids; `rng` draws random sizes."""
     if chunks is None:
         cuts = list(range(1, length, 1 if singly else 8))
     elif chunks == "whole":

@@ -1,4 +1,4 @@
-"""The deltas of one request to a scripted engine, as its delivery says."""
+"""Deltas of one request to a scripted engine, by its delivery plan."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ __all__ = ["RecordedCall", "ScriptedSession", "ScriptedStream"]
 
 @dataclass(slots=True)
 class RecordedCall:
-    """What one request asked and got; kept only by an engine with `record=True`."""
+    """Request and its output; kept only by an engine with `record=True`."""
 
     name: str
-    """The request's name: episode, agent and turn."""
+    """Name of the request: episode, agent and turn."""
     prompt: array[int]
-    """The exact ids that were sent, shape [prompt], int32."""
+    """Exact ids of the prompt, shape [prompt], int32."""
     sampling: Sampling
-    """The sampling that was asked for."""
+    """Sampling parameters."""
     stop_ids: tuple[int, ...]
-    """The stop ids that were asked for."""
+    """Stop ids."""
     seed: int | None
-    """The seed that was asked for."""
+    """Seed."""
     constraint: Constraint | None
-    """What could be sampled; a scripted engine does not enforce it."""
+    """Grammar; a scripted engine does not enforce it."""
     sampled: Sequence[int] = ()
-    """The ids that were sampled, read or not, shape [sampled]; filled in when the request ends."""
+    """Sampled ids, read or not, shape [sampled]; set when the request ends."""
     logprobs: Sequence[float] | None = None
-    """A log-probability for each of them; None where the engine gives none."""
+    """Log-probability of each id; None if the engine is configured without."""
     finish: Finish | None = None
-    """How the request ended; None while it runs, and where it was refused."""
+    """Finish of the request; None while it runs, and for a refused one."""
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:
-        """What a request asked."""
-        prompt = array("i", request.prompt)  # a copy: the caller's grows with the conversation
+        """Record a request."""
+        prompt = array("i", request.prompt)  # a copy: the caller's list grows with the conversation
         return cls(request.name, prompt, request.sampling, request.stop_ids, request.seed, request.constraint)
 
 
 @dataclass(slots=True)
 class ScriptedSession(Session):
-    """A conversation, which reads a list of replies from its beginning."""
+    """Conversation that reads a list of replies from its beginning."""
 
     requests: int = 0
-    """How many requests it made."""
+    """Number of its requests."""
 
 
 class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
-    """The deltas of one request to a scripted engine."""
+    """Deltas of one request to a scripted engine."""
 
     def __init__(self, runtime: ScriptedRuntime, request: GenerationRequest, calls: list[RecordedCall] | None) -> None:
         super().__init__(runtime, request, _session_of(request))
@@ -72,7 +72,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         self._arrived = 0  # deltas
         self._read = 0  # of those
         self._failure: EngineDead | None = None
-        self._news: anyio.Event | None = None  # made only by a reader that has to wait
+        self._news: anyio.Event | None = None  # made only if the reader has to wait
 
     async def _begin(self) -> None:
         self._delivery = await self._plan()
@@ -91,7 +91,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         call, fault, said = runtime.planner.ask(request, session.requests - 1, runtime.admitted - 1)
         if not isinstance(said, EncodedReply):
             said = await said
-            if self._failure is not None:  # the engine died meanwhile
+            if self._failure is not None:  # the engine died during the wait
                 raise self._failure
         return runtime.planner.plan(call, said, fault, runtime.tick_clock.now)
 
@@ -115,14 +115,14 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
             if self._is_cut and self._delivery is not None:
                 return self._abort(self._delivery)
             if self._arrived:
-                # Without it a reader that is woken at every tick would never hear of its cancellation on asyncio.
+                # Without it asyncio would not cancel a reader that is woken at every tick.
                 await checkpoint_if_cancelled()
             self._news = anyio.Event()
             await self._news.wait()
         return self._next()
 
     def advance(self) -> int | None:
-        """The next delta arrives, or all of them where nothing lies between; gives the ticks to the one after."""
+        """Deliver the next delta, or all if ids have no ticks between them; return the ticks to the next one."""
         delivery = self._delivery
         assert delivery is not None
         last = len(delivery.cuts)
@@ -136,25 +136,25 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
         return None
 
     def _end(self, fault: Fault | None) -> None:
-        """The last id was sent."""
+        """Apply the fault after the last id, and close the request."""
         if fault is not None and fault.kind is FaultKind.DEATH:
             self._runtime.die(fault.message)
         if fault is None or fault.kind is not FaultKind.STALL:  # a stalled request stays open
             self._runtime.close(self)
 
     def fail(self, error: EngineDead) -> None:
-        """The engine is gone: what has arrived can be read, then `error` is raised."""
+        """Fail the request: arrived deltas can be read, then `error` is raised."""
         self._failure = error
         self._wake()
 
     def cut(self) -> None:
-        """The engine ends the request for its trainer; what was sampled can be read."""
+        """Cut the request for the trainer; sampled ids can be read."""
         self._is_cut = True
         self._runtime.close(self)
         self._wake()
 
     def stamp(self, version: str) -> None:
-        """What is sampled from now on is of these weights."""
+        """Record new weights for ids that are sampled from now on."""
         sampled = 0 if self._delivery is None else self._delivery.sampled(self._runtime.tick_clock.now)
         self._stamps.mark(version, max(sampled, self.sent))
 
@@ -179,7 +179,7 @@ class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):
             self.rest.append(self._abort(self._delivery))
 
     def _abort(self, delivery: DeliveryPlan) -> Delta:
-        """End the request; ids that were sampled and wait for others to make a delta come at once."""
+        """Cut the request; sampled ids of an incomplete delta are returned."""
         start = self.sent
         self._count(delivery.sampled(self._runtime.tick_clock.now))
         whole = delivery.finish is not None and self.sent == len(delivery.ids)
@@ -202,5 +202,5 @@ def _session_of(request: GenerationRequest) -> ScriptedSession:
     if session is None:
         return ScriptedSession()
     if not isinstance(session, ScriptedSession):
-        raise TypeError(f"{session!r} is no session of a scripted engine: make it with engine.session()")
+        raise TypeError(f"{session!r} is not a session of a scripted engine: make it with engine.session()")
     return session

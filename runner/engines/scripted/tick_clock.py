@@ -1,4 +1,4 @@
-"""Virtual time for an engine without a model: one task delivers what is due at each tick, many streams at once."""
+"""Virtual time of a scripted engine: one task delivers the items of each tick."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["BATCH_SIZE", "TickClock"]
 ItemT = TypeVar("ItemT")
 
 BATCH_SIZE: Final = 128
-"""Deliveries between two yields to the loop; vLLM's own output loop takes as many."""
+"""Deliveries between two yields to the event loop, as many as in vLLM's own output loop."""
 
 
 class TickClock(Generic[ItemT]):
-    """Delivers items at the tick they are due, with no timer and no task of their own.
+    """Clock that delivers items at their tick, without a timer or task per item.
 
     Args:
-        deliver: called with each item that is due; gives the ticks until it is due again, at least one, or None.
-        seconds: how long a tick takes. At 0 nothing sleeps: a tick is one yield to the loop. A tick whose deliveries
-            take longer than that delays the next, none is skipped.
+        deliver: called with each item that is due; returns the ticks until it is due again, at least 1, or None.
+        seconds: seconds of a tick. At 0 a tick is one yield to the event loop, without sleep. A tick whose deliveries
+            take longer delays the next one; none is skipped.
     """
 
     def __init__(self, deliver: Callable[[ItemT], int | None], *, seconds: float = 0.0) -> None:
         self.now = 0
-        """The current tick; it stands still while nothing is due."""
+        """Current tick; paused while no item is scheduled."""
         self._deliver = deliver
         self._seconds = seconds
         self._due: dict[int, list[ItemT]] = {}
@@ -35,7 +35,7 @@ class TickClock(Generic[ItemT]):
         self._held: anyio.Event | None = None
 
     def schedule(self, item: ItemT, ticks: int) -> None:
-        """Deliver `item` so many ticks from now, at least one."""
+        """Deliver `item` after this number of ticks, at least 1."""
         tick = self.now + ticks
         due = self._due.get(tick)
         if due is None:
@@ -47,11 +47,11 @@ class TickClock(Generic[ItemT]):
             self._idle = None
 
     def hold(self) -> None:
-        """Time stands still until `release`."""
+        """Pause the clock until `release`."""
         self._held = self._held or anyio.Event()
 
     def release(self) -> None:
-        """Time goes on."""
+        """Resume the clock."""
         if self._held is not None:
             self._held.set()
             self._held = None

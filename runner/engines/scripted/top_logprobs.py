@@ -1,4 +1,4 @@
-"""The likeliest ids beside those that a scripted engine says: as the reply gives them, or made up around its own."""
+"""Most likely ids at the positions of scripted replies: from the reply, or synthetic."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["given", "synthetic_top"]
 
 
 def given(name: str, top: TopLogprobs | Sequence[Mapping[int, float]], count: int) -> TopLogprobs:
-    """What a reply gives, the `count` likeliest of each position.
+    """Return the `count` most likely ids of each position from a reply.
 
     Raises:
-        RequestRejected: it gives fewer; `name` is that of the request.
+        RequestRejected: the reply has fewer; `name` is the request's name.
     """
     fewest = top.count if isinstance(top, TopLogprobs) else min(map(len, top), default=count)
     if fewest < count:
         raise RequestRejected(
-            f"{name}: Sampling(logprobs={count}) asks for the {count} likeliest ids, and the reply's top_logprobs have "
+            f"{name}: Sampling(logprobs={count}) asks for {count} most likely ids, and the reply's top_logprobs have "
             f"{fewest}. Ask for fewer, or add some."
         )
     return top.narrowed(count) if isinstance(top, TopLogprobs) else TopLogprobs.of(top, count)
 
 
 def synthetic_top(ids: Sequence[int], logprobs: Sequence[float], count: int, vocabulary: int) -> TopLogprobs:
-    """Half of what each sampled id leaves is the next id's of the vocabulary, half of the rest the one's after, ..."""
+    """Return synthetic rows: half of the rest of each sampled id goes to the next id of the vocabulary, and so on."""
     rows = []
     for token_id, logprob in zip(ids, logprobs, strict=True):
         left = -math.expm1(logprob)

@@ -461,7 +461,7 @@ def test_what_cannot_be_is_refused_when_it_is_made(settings: dict[str, Any], mes
 
 
 async def test_a_stop_id_past_the_vocabulary_is_refused() -> None:
-    with pytest.raises(BadOption, match="99999 is no id"):
+    with pytest.raises(BadOption, match="99999 is not an id"):
         async with over(say_hello, stop_ids=[99_999]):
             raise AssertionError
 

@@ -111,7 +111,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a truncated file": (lambda folder: cut(folder, -1), ["model.safetensors is truncated", "the tensor '"]),
     "a file cut off in its header": (lambda folder: cut(folder, 30), ["model.safetensors is truncated", "header"]),
     "an empty file": (lambda folder: written(folder, b""), ["model.safetensors is truncated"]),
-    "no safetensors": (lambda folder: written(folder, b"PK" * 100), ["model.safetensors is no safetensors"]),
+    "no safetensors": (lambda folder: written(folder, b"PK" * 100), ["model.safetensors is not a safetensors"]),
     "a broken header": (
         lambda folder: written(folder, (4).to_bytes(8, "little") + b"{{{{"),
         ["model.safetensors cannot be read"],
