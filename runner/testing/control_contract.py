@@ -150,7 +150,7 @@ class ControlContract:
         assert (spans[0].start, spans[-1].end) == (0, LONG_TOKENS)
         assert all(before.end == after.start for before, after in pairwise(spans))
         assert engine.weight_version == engine.stats().weight_version == update.version != first
-        with pytest.raises(BadInput, match="these weights were there before"):
+        with pytest.raises(BadInput, match="this version was used before"):
             await engine.update_weights(under_test.weights, version=first)
 
     @control_test(update_weights=lambda under_test: under_test.engine.update_weights(under_test.weights))

@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text_are_cut_where_the_piece_is() -> None:
     [
         (lambda engine: engine.say(), "give a reply"),
         (lambda engine: engine.say(5), "5 is not a reply"),
-        (lambda engine: engine.always([]), "is no reply"),
+        (lambda engine: engine.always([]), "is not a reply"),
         (lambda engine: engine.say("abc", chunks=0), "chunks=0: give a size of at least 1"),
         (lambda engine: engine.say("abc", chunks=inside("x")), r"inside\('x'\): 'x' does not occur in 'abc'"),
         (lambda engine: engine.say("abc", chunks=inside()), "a multi-byte character does not occur"),

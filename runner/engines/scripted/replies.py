@@ -81,7 +81,7 @@ class ReplyEncoder:
         if learnt.format.calls is None:
             why = f"{learnt.missing}: {learnt.why}" if learnt.missing else "its response_template only reads them"
             raise BadOption(
-                f"call(): the tool calls of template {self._template.name!r} have a form that could not be learnt ({why}). "
+                f"call(): the format of template {self._template.name!r}'s tool calls could not be learnt ({why}). "
                 "Give the engine template='pythonic' or 'hermes', or write the call as text."
             )
         return TurnParser(learnt.format)

@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them: a copy that nobody writes over, compared with the model before vLLM sees it."""
+"""LoRA adapters in PEFT's form: a private copy, checked against the model before vLLM loads it."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ _SAVE = "save it with PEFT's model.save_pretrained(folder)"
 _PART = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<part>[AB])\.weight|lora_embedding_(?P<table>[AB]))"
 )
-_BASE_COPY = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # which vLLM skips
+_BASE_COPY = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # skipped by vLLM
 _EXPERTS = ".experts"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRules:
-    """What an engine takes."""
+    """Properties of an engine that an adapter has to fit."""
 
     model: str
-    """The model's name, for errors."""
+    """Name of the model, for errors."""
     forms: Mapping[str, TensorForm]
-    """The form of every tensor of the model, by its name; empty where they are not known."""
+    """Form of every tensor of the model, by name; empty if unknown."""
     quantized: bool
-    """Whether the model's tensors do not have the shapes of what they stand for."""
+    """True if the model is quantized, so that its tensors have other shapes than the matrices."""
     composite: bool
-    """Whether the model is of several parts, whose files may call them otherwise than PEFT does."""
+    """True if the model has several parts, whose files may use other names than PEFT."""
     check_config: Callable[[dict[str, Any]], None]
-    """Raises ValueError for a configuration that the engine does not take."""
+    """Function that raises ValueError for an unsupported configuration."""
     rank_of: Callable[[dict[str, Any], str], int]
-    """Gives the rank that a configuration gives a module."""
+    """Function that returns the rank of a module in a configuration."""
 
 
 def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
-    """A copy of an adapter in a new folder, in memory where there is room. Blocks.
+    """Copy an adapter to a new folder, in memory if there is room. Blocks.
 
     Raises:
         BadOption: tensors without a configuration, or a folder with one.
-        BadWeights: there is no such folder, or no adapter in it.
+        BadWeights: the folder does not exist, or has no adapter.
     """
     if isinstance(given, Mapping):
         return _keep_tensors(given, config)
@@ -78,7 +78,9 @@ def _check_folder(folder: Path) -> None:
     for name in (_CONFIG, _TENSORS):
         if not (folder / name).is_file():
             other = (folder / "adapter_model.bin").is_file() and name == _TENSORS
-            raise BadWeights(f"{name} is missing{', and adapter_model.bin is not taken' if other else ''}: {_SAVE}.")
+            raise BadWeights(
+                f"{name} is missing{', and adapter_model.bin is not supported' if other else ''}: {_SAVE}."
+            )
 
 
 def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
@@ -98,14 +100,14 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, kept / _TENSORS)
         (kept / _CONFIG).write_text(written)
-    except (OSError, RuntimeError) as error:  # no room; tensors that share memory
+    except (OSError, RuntimeError) as error:  # the disk is full, or tensors share memory
         shutil.rmtree(kept, ignore_errors=True)
         raise BadWeights(f"the tensors cannot be kept: {error}") from error
     return kept
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: PEFT keeps target modules in a set."""
+    """Convert a value for JSON: PEFT keeps target modules in a set."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -115,10 +117,10 @@ def _new_folder(size: int) -> Path:
 
 
 def check_adapter(folder: Path, rules: AdapterRules) -> None:
-    """Return if an adapter fits the model.
+    """Check that an adapter fits the model.
 
     Raises:
-        BadWeights: it does not; names the setting, the tensor or the file.
+        BadWeights: it does not; the message names the setting, the tensor or the file.
     """
     config = _config(folder / _CONFIG)
     try:
@@ -144,12 +146,12 @@ def _config(file: Path) -> dict[str, Any]:
         raise BadWeights(f"{file.name} holds {type(config).__name__}, not settings by name: {_SAVE}.")
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise BadWeights(f"{file.name} says peft_type {kind!r}: only LORA is taken.")
+        raise BadWeights(f"{file.name} has peft_type {kind!r}: only LORA is supported.")
     return config
 
 
 _Parts = Mapping[tuple[str, str], tuple[str, TensorForm]]
-"""By module and "A" or "B": the tensor's name and form."""
+"""Name and form of a tensor, by module and "A" or "B"."""
 
 
 def _parts(forms: Mapping[str, TensorForm]) -> Iterator[tuple[tuple[str, str], tuple[str, TensorForm]]]:
@@ -158,7 +160,7 @@ def _parts(forms: Mapping[str, TensorForm]) -> Iterator[tuple[tuple[str, str], t
             continue
         found = _PART.fullmatch(name)
         if found is None:
-            raise BadWeights(f"the tensor {name!r} is none of a LoRA adapter{_hint(name)}.")
+            raise BadWeights(f"the tensor {name!r} is not part of a LoRA adapter{_hint(name)}.")
         if form.dtype not in FLOATS:
             raise BadWeights(f"the tensor {name!r} is {form.dtype}: give one of {', '.join(FLOATS)}.")
         yield (found["module"], found["part"] or found["table"]), (name, form)
@@ -166,14 +168,14 @@ def _parts(forms: Mapping[str, TensorForm]) -> Iterator[tuple[tuple[str, str], t
 
 def _hint(name: str) -> str:
     if "lora_magnitude_vector" in name:
-        return ": vLLM knows no DoRA"
+        return ": vLLM does not support DoRA"
     if re.search(r"\.lora_(embedding_)?[AB]\.\w+\.weight$", name):
         return ": take the tensors of PEFT's get_peft_model_state_dict(model), which leaves the adapter's name out"
     return f": {_SAVE}"
 
 
 def _pairs(parts: _Parts) -> dict[str, bool]:
-    """The modules, and whether each is an embedding's."""
+    """Return the modules; True for an embedding."""
     return {module: "lora_embedding" in name for (module, _), (name, _) in parts.items()}
 
 
@@ -181,8 +183,8 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
     for one, other in ("AB", "BA"):
         if (module, one) not in parts:
             name, _ = parts[module, other]
-            raise BadWeights(f"the tensor {name!r} has no lora_{one} beside it: the file is not whole; {_SAVE}.")
-    if not rules.forms or _EXPERTS in module:  # fused or split, in one of several ways: vLLM compares them
+            raise BadWeights(f"the tensor {name!r} has no matching lora_{one}: the file is incomplete; {_SAVE}.")
+    if not rules.forms or _EXPERTS in module:  # fused or split in several ways: vLLM checks them
         return
     shape = _shape_of(module, rules)
     if shape is None:
@@ -199,10 +201,10 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
 
 
 def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
-    """The shape of the model's weight that the adapter changes; None where it is not known.
+    """Return the shape of the model's weight that the adapter changes; None if unknown.
 
     Raises:
-        BadWeights: the model has no such module; vLLM would ignore the tensors.
+        BadWeights: the model has no such module, so vLLM would ignore the tensors.
     """
     form = rules.forms.get(f"{module}.weight")
     if form is not None:
@@ -218,7 +220,7 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
 
 
 def _inner(module: str, rules: AdapterRules) -> str:
-    """What is wrong with the name of a module that the model has under another one."""
+    """Return the hint for a module that the model has under another name, or ""."""
     whole = next((name for name in rules.forms if name.endswith(f".{module}.weight")), None)
     return f" but {whole.removesuffix('.weight')!r}; train the whole model, not a part of it" if whole else ""
 
@@ -233,7 +235,7 @@ def _check_complete(config: Mapping[str, Any], modules: Collection[str], rules: 
             f".{module}".endswith(ends) for module in modules
         ):
             raise BadWeights(
-                f"{_TENSORS} has no tensor of the target module {target!r}: the file is not whole; {_SAVE}."
+                f"{_TENSORS} has no tensor of the target module {target!r}: the file is incomplete; {_SAVE}."
             )
 
 
@@ -241,6 +243,6 @@ def _check_finite(file: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+        for name in opened.keys():  # noqa: SIM118  # it is not a mapping
             if not opened.get_tensor(name).isfinite().all():
                 raise BadWeights(f"the tensor {name!r} holds a value that is NaN or infinite.")

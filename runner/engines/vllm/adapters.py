@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: each addition has an id and a folder of its own, so nothing cached is of another."""
+"""LoRA adapters in vLLM: each version has its own id and folder, so caches never mix versions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["VllmAdapters"]
 
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-"""Waits for what vLLM's engine core answers to a call of that name, or for its death."""
+"""Function that waits for vLLM's answer to a call of that name, or for its death."""
 
 
 class VllmAdapters(Adapters):
-    """The adapters of one `AsyncLLM`.
+    """Adapters of one `AsyncLLM`.
 
-    vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id: a version has
-    all three to itself. It reads the folder again whenever it has put an adapter away, so that is a copy of ours.
+    vLLM hashes cached prompts with an adapter's name and folder, and keeps weights by its integer id; all three are
+    unique for each version. It reads the folder again after it evicted an adapter, so the folder is a private copy.
     """
 
     def __init__(self, llm: Any, model: ResolvedModel, answered: Answers) -> None:
@@ -41,10 +41,10 @@ class VllmAdapters(Adapters):
         self._rules: AdapterRules | None = None
         self._masked = False
         self._folders: set[Path] = set()
-        weakref.finalize(self, _delete_all, self._folders)  # for an engine that nobody left
+        weakref.finalize(self, _delete_all, self._folders)  # for an engine that was never left
 
     def request(self, version: AdapterVersion | None) -> Any:
-        """What vLLM's `add_request` takes as `lora_request`."""
+        """Return the argument `lora_request` of vLLM's `add_request`."""
         if version is None:
             return None
         from vllm.lora.request import LoRARequest
@@ -52,7 +52,7 @@ class VllmAdapters(Adapters):
         return LoRARequest(version.label, version.key, str(version.folder))
 
     async def load(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> None:
-        """Copy the adapter, compare it with the model, and give it to vLLM."""
+        """Copy the adapter, check it against the model, and load it into vLLM."""
         if self._llm.vllm_config.lora_config is None:
             raise BadOption(
                 f"add_adapter({version.name!r}): the engine was started without adapters: start it with "
@@ -67,7 +67,7 @@ class VllmAdapters(Adapters):
             raise
 
     async def _mask(self) -> None:
-        """Before there is any adapter, see to it that turns without one are sampled without one."""
+        """Patch the kernels before the first adapter, so that turns without an adapter are sampled without one."""
         if self._masked or self._llm.vllm_config.device_config.device_type != "cpu":
             return
         try:
@@ -76,11 +76,11 @@ class VllmAdapters(Adapters):
             raise
         except EngineError as error:
             raise BadOption(
-                "add_adapter(): on a CPU it takes a worker extension of ours, and this engine has another: "
+                "add_adapter(): on a CPU it needs our worker extension, and this engine has another: "
                 f"let that class inherit from runner.engines.vllm.worker.extension.WeightWorker ({error})."
             ) from error
         if not all(masked):
-            raise BadOption("add_adapter(): this vLLM's CPU backend would sample turns without an adapter with one.")
+            raise BadOption("add_adapter(): this vLLM's CPU backend applies adapters to turns without one.")
         self._masked = True
 
     def _prepare(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> Path:
@@ -99,18 +99,18 @@ class VllmAdapters(Adapters):
         return folder
 
     async def _add(self, version: AdapterVersion) -> None:
-        # Shielded: vLLM may have it already when the cancellation comes, and nobody would take it out again.
+        # Shielded: after a cancellation vLLM might keep the adapter for ever.
         with anyio.CancelScope(shield=True):
             try:
                 await self._answered("add_adapter()", self._llm.add_lora(self.request(version)))
             except EngineDead:
                 raise
             except EngineError as error:
-                raise BadWeights(f"the adapter {version.name!r}: vLLM does not take it: {error}") from error
+                raise BadWeights(f"the adapter {version.name!r}: vLLM refuses it: {error}") from error
 
     async def unload(self, version: AdapterVersion) -> None:
-        """Take a version that no request uses out of vLLM, and delete its copy."""
-        # Shielded: else its copy would stay, though vLLM may have let it go.
+        """Unload a version that no request uses from vLLM, and delete its copy."""
+        # Shielded: otherwise the copy could stay after vLLM unloaded it.
         with anyio.CancelScope(shield=True):
             await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
         self._delete(version.folder)
@@ -132,7 +132,7 @@ def _delete_all(folders: set[Path]) -> None:
 
 
 def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
-    """What this vLLM takes for this model. Blocks."""
+    """Return the rules of this vLLM for this model. Blocks."""
     from vllm.lora.peft_helper import PEFTHelper
 
     highest = config.lora_config.max_lora_rank
@@ -142,7 +142,7 @@ def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
         if rank > highest:
             raise ValueError(
                 f"rank {rank} is above the engine's max_lora_rank={highest}: start it with "
-                f"VllmEngine(enable_lora=True, max_lora_rank={rank}), or the next one that vLLM has."
+                f"VllmEngine(enable_lora=True, max_lora_rank={rank}), or the next higher value that vLLM supports."
             )
         PEFTHelper.from_dict(settings).validate_legal(config.lora_config)
 
@@ -165,5 +165,5 @@ def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
 def _forms(folder: Path) -> Mapping[str, TensorForm]:
     try:
         return read_folder(folder).forms
-    except BadWeights:  # of a kind without names that PEFT could know: vLLM compares what it can
+    except BadWeights:  # a format without PEFT's names: only vLLM's own checks apply
         return {}

@@ -1,4 +1,4 @@
-"""Reads calls with a tool parser of vLLM's that the user named, one id at a time, as vLLM's server streams them."""
+"""Reader of tool calls with one of vLLM's tool parsers, one id at a time, as vLLM's server streams them."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["VllmCallReader", "named_reader", "require_format"]
 
 
 def require_format(tool_format: str) -> None:
-    """See that vLLM has the parser, before an engine is started for it. Blocks for the seconds that importing it takes.
+    """Check that vLLM has the parser, before an engine is started for it. Blocks for the seconds of the import.
 
     Raises:
-        BadOption: it has none of that name.
+        BadOption: vLLM has no parser of that name.
         BadModel: vLLM is not installed.
     """
     _parser_class(tool_format)
 
 
 def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
-    """What reads calls in a format that was named as "vllm:NAME".
+    """Return the reader of a format that was named as "vllm:NAME".
 
     Raises:
-        BadOption: there is none, or it does not work with this vocabulary.
+        BadOption: there is no such parser, or it does not work with this vocabulary.
         BadModel: vLLM is not installed.
     """
     return VllmCallReader(tool_format, tokenizer)
 
 
-@cache  # so that only the first one imports, which it may have to wait for
+@cache  # only the first call imports, and may have to wait
 def _parser_class(tool_format: str) -> Any:
     name = tool_format.removeprefix(VLLM_FORMAT)
     require_vllm()
@@ -61,26 +61,25 @@ def _parser_class(tool_format: str) -> Any:
             raise BadOption(f"tool_format={tool_format!r}: vLLM {version} has no tool parser {name!r}. {meant}")
         try:
             return ToolParserManager.get_tool_parser(name)
-        except Exception as error:  # whatever the import of its module raises
+        except Exception as error:  # its module may raise anything
             raise BadOption(f"tool_format={tool_format!r}: vLLM cannot load it: {one_line(error)}") from error
 
 
 class VllmCallReader:
-    """One of vLLM's tool parsers, as a reader of whole turns.
+    """Reader of whole turns with one of vLLM's tool parsers.
 
-    A turn's ids go through the parser's streaming interface one by one, since in bigger cuts some parsers garble what
-    they are right about id by id; it also sees by the ids what is a control token and what only spells one. The calls
-    are those that it streamed. Where its reading of the whole text (`extract_tool_calls`) differs the stream is right,
-    so that is not asked: like what a parser adds when it hears that the turn has ended, it makes whole calls of those
-    that were cut short, with arguments missing or cut. A call whose streamed arguments are no whole JSON object is a
-    call with an error; so is one that was begun and kept back, and what the parser raised.
+    A turn's ids go through the parser's streaming interface one by one, since some parsers fail on larger pieces. The
+    ids also distinguish control tokens from text that spells them. The result has the streamed calls. The parser's
+    `extract_tool_calls` for whole texts and its additions at the end of a turn are not used: they turn truncated calls
+    into complete ones with missing or cut arguments. A call has an error if its streamed arguments are not a complete
+    JSON object, if it was begun but never streamed, or if the parser raised.
 
-    Ids of calls are numbered anew, since many parsers make them up at random.
+    Call ids are replaced by numbers, since many parsers draw them at random.
     """
 
     def __init__(self, tool_format: str, tokenizer: Tokenizer) -> None:
         self.name = tool_format
-        """The format as the user named it."""
+        """Format as the user named it."""
         self._parser_class = _parser_class(tool_format)
         self._tokenizer = tokenizer
         self._vocabulary = _Vocabulary(tokenizer)
@@ -89,7 +88,7 @@ class VllmCallReader:
     def _try(self) -> None:
         try:
             self._parser([])
-        except Exception as error:  # such as tokens of its format that the vocabulary lacks
+        except Exception as error:  # for example, the vocabulary lacks tokens of its format
             raise BadOption(
                 f"tool_format={self.name!r}: it does not work with the model's vocabulary: {one_line(error)}"
             ) from error
@@ -97,18 +96,18 @@ class VllmCallReader:
         streamed = self._streamed(said, self._tokenizer.encode(said), 0, schemas)
         if isinstance(streamed.error, NotImplementedError):
             raise BadOption(
-                f"tool_format={self.name!r}: this parser works inside vLLM's own server alone. Name another, or none."
+                f"tool_format={self.name!r}: this parser works only inside vLLM's own server. Name another, or none."
             )
 
     def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
-        """The content and the calls of a turn."""
+        """Read content and calls of a turn."""
         streamed = self._streamed(text, ids or self._tokenizer.encode(text), begin, schemas)
         calls, said = streamed.calls, text[begin:]
         if not calls and streamed.error is None:
             begun = self._kept_back(said, streamed.content)
             if not begun:
                 return CallsReading(said, [])
-            calls = [ReadCall("", error=f"a call is begun with {begun!r}, and {self.name} read none")]
+            calls = [ReadCall("", error=f"a call begins with {begun!r}, and {self.name} read none")]
         if streamed.error is not None:
             calls = [*calls, ReadCall("", error=f"{self.name} raised {one_line(streamed.error)}")]
         return CallsReading(streamed.content.strip(), calls)
@@ -133,7 +132,7 @@ class VllmCallReader:
                     )
                 )
                 before, ids_before = now, ids_now
-            # What it would add to calls when it is told that the turn ends makes whole calls of those that were cut.
+            # Calls that it adds at the end of the turn are dropped: they complete truncated calls.
             last = parser.finish_streaming() if hasattr(parser, "finish_streaming") else None
             told.content += (last.content or "") if last is not None else ""
         except Exception as error:  # a parser may raise anything
@@ -141,26 +140,26 @@ class VllmCallReader:
         return told
 
     def _deltas(self, text: str, ids: Sequence[int], begin: int) -> Iterator[tuple[str, list[int]]]:
-        """The text behind `begin`, id by id; the stop has none, and comes last."""
+        """Yield the text after `begin`, id by id; the stop has no text, and is last."""
         decoder = IncrementalDecoder(self._tokenizer)
         end = 0
         for token_id in ids:
             start, end = end, min(end + len(decoder.feed([token_id])), len(text))
             if end > begin or start >= begin:
                 yield text[max(start, begin) : end], [token_id]
-        if end < len(text):  # half a character
+        if end < len(text):  # an incomplete character
             yield text[max(end, begin) :], []
 
     def _parser(self, tools: Sequence[Any]) -> Any:
         parser = self._parser_class(self._vocabulary, tools)
-        if hasattr(parser, "skip_reasoning_parsing"):  # the thought is cut off already
+        if hasattr(parser, "skip_reasoning_parsing"):  # the reasoning was removed before
             parser.skip_reasoning_parsing = True
         return parser
 
     def _kept_back(self, said: str, content: str) -> str:
-        """The mark at which the parser began to keep text back for a call that never came, or "".
+        """Return the mark where the parser began to hold text back for a call that never came, or "".
 
-        Half a mark at the end of a turn is kept back too: that is no call.
+        Half a mark at the end of a turn is held back too, but is not a call.
         """
         if not said.startswith(content.rstrip()):
             return ""
@@ -175,11 +174,11 @@ _TAGS = CutPoints()
 
 @dataclass(slots=True)
 class _Streamed:
-    """What a parser streamed."""
+    """Output of a parser."""
 
     content: str = ""
     error: Exception | None = None
-    """What the parser raised, if it did."""
+    """Exception of the parser."""
     _calls: dict[int, list[str]] = field(default_factory=dict)  # name and arguments, by the number in the turn
 
     @property
@@ -187,7 +186,7 @@ class _Streamed:
         return [_streamed_call(*self._calls[index]) for index in sorted(self._calls)]
 
     def take(self, delta: Any) -> None:
-        """Add what a parser streams at once."""
+        """Add one delta of the parser."""
         if delta is None:
             return
         self.content += (getattr(delta, "reasoning", None) or "") + (delta.content or "")
@@ -199,12 +198,12 @@ class _Streamed:
 
 
 def _streamed_call(name: str, arguments: str) -> ReadCall:
-    # A call without arguments has an empty object; where nothing was streamed, the call was cut before them.
+    # A call without arguments has an empty object; without any text, the call was cut before its arguments.
     return external_call(name, arguments) if arguments.strip() else ReadCall(name, error="its arguments are missing")
 
 
 def _request(schemas: Schemas) -> Any:
-    """As much of a request to vLLM's server as parsers look at."""
+    """Return a request to vLLM's server with the fields that parsers read."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     tools = [
@@ -215,7 +214,7 @@ def _request(schemas: Schemas) -> Any:
 
 
 class _Names(Mapping[str, int]):
-    """The ids of tokens by their names: any can be asked for, and the control tokens are listed."""
+    """Ids of tokens by name: every token can be looked up, and control tokens are listed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -235,7 +234,7 @@ class _Names(Mapping[str, int]):
 
 
 class _Vocabulary:
-    """Our vocabulary as far as vLLM's parsers ask a tokenizer of transformers."""
+    """The runner's vocabulary with the methods of a transformers tokenizer that vLLM's parsers use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

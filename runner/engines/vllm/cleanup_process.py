@@ -21,21 +21,21 @@ from typing import Final
 __all__ = ["FOLDER", "CleanupProcess", "is_alive", "process_name", "release", "shared_memory_of"]
 
 FOLDER: Final = "DELTARUNNER_ENGINE_FOLDER"
-"""The variable that names the engine's own folder to its processes, which are known by it."""
+"""Environment variable with the engine's private folder; it identifies the engine's processes."""
 
 _FOLDER: Final = "/dev/shm/"
-_SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # as Python names its own, and vLLM's CPU workers theirs
+_SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # name prefixes of Python, and of vLLM's CPU workers
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
-_RUNS, _ENDED = b"r", b"e"  # what the cleanup process is told
-_SECONDS: Final = 1.0  # from one look of the cleanup process to the next
-_ORPHAN_SECONDS: Final = 60.0  # orphans see within one that their parent is gone, unless the machine is very busy
+_RUNS, _ENDED = b"r", b"e"  # messages to the cleanup process
+_SECONDS: Final = 1.0  # between two scans
+_ORPHAN_SECONDS: Final = 60.0  # orphans detect the end of their parent within a second, unless the machine is very busy
 
 
 class CleanupProcess:
-    """A process that waits for the end of this one, and removes what its engine has left by then.
+    """Process that waits for the end of this process, and then removes the leftovers of its engine.
 
     Args:
-        folder: the engine's own.
+        folder: the engine's private folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class CleanupProcess:
         hears, tells = os.pipe()
         self._told = os.fdopen(tells, "wb", buffering=0)
         with open(hears, "rb") as stdin:
-            # What is started here ends at once, and its child is the cleanup process.
+            # This process ends at once; its child is the cleanup process.
             subprocess.run(
                 command,
                 stdin=stdin,
@@ -55,30 +55,30 @@ class CleanupProcess:
             )
 
     def engine_started(self) -> None:
-        """Say that the engine's processes are complete; while they start, the cleanup process looks for new ones."""
+        """Report that all processes of the engine run; before that the cleanup process scans for new ones."""
         self._tell(_RUNS)
 
     def dismiss(self) -> None:
-        """Say that the engine has ended and left nothing; twice is allowed."""
+        """Report that the engine ended and left nothing; idempotent."""
         self._tell(_ENDED)
         self._told.close()
 
     def _tell(self, word: bytes) -> None:
-        with suppress(BrokenPipeError, ValueError):  # it was killed, or dismissed
+        with suppress(BrokenPipeError, ValueError):  # it was killed or dismissed
             self._told.write(word)
 
 
 def process_name(pid: int) -> str:
-    """A process by its id and when it started, since ids are used again.
+    """Name a process by its id and start time, since ids are reused.
 
     Raises:
-        OSError: there is none.
+        OSError: the process does not exist.
     """
     return f"{pid}:{_stat(pid)[_STARTED]}"
 
 
 def is_alive(name: str) -> bool:
-    """Whether the process of this name is there; one that nobody has reaped yet is not."""
+    """Return whether the process of this name exists; a zombie does not count."""
     pid, _, started = name.partition(":")
     try:
         fields = _stat(int(pid))
@@ -88,23 +88,23 @@ def is_alive(name: str) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    # The name may hold spaces and parentheses of its own.
+    # The process name may contain spaces and parentheses.
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _read(path: str) -> str:
-    return os.fsdecode(Path(path).read_bytes())  # names of files and processes are of any bytes
+    return os.fsdecode(Path(path).read_bytes())  # names may contain any bytes
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """The names of the shared memory that a process and those below it use; none where it is gone."""
+    """Return the names of the shared memory of a process and its descendants; empty if it is gone."""
     return {name for process in (pid, *_below(pid)) for name in _mapped(process)}
 
 
 def _mapped(pid: int) -> Iterator[str]:
     with suppress(OSError):
         for line in _read(f"/proc/{pid}/maps").splitlines():
-            last = line.rpartition(" ")[2]  # of memory that was freed, though it is used, this is "(deleted)"
+            last = line.rpartition(" ")[2]  # for unlinked memory in use this is "(deleted)"
             if last.startswith(_SHARED_MEMORY):
                 yield last.removeprefix(_FOLDER)
 
@@ -118,7 +118,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def release(names: Iterable[str]) -> None:
-    """Free shared memory whose owner was killed; Python would do it at our own end, and warn."""
+    """Free shared memory of a killed owner; Python would do it at its own end, with a warning."""
     for name in names:
         with suppress(FileNotFoundError):
             memory = SharedMemory(name)
@@ -135,7 +135,7 @@ def _run(owner: str, folder: str) -> None:
     while is_alive(owner):
         if starts:
             _scan(owner, folder, processes, memory)
-        if not hears:  # whoever could tell it anything has closed the pipe, and may live on
+        if not hears:  # the pipe was closed, but the owner may still run
             time.sleep(_SECONDS)
         elif select.select([0], [], [], _SECONDS)[0]:
             word = os.read(0, 1)
@@ -148,9 +148,9 @@ def _run(owner: str, folder: str) -> None:
     give_up = time.monotonic() + _ORPHAN_SECONDS
     while any(map(is_alive, processes)) and time.monotonic() < give_up:
         time.sleep(_SECONDS)
-    # Python's own tracker, where it is alive, frees what it knows of, and warns where somebody else was faster.
+    # Python's resource tracker, if alive, frees its own entries first, and warns about missing ones.
     time.sleep(_SECONDS)
-    # While the engine started, whatever else this process started had its mark, and may have memory of its own.
+    # Other children of the owner that started during the engine's start have the mark too, and may have memory.
     used = {name for process in Path("/proc").glob("[0-9]*") for name in _mapped(int(process.name))}
     for name in memory - used:
         Path(_FOLDER, name).unlink(missing_ok=True)
@@ -158,10 +158,10 @@ def _run(owner: str, folder: str) -> None:
 
 
 def _scan(owner: str, folder: str, processes: set[str], memory: set[str]) -> None:
-    """Add those of the engine's processes that are there, and the shared memory that they use."""
+    """Add the engine's processes, and the shared memory that they use."""
     mark = os.fsencode(f"{FOLDER}={folder}")
     for pid in _below(int(owner.partition(":")[0])):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process just ended
             if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 processes.add(process_name(pid))
                 memory.update(_mapped(pid))

@@ -1,4 +1,4 @@
-"""The dtype that a CPU computes a model in where none was given: the fastest one of this processor."""
+"""Default dtype on a CPU: the fastest one of the processor."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _QUANTIZED: Final = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class ChosenDtype:
-    """The dtype that vLLM is asked to compute in, with the reason."""
+    """Dtype for vLLM, with the reason for it."""
 
     name: str = _AUTO
-    """The value of vLLM's argument `dtype`."""
+    """Value of vLLM's argument `dtype`."""
     why: str = ""
-    """The reason, for people; empty where vLLM's own choice stands."""
+    """Reason for people; empty if vLLM chooses."""
 
 
 def gives_dtype(given: Mapping[str, Any]) -> bool:
-    """Return whether the engine arguments name a dtype, which then wins."""
+    """Return whether the engine arguments contain a dtype, which has priority."""
     return bool(given.get("dtype", _AUTO) != _AUTO)
 
 
 def choose_dtype(
     folder: Path, given: Mapping[str, Any], *, is_fast: Callable[[str], bool], memory: int, copies: int = 1
 ) -> ChosenDtype:
-    """Return the fastest dtype for a model on a CPU; `auto` where vLLM's own choice is as fast, or the only one.
+    """Return the fastest dtype for a model on a CPU; `auto` if vLLM's own choice is as fast, or the only one.
 
-    vLLM computes in the checkpoint's dtype, and in bfloat16 where that is float32. A processor without instructions
-    for it takes several times as long as in float32.
+    vLLM computes in the checkpoint's dtype, and in bfloat16 for float32 checkpoints. On a processor without bfloat16
+    instructions this takes several times as long as float32.
 
     Args:
         folder: the model's folder, with config.json.
         given: the engine arguments that the user gave.
-        is_fast: whether this processor computes fast in a dtype.
-        memory: bytes that weights may take.
-        copies: of the weights, one for each data-parallel rank.
+        is_fast: returns whether this processor computes fast in a dtype.
+        memory: bytes for weights.
+        copies: number of copies of the weights, one per data-parallel rank.
     """
     config = _json(folder / "config.json")
     if given.get("quantization") or any(_has(config, name) for name in _QUANTIZED):
-        return ChosenDtype()  # its kernels take 16 bits alone
+        return ChosenDtype()  # its kernels support only 16 bits
     stored = _stored(config)
     usual = stored if stored in _HALVES else "bfloat16"
     if is_fast(usual):
@@ -63,26 +63,26 @@ def choose_dtype(
 
 
 def is_fast(dtype: str) -> bool:
-    """Return whether oneDNN, which multiplies matrices on CPUs, has instructions of this processor for a dtype.
+    """Return whether oneDNN, which multiplies matrices on CPUs, has instructions for a dtype on this processor.
 
-    oneDNN honours its variable `ONEDNN_MAX_CPU_ISA`. Imports torch.
+    Depends on oneDNN's variable `ONEDNN_MAX_CPU_ISA`. Imports torch.
     """
     import torch
 
     asked = getattr(torch.ops.mkldnn, _ASKED.get(dtype, ""), None)
     if asked is None or not torch.backends.mkldnn.is_available():
-        return True  # nothing is known, and vLLM's choice stands
+        return True  # unknown: keep vLLM's choice
     return bool(asked())
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of a model's weights as its files say it; 0 where they do not."""
+    """Return the bytes of a model's weights by its files; 0 if unknown."""
     indexed = _json(folder / "model.safetensors.index.json").get("metadata", {}).get("total_size", 0)
     return int(indexed) or sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """The dtype of the checkpoint; a model of text and images has it in the part for text."""
+    """Return the dtype of the checkpoint; in a multimodal model it is in the text part."""
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(part, Mapping) and (name := part.get("dtype") or part.get("torch_dtype")):
             return str(name).removeprefix("torch.")

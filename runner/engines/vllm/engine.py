@@ -1,7 +1,7 @@
-"""The vLLM engine, in this process: `AsyncLLM` with ids in and out, and no request left behind.
+"""vLLM engine in this process: `AsyncLLM` with token ids as input and output.
 
-Requests go in through `add_request` and are read from its collector, not through `generate()`, which aborts inside the
-cancelled scope: cut there, the request runs on, and an abort by its name finds nothing.
+Requests use `add_request` and its collector instead of `generate()`: that aborts inside the cancelled scope, where the
+abort itself is cancelled, so the request continues in the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from runner.version import installed_version
 __all__ = ["VllmEngine"]
 
 _STREAM_INTERVAL_IDS = 8
-"""Ids in a delta unless told otherwise. At 1,000 streams an id costs 14 us so, and 25 us where each is a delta
+"""Default number of ids in a delta. At 1,000 streams an id then costs 14 us, and 25 us if each is a delta
 (docs/benchmarks.md)."""
 
 
@@ -56,24 +56,23 @@ class VllmEngine(Engine):
 
     async with VllmEngine("Qwen/Qwen3-0.6B", max_num_seqs=128) as engine: ...
 
-    One event loop, the one that entered it, owns the engine. Every process of vLLM ends with the block, and within
-    seconds of this process if that is killed; none of them sees the terminal's Ctrl-C. vLLM's log goes to stderr;
-    its variable `VLLM_LOGGING_LEVEL`, set before Python starts, says how much of it.
+    The event loop that entered the engine owns it. All processes of vLLM end with the block, and within seconds after
+    this process is killed; they do not receive the terminal's Ctrl-C. vLLM's log goes to stderr; set its level with the
+    variable `VLLM_LOGGING_LEVEL` before Python starts.
 
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`, the demo model.
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
-        stream_interval: ids in a delta where nobody acts on single ones; the first always comes at once.
-        reload_check: load the engine's own weights once more before its first update, and end the engine where that
-            changes what it computes; by default where the model has experts or recurrent layers.
-        engine_arguments: passed to vLLM's `AsyncEngineArgs`. What is not given and set by us: `describe()["chosen"]`.
-            Without `dtype` a CPU computes in the fastest one of its processor: in float32 where oneDNN has no
-            instructions for bfloat16, unless the weights are quantized or would not fit in memory. `notes` has a line
-            about it.
+        stream_interval: ids in a delta, unless the caller acts on single ids; the first id is sent at once.
+        reload_check: load the engine's own weights again before its first update, and end the engine if its scores
+            change; default for models with experts or recurrent layers.
+        engine_arguments: arguments of vLLM's `AsyncEngineArgs`. `describe()["chosen"]` has the defaults that differ
+            from vLLM's. Without `dtype` a CPU uses the fastest one of its processor: float32 if oneDNN has no bfloat16
+            instructions, unless the weights are quantized or too large for the memory. `notes` has a line about it.
     """
 
     vocabulary: int
-    """How many ids can be sampled, the model's padding rows included; set once the engine is entered."""
+    """Number of ids that can be sampled, with the model's padding rows; set when the engine is entered."""
 
     def __init__(
         self,
@@ -87,13 +86,13 @@ class VllmEngine(Engine):
         if stream_interval is not None and stream_interval < 1:
             raise BadOption(f"VllmEngine(stream_interval={stream_interval!r}): a delta has at least one id.")
         self.model = model
-        """The model that was given."""
+        """Model as given."""
         self._template = template
         self._stream_interval = stream_interval or _STREAM_INTERVAL_IDS
         self._reload_check = reload_check
         self._sizes = ParallelSizes.of(engine_arguments)
         self.given = engine_arguments
-        """The engine arguments that were given."""
+        """Engine arguments as given."""
         self.runtime: VllmRuntime | None = None
         self._paths: dict[str, str] = {}
         self._external: Any = None
@@ -103,7 +102,7 @@ class VllmEngine(Engine):
         self._starting: VllmProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Beside what was given, which is what the header of a run has.
+        # In addition to the given paths, which the header of a run contains.
         paths = absolute_paths(self.model, self.given.get("tokenizer"))
         return {**self.__dict__, "_template": sendable_template(self._template), "_paths": {**self._paths, **paths}}
 
@@ -117,25 +116,25 @@ class VllmEngine(Engine):
         places: int | None = None,
         stream_interval: int | None = None,
     ) -> Self:
-        """An engine over an `AsyncLLM` that somebody else made, and that stays theirs.
+        """Create an engine over an `AsyncLLM` that another program owns.
 
         async with VllmEngine.over(llm) as engine: ...
 
-        Leaving it ends our requests and nothing else. Weights, sleep, adapters and the cache are the owner's, and are
-        refused by name; `pause` in its modes `wait` and `abort` stands still for ours alone. New weights are noticed by
-        the versions of what is sampled. Several engines may be over one `AsyncLLM`, each with places of its own.
-        Enter it on the event loop of the `AsyncLLM`, and leave it before that is shut down.
+        Leaving the engine ends only its own requests. Weights, sleep, adapters and the cache belong to the owner, and
+        their calls are refused; `pause` in its modes `wait` and `abort` affects only this engine's requests. New
+        weights are detected by the versions of sampled ids. Several engines can share one `AsyncLLM`, each with its own
+        places. Enter the engine on the event loop of the `AsyncLLM`, and leave it before that is shut down.
 
         Args:
-            llm: the `AsyncLLM`. Best started with `logprobs_mode="processed_logprobs"`: of the model's own
-                log-probabilities only those are kept that are also those of what was sampled from.
-            model: the model's folder or id, for vocabulary and stop ids; default what vLLM loaded.
+            llm: the `AsyncLLM`, preferably with `logprobs_mode="processed_logprobs"`: the model's own log-probabilities
+                are kept only for turns that are sampled from the model's own distribution.
+            model: the model's folder or id, for vocabulary and stop ids; default the model that vLLM loaded.
             template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
-            places: requests of ours that run at once; default as many as vLLM runs.
-            stream_interval: ids in a delta where nobody acts on single ones.
+            places: maximum number of concurrent requests of this engine; default vLLM's own limit.
+            stream_interval: ids in a delta, unless the caller acts on single ids.
 
         Raises:
-            BadOption: it is no `AsyncLLM`, or a setting that cannot be.
+            BadOption: `llm` is not an `AsyncLLM`, or a setting is invalid.
         """
         check_llm(llm)
         if places is not None:
@@ -147,11 +146,11 @@ class VllmEngine(Engine):
         return engine
 
     async def __aenter__(self) -> Self:
-        """Start vLLM; some 25 s on a CPU, during which the event loop is free.
+        """Start vLLM; takes about 25 s on a CPU, without blocking the event loop.
 
         Raises:
-            BadModel: there is no such model, vLLM cannot load it, or is not installed.
-            BadOption: an engine argument that cannot be, or an event loop of trio.
+            BadModel: the model does not exist, vLLM cannot load it, or vLLM is not installed.
+            BadOption: an engine argument is invalid, or the event loop is trio's.
         """
         if self.running:
             raise RuntimeError("this engine is already running")
@@ -217,10 +216,10 @@ class VllmEngine(Engine):
             await self._compare_updates(llm)
 
     async def _compare_updates(self, llm: Any) -> None:
-        """Have the engine compare its own scores around each update, where this vLLM can score while turns are held."""
+        """Let the engine compare its own scores around each update, if this vLLM can score while turns are held."""
         try:
             can = await llm.engine_core.call_utility_async(turn_hold.CAN_HOLD_TURNS)
-        except Exception:  # the border to vLLM: a core without our calls raises anything
+        except Exception:  # vLLM may raise anything for an unknown call
             can = False
         if not can:
             return
@@ -228,7 +227,7 @@ class VllmEngine(Engine):
             self.vllm.score_while_paused, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
         )
         config = llm.vllm_config.model_config
-        derived = config.is_moe or config.has_inner_state  # what vLLM packs or fuses, and forgets at a reload
+        derived = config.is_moe or config.has_inner_state  # models with packed or fused copies, which a reload may miss
         self.vllm.reload_check = derived if self._reload_check is None else self._reload_check
 
     async def __aexit__(self, *_: object) -> None:
@@ -237,42 +236,42 @@ class VllmEngine(Engine):
 
     @property
     def vllm(self) -> VllmRuntime:
-        """The vLLM that runs, there once it started; not for authors."""
+        """Runtime of the entered engine; internal."""
         if self.runtime is None:
             raise EngineDead("the engine is not running")
         return self.runtime
 
     def stream(self, request: GenerationRequest) -> VllmStream:
-        """The deltas of one request; nothing happens before the block is entered."""
+        """Return the deltas of one request; nothing happens before the block is entered."""
         runtime = self.vllm
         return (
             ExternalStream(runtime, request) if isinstance(runtime, ExternalRuntime) else VllmStream(runtime, request)
         )
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what somebody else's `AsyncLLM` was not started for."""
+        """Check that an external `AsyncLLM` supports a sampling."""
         if self._external is not None:
             check_sampling(self._external, sampling)
 
     def check_constraint(self, constraint: Constraint) -> None:
-        """Refuse a grammar that somebody else's `AsyncLLM` could not take."""
+        """Check that an external `AsyncLLM` supports a grammar."""
         if self._external is not None:
             check_constraint(self._external, constraint)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Refuse to score as sampled where our worker extension is missing, or ids are drafted."""
+        """Check the call of `score`: scores as sampled need the worker extension, and no speculative decoding."""
         if not as_sampled:
             return
         if not self._scores_as_sampled:
             raise BadControl(
-                "score(): how ids would be sampled is computed by our worker extension. This vLLM was started without "
-                "it, or is a version that it does not know; leave sampling and constraint out."
+                "score(): scores as sampled need our worker extension. This vLLM was started without "
+                "it, or has an unknown version; leave sampling and constraint out."
             )
         if self.vllm.llm.vllm_config.speculative_config is not None:
-            raise BadControl("score(): with speculative decoding ids are scored without sampling and constraint.")
+            raise BadControl("score(): speculative decoding does not support sampling and constraint; leave them out.")
 
     async def check_proof(self, proof: WeightProof) -> None:
-        """Refuse a proof that could not be scored before any turn goes on."""
+        """Check that a proof can be scored before any turn continues."""
         if self._external is None and self.vllm.own_scores is None:
             raise BadControl(
                 "update_weights(proof=): this version of vLLM cannot hold its turns while ids are scored; update "
@@ -281,7 +280,7 @@ class VllmEngine(Engine):
         await super().check_proof(proof)
 
     def stats(self) -> EngineStats:
-        """What the engine does now; open requests by the scheduler's count after its last step."""
+        """Return the current counts; open requests as counted by the scheduler after its last step."""
         count, gate = self.vllm.process.stats, self.vllm.gate
         return EngineStats(
             open=count.open,
@@ -307,37 +306,37 @@ class VllmEngine(Engine):
         await self.vllm.process.stats.until_idle()
 
     def processes(self) -> list[int]:
-        """Process ids of the engine cores."""
+        """Return the process ids of the engine cores."""
         return [core.pid for core in self.vllm.process.cores if core.pid is not None]
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known."""
+        """Return whether requests can be answered, as far as is known."""
         return self.running and self.vllm.is_alive()
 
     async def health(self) -> None:
         """Return when the engine can answer.
 
         Raises:
-            EngineDead: it cannot, with the cause.
+            EngineDead: it cannot answer, with the cause.
         """
         self.vllm.require_alive()
         try:
             await self.vllm.llm.check_health()
-        except Exception as error:  # vLLM has one of its own for a death that it has just noticed
+        except Exception as error:  # vLLM's own error for a death that it just detected
             raise self.vllm.death_error(error) from error
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:
-        """Compute in the dtype of a run that is resumed, where none was given and the engine does not run yet."""
+        """Use the dtype of a resumed run if none was given; before the engine is entered."""
         if described.get("kind") == "vllm" and not self.running:
-            self._kept_dtype = described.get("dtype", "auto")  # before it was written down, it was vLLM's choice
+            self._kept_dtype = described.get("dtype", "auto")  # old runs without the entry used vLLM's choice
 
     @property
     def start_phase(self) -> str:
-        """The present phase of the engine's start, such as loading the weights; empty at any other time."""
+        """Current phase of the engine's start, such as loading the weights; empty at other times."""
         return "" if self._starting is None else self._starting.phase
 
     def describe(self) -> dict[str, Any]:
-        """What a run's header keeps of the engine."""
+        """Return the header entry of the engine, as JSON."""
         vllm = self.vllm
         settings = vllm.process.settings
         assert settings is not None
@@ -361,7 +360,7 @@ class VllmEngine(Engine):
 
 
 def dtype_of(llm: Any) -> str:
-    """The dtype that an `AsyncLLM` computes in, by torch's name without its prefix."""
+    """Return the dtype of an `AsyncLLM`'s computation, by torch's name without its prefix."""
     return str(llm.vllm_config.model_config.dtype).removeprefix("torch.")
 
 

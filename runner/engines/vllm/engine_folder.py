@@ -1,7 +1,7 @@
-"""A folder of one engine's own: vLLM's processes meet at sockets in it, and note there what they die of.
+"""Private folder of one engine, for the sockets of vLLM's processes and their failure notes.
 
-VLLM binds its sockets in the folder for temporary files, under names that nobody can tell from others', and those of a
-process that was killed stay for ever.
+By default vLLM binds its sockets in the folder for temporary files, under random names, and those of a killed process
+stay for ever.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Final
 __all__ = ["SOCKETS", "EngineFolder"]
 
 SOCKETS: Final = "VLLM_RPC_BASE_PATH"
-"""The variable that names the folder where vLLM binds its sockets."""
+"""Environment variable with the folder for vLLM's sockets."""
 
 _PREFIX: Final = "deltarunner-engine-"
 _MAX_PATH_BYTES: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-1234-1234-123456789abc")
-"""Bytes of the folder around it: the address of a socket has no room for more."""
+"""Maximum length of the parent folder's path in bytes; the address of a socket is limited."""
 
 
 class EngineFolder:
-    """The folder; it goes when the engine is stopped, and where this process is killed, by its cleanup."""
+    """Folder of an engine; removed when the engine is stopped, or by the cleanup process if this process is killed."""
 
     def __init__(self) -> None:
         around = os.environ.get(SOCKETS) or tempfile.gettempdir()
         if len(os.fsencode(around)) > _MAX_PATH_BYTES:
             around = "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=around)).absolute()
-        """Where it is."""
+        """Path of the folder."""
 
     @property
     def failures(self) -> Path:
-        """The file in which processes of the engine note what they die of."""
+        """File in which processes of the engine note their fatal error."""
         return self.path / "failures"
 
     @property
     def phase(self) -> Path:
-        """The file in which they note what the start is doing."""
+        """File in which they note the phase of the start."""
         return self.path / "phase"
 
     def remove(self) -> None:
-        """Delete it with all that is in it; twice is allowed."""
+        """Delete the folder and its content; idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` that somebody else made and owns: what an engine of ours asks of it, and what is left to its owner."""
+"""Use of an `AsyncLLM` that another program owns, and the refusal of calls that only its owner may make."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ __all__ = [
 ]
 
 _LISTEN_SECONDS = 1.0
-"""How soon it is heard that the owner shut it down, of which vLLM tells nobody who waits for an id."""
+"""Seconds between checks for a shutdown by the owner, which vLLM does not report to waiting tasks."""
 _LOOK_SECONDS = 0.005
-"""How soon the end of our requests is looked for again: no logger of ours tells of steps."""
+"""Seconds between checks for the end of requests, since no logger reports the steps."""
 
 _EXTENSION = "worker_extension_cls='runner.engines.vllm.worker.extension.WeightWorker'"
 _PROBABILITIES = ("processed_logprobs", "raw_logprobs")
 
 
 class Request(Protocol):
-    """What is asked here of the stream of a request besides."""
+    """Attributes of a request's stream that this module needs."""
 
     @property
     def sent_all(self) -> bool: ...
@@ -53,10 +53,10 @@ class Request(Protocol):
 
 
 def check_llm(llm: Any) -> None:
-    """Refuse what is no `AsyncLLM`.
+    """Check that an object is an `AsyncLLM`.
 
     Raises:
-        BadOption: it is none.
+        BadOption: it is not.
     """
     missing = [name for name in ("add_request", "abort", "vllm_config", "errored") if not hasattr(llm, name)]
     if missing:
@@ -67,7 +67,7 @@ def check_llm(llm: Any) -> None:
 
 
 def arguments_of(llm: Any) -> dict[str, Any]:
-    """The engine arguments of its owner that others ask an engine for: who forces ids, and who makes token masks."""
+    """Return the owner's engine arguments that other modules read: for forced ids and token masks."""
     config = llm.vllm_config
     processors = getattr(config.model_config, "logits_processors", None) or ()
     return {
@@ -80,41 +80,41 @@ def arguments_of(llm: Any) -> dict[str, Any]:
 
 
 def check_sampling(llm: Any, sampling: Sampling) -> None:
-    """Refuse what the `AsyncLLM` was not started for.
+    """Check that the `AsyncLLM` supports a sampling.
 
     Raises:
-        BadOption: names the field, and how it is to be started.
+        BadOption: it does not; the message names the field and the needed argument.
     """
     most = llm.vllm_config.model_config.max_logprobs
     if sampling.logprobs and 0 <= most < sampling.logprobs:
         raise BadOption(
-            f"Sampling(logprobs={sampling.logprobs}): the AsyncLLM gives at most {most}; its owner starts it with "
+            f"Sampling(logprobs={sampling.logprobs}): the AsyncLLM returns at most {most}; start it with "
             f"max_logprobs={sampling.logprobs}, or leave it out."
         )
 
 
 def check_constraint(llm: Any, constraint: Constraint) -> None:
-    """Refuse a grammar that the `AsyncLLM` would break its memory with.
+    """Check that a grammar does not make the `AsyncLLM` corrupt its memory.
 
     Raises:
-        BadOption: says how it is to be started.
+        BadOption: it would; the message has the needed argument.
     """
     config = llm.vllm_config
     if _bare_on_cpu(llm) and config.model_config.get_vocab_size() % WORD_BITS:
         raise BadOption(
-            f"a turn under a grammar ({constraint.kind.value}): on a CPU, masks write behind a vocabulary that is no "
-            f"multiple of {WORD_BITS}, unless the AsyncLLM is started with {_EXTENSION}."
+            f"a turn under a grammar ({constraint.kind.value}): on a CPU, masks write past the end of a vocabulary "
+            f"that is not a multiple of {WORD_BITS}; start the AsyncLLM with {_EXTENSION}."
         )
 
 
 class ExternalProcess(VllmProcess):
-    """What is there of vLLM's processes where somebody else has them: nothing is started, and nothing ended."""
+    """`VllmProcess` of an external `AsyncLLM`: nothing is started or stopped."""
 
     async def start(self) -> Any:
-        """The `AsyncLLM`.
+        """Return the `AsyncLLM`.
 
         Raises:
-            BadOption: it was started in a way that it cannot be used with.
+            BadOption: it was started with unsupported arguments.
             EngineDead: it is dead.
         """
         llm, config = self.llm, self.llm.vllm_config
@@ -123,42 +123,42 @@ class ExternalProcess(VllmProcess):
         handler = getattr(llm, "output_handler", None)
         if handler is not None and handler.get_loop() is not asyncio.get_running_loop():
             raise BadOption(
-                "VllmEngine.over(llm): this AsyncLLM runs on another event loop: enter the engine, and play, there."
+                "VllmEngine.over(llm): this AsyncLLM runs on another event loop: enter the engine and run there."
             )
         mode = config.model_config.logprobs_mode
         if mode not in _PROBABILITIES:
             raise BadOption(
-                f"VllmEngine.over(llm): with logprobs_mode={mode!r} it gives no log-probabilities; its owner starts it "
+                f"VllmEngine.over(llm): with logprobs_mode={mode!r} it has no log-probabilities; start it "
                 "with logprobs_mode='processed_logprobs'."
             )
         if _bare_on_cpu(llm) and config.scheduler_config.enable_chunked_prefill:
             raise BadOption(
-                "VllmEngine.over(llm): on a CPU, vLLM dies of a seeded turn whose prompt is computed in pieces; its "
-                f"owner starts it with {_EXTENSION}, or with enable_chunked_prefill=False."
+                "VllmEngine.over(llm): on a CPU, vLLM dies of a seeded turn with a chunked prompt; "
+                f"start it with {_EXTENSION}, or with enable_chunked_prefill=False."
             )
         self.settings = VllmSettings({"logprobs_mode": mode}, {}, {})
-        # Cached by vLLM, which would ask at the first request, and wait for ever if an engine core died then.
+        # Fills vLLM's cache: the first request would ask, and wait for ever if an engine core died.
         await llm.get_supported_tasks()
         return llm
 
     async def stop(self) -> None:
-        """Let it go; it runs on for its owner."""
+        """Release the `AsyncLLM`, which continues for its owner."""
         self.llm = None
 
     def kill(self) -> None:
-        """It is not ours to end."""
+        """Do nothing, since the owner ends it."""
 
     def cause_of_death(self) -> str:
         return "the AsyncLLM died or was shut down; its owner's log says why"
 
 
 def _bare_on_cpu(llm: Any) -> bool:
-    """Whether its workers are on a CPU and have none of what mends them there."""
+    """Return whether its workers run on a CPU without our patches."""
     return llm.vllm_config.device_config.device_type == "cpu" and not VllmWeights(llm, "").extended
 
 
 class ExternalStats(SchedulerStats):
-    """The count of our own requests: what the scheduler has besides are its owner's."""
+    """Counts of this engine's own requests, without those of the owner."""
 
     def __init__(self, requests: Collection[Request]) -> None:
         super().__init__()
@@ -166,32 +166,32 @@ class ExternalStats(SchedulerStats):
 
     @property
     def running(self) -> int:
-        """Our requests that vLLM has and has not finished."""
+        """This engine's unfinished requests in vLLM."""
         return sum(not request.sent_all for request in self._requests)
 
     async def wait_for_step(self) -> None:
-        """Return a little later: no logger of ours tells of steps."""
+        """Wait a fixed time, since no logger reports the steps."""
         await anyio.sleep(_LOOK_SECONDS)
 
 
 class ExternalAdapters(VllmAdapters):
-    """No adapters: what adapters there are is known to the owner alone."""
+    """Adapters of an external `AsyncLLM`, which only its owner can use."""
 
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
     ) -> str:
-        _not_ours(f"add_adapter({name!r})", "adapters are its owner's; ask for them through a TokenEngine")
+        _not_ours(f"add_adapter({name!r})", "adapters belong to its owner; use them through a TokenEngine")
 
     async def remove(self, name: str) -> None:
-        _not_ours(f"remove_adapter({name!r})", "adapters are its owner's")
+        _not_ours(f"remove_adapter({name!r})", "adapters belong to its owner")
 
 
 class ExternalRuntime(VllmRuntime):
-    """An `AsyncLLM` while an engine of ours uses it; only requests of ours are ever ended."""
+    """Runtime of an engine over an external `AsyncLLM`; only its own requests are ever ended."""
 
     def __init__(self, process: VllmProcess, llm: Any, weights: VllmWeights, *, version: str, **named: Any) -> None:
         super().__init__(process, llm, weights, version=version, **named)
-        if not self.stamps_itself:  # then its owner alone knows
+        if not self.stamps_itself:  # only the owner knows the version
             self.versions, self._ages = [""], {"": 0}
         self.adapters = ExternalAdapters(llm, process.model, self.answered)
         process.stats = ExternalStats(self._streams())
@@ -199,37 +199,37 @@ class ExternalRuntime(VllmRuntime):
     def _streams(self) -> Any:
         return self.requests
 
-    # --- what its trainer has it do
+    # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
-        """Ask for nothing more; what its owner asks goes on."""
+        """Pause this engine's requests; the owner's continue."""
         if mode is PauseMode.KEEP:
             raise BadControl(
-                "pause('keep'): vLLM would stand still for its owner too, who pauses it; give mode='wait' for the end "
-                "of our turns, or 'abort' to sample them anew."
+                "pause('keep'): this would pause vLLM for its owner too; give mode='wait' for the end "
+                "of the turns, or 'abort' to sample them again."
             )
         if mode is PauseMode.ABORT:
             await self._end_all()
         await self.answered("pause()", self._until_sent())
 
     async def resume(self) -> None:
-        """Nothing stands still but the gate."""
+        """Only the gate was closed, and it opens by itself."""
 
     async def check_weights(self, given: Any) -> Any:
-        _not_ours("update_weights()", "its owner exchanges the weights; what it samples says their version")
+        _not_ours("update_weights()", "its owner exchanges the weights; sampled ids record their version")
 
     async def reset_prefix_cache(self) -> None:
         _not_ours("reset_prefix_cache()", "call llm.reset_prefix_cache()")
 
     def check_sleep(self, level: int) -> None:
-        _not_ours(f"sleep({level})", "pause() ours, and call llm.sleep()")
+        _not_ours(f"sleep({level})", "pause() this engine, and call llm.sleep()")
 
     async def profile(self, *, on: bool) -> None:
         _not_ours("start_profile()" if on else "stop_profile()", "call it on the llm")
 
     async def devices(self) -> list[str]:
         if not self.weights.extended:
-            _not_ours("devices()", f"its workers tell where they are if it is started with {_EXTENSION}")
+            _not_ours("devices()", f"its workers report their devices if it is started with {_EXTENSION}")
         return await super().devices()
 
     async def _end_all(self) -> None:
@@ -237,10 +237,10 @@ class ExternalRuntime(VllmRuntime):
             if not request.sent_all:
                 await self.drop(request.collector)
 
-    # --- its life
+    # --- life cycle
 
     async def stop(self) -> None:
-        """End our requests, and let vLLM go."""
+        """End this engine's requests, and release vLLM."""
         inside = [request.collector for request in self._streams() if not request.sent_all]
         with anyio.move_on_after(ABORT_SECONDS, shield=True):
             await self._end_all()
@@ -250,7 +250,7 @@ class ExternalRuntime(VllmRuntime):
 
 
 class ExternalStream(VllmStream):
-    """The deltas of one request to somebody else's vLLM."""
+    """Deltas of one request to an external `AsyncLLM`."""
 
     _runtime: ExternalRuntime
 
@@ -261,7 +261,7 @@ class ExternalStream(VllmStream):
 
     @property
     def collector(self) -> Any:
-        """Where vLLM puts what it samples."""
+        """Collector of vLLM for the request's output."""
         return self._collector
 
     async def _read(self) -> Delta:
@@ -279,4 +279,4 @@ class ExternalStream(VllmStream):
 
 
 def _not_ours(call: str, instead: str) -> NoReturn:
-    raise BadControl(f"{call}: this AsyncLLM is not ours: {instead}.")
+    raise BadControl(f"{call}: this AsyncLLM belongs to another program: {instead}.")

@@ -1,7 +1,7 @@
-"""Compares an engine's scores of the same ids before and after it loads weights.
+"""Comparison of an engine's scores of the same ids before and after it loads weights.
 
-Two faults show without any proof from a trainer: an engine whose scores change although it loaded its own weights once
-more computes garbage after every update, and scores that do not move at all mean that nothing arrived.
+This finds two faults without a proof from a trainer. An engine whose scores change after a reload of its own weights
+computes garbage after every update. Scores that do not change at all mean that no weights arrived.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from runner.logs import logger_for
 __all__ = ["OwnScores"]
 
 SAMPLE_SIZE: Final = 64
-"""The ids that are scored: their own weights again, or weights that do not arrive, show in few."""
+"""Number of scored ids; a few are enough to find both faults."""
 NOISE_FACTOR: Final = 2.0
-"""Scores count as moved from so many times the difference of two passes with the same weights on."""
+"""Scores count as changed above this multiple of the difference between two passes with the same weights."""
 
 Scores = Mapping[int, Sequence[float]]
-"""The log-probability of each id but the first, by data-parallel rank."""
+"""Log-probability of each id but the first, by data-parallel rank."""
 
 _log = logger_for("engines")
 
@@ -31,10 +31,10 @@ class OwnScores:
     """An engine's scores of ids that are drawn once.
 
     Args:
-        score: computes them while no turn goes on.
-        vocabulary: the number of ids of the model.
-        context: the most ids of a request.
-        dtype: the number type that the engine computes in.
+        score: computes the scores while no turn runs.
+        vocabulary: number of ids of the model.
+        context: maximum number of ids of a request.
+        dtype: number type of the engine's computation.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class OwnScores:
         self._noise: float | None = None
 
     def forget(self) -> None:
-        """Drop the last scores, since they are of other weights than the engine's."""
+        """Drop the last scores, after other weights were loaded."""
         self._last = None
 
     async def take(self) -> bool:
-        """Score the ids with the present weights, unless the last scores are of them.
+        """Score the ids with the current weights, unless the last scores are of them.
 
         Returns:
-            False where the engine refuses; it is then not asked again.
+            False if the engine refuses; it is then not tried again.
         """
         if self._last is None:
             self._last = await self._scores()
@@ -66,17 +66,17 @@ class OwnScores:
         return self._last is not None
 
     async def moved(self) -> bool | None:
-        """Score the ids again: False where no score moved since `take`, None where the engine refuses."""
+        """Score the ids again. Return False if no score changed since `take`, None if the engine refuses."""
         before, self._last = self._last, await self._scores()
         if before is None or self._last is None:
             return None
         return _largest(before, self._last) > NOISE_FACTOR * (self._noise or 0.0) + UNMOVED_NATS
 
     async def compare(self) -> ProofFigures:
-        """Score the ids again, and compare them with those of `take` as with a proof; the figures of the worst rank."""
+        """Score the ids again, compare them with those of `take`, and return the figures of the worst rank."""
         before, self._last = self._last, await self._scores()
-        assert before is not None, "taken before"
-        assert self._last is not None, "the engine scored them before"
+        assert before is not None, "take() was called before"
+        assert self._last is not None, "the engine scored them in take()"
         return max((self._figures(before[rank], self._last[rank]) for rank in before), key=lambda each: each.median)
 
     def _figures(self, before: Sequence[float], now: Sequence[float]) -> ProofFigures:
@@ -95,6 +95,6 @@ class OwnScores:
 
 
 def _largest(before: Scores, now: Scores) -> float:
-    # Values that are not finite differ from each other: they are no reason to say that nothing moved.
+    # NaN counts as a change: broken scores must not be reported as unchanged.
     differences = [abs(a - b) for rank in before for a, b in zip(before[rank], now[rank], strict=True)]
     return max((each if each == each else float("inf") for each in differences), default=0.0)

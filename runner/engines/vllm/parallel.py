@@ -1,7 +1,7 @@
-"""An engine of several data-parallel ranks or workers: its sizes, the CPU cores of each worker, and asking all of them.
+"""Sizes of a parallel engine, the CPU cores of its workers, and calls of all workers.
 
-A data-parallel rank is a vLLM core of its own, with a scheduler, a cache and places; its workers share out one copy of
-the model among them, by tensor or pipeline parallelism.
+A data-parallel rank is a separate vLLM engine core, with a scheduler, a cache and places. Its workers split one copy
+of the model, by tensor or pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
-"""The variable by which vLLM's CPU workers are told their cores, those of one worker parted from the next by a bar."""
+"""Environment variable with the cores of vLLM's CPU workers, separated by bars."""
 
 UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The executor of one worker inside the engine core's own process. By its short name, "uni", vLLM refuses it on a CPU,
-since nothing would bind the worker's threads to their cores: `single_process_variables` has the variables for that."""
+"""Executor of a single worker inside the engine core's process. vLLM refuses its short name, "uni", on a CPU, since it
+would not bind the worker's threads to cores; `single_process_variables` does that."""
 
 _ARGUMENTS: Final = {
     "data": "data_parallel_size",
@@ -45,29 +45,29 @@ _ARGUMENTS: Final = {
 _UNBOUND: Final = ("auto", "nobind")
 _TOPOLOGY: Final = Path("/sys/devices/system/cpu")
 
-# By any of these some of the ranks or workers may be on other machines, which nobody here can count.
+# With any of these, ranks or workers may be on other machines, whose devices are unknown here.
 _ELSEWHERE: Final = ("nnodes", "data_parallel_size_local", "data_parallel_rank", "data_parallel_address")
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Over how many ranks and workers an engine is spread."""
+    """Numbers of ranks and workers of an engine."""
 
     data: int = 1
     """Data-parallel ranks, each with a copy of the model."""
     tensor: int = 1
-    """Workers that share out each layer of a copy."""
+    """Workers per layer of a copy (tensor parallelism)."""
     pipeline: int = 1
-    """Stages of layers that a copy is cut into."""
+    """Pipeline stages of a copy."""
     prefill: int = 1
-    """Workers that share out each prompt (vLLM's prefill context parallelism)."""
+    """Workers per prompt (vLLM's prefill context parallelism)."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ParallelSizes:
-        """The sizes among the engine arguments that were given.
+        """Read the sizes from the engine arguments.
 
         Raises:
-            BadOption: one of them is no whole number of at least 1.
+            BadOption: a size is not a whole number of at least 1.
         """
         return cls(
             **{
@@ -79,36 +79,36 @@ class ParallelSizes:
 
     @property
     def workers(self) -> int:
-        """Workers of all ranks, each on a GPU or on CPU cores of its own."""
+        """Workers of all ranks, each with its own GPU or CPU cores."""
         return self.data * self.tensor * self.pipeline * self.prefill
 
     def described(self) -> dict[str, int]:
-        """What a run's header keeps of them."""
+        """Return the header entry of the sizes."""
         return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
 
     def as_given(self) -> str:
-        """Those above 1, as engine arguments."""
+        """Return the sizes above 1 as engine arguments."""
         return ", ".join(f"{name}={size}" for each, name in _ARGUMENTS.items() if (size := getattr(self, each)) > 1)
 
 
 def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
-    """Refuse sizes that this machine has no room for, before anything is started.
+    """Check that this machine has enough devices, before anything is started.
 
     Args:
         given: the engine arguments.
-        cpu: whether vLLM computes on CPU cores.
-        devices: how many of those there are, or how many GPUs.
+        cpu: True if vLLM computes on CPU cores.
+        devices: number of CPU cores or GPUs.
 
     Raises:
-        BadOption: there are more workers than that, other cores are given than there are workers, or vLLM is known to
-            die of it.
+        BadOption: there are more workers than devices, the number of core lists differs from that of workers, or vLLM
+            is known to fail with these sizes.
     """
     sizes = ParallelSizes.of(given)
     if cpu and sizes.pipeline > 1:
         raise BadOption(
-            f"VllmEngine(pipeline_parallel_size={sizes.pipeline}): on a CPU vLLM dies of its first request then. Give "
-            f"tensor_parallel_size={sizes.pipeline}, which shares a large model out too, or data_parallel_size="
-            f"{sizes.pipeline}, which plays more episodes at once."
+            f"VllmEngine(pipeline_parallel_size={sizes.pipeline}): on a CPU vLLM then dies at its first request. Give "
+            f"tensor_parallel_size={sizes.pipeline}, which splits a large model too, or data_parallel_size="
+            f"{sizes.pipeline}, which runs more episodes at once."
         )
     if sizes.workers > devices and is_local(given):
         device = "CPU core" if cpu else "GPU"
@@ -120,27 +120,29 @@ def check_machine(given: Mapping[str, Any], *, cpu: bool, devices: int) -> None:
     if cpu and is_local(given) and bound and bound not in _UNBOUND and len(bound.split("|")) != sizes.workers:
         raise BadOption(
             f"the variable {BINDING}={bound!r} has CPU cores for {len(bound.split('|'))} workers, and the engine has "
-            f"{sizes.workers}: part theirs by a bar, as '0-3|4-7', or unset it."
+            f"{sizes.workers}: separate them by bars, as '0-3|4-7', or unset it."
         )
 
 
 def is_local(given: Mapping[str, Any]) -> bool:
-    """Whether all ranks and workers are processes of this machine."""
+    """Return whether all ranks and workers are processes of this machine."""
     backends = (given.get("data_parallel_backend"), given.get("distributed_executor_backend"))
     return "ray" not in backends and all(given.get(name) is None for name in _ELSEWHERE)
 
 
 def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that bind the threads of a CPU engine whose only worker is inside the engine core.
+    """Return the variables that bind the threads of a CPU engine whose only worker runs inside the engine core.
 
-    One process less imports vLLM, and no message has to be passed between the two. Empty where there are several
-    workers, where an executor was given, and where the variable `BINDING` leaves the cores to vLLM.
+    This saves a process that imports vLLM, and the messages to it. Empty for several workers, for a given executor, and
+    if the variable `BINDING` leaves the cores to vLLM.
     """
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
     bound = os.environ.get(BINDING) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     preloaded = os.environ.get("LD_PRELOAD", "")
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", bound) or "omp" in preloaded:  # another OpenMP has other names
+    if (
+        not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", bound) or "omp" in preloaded
+    ):  # another OpenMP library has other variables
         return {}
     cores: list[int] = []
     for part in bound.split(","):
@@ -151,9 +153,9 @@ def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cores_by_worker(workers: int, cores: Iterable[int]) -> str:
-    """All cores, shared out evenly, as vLLM reads them from the variable `BINDING`.
+    """Split all cores evenly, in the form of the variable `BINDING`.
 
-    Threads of one core stay together: a worker on the second thread of another one's core would wait for it.
+    Threads of one core stay together: two workers on one core would wait for each other.
     """
     ordered = sorted(cores, key=_on_chip)
     each, more = divmod(len(ordered), workers)
@@ -166,19 +168,19 @@ def _on_chip(core: int) -> tuple[int, ...]:
     try:
         names = (_TOPOLOGY / f"cpu{core}" / "topology" / name for name in ("physical_package_id", "core_id"))
         return (*(int(path.read_text()) for path in names), core)
-    except (OSError, ValueError):  # a machine that does not tell
+    except (OSError, ValueError):  # the machine does not report its topology
         return (0, core, core)
 
 
 def ranks_of(llm: Any) -> int:
-    """How many data-parallel ranks an `AsyncLLM` sends requests to."""
+    """Return the number of data-parallel ranks of an `AsyncLLM`."""
     return len(getattr(getattr(llm, "engine_core", None), "engine_ranks_managed", None) or (0,))
 
 
 async def call_all_workers(llm: Any, method: str, **arguments: Any) -> list[Any]:
-    """What every worker of every rank answers, in their order.
+    """Call a method of every worker of every rank, and return the results in their order.
 
-    vLLM asks all of them by `collective_rpc` too, and gives no more than what the first rank's workers say.
+    vLLM's `collective_rpc` also calls all of them, but returns only the results of the first rank's workers.
     """
     ask_ranks = getattr(getattr(llm, "engine_core", None), "call_utility_all_async", None)
     if ask_ranks is None:  # an older vLLM

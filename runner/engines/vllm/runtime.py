@@ -1,4 +1,4 @@
-"""One vLLM that runs: its requests, what its trainer has it do, and its death, which ends every wait for it."""
+"""Runtime of a vLLM engine: requests, control by the trainer, and vLLM's death, which ends every wait for it."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from runner.options import Sampling
 __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 
 ABORT_SECONDS = 2.0
-"""How long the end of a request may take that is shielded from cancellation."""
+"""Seconds that the shielded end of a request may take."""
 
-_FIRST_VERSION = "0"  # where vLLM has none of its own
-_LISTEN_SECONDS = 0.2  # how soon a death is heard by who waits for an answer
+_FIRST_VERSION = "0"  # for a vLLM without weight versions
+_LISTEN_SECONDS = 0.2  # between checks for vLLM's death during a call
 
 _log = logger_for("engines")
-_NUMBERS = itertools.count()  # of all engines, since several may be over one vLLM
+_NUMBERS = itertools.count()  # across engines, since several may share one vLLM
 
 _Answer = TypeVar("_Answer")
 
 
 class VllmRequest(OpenRequest, Protocol):
-    """What this runtime asks of the stream of a request besides."""
+    """Methods of a request's stream that this runtime needs."""
 
     @property
     def sent_all(self) -> bool: ...
 
 
 class VllmRuntime(EngineRuntime[VllmRequest]):
-    """A vLLM from its start to its end; a request is inside until its stream is left."""
+    """State of vLLM from start to stop; a request is inside until its stream is left."""
 
     adapters: VllmAdapters
 
@@ -68,14 +68,14 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         if self.progress is not None:
             process.stats.on_progress = self.progress.note
         self.llm = llm
-        """The `AsyncLLM`; None once the engine was left."""
+        """The `AsyncLLM`; None after the engine was left."""
         self.weights = weights
         self.stamps_itself = _stamps(llm)
-        """Whether vLLM says which weights sampled which ids; before 0.32 it does not, and we do."""
+        """True if vLLM records weight versions itself, which it does since 0.32; otherwise they are recorded here."""
         self.own_scores: OwnScores | None = None
-        """The engine's scores around an update; None where it cannot score ids while turns are held."""
+        """The engine's scores around an update; None if it cannot score while turns are held."""
         self.reload_check = False
-        """Whether the engine's own weights are loaded once more before its first update."""
+        """True if the engine's own weights are loaded again before its first update."""
         self._as_vllm = as_vllm
         self._stopped = False
         self._death: EngineDead | None = None
@@ -85,19 +85,19 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
     async def send(
         self, request: GenerationRequest, adapter: AdapterVersion | None = None, *, rank: int | None = None
     ) -> Any:
-        """Send a request to vLLM; gives the collector that its deltas are read from.
+        """Send a request to vLLM, and return the collector of its deltas.
 
         Args:
-            request: what is to be sampled.
-            adapter: what it is to be sampled with.
-            rank: the data-parallel rank that it was let in to; vLLM by itself would send turns of one episode to all of
-                them, where the cache has nothing of the turns before.
+            request: the request.
+            adapter: the adapter version to sample with.
+            rank: the data-parallel rank of its place. By default vLLM spreads the turns of an episode over all ranks,
+                whose caches lack the earlier turns.
 
         Raises:
             RequestRejected: vLLM refuses the request.
             EngineDead: the engine is gone.
         """
-        # vLLM does not make names unique, and one abort would end both.
+        # vLLM does not make names unique, and an abort would end all requests of a name.
         name = f"{request.name}#{next(_NUMBERS)}"
         llm = self.llm
         routing = {"data_parallel_rank": rank} if len(self.gate.ranks) > 1 else {}
@@ -105,11 +105,11 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         try:
             prompt, parameters = self._as_vllm(request)
             lora = self.adapters.request(adapter)
-            # Shielded, since a request half sent could not be taken back.
+            # Shielded, since a partly sent request could not be aborted.
             with anyio.CancelScope(shield=True):
                 collector = await llm.add_request(name, prompt, parameters, lora_request=lora, **routing)
             sent = True
-        except Exception as error:  # the border to vLLM, which refuses with errors of many kinds
+        except Exception as error:  # vLLM refuses with many types of errors
             if llm.errored:
                 raise self.death_error(error) from error
             raise RequestRejected(f"{request.name}: {error}") from error
@@ -120,37 +120,37 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         return collector
 
     async def drop(self, collector: Any) -> None:
-        """End a request, finished or not; what it sampled and nobody read is left in the collector."""
-        # By the id that vLLM gave it, which is unique, and not by our name for it.
+        """End a request, finished or not; unread output stays in the collector."""
+        # By vLLM's own id, which is unique, not by our name.
         await self.llm.abort(collector.request_id, internal=True)
 
     @property
     def sent_all(self) -> bool:
-        """Whether every request inside was sent its last id."""
+        """True if the last id of every request inside was sent."""
         return all(request.sent_all for request in self.requests)
 
-    # --- what its trainer has it do
+    # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.WAIT:
-            # Waited for here: vLLM's own keeps the requests that it had queued, which then are of two versions.
+            # The wait is here: vLLM's own wait keeps queued requests, which would then have two weight versions.
             await self.answered("pause()", self._until_sent())
-        # Shielded from where vLLM is asked to, which takes a step: a pause left half way would come late.
+        # Shielded, since vLLM needs a step for it: a cancelled pause could take effect late.
         with anyio.CancelScope(shield=True):
             await self._pause(mode)
         await checkpoint_if_cancelled()
 
     async def _pause(self, mode: PauseMode) -> None:
         while True:
-            # The cache is kept: vLLM that is asked to clear it while a session is idle raises, and stays paused.
+            # The cache is kept: vLLM fails to clear it while a session is idle, and stays paused.
             await self.answered("pause()", self.llm.pause_generation(mode=mode.value, clear_cache=False))
             if mode is not PauseMode.ABORT or self.sent_all:
-                break  # else a request was on its way, and came after what was to cut it
+                break  # otherwise a request was on its way and arrived after the cut
         if mode is not PauseMode.KEEP:
-            self.process.stats.clear()  # a scheduler that does not step would go on to count what was ended
+            self.process.stats.clear()  # a scheduler without steps keeps its old counts
 
     async def resume(self) -> None:
-        # Shielded: vLLM that goes on while it is said to stand still would be updated under its requests.
+        # Shielded: otherwise vLLM could run while its state here is paused, and be updated under its requests.
         with anyio.CancelScope(shield=True):
             await self.answered("resume()", self.llm.resume_generation())
 
@@ -158,10 +158,10 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         return await self.answered("update_weights()", self.weights.check(given))
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        # By half, vLLM has neither the old weights nor the new ones, and would die of that at its next step.
+        # After a partial load vLLM has neither the old nor the new weights, and would fail at its next step.
         with self._ended_by_failure(f"the weights {version!r} could not be loaded"):
             await self.answered("update_weights()", self.weights.load(checked))
-            # Stamped by us in any case: a request that is cut before its end has no stamps of vLLM's.
+            # Versions are also recorded here: a request that is cut has no versions of vLLM's.
             if self.stamps_itself:
                 await self.answered("update_weights()", self.llm.update_weight_version(version))
             await self.reset_prefix_cache()
@@ -184,34 +184,35 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         moved = await own.moved()
         if moved is False:
             _log.warning(
-                "the weights %r move no score of the engine: they are those that it had, they differ by less than %s "
-                "rounds, or they did not arrive. `deltarunner check-weights MODEL` tells which tensors arrive",
+                "the weights %r change no score of the engine: they are the old ones, they differ by less than "
+                "the rounding of %s, or they did not arrive. `deltarunner check-weights MODEL` lists the tensors that "
+                "arrive",
                 version,
                 self.dtype,
             )
         return moved
 
     async def _load_own_weights(self, own: OwnScores) -> None:
-        """Load the engine's own weights once more; end it where that changes its scores."""
+        """Load the engine's own weights again; end the engine if its scores change."""
         checked = await self.answered("update_weights()", self.weights.check_own())
         if checked is None or not await own.take():
             return
-        with self._ended_by_failure("its own weights could not be loaded once more"):
+        with self._ended_by_failure("its own weights could not be loaded again"):
             await self.answered("update_weights()", self.weights.load(checked))
         figures = await own.compare()
         if not figures.holds:
             raise self.ended_by(
-                f"its own weights, loaded once more before the first update, change what it computes ({figures}): this "
+                f"a reload of its own weights before the first update changed its scores ({figures}): this "
                 "vLLM cannot exchange the weights of this model while it runs. Start an engine from a folder of the "
-                "new weights for each update; `deltarunner check-weights MODEL` tells which tensors are wrong"
+                "new weights for each update; `deltarunner check-weights MODEL` lists the wrong tensors"
             )
 
     async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
-        """Score ids while the engine is paused; running turns lose their place in the cache and keep their ids.
+        """Score ids while the engine is paused; running turns lose their cache and keep their ids.
 
         Raises:
             RequestRejected: vLLM refuses to score them.
-            EngineDead: it died meanwhile.
+            EngineDead: it died during this.
         """
         how = replace(Sampling.defaults(), max_tokens=1)
         request = GenerationRequest(name="proof", prompt=ids, sampling=how, scores_prompt=True)
@@ -248,28 +249,28 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         return self.death_error(None, why)
 
     async def reset_prefix_cache(self) -> None:
-        # Without the running ones vLLM forgets nothing while anything runs, and answers no more than False.
+        # Without this argument vLLM drops nothing while a request runs, and returns False.
         reset = self.llm.reset_prefix_cache(reset_running_requests=True)
         if not await self.answered("reset_prefix_cache()", reset):
             raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts")
 
     def check_sleep(self, level: int) -> None:
-        # A GPU's memory can be given up only where vLLM allocated it for that.
+        # vLLM can release GPU memory only if it was allocated for that.
         config = self.llm.vllm_config
         if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
             raise BadControl(f"sleep({level}): start the engine with VllmEngine(enable_sleep_mode=True).")
 
     async def sleep(self, level: int) -> None:
-        """Give memory up; on a CPU vLLM gives nothing up, and only stands still."""
-        # By half, part of its memory may be gone, and nothing says which.
+        """Release memory; on a CPU vLLM only pauses."""
+        # After a partial sleep it is unknown which memory is released.
         with self._ended_by_failure("it could not be put to sleep"):
-            await self._pause(PauseMode.ABORT)  # also what an earlier pause kept
+            await self._pause(PauseMode.ABORT)  # also turns that an earlier pause kept
             await self.answered("sleep()", self.llm.sleep(level))
 
     async def wake(self, tags: Collection[str]) -> None:
         with self._ended_by_failure("it could not be woken"):
             await self.answered("wake()", self.llm.wake_up(list(tags)))
-            # With the last part of its memory vLLM goes on by itself; whether it may is for the trainer to say.
+            # After the last part of its memory vLLM resumes by itself; only the trainer may resume it.
             await self._pause(PauseMode.ABORT)
 
     async def profile(self, *, on: bool) -> None:
@@ -285,7 +286,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             await self.answered(name, llm.start_profile() if on else llm.stop_profile())
 
     async def devices(self) -> list[str]:
-        """A name for each worker: "cpu", or the UUID by which a driver and NeMo RL know a GPU."""
+        """Return the device of each worker: "cpu", or the GPU's UUID, as drivers and NeMo RL use it."""
         names: list[str] = await self.answered("devices()", call_all_workers(self.llm, "device_name"))
         return names
 
@@ -293,10 +294,10 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         while not self.sent_all:
             await self.process.stats.wait_for_step()
 
-    # --- its life
+    # --- life cycle
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered, as far as is known without asking."""
+        """Return whether requests can be answered, as far as is known without a request."""
         return not self._stopped and self._death is None and not self.llm.errored
 
     def require_alive(self) -> None:
@@ -306,19 +307,19 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             raise self.death_error(None)
 
     async def answered(self, what: str, call: Awaitable[_Answer]) -> _Answer:
-        """What vLLM answers to a call; a dead one would let us wait for ever.
+        """Wait for vLLM's answer to a call, or for its death.
 
         Raises:
-            EngineDead: it died before it answered.
-            EngineError: it answered with an error.
+            EngineDead: vLLM died before the answer.
+            EngineError: the call failed.
         """
-        answers: list[_Answer] = []  # a list, since None is an answer too
+        answers: list[_Answer] = []  # a list, since the answer may be None
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._until_death, tasks.cancel_scope)
             try:
                 answers.append(await call)
-            except Exception as error:  # the border to vLLM, whose errors have no kind
+            except Exception as error:  # vLLM may raise anything
                 failure = error
             tasks.cancel_scope.cancel()
         if answers:
@@ -332,13 +333,13 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
         raise EngineError(f"{what}: {' '.join(str(failure).split())[:500]}") from failure
 
     async def _until_death(self, scope: anyio.CancelScope) -> None:
-        while not self.llm.errored:  # noqa: ASYNC110  # vLLM tells nobody
+        while not self.llm.errored:  # noqa: ASYNC110  # vLLM has no event for it
             await anyio.sleep(_LISTEN_SECONDS)
         scope.cancel()
 
     @contextmanager
     def _ended_by_failure(self, why: str) -> Iterator[None]:
-        """End an engine that could only go on with something broken; every request gets this one error."""
+        """End the engine after an error in this block that leaves it broken; all requests get the same error."""
         try:
             yield
         except EngineError as error:
@@ -347,7 +348,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             raise self.death_error(error, f"{why}: {error}") from error
 
     def death_error(self, error: Exception | None, why: str = "") -> EngineDead:
-        """The error for one request of an engine that is dead: the same words and cause for all of them."""
+        """Mark the engine as dead and return the error for one request; the first cause stays for all of them."""
         if self._death is None and self._stopped:
             return EngineDead("the engine was stopped")
         if self._death is None:
@@ -355,13 +356,13 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
             self._death.__cause__ = error
             self.gate.fail(lambda: self.death_error(None))
             self.process.stats.clear()
-        # A copy for each who is told: one object raised in many tasks would gather the tracebacks of all of them.
+        # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
         copy = EngineDead(*self._death.args)
         copy.__cause__ = self._death.__cause__
         return copy
 
     async def stop(self) -> None:
-        """End vLLM and its processes; whoever waits at the gate is sent away."""
+        """End vLLM and its processes; requests at the gate fail."""
         self._stopped = True
         self.gate.fail(lambda: EngineDead("the engine was stopped"))
         await self.process.stop()
@@ -370,7 +371,7 @@ class VllmRuntime(EngineRuntime[VllmRequest]):
 
 
 async def first_version(llm: Any) -> str:
-    """The version of the weights that a vLLM began with."""
+    """Return the version of a vLLM's starting weights."""
     version: str = await llm.get_weight_version() if _stamps(llm) else _FIRST_VERSION
     return version
 

@@ -1,4 +1,4 @@
-"""What vLLM's schedulers count at each step: open requests, the cache, tokens a second."""
+"""Counts of vLLM's schedulers at each step: open requests, cache use, tokens per second."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import anyio
 __all__ = ["Rate", "SchedulerStats"]
 
 _WINDOW_SECONDS = 10.0
-_BUCKETS_PER_SECOND = 10  # so that a window has a hundred of them, however many steps a second there are
+_BUCKETS_PER_SECOND = 10  # a window has at most a hundred buckets, for any number of steps
 
 
 class Rate:
-    """How many a second, over the last ten seconds; 0 once nothing came for as long."""
+    """Rate per second over the last ten seconds; 0 after ten seconds without an event."""
 
     __slots__ = ("_buckets", "_clock")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: deque[tuple[float, int]] = deque()  # of tenths of a second, however many a step brings
+        self._buckets: deque[tuple[float, int]] = deque()  # (start, count) of a tenth of a second
 
     def add(self, count: int) -> None:
-        """So many more, now."""
+        """Add a number of events now."""
         if not count:
             return
         now = self._clock()
@@ -37,7 +37,7 @@ class Rate:
             self._buckets.append((now, count))
 
     def per_second(self) -> float:
-        """Over the window, or over what of it has passed since the first."""
+        """Return the rate over the window, or over the time since the first event if that is shorter."""
         now = self._clock()
         self._forget(now)
         if not self._buckets:
@@ -50,21 +50,21 @@ class Rate:
 
 
 class SchedulerStats:
-    """The schedulers' own counts, of all engine cores; the front end's says 0 for a request that leaked in one."""
+    """Counts of the schedulers of all engine cores. vLLM's front end does not count requests that leaked in a core."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefix_queries = 0
-        """Ids of prompts that were looked up in the prefix cache since the engine started."""
+        """Prompt ids that were looked up in the prefix cache since the start."""
         self.prefix_hits = 0
-        """Ids of prompts that the prefix cache held when they were looked up."""
+        """Prompt ids that the prefix cache held."""
         self.prompt_tokens = 0
-        """Ids of prompts that were computed since the engine started, those that the prefix cache held left out."""
+        """Prompt ids that were computed since the start, without cached ones."""
         self.steps = 0
-        """The steps of all engine cores that computed something since the engine started."""
+        """Steps with computation since the start, of all engine cores."""
         self.rate = Rate(clock)
-        """How many ids are sampled a second."""
+        """Rate of sampled ids."""
         self.on_progress: Callable[[], None] = _nothing
-        """Called after each step that computed something."""
+        """Function that is called after each step with computation."""
         self._running: dict[int, int] = {}
         self._queued: dict[int, int] = {}
         self._usage: dict[int, float] = {}
@@ -72,17 +72,17 @@ class SchedulerStats:
 
     @property
     def open(self) -> int:
-        """Requests that the schedulers run or have waiting."""
+        """Running and queued requests."""
         return self.running + self.queued
 
     @property
     def running(self) -> int:
-        """Requests that are computed."""
+        """Running requests."""
         return sum(self._running.values())
 
     @property
     def queued(self) -> int:
-        """Requests that wait inside the engine, for room in its cache or for a grammar."""
+        """Queued requests inside the engine, which wait for cache or a grammar."""
         return sum(self._queued.values())
 
     @property
@@ -93,14 +93,14 @@ class SchedulerStats:
     def record(
         self, core: int, stats: Any, sampled: int = 0, prompt_tokens: int = 0, *, computed: bool | None = None
     ) -> None:
-        """Keep what an engine core's scheduler said after a step.
+        """Record the statistics of an engine core's step.
 
         Args:
-            core: the number of the engine core.
-            stats: its `SchedulerStats`.
-            sampled: the ids that the step sampled.
-            prompt_tokens: the ids of prompts that the step computed.
-            computed: whether the step computed anything; by default by those numbers.
+            core: number of the engine core.
+            stats: vLLM's `SchedulerStats` of it.
+            sampled: number of ids that the step sampled.
+            prompt_tokens: number of prompt ids that the step computed.
+            computed: True if the step computed anything; by default if one of these numbers is not 0.
         """
         self.prompt_tokens += prompt_tokens
         if (sampled or prompt_tokens) if computed is None else computed:
@@ -117,35 +117,35 @@ class SchedulerStats:
         self.tell()
 
     def clear(self) -> None:
-        """Every request was ended: none is open or holds room, which a scheduler that does not step never says."""
+        """Reset the counts after all requests were ended, since a scheduler without steps does not report it."""
         for counts in (self._running, self._queued):
             counts.update(dict.fromkeys(counts, 0))
         self._usage = dict.fromkeys(self._usage, 0.0)
         self.tell()
 
     def tell(self) -> None:
-        """Wake whoever waits for news."""
+        """Wake the tasks in `wait_for_step`."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
 
     async def wait_for_step(self) -> None:
-        """Return at the next step, or when a request was left."""
+        """Wait for the next step, or until a request is left."""
         self._changed = self._changed or anyio.Event()
         await self._changed.wait()
 
     async def until_idle(self) -> None:
-        """Return when the scheduler has no open request."""
+        """Wait until the scheduler has no open request."""
         while self.open:
             await self.wait_for_step()
 
     def logger(self) -> type:
-        """The class that vLLM makes its statistics logger of."""
+        """Return the class of the statistics logger for vLLM."""
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         count = self
 
-        # vLLM adds a Prometheus logger, which fills histograms for every token, unless one of this class is there.
+        # A subclass: without one vLLM adds its Prometheus logger, which fills histograms for every token.
         class Logger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not typed
             def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
                 self.engine_indexes = engine_indexes
@@ -154,7 +154,7 @@ class SchedulerStats:
                 if scheduler_stats is not None:
                     sampled = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
                     read = _prompt_tokens(scheduler_stats, iteration_stats)
-                    # An older vLLM says nothing of a step that computes a part of a prompt.
+                    # An older vLLM does not report steps that compute a part of a prompt.
                     moved = None if hasattr(scheduler_stats, "iteration_details") else True
                     count.record(named.get("engine_idx", 0), scheduler_stats, sampled, read, computed=moved)
                 else:
@@ -169,14 +169,14 @@ class SchedulerStats:
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """Do nothing."""
 
 
 def _prompt_tokens(scheduler_stats: Any, iteration_stats: Any) -> int:
-    """The ids of prompts that a step computed, as vLLM's statistics tell."""
+    """Return the number of prompt ids that a step computed, from vLLM's statistics."""
     details = getattr(scheduler_stats, "iteration_details", None)
     if details is not None:
         return int(details.num_ctx_tokens)
-    # An older vLLM says it of a whole prompt, with its first sampled id.
+    # An older vLLM reports whole prompts, with their first sampled id.
     stats = getattr(iteration_stats, "prompt_token_stats", None)
     return int(stats.computed) if stats is not None else 0

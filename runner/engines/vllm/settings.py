@@ -1,4 +1,4 @@
-"""What we ask of vLLM: the engine's arguments, the variables its processes start with, and a request's parameters."""
+"""Settings of vLLM: engine arguments, environment variables of its processes, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ __all__ = [
 ]
 
 _EVERYWHERE: dict[str, Any] = {
-    # A trajectory says with what probability its ids were sampled, the grammar's mask and the temperature included.
+    # Trajectories record the probabilities of the sampling, after grammar masks and temperature.
     "logprobs_mode": "processed_logprobs",
     "max_logprobs": MAX_LOGPROBS,
-    # vLLM's own statistics print and keep histograms; the scheduler's counts come through a logger of ours.
+    # vLLM's own statistics print and keep histograms; `SchedulerStats` has its own logger.
     "disable_log_stats": True,
-    # By default vLLM takes one library or another, by what the first constraint needs, and the later ones get that too.
+    # By default vLLM chooses the library by the first constraint, and keeps it for later ones.
     "structured_outputs_config": {"backend": "xgrammar"},
-    # By this vLLM's workers load a state dict.
+    # Lets vLLM's workers load a state dict.
     "worker_extension_cls": "runner.engines.vllm.worker.extension.WeightWorker",
-    # With these the statistics of each step have the prompt tokens that it computed; nothing is logged.
+    # Adds the computed prompt tokens to the statistics of each step; nothing is logged.
     "enable_logging_iteration_details": True,
 }
-# Without these vLLM takes small defaults that depend on a usage context.
+# vLLM's own defaults are small and depend on a usage context.
 _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-# The fastest measured on two CPU cores: the smallest block a CPU takes recomputes least, compiling does not pay. In a
-# short first step few prompts compute what they share, and the others find it in the cache.
+# The fastest measured on two CPU cores: the smallest block of a CPU recomputes least, and compilation does not pay off.
+# A short first step computes the shared part of few prompts, and the others find it in the cache.
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
 _RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
@@ -57,29 +57,29 @@ _GIB_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """How an engine is started."""
+    """Settings of an engine's start."""
 
     arguments: dict[str, Any]
-    """The arguments of `AsyncEngineArgs`, without the model."""
+    """Arguments of `AsyncEngineArgs`, without the model."""
     environment: dict[str, str]
-    """The variables that vLLM's processes start with."""
+    """Environment variables of vLLM's processes."""
     chosen: dict[str, Any]
-    """The part of both that we set, since nobody gave it."""
+    """Part of both that the user did not give."""
 
 
 def choose_settings(
     given: Mapping[str, Any], *, cpu: bool, known: frozenset[str], dtype: str | None = None
 ) -> VllmSettings:
-    """The arguments that were given, with ours where nothing was.
+    """Combine the user's arguments with our defaults.
 
     Args:
-        given: the engine arguments of the user.
-        cpu: whether vLLM computes on CPU cores.
-        known: the names of this vLLM's engine arguments.
-        dtype: the dtype where none was given; None leaves it to vLLM.
+        given: the user's engine arguments.
+        cpu: True if vLLM computes on CPU cores.
+        known: names of this vLLM's engine arguments.
+        dtype: default dtype; None leaves it to vLLM.
 
     Raises:
-        BadOption: an argument that vLLM does not know, or that is ours to set.
+        BadOption: vLLM does not have an argument, or the engine sets it itself.
     """
     for name in given:
         if name in _RESERVED:
@@ -93,10 +93,10 @@ def choose_settings(
     if dtype is not None and not gives_dtype(given):
         given = {name: value for name, value in given.items() if name != "dtype"}
         ours["dtype"] = dtype
-    if given.get("reasoning_parser"):  # vLLM writes it into the same setting
+    if given.get("reasoning_parser"):  # vLLM sets it in the same argument
         ours.pop("structured_outputs_config")
     chosen = {name: value for name, value in ours.items() if name not in given and name in known}
-    # A forked process would inherit our threads' locks, and would not load the watch for its parent.
+    # A forked process would inherit locks of our threads, and would not load the parent watch.
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | (_cpu_variables(given) if cpu else {})
     environment = {name: value for name, value in wanted.items() if name not in os.environ} | alone
     return VllmSettings({**chosen, **given}, environment, {**chosen, **environment})
@@ -106,22 +106,22 @@ def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
     workers, cores = ParallelSizes.of(given).workers, os.sched_getaffinity(0)
     variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes(workers))}
     if is_local(given) and workers <= len(cores):
-        # By default vLLM leaves a CPU core of each pair idle for serving, which here happens in our process, and gives
-        # all ranks the same cores, or several workers none where there is one memory node.
+        # By default vLLM leaves one CPU core of each pair idle for serving, which here runs in our process. It also
+        # gives all ranks the same cores, or several workers none on a machine with one memory node.
         variables[BINDING] = cores_by_worker(workers, cores)
     return variables
 
 
 def _cache_gigabytes(workers: int) -> int:
-    # vLLM fills its cache with zeros at the start, which takes seconds where it is large.
+    # vLLM fills its cache with zeros at the start, which takes seconds for a large one.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB_BYTES
     return max(1, min(4, memory // 6 // workers))
 
 
 def sampling_arguments(request: GenerationRequest, *, stream_interval: int, known: frozenset[str]) -> dict[str, Any]:
-    """What vLLM's `SamplingParams` take of a request, of the names `known` to it.
+    """Return the arguments of vLLM's `SamplingParams` for a request, of the `known` names.
 
-    The kind of output, constraint and bad words are not among it.
+    Without output kind, constraint and bad words.
     """
     sampling = request.sampling
     arguments: dict[str, Any] = {
@@ -136,35 +136,35 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": sampling.logit_bias or None,
         "seed": request.seed,
-        # Exactly these ids end a turn: the tokenizer's EOS and the model's generation_config add none of their own, and
-        # where a turn is to ignore those of its model, the request has left them out.
+        # Exactly these ids end a turn: with ignore_eos vLLM adds no EOS of the tokenizer or generation_config. A
+        # request that ignores the model's stop ids does not contain them.
         "stop_token_ids": list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids))),
         "ignore_eos": True,
-        # Ids and log-probabilities in flat lists and no text: the cheapest that vLLM can stream.
+        # Flat lists of ids and log-probabilities without text: the cheapest output of vLLM.
         "detokenize": False,
         "logprobs": sampling.logprobs,
         "flat_logprobs": True,
         "extra_args": dict(request.extra) or None,
     }
     if request.scores_prompt:
-        arguments["prompt_logprobs"] = 0  # of the prompt's own ids alone
+        arguments["prompt_logprobs"] = 0  # only of the prompt's own ids
     if "stream_interval" in known:
         arguments["stream_interval"] = 1 if request.acts_on_deltas else stream_interval
-    if "skip_clone" in known:  # made for this one request, so nobody else could change it
+    if "skip_clone" in known:  # they are made for this request only
         arguments["skip_clone"] = True
     return arguments
 
 
 def constraint_arguments(constraint: Constraint) -> dict[str, Any]:
-    """What vLLM's `StructuredOutputsParams` are made of."""
+    """Return the arguments of vLLM's `StructuredOutputsParams`."""
     value = json.loads(constraint.value) if constraint.kind is ConstraintKind.CHOICE else constraint.value
     return {constraint.kind.value: value}
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
-    """The ids of each word at the beginning and after a space.
+    """Return the ids of each word at the beginning of a text and after a space.
 
-    VLLM leaves the second out where it has another number of ids, and then keeps few words out.
+    vLLM drops the second form if its number of ids differs, and then blocks few words.
     """
     texts = [space + word.lstrip() for word in words for space in ("", " ")]
     ids = dict.fromkeys(tuple(encode(text)) for text in texts)
@@ -172,22 +172,22 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -
 
 
 CONSTRAINT_CACHE_ENTRIES: Final = 1024
-"""Constraints that are remembered as valid; a run has few of them."""
+"""Maximum number of constraints in the cache of valid ones; a run has few."""
 
 
 def cache_constraint_checks(kind: type[Any]) -> type[Any]:
-    """Make a subclass of vLLM's `SamplingParams` that checks each constraint once, and not for every request.
+    """Return a subclass of vLLM's `SamplingParams` that checks each constraint once instead of once per request.
 
-    vLLM parses a grammar in the caller's event loop for each request, which is a quarter of what a short turn costs.
+    vLLM parses the grammar of each request in the caller's event loop, a quarter of the cost of a short turn.
 
     Args:
-        kind: vLLM's own class.
+        kind: vLLM's class.
 
     Returns:
-        A subclass with a memory of its own, for the requests of one engine.
+        A subclass with its own cache, for the requests of one engine.
     """
     method = "_validate_structured_outputs"
-    if not hasattr(kind, method):  # another vLLM
+    if not hasattr(kind, method):  # another version of vLLM
         return kind
     valid: dict[Any, dict[str, Any]] = {}
 
@@ -196,7 +196,7 @@ def cache_constraint_checks(kind: type[Any]) -> type[Any]:
         key = None if constraint is None else tuple(vars(constraint).items())
         try:
             after = valid.get(key)
-        except TypeError:  # a list or a dictionary in it
+        except TypeError:  # it contains a list or a dict
             key = after = None
         if after is not None:
             vars(constraint).update(after)
@@ -213,11 +213,11 @@ def cache_constraint_checks(kind: type[Any]) -> type[Any]:
 
 
 class RequestConverter:
-    """Makes of a request the prompt and the sampling parameters that vLLM takes; imports vLLM.
+    """Converter of requests to vLLM's prompts and sampling parameters; imports vLLM.
 
     Args:
-        stream_interval: ids in a delta where nobody acts on single ones.
-        encode: the engine's tokenizer, which spells bad words.
+        stream_interval: ids in a delta, unless the caller acts on single ids.
+        encode: the engine's tokenizer, for bad words.
     """
 
     def __init__(self, stream_interval: int, encode: Callable[[str], Sequence[int]]) -> None:
@@ -238,12 +238,12 @@ class RequestConverter:
             arguments["structured_outputs"] = self._constraint(**constraint_arguments(request.constraint))
         if request.sampling.bad_words:
             arguments |= self._bad_words(tuple(request.sampling.bad_words))
-        if "skip_clone" in self._known:  # they are made for this request alone
+        if "skip_clone" in self._known:  # they are made for this request only
             arguments["skip_clone"] = True
-        # A list of its own, since vLLM keeps it.
+        # A new list, since vLLM keeps it.
         return self._prompt(list(request.prompt)), self._parameters(output_kind=self._kind, **arguments)
 
     def _bad_words(self, words: tuple[str, ...]) -> dict[str, Any]:
-        # Where vLLM keeps what it makes of the words: what is there already it takes as it is.
+        # vLLM's private field for the ids of bad words; it keeps a value that is set already.
         name = "_bad_words_token_ids"
         return {name: self._bad_word_ids(words)} if name in self._known else {"bad_words": list(words)}

@@ -1,4 +1,4 @@
-"""What the end of an engine says in vLLM's log, since its processes are killed where they take too long to leave."""
+"""Filter for vLLM's log during an expected shutdown, in which its processes may be killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["suppress_shutdown_warnings"]
 
 @contextmanager
 def suppress_shutdown_warnings() -> Iterator[None]:
-    """Keep from vLLM's log in this process what it warns of while an engine ends that was told to."""
+    """Suppress vLLM's shutdown warnings in this process while an engine is stopped."""
     with ExitStack() as stack:
         for handler in _handlers(logging.getLogger("vllm")):
             handler.addFilter(_unexpected)
@@ -26,7 +26,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Whether a record tells more than what every ending brings: processes killed, a silent engine core."""
+    """Return whether a record is not one of every shutdown: killed processes, or an engine core without an answer."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None

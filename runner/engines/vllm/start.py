@@ -1,4 +1,4 @@
-"""Starts vLLM's `AsyncLLM` in a worker thread, so that everything else goes on meanwhile, and stops it for good."""
+"""Start and stop of vLLM's `AsyncLLM`, in a worker thread."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from runner.models import ResolvedModel
 
 __all__ = ["VllmProcess", "import_of_vllm", "require_vllm"]
 
-_CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # how vLLM names its processes
-_WEIGHTS_SHARE = 0.7  # of a CPU machine's memory, for weights; the cache takes up to a sixth
+_CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # names of vLLM's processes
+_WEIGHTS_SHARE = 0.7  # of a CPU machine's memory for weights; the cache takes up to a sixth
 _STOP_SECONDS = 1.0  # vLLM's default takes 3.4 s for an engine that has nothing to do
-_VARIABLES = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+_VARIABLES = threading.Lock()  # environment variables belong to the process: only one engine starts at a time
 
 
 def require_vllm() -> None:
-    """See that vLLM is there, before anything is fetched for it.
+    """Check that vLLM is installed, before anything is downloaded.
 
     Raises:
         BadModel: it is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise BadModel(
-            "vLLM, which models are played on, is not installed: pip install 'deltarunner[cpu]', or 'deltarunner[gpu]' "
-            "for CUDA. Without a model `deltarunner check ENV` tries an environment, and ScriptedEngine plays it."
+            "vLLM, which runs the models, is not installed: pip install 'deltarunner[cpu]', or 'deltarunner[gpu]' "
+            "for CUDA. Without a model `deltarunner check ENV` tries an environment, and ScriptedEngine runs it."
         )
 
 
 @contextmanager
 def import_of_vllm() -> Iterator[None]:
-    """Around whatever may import vLLM: its warnings are its own affair, and its log does not go to stdout.
+    """Suppress vLLM's warnings and send its log to stderr while it is imported in this block.
 
-    Blocks, also while an engine is starting.
+    Blocks, also while another engine starts.
     """
     with _VARIABLES, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -72,47 +72,46 @@ def import_of_vllm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class VllmProcess:
-    """vLLM's engine and its processes, from start to stop."""
+    """VLLM's engine and its processes, from start to stop."""
 
     model: ResolvedModel
     """The model."""
     given: Mapping[str, Any]
-    """The engine arguments of the user."""
+    """User's engine arguments."""
     kept_dtype: str | None = None
-    """The dtype of the run that is resumed, which is taken where the user gave none."""
+    """Dtype of a resumed run, used if the user gave none."""
     dtype_reason: str = ""
-    """Why the engine computes in its dtype, where that was chosen for this processor or a resumed run; set by the
-    start."""
+    """Reason for the dtype, if it was chosen for this processor or for a resumed run; set by the start."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
-    """The counts of vLLM's schedulers."""
+    """Counts of vLLM's schedulers."""
     llm: Any = None
-    """The `AsyncLLM`, once it was started."""
+    """The `AsyncLLM` after the start."""
     settings: VllmSettings | None = None
-    """The settings that it was started with; None before."""
+    """Settings of the start; None before."""
     cores: list[BaseProcess] = field(default_factory=list)
-    """The processes of the engine cores."""
+    """Processes of the engine cores."""
     folder: EngineFolder | None = None
-    """The folder of the files that its processes leave; None before the start."""
+    """Folder for files of its processes; None before the start."""
     cleanup: CleanupProcess | None = None
-    """Who removes what they leave, should this process be killed together with them."""
-    _memory: set[str] = field(default_factory=set)  # shared memory of the cores, as it was when they had started
-    _given_up: bool = False  # set on the event loop, looked at by the thread that starts
+    """Process that removes leftovers if this process is killed together with the engine's."""
+    _memory: set[str] = field(default_factory=set)  # shared memory of the cores after their start
+    _given_up: bool = False  # set on the event loop, read by the starting thread
     _thread: WorkerThread | None = None  # where vLLM was started
-    _others: list[BaseProcess] | None = None  # vLLM's processes that were there before; set while ours are starting
+    _others: list[BaseProcess] | None = None  # vLLM's processes before the start; set during it
 
     async def start(self) -> Any:
-        """The `AsyncLLM`, started in a worker thread.
+        """Start the `AsyncLLM` in a worker thread, and return it.
 
-        Cancelling ends the processes that were started.
+        A cancellation ends its processes.
         """
         try:
-            # In a thread that lives until the stop: where vLLM starts Ray (data_parallel_backend="ray"), the kernel
-            # kills Ray's processes when the thread that started them ends, and one of a pool ends once it was idle.
+            # In a thread that lives until the stop: if vLLM starts Ray (data_parallel_backend="ray"), the kernel kills
+            # Ray's processes when the thread that started them ends, and an idle thread of a pool ends.
             self._thread = WorkerThread()
             await self._thread.call(job := Job(self._start, "the start of vLLM"))
             if job.error is not None:
                 raise job.error
-            # Cached by vLLM, which would ask at the first request, and wait for ever if an engine core died then.
+            # Fills vLLM's cache: the first request would ask, and wait for ever if an engine core died.
             await self.llm.get_supported_tasks()
         except BaseException:
             await self.stop()
@@ -120,7 +119,7 @@ class VllmProcess:
         return self.llm
 
     async def stop(self) -> None:
-        """End every process; twice is allowed."""
+        """End every process; idempotent."""
         with anyio.CancelScope(shield=True), suppress_shutdown_warnings():
             await anyio.to_thread.run_sync(self._stop)
             if self._thread is not None:
@@ -133,39 +132,39 @@ class VllmProcess:
 
     @property
     def phase(self) -> str:
-        """The present phase of the start, for people."""
+        """Current phase of the start, for people."""
         if self.settings is None:
             return "importing vLLM"
         return (self.folder and read_phase(self.folder.phase)) or "starting its processes"
 
     def kill(self) -> None:
-        """End the engine cores at once; vLLM notices, and every request ends with an error."""
+        """Kill the engine cores; vLLM notices, and every request ends with an error."""
         for process in self.cores:
             process.kill()
 
     @property
     def has_lost_a_core(self) -> bool:
-        """Whether one of the engine cores has ended; vLLM tells of it only once it has ended the others."""
-        # By vLLM's word as well: it learns of an end from a pipe, which closes before there is an exit code.
+        """True if an engine core ended; vLLM reports it only after it ended the others."""
+        # Also by vLLM's record: it detects an end by a pipe, which closes before there is an exit code.
         return self._first_lost is not None or any(core.exitcode is not None for core in self.cores)
 
     @property
     def _first_lost(self) -> str | None:
-        """The name of the engine core whose end vLLM noticed, and answered by ending the others."""
+        """Name of the engine core whose end made vLLM end the others."""
         manager = getattr(getattr(getattr(self.llm, "engine_core", None), "resources", None), "engine_manager", None)
         return getattr(manager, "failed_proc_name", None)
 
     def cause_of_death(self) -> str:
-        """Why the engine died, in one line."""
+        """Return the cause of the engine's death, in one line."""
         noted = parent_watch.read_failure(self.folder.failures) if self.folder else None
         if noted is not None:
             return noted
         first = self._first_lost
         core = next((core for core in self.cores if core.name == first or (first is None and core.exitcode)), None)
         if core is not None:
-            core.join(_STOP_SECONDS)  # it has ended, but perhaps so lately that there is no exit code yet
+            core.join(_STOP_SECONDS)  # it ended, but the exit code may be missing yet
         if core is None or not core.exitcode:
-            return "its process says nothing; see the log"
+            return "its process left no reason; see the log"
         rank = parent_watch.rank_named(core.name)
         whose = "its process" if rank is None else f"the process of its data-parallel rank {rank}"
         code = core.exitcode
@@ -178,7 +177,7 @@ class VllmProcess:
         try:
             self.cleanup = CleanupProcess(self.folder.path)
         except (OSError, subprocess.SubprocessError) as error:
-            logging.getLogger("vllm").warning("deltarunner has nobody remove what a killed engine leaves: %s", error)
+            logging.getLogger("vllm").warning("deltarunner cannot start its cleanup process: %s", error)
         with _VARIABLES:
             self._others = _children()
             try:
@@ -187,29 +186,29 @@ class VllmProcess:
                     self.cleanup.engine_started()
             except BadInput:
                 raise
-            except Exception as error:  # vLLM raises anything; each is about this model and these arguments
+            except Exception as error:  # vLLM may raise anything about the model or its arguments
                 cause = parent_watch.read_failure(self.folder.failures) or one_line(error)
                 raise BadModel(f"vLLM cannot run the model {self.model.name!r}: {cause}") from error
             finally:
                 started = self._started()
                 cores = [each for each in started if each.name.startswith(_CORE)]
-                self.cores, self._others = sorted(cores, key=lambda core: core.name), None  # by ranks
+                self.cores, self._others = sorted(cores, key=lambda core: core.name), None  # by rank
                 self._memory = self._mapped()
                 if self.llm is None:
-                    _end(started)  # where vLLM forgot one
+                    _end(started)  # in case vLLM missed one
                 if self._given_up:
                     self._stop()
 
     def _construct(self) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vLLM's own affairs
+            warnings.simplefilter("ignore")  # of vLLM
             with _environment(_log_variables()):  # read when vLLM is imported
                 arguments = self._arguments()
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             assert self.settings is not None
-            # First, since the tracker's own start unblocks the interrupt.
+            # First, since the start of the tracker unblocks SIGINT.
             resource_tracker.ensure_running()
             with _environment(self._variables(self.settings.environment)), _no_interrupts():
                 if self._given_up:
@@ -240,7 +239,7 @@ class VllmProcess:
         if gives_dtype(self.given):
             return None
         if self.kept_dtype is not None:
-            self.dtype_reason = "as the run file has it"
+            self.dtype_reason = "as in the run file"
             return self.kept_dtype
         if not cpu:
             return None
@@ -258,7 +257,7 @@ class VllmProcess:
             parent_watch.FAILURES: str(self.folder.failures),
             SOCKETS: str(self.folder.path),
         }
-        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list that would keep ours out
+        if allowed := os.environ.get("VLLM_PLUGINS"):  # a list of allowed plugins, without ours
             ours["VLLM_PLUGINS"] = ",".join(
                 [allowed, *(each.ENTRY_POINT for each in (parent_watch, spin_wait_patch, grammar_patch))]
             )
@@ -266,15 +265,15 @@ class VllmProcess:
 
     def _stop(self) -> None:
         self._given_up = True
-        memory = self._memory | self._mapped()  # of a core that died nothing can be asked any more
+        memory = self._memory | self._mapped()  # a dead core has no maps any more
         if self.llm is not None:
             named = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self.llm.shutdown).parameters else {}
             self.llm.shutdown(**named)
-        # Still starting: without its processes vLLM's constructor fails, and cleans up after itself.
+        # If it still starts: without its processes vLLM's constructor fails and cleans up.
         for process in self._started():
             process.kill()
         for process in self.cores:
-            process.join(_STOP_SECONDS)  # else it stays a zombie for as long as we live
+            process.join(_STOP_SECONDS)  # otherwise it stays a zombie until this process ends
         release(memory)
         if self.folder is not None:
             self.folder.remove()
@@ -290,7 +289,7 @@ class VllmProcess:
 
 
 def _children() -> list[BaseProcess]:
-    """The engine cores of this process, and what counts their requests where there are several."""
+    """Return the child processes of this process that are engine cores, or the coordinator of several."""
     return [each for each in multiprocessing.active_children() if each.name.startswith((_CORE, _COORDINATOR))]
 
 
@@ -301,7 +300,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 
 def _log_variables() -> dict[str, str]:
-    """Sends vLLM's log to stderr: stdout belongs to the program that it runs in."""
+    """Return variables that send vLLM's log to stderr, since stdout belongs to the program."""
     ours = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     return {name: value for name, value in ours.items() if name not in os.environ}
 
@@ -322,7 +321,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """What this thread starts does not see the terminal's Ctrl-C: the mask is inherited."""
+    """Block SIGINT in this block, so that processes started in it do not receive the terminal's Ctrl-C."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -331,12 +330,12 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _refuse_import_by_child() -> None:
-    """End a process of vLLM that imports the user's script, and with it would start an engine of its own."""
+    """End a vLLM process that imports the user's script, which would start another engine."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     text = (
-        "the script starts the engine while it is imported, and vLLM's processes import it: "
-        "put what it runs under `if __name__ == '__main__':`"
+        "the script starts the engine when it is imported, and vLLM's processes import it: "
+        "put its code under `if __name__ == '__main__':`"
     )
     noted = os.environ.get(parent_watch.FAILURES)
     if noted:

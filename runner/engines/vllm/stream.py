@@ -1,4 +1,4 @@
-"""The deltas of one request to vLLM, out of its collector, and nothing left behind."""
+"""Deltas of one request to vLLM; leaving the block ends the request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runner.tokens.top_logprobs import TopLogprobs
 __all__ = ["VllmStream"]
 
 
-_NOTHING_LEFT = "nothing was left to sample: its constraint allows only what bad_words or min_tokens keep out"
+_NOTHING_LEFT = "no id could be sampled: bad_words or min_tokens exclude all ids of its constraint"
 
 
 class VllmStream(GatedStream[VllmRuntime, Session]):
-    """The deltas of one request, out of vLLM's collector."""
+    """Deltas of one request from vLLM's collector."""
 
     def __init__(self, runtime: VllmRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request, request.session or Session())
@@ -32,14 +32,14 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
 
     @property
     def sent_all(self) -> bool:
-        """VLLM has sent its last id, or died; whether anybody read it or not."""
+        """True if vLLM sent its last id or died, read or not."""
         if self.finish is not None:
             return True
         unread = self._collector.output if self._collector is not None else None
         return isinstance(unread, Exception) or (unread is not None and unread.finished)
 
     def stamp(self, version: str) -> None:
-        """The weights were exchanged, between what vLLM has sampled and what it will."""
+        """Record new weights after the ids that vLLM has sampled."""
         unread = self._collector.output if self._collector is not None else None
         waiting = 0 if unread is None or isinstance(unread, Exception) else len(unread.outputs[0].token_ids)
         self._stamps.mark(version, self.sent + waiting)
@@ -66,17 +66,17 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             raise StopAsyncIteration
         try:
             return await self._read()
-        except Exception as error:  # whatever stands in the collector: vLLM's output loop has ended with it
+        except Exception as error:  # an error in the collector ended vLLM's output loop
             raise self._died(error) from error
 
     async def _read(self) -> Delta:
         if self._cut_by_death:
-            raise RuntimeError("vLLM cut it, since another data-parallel rank is dead")
+            raise RuntimeError("vLLM cut the request, since another data-parallel rank died")
         collector = self._collector
-        # As vLLM's own `generate()` does: what lies there already costs no switch of tasks.
+        # As in vLLM's own `generate()`: available output is read without a task switch.
         output = collector.get_nowait() or await collector.get()
         if self.request.scores_prompt and self.prompt_logprobs is None:
-            self.prompt_logprobs = list(output.prompt_logprobs.logprobs)  # flat, and none of the prompt's first id
+            self.prompt_logprobs = list(output.prompt_logprobs.logprobs)  # flat, without the prompt's first id
         completion = output.outputs[0]
         ids = completion.token_ids
         self.sent += len(ids)
@@ -96,7 +96,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
     def _finished(self, output: Any, completion: Any) -> Finish:
         reason = FinishReason(completion.finish_reason)
         stop = completion.stop_reason
-        if reason is FinishReason.STOP and stop is None:  # vLLM names every stop id but the tokenizer's own EOS
+        if reason is FinishReason.STOP and stop is None:  # vLLM sets it for all stop ids but the tokenizer's EOS
             stop = completion.token_ids[-1]
         spans = getattr(completion, "weight_versions", None)
         versions = (
@@ -107,7 +107,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return Finish(reason, stop, versions, output.num_cached_tokens)
 
     def _without_the_impossible(self, delta: Delta) -> Delta:
-        """What was sampled: where nothing is left to sample vLLM gives the id 0, of no probability, and fails of it."""
+        """Drop ids from the first NaN on: if no id can be sampled, vLLM returns id 0 with NaN and fails."""
         logprobs, finish = delta.logprobs or (), delta.finish
         end = next((index for index, logprob in enumerate(logprobs) if math.isnan(logprob)), None)
         if end is None or finish is None:
@@ -122,7 +122,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
                 await self._runtime.drop(self._collector)
                 while self.finish is None:
                     self.rest.append(await self._read())
-            except Exception as error:  # as above; the exception that is passing keeps its place
+            except Exception as error:  # as above; an exception in flight stays
                 self._died(error)
         if self.finish is None:
             self.finish = Finish(FinishReason.ABORT, versions=self._unstamped())
@@ -133,11 +133,11 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return death
 
     def _unstamped(self) -> tuple[VersionSpan, ...]:
-        """The versions by our own account, where vLLM gave none."""
+        """Return the weight versions as recorded here, if vLLM has none."""
         return self._stamps.spans(self.sent)
 
 
-# vLLM's flat lists have for each position the sampled id, and behind it as many of the likeliest as were asked for.
+# vLLM's flat lists have for each position the sampled id, then the requested number of most likely ids.
 # Before 0.32 those of a merged output may begin with older positions.
 
 

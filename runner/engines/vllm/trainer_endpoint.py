@@ -1,4 +1,4 @@
-"""VLLM's trainer end where it runs in this process: in threads, and what it asks for is done on the event loop."""
+"""VLLM's trainer end in this process: it runs in threads, and the receiver's steps on the event loop."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from runner.errors import BadWeights
 __all__ = ["TrainerEndpoint", "forms_of_source", "worker_error"]
 
 SHUTDOWN_SECONDS = 10.0
-"""How long vLLM's trainer end may take to leave those whom it met; a connection that hangs is left as it is."""
+"""Seconds that vLLM's trainer end may take to disconnect; a connection that hangs is abandoned."""
 
 
 class TrainerEndpoint:
-    """Sends the weights of one source to one receiver, as often as it is asked to.
+    """Sender of the weights of one source to one receiver.
 
     Args:
-        transfer: who sends, and by which of vLLM's backends.
+        transfer: source and backend of vLLM.
         receiver: the other end.
-        source: what is sent in the place of the transfer's own source, such as the same under other names.
+        source: replaces the transfer's own source, for example with other tensor names.
     """
 
     def __init__(self, transfer: LocalTransfer, receiver: Receiver, source: Any = None) -> None:
@@ -38,17 +38,17 @@ class TrainerEndpoint:
         self._trainer: Any = None
 
     def is_for(self, transfer: LocalTransfer) -> bool:
-        """Whether it can send these weights too."""
+        """Return whether this endpoint can send a transfer's weights too."""
         return self._transfer.info == transfer.info and self._transfer.source is transfer.source
 
     async def meet(self, info: Any) -> None:
-        """Join the receiver.
+        """Connect to the receiver.
 
         Args:
             info: vLLM's init info for the trainer.
 
         Raises:
-            Exception: whatever vLLM raises.
+            Exception: any error of vLLM.
         """
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -65,15 +65,15 @@ class TrainerEndpoint:
             client.closed = not met
 
     async def send(self) -> None:
-        """Send the weights as they are now; the receiver stands still.
+        """Send the current weights; the receiver is paused.
 
         Raises:
-            Exception: whatever vLLM raises.
+            Exception: any error of vLLM.
         """
         await anyio.to_thread.run_sync(self._trainer.send_weights, abandon_on_cancel=True)
 
     async def close(self) -> None:
-        """Leave the receiver, which threads that were given up reach no more."""
+        """Disconnect from the receiver; abandoned threads cannot call it any more."""
         if self._client is not None:
             self._client.closed = True
         trainer, self._trainer = self._trainer, None
@@ -83,12 +83,12 @@ class TrainerEndpoint:
 
 
 def _shut_down(trainer: Any) -> None:
-    with suppress(Exception):  # of a connection that nobody uses any more
+    with suppress(Exception):  # the connection is not used any more
         trainer.shutdown()
 
 
 class _WeightSyncClient:
-    """What vLLM's trainer end asks for, from whichever thread; vLLM's `VLLMWeightSyncClient`."""
+    """Client for vLLM's trainer end, callable from any thread; replaces vLLM's `VLLMWeightSyncClient`."""
 
     def __init__(self, receiver: Receiver, loop: EventLoopToken) -> None:
         self.closed = False
@@ -105,37 +105,37 @@ class _WeightSyncClient:
         self._call(self._receiver.step, TransferStep.LOAD, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        # Versions are stamped by whoever asked for the update.
+        # The caller of the update records the version.
         self._call(self._receiver.step, TransferStep.FINISH)
 
     def _call(self, call: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
         if self.closed:
-            raise ConnectionError("the transfer was given up")
-        # vLLM's NCCL trainer calls from threads of its own, which know no event loop.
+            raise ConnectionError("the transfer was closed")
+        # vLLM's NCCL trainer calls from its own threads, without an event loop.
         from_thread.run(call, *given, token=self._loop)
 
 
 def worker_error(error: BaseException) -> str:
-    """The message of the error that vLLM's worker raised, without what vLLM puts around it."""
+    """Return the message of an error in vLLM's worker, without vLLM's additions."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     _, found, rest = text.partition("Worker failed with error '")
     if found:
         text = rest.rpartition("', please check")[0]
-    # The one worker of an engine core fails inside the core.
+    # A single worker fails inside the engine core.
     return text.removeprefix("Exception: Call to collective_rpc method failed: ")[:1000]
 
 
 def forms_of_source(source: Any) -> dict[str, TensorForm]:
-    """The tensors that a trainer's source says it sends. Blocks.
+    """Return the tensor forms that a trainer's source announces. Blocks.
 
     Raises:
-        BadWeights: it cannot say that.
+        BadWeights: it does not announce them.
     """
     try:
         metadata = source.metadata()
         return {one.name: TensorForm(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in metadata}
-    except Exception as error:  # a trainer's code, before anything was touched
+    except Exception as error:  # a trainer's code may raise anything; nothing changed yet
         raise BadWeights(
-            f"LocalTransfer(source=...) is {type(source).__name__}, which cannot say what it sends "
+            f"LocalTransfer(source=...) is {type(source).__name__}, which does not list its tensors "
             f"({worker_error(error)}): give vLLM's ModuleSource(model)."
         ) from error

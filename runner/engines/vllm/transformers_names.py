@@ -1,7 +1,7 @@
-"""Tensors of a transformers model under the names and shapes of its checkpoint.
+"""Conversion of a transformers model's tensors to the names and shapes of its checkpoint.
 
-Transformers 5 fuses experts and renames tensors as it loads a checkpoint, and undoes that as it saves one. A trainer's
-`state_dict()` has the fused form, and vLLM loads the checkpoint's. The tables for the way back are transformers' own.
+Transformers 5 fuses experts and renames tensors when it loads a checkpoint, and reverts that when it saves one. A
+trainer's `state_dict()` has the fused form, but vLLM loads the checkpoint's. The conversion tables are transformers'.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["CheckpointSource", "to_checkpoint_names"]
 
 
 def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same tensors as transformers would save them, mostly views; None where it changes nothing.
+    """Return the tensors as transformers would save them, mostly as views; None if nothing changes.
 
     Args:
-        config: the model's configuration, of transformers.
-        tensors: the state dict of its model, in any dtype.
+        config: transformers' configuration of the model.
+        tensors: state dict of the model, in any dtype.
     """
     import torch
 
@@ -33,10 +33,10 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
 
 
 class CheckpointSource:
-    """A `WeightSource` of vLLM's that sends the tensors of another one under the names of the checkpoint.
+    """`WeightSource` for vLLM that sends the tensors of another one under the names of the checkpoint.
 
     Args:
-        config: the model's configuration, of transformers.
+        config: transformers' configuration of the model.
         source: the trainer's source.
     """
 
@@ -44,7 +44,7 @@ class CheckpointSource:
         self._config, self._source = config, source
 
     def metadata(self) -> list[Any]:
-        """The name, dtype and shape of each tensor that is sent."""
+        """Return name, dtype and shape of each tensor."""
         import torch
 
         kinds = list(self._source.metadata())
@@ -58,7 +58,7 @@ class CheckpointSource:
 
 
 class _Once:
-    """A configuration as the key of a cache: by itself and not by its values."""
+    """Cache key for a configuration, compared by identity."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -72,7 +72,7 @@ class _Once:
 
 @lru_cache(4)
 def _skeleton(key: _Once) -> Any:
-    """The model without memory for its tensors, which the tables are found by; None where transformers has none."""
+    """Return the model on the meta device, which selects the conversion tables; None if transformers has none."""
     import torch
     import transformers
 
@@ -82,5 +82,5 @@ def _skeleton(key: _Once) -> Any:
     try:
         with torch.device("meta"):
             return kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError):  # a model of its own code
+    except (ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError):  # a model with custom code
         return None

@@ -1,4 +1,4 @@
-"""Brings new weights into vLLM: compared and copied while it runs, loaded while it is paused."""
+"""Loading of new weights into vLLM: checked and copied while it runs, loaded while it is paused."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ _EXTENSION = f"{WeightWorker.__module__}.{WeightWorker.__qualname__}"
 
 @dataclass(frozen=True, slots=True)
 class CheckedWeights:
-    """Weights that fit the model and wait to be loaded."""
+    """Weights that fit the model and are not loaded yet."""
 
     folder: Path | None = None
-    """The folder that holds them, or None."""
+    """Folder of the weights, or None."""
     files: tuple[str, ...] = ()
-    """The files that hold them, as vLLM's workers open them."""
+    """Files of the weights, for vLLM's workers."""
     ignored: tuple[str, ...] = ()
-    """The tensors in them that the model has no use for."""
+    """Tensors in the files that the model does not use."""
     memory: WeightMemory | None = None
-    """The memory that holds a state dict, or None."""
+    """Memory with a state dict, or None."""
     transfer: Transfer | None = None
-    """The transfer that brings them, or None."""
+    """Transfer of the weights, or None."""
 
     def close(self) -> None:
-        """Give the memory back; twice is allowed, and dropping the object does it too."""
+        """Free the memory; idempotent, and also done when the object is dropped."""
         if self.memory is not None:
             self.memory.close()
 
 
 class VllmWeights:
-    """The weights of one `AsyncLLM`."""
+    """Weights of one `AsyncLLM`."""
 
     def __init__(self, llm: Any, name: str) -> None:
         self._llm = llm
@@ -66,14 +66,14 @@ class VllmWeights:
         self._transfers = VllmTransfers(llm)
 
     async def prepare(self) -> None:
-        """Read what new weights are compared with; at the engine's start, before anybody writes over its folder."""
+        """Read the checkpoint's tensor forms at the engine's start, before another program can overwrite its folder."""
         if self._checkpoint is None:
             self._checkpoint = await anyio.to_thread.run_sync(self._read_checkpoint)
 
     async def check(self, given: Any) -> CheckedWeights:
-        """The weights, compared with the model and ready to be loaded; vLLM goes on meanwhile.
+        """Check weights against the model and prepare them for loading; vLLM runs during this.
 
-        A state dict is copied: its tensors must not change before this returns.
+        A state dict is copied; its tensors must not change before this returns.
         """
         await self.prepare()
         model = self._checkpoint
@@ -95,12 +95,12 @@ class VllmWeights:
                 f"the weights are {type(given).__name__}: give a folder, a mapping of names to tensors (a state "
                 f"dict), a WeightTransfer or a LocalTransfer.{state}"
             )
-        made: list[CheckedWeights] = []  # an idle thread remembers what it returned last, and with it the memory
+        made: list[CheckedWeights] = []  # an idle thread keeps its last result, and so the memory
         await anyio.to_thread.run_sync(lambda: made.append(check(given, model)))
         return made.pop()
 
     async def check_own(self) -> CheckedWeights | None:
-        """The weights that the engine started with, ready to be loaded; None where their files are gone or changed."""
+        """Prepare the engine's starting weights for loading; None if their files changed or are gone."""
         await self.prepare()
         if isinstance(self._checkpoint, BadWeights) or self._checkpoint is None:
             return None
@@ -114,10 +114,10 @@ class VllmWeights:
             return None
 
     async def load(self, checked: CheckedWeights) -> None:
-        """Exchange the weights; vLLM is paused. The memory of a state dict is given back, whatever happens.
+        """Exchange the weights while vLLM is paused, and free the memory of a state dict in any case.
 
         Raises:
-            EngineError: vLLM failed half way: it has neither the old weights nor the new ones, and must be ended.
+            EngineError: vLLM failed midway. It has neither the old nor the new weights, and has to be ended.
         """
         try:
             if checked.transfer is not None:
@@ -129,15 +129,15 @@ class VllmWeights:
                 await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checked.folder)})
         except EngineError:
             raise
-        except Exception as error:  # the border to vLLM, whose workers raise anything
+        except Exception as error:  # vLLM's workers may raise anything
             raise EngineError(worker_error(error)) from error
         finally:
             checked.close()
 
-    # --- what is compared with what
+    # --- checks
 
     def _refuse_stale_copies(self) -> None:
-        """Refuse what would leave packed copies of the old weights on a CPU."""
+        """Check that a load would not leave packed copies of the old weights on a CPU."""
         config = self._llm.vllm_config
         if config.device_config.device_type != "cpu":
             return
@@ -156,9 +156,9 @@ class VllmWeights:
         try:
             folder = read_folder(_model_folder(self._llm.vllm_config))
             self._signature = _signature(folder.folder)
-        except (BadWeights, OSError, ValueError) as error:  # the hub's errors are of both kinds
+        except (BadWeights, OSError, ValueError) as error:  # the hub raises both kinds
             return BadWeights(
-                f"the weights of {self._name!r} cannot be exchanged: nothing is there to compare new ones with: {error}"
+                f"the weights of {self._name!r} cannot be exchanged: the checkpoint to compare with is missing: {error}"
             )
         config = self._llm.vllm_config.model_config.hf_config
         text = getattr(config, "text_config", config)
@@ -169,7 +169,7 @@ class VllmWeights:
         found: WeightFolder = read_folder(given)
         compare(found.forms, model, given_as=str(found.folder))
         files = tuple(map(str, found.files))
-        # Those that the model computes itself, or has under another name.
+        # The model computes them itself, or has them under another name.
         ignored = tuple(name for name in found.forms if name not in model.forms)
         return CheckedWeights(found.folder, files, ignored)
 
@@ -177,7 +177,7 @@ class VllmWeights:
         if not self.extended:
             extension = self._llm.vllm_config.parallel_config.worker_extension_cls
             raise BadWeights(
-                f"a state dict is loaded by a worker extension of ours, and the engine was started with "
+                f"a state dict is loaded by our worker extension, and the engine was started with "
                 f"worker_extension_cls={extension!r}: let that class inherit from {_EXTENSION}, or give a folder."
             )
         if not given.keys() <= model.forms.keys():
@@ -191,14 +191,14 @@ class VllmWeights:
         return CheckedWeights(files=(memory.path,), memory=memory)
 
     def _written(self, given: TensorForm, wanted: TensorForm) -> str:
-        """What to write a tensor as: what vLLM would round anyway is rounded here, and takes less memory."""
+        """Return the dtype for writing a tensor: the model's if vLLM would round to it anyway, which saves memory."""
         model_dtype = str(self._llm.vllm_config.model_config.dtype).removeprefix("torch.")
         rounded = {given.dtype, wanted.dtype} <= set(FLOATS) and wanted.dtype == model_dtype
         return model_dtype if rounded else given.dtype
 
     @property
     def extended(self) -> bool:
-        """Whether the workers have our methods."""
+        """True if the workers have our extension."""
         given: str = self._llm.vllm_config.parallel_config.worker_extension_cls
         if given in ("", _EXTENSION):
             return given == _EXTENSION
@@ -208,7 +208,7 @@ class VllmWeights:
 
 
 def _signature(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of the files of weights in a folder."""
+    """Return names, sizes and times of the weight files in a folder."""
     found = sorted((path, path.stat()) for path in folder.glob("*.safetensors"))
     return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found)
 
@@ -231,7 +231,7 @@ def _model_folder(config: Any) -> Path:
 
 
 def _compare_tied(given: Mapping[str, Any], model: Checkpoint) -> None:
-    """Refuse an output layer that is not the embedding, in a model where they are one: it would be ignored."""
+    """Check that the output layer of a tied model equals the embedding, since vLLM would ignore it."""
     import torch
 
     embedding = next((name for name in given if name.endswith("embed_tokens.weight")), None)

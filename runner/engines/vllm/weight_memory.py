@@ -1,6 +1,6 @@
-"""A state dict in memory that the engine's processes can read: a safetensors file that has no name in any folder.
+"""State dict in memory that the engine's processes can read: a safetensors file without a name in any folder.
 
-It lives for as long as somebody holds it open, so nothing is left of it however this process ends, and the size of
+The memory is freed with its last open descriptor, so nothing remains after this process ends, and the size of
 /dev/shm does not limit it.
 """
 
@@ -26,8 +26,8 @@ from runner.errors import BadWeights
 __all__ = ["WeightMemory", "form_of"]
 
 _NAME = "deltarunner-weights"
-_MAX_PARTS = 512  # parts of one call; Linux takes 1,024
-_BATCH_BYTES = 32 * 1024**2  # written by one call, or looked at for what is no number
+_MAX_PARTS = 512  # per call; the limit of Linux is 1,024
+_BATCH_BYTES = 32 * 1024**2  # per write call, and per step of the check for NaN
 _EXPONENTS = {
     "float64": ("int64", 0x7FF0_0000_0000_0000),
     "float32": ("int32", 0x7F80_0000),
@@ -37,7 +37,7 @@ _EXPONENTS = {
 
 
 class WeightMemory:
-    """Tensors, written once."""
+    """Tensors that are written once."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create(_NAME)
@@ -45,23 +45,23 @@ class WeightMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of this machine open it."""
+        """Path under which other processes of this machine open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Give the memory back once nobody reads it any more; twice is allowed."""
+        """Close the memory, which is freed after its last reader; idempotent."""
         self._closed()
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> WeightMemory:
-        """The tensors of a state dict, copied from wherever they are; in a worker thread of anyio.
+        """Copy the tensors of a state dict; call it in a worker thread of anyio.
 
         Args:
-            tensors: torch's, on any device, or numpy's.
-            dtypes: the type that each tensor is written as, by name.
+            tensors: torch tensors on any device, or numpy arrays.
+            dtypes: dtype for writing each tensor, by name.
 
         Raises:
-            BadWeights: a tensor has no data, or holds a value that is no finite number; names it.
+            BadWeights: a tensor has no data or a value that is not finite; the message names it.
         """
         forms = {name: TensorForm(dtypes[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
         header, order = _layout(forms)
@@ -86,10 +86,10 @@ class WeightMemory:
 
 
 def form_of(name: Any, tensor: Any) -> TensorForm:
-    """The form of a tensor of torch or numpy.
+    """Return the form of a torch tensor or a numpy array.
 
     Raises:
-        BadWeights: it is neither, or has no data of its own in this process.
+        BadWeights: it is neither, or has no data in this process.
     """
     import torch
 
@@ -106,10 +106,10 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
     return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-# By hand, since the library takes all tensors at once: `serialize` held 1,026 MiB beside a file of 512, this holds 64.
-# And its `serialize_file` writes another file and renames it, which a file without a name cannot be.
+# Not with the library, whose `serialize` takes all tensors at once: 1,026 MiB for a file of 512 MiB, here 64 MiB. Its
+# `serialize_file` renames a temporary file, which does not work for a file without a name.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
-    """The header, and the order in which the tensors follow it: by types, the widest first, so that all are aligned."""
+    """Return the header and the order of the tensors: by dtype, the widest first, so that all are aligned."""
     order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))
     entries, end = {}, 0
     for name in order:
@@ -129,11 +129,11 @@ def _width(dtype: str) -> int:
     return size
 
 
-# Few large calls and not one for each tensor: each lets other threads run, and waits for its turn afterwards.
+# Few large calls instead of one per tensor: each call releases the GIL, and then waits to get it back.
 
 
 def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
-    """Their bytes, so many at once that copies take little memory."""
+    """Yield batches of the tensors' bytes, of limited size, so that copies take little memory."""
     batch: list[memoryview] = []
     size = 0
     for tensor, dtype in tensors:
@@ -147,7 +147,7 @@ def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
 
 def _write(descriptor: int, parts: list[memoryview]) -> None:
     while parts:
-        written = os.writev(descriptor, parts)  # two gigabytes at most
+        written = os.writev(descriptor, parts)  # at most two gigabytes
         while parts and written >= parts[0].nbytes:
             written -= parts.pop(0).nbytes
         if parts:
@@ -155,9 +155,9 @@ def _write(descriptor: int, parts: list[memoryview]) -> None:
 
 
 def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorForm]) -> str | None:
-    """The first tensor of a file in which a value has all bits of its exponent set.
+    """Return the first tensor with a NaN or an infinity, whose exponent bits are all set.
 
-    By numpy, since torch's threads would wait for the engine's here.
+    With numpy, since torch's threads would wait for the engine's.
     """
     memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     for dtype, group in itertools.groupby(forms.items(), key=lambda item: item[1].dtype):

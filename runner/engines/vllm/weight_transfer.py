@@ -1,4 +1,4 @@
-"""Weights through vLLM's weight transfer engines: from a trainer elsewhere, or both ends from this process."""
+"""Weights through vLLM's weight transfer engines: from an external trainer, or with both ends in this process."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from runner.errors import BadWeights, EngineError
 __all__ = ["Transfer", "VllmTransfers"]
 
 Transfer = WeightTransfer | LocalTransfer | RelayedTransfer
-"""What brings weights through a transfer engine."""
+"""Weights that come through a transfer engine."""
 
 _NOT_STARTED = (
-    'needs an engine that was started for one: VllmEngine(weight_transfer_config={"backend": "nccl"}), or "ipc".'
+    'needs an engine with a transfer backend: VllmEngine(weight_transfer_config={"backend": "nccl"}), or "ipc".'
 )
 
 
 class VllmTransfers:
-    """The connection between one `AsyncLLM` and its trainer; the `Receiver` of what is sent."""
+    """Connection between one `AsyncLLM` and its trainer; the `Receiver` of a transfer."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._joined: Mapping[str, Any] | None = None  # the init info of a trainer elsewhere that was met
-        self._trainer: TrainerEndpoint | None = None  # vLLM's trainer end, where it is in this process
+        self._joined: Mapping[str, Any] | None = None  # init info of the joined external trainer
+        self._trainer: TrainerEndpoint | None = None  # vLLM's trainer end, if it is in this process
 
     async def check(self, transfer: Transfer, model: Checkpoint) -> None:
-        """Compare what is announced, and let both ends meet where they have not yet.
+        """Check the announced tensors, and connect both ends if needed.
 
         Raises:
-            BadWeights: the weights do not fit, or nobody is at the other end.
+            BadWeights: the weights do not fit, or the other end does not connect.
         """
         name = transfer.announced.given_as if isinstance(transfer, RelayedTransfer) else type(transfer).__name__
         if getattr(self._llm.vllm_config, "weight_transfer_config", None) is None:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
             compare(transfer.announced.forms, model, given_as=name)
-            if transfer.init is not None:  # else who brings it knows that they have met
+            if transfer.init is not None:  # otherwise the relay joined them before
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
             source = transfer.source
@@ -60,22 +60,22 @@ class VllmTransfers:
             if transfer.init is not None and transfer.init != self._joined:
                 await self._meet(name, transfer.seconds, partial(self._join, transfer.init))
             elif self._joined is None:
-                raise BadWeights(f"{name}(init=...) is not given, and engine and trainer have not met before.")
+                raise BadWeights(f"{name}(init=...) is not given, and engine and trainer are not joined yet.")
 
     async def receive(self, transfer: Transfer) -> None:
-        """Exchange the weights; vLLM is paused.
+        """Exchange the weights while vLLM is paused.
 
         Raises:
-            EngineError: the trainer went away.
-            Exception: whatever vLLM raises.
+            EngineError: the trainer is lost.
+            Exception: any error of vLLM.
         """
         if isinstance(transfer, RelayedTransfer):
-            await transfer.receive(self)  # who brings it knows when its trainer is gone
+            await transfer.receive(self)  # the relay detects the loss of its trainer
             return
-        # The caller's shield would hold whoever waits for a trainer that is gone.
+        # A time limit, since the caller's shield prevents a cancellation.
         with anyio.move_on_after(transfer.seconds) as scope:
             if isinstance(transfer, LocalTransfer):
-                assert self._trainer is not None, "they met"
+                assert self._trainer is not None, "check() joined them"
                 await self._trainer.send()
             else:
                 await send_parts(transfer, self)
@@ -84,7 +84,7 @@ class VllmTransfers:
 
     async def _meet(self, name: str, seconds: float, join: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._joined = None
-        if self._trainer is not None:  # it may hold the port at which the next one waits
+        if self._trainer is not None:  # it may hold the port of the next one
             trainer, self._trainer = self._trainer, None
             await trainer.close()
         try:
@@ -92,7 +92,7 @@ class VllmTransfers:
                 await join()
         except TimeoutError as error:
             raise BadWeights(f"{name}: engine and trainer do not meet: not within {seconds:g} s") from error
-        except Exception as error:  # the border to vLLM; no weight was touched
+        except Exception as error:  # vLLM may raise anything; no weight changed
             raise BadWeights(f"{name}: engine and trainer do not meet: {worker_error(error)}") from error
 
     async def _join(self, init: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class VllmTransfers:
         await trainer.meet(transfer.info)
         self._trainer = trainer
 
-    # --- what a `Receiver` does
+    # --- methods of `Receiver`
 
     async def meet(self, init: Mapping[str, Any]) -> None:
         """Join a trainer."""
@@ -113,7 +113,7 @@ class VllmTransfers:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init)))
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
-        """Take a step of a transfer."""
+        """Do a step of a transfer."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         if step is TransferStep.START:

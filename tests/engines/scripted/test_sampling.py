@@ -51,7 +51,7 @@ async def test_a_turn_that_was_cut_stays_as_it_stands() -> None:
 
 
 async def test_a_reply_that_says_nothing_cannot_be_said_again() -> None:
-    with pytest.raises(RequestRejected, match=r"min_tokens=2\).* says nothing .*Give it a text"):
+    with pytest.raises(RequestRejected, match=r"min_tokens=2\).* has no ids to repeat.*Give it a text"):
         await answer("", sampled(min_tokens=2))
 
 
@@ -105,7 +105,7 @@ async def test_likeliest_ids_are_those_that_the_reply_gives() -> None:
 
 async def test_a_reply_that_gives_fewer_than_are_asked_for_is_refused() -> None:
     reply = Reply(ids=[52], top_logprobs=[{52: -0.1}])
-    with pytest.raises(RequestRejected, match=r"\(logprobs=2\) asks for the 2 likeliest.* have 1\. Ask for fewer"):
+    with pytest.raises(RequestRejected, match=r"\(logprobs=2\) asks for 2 most likely.* have 1\. Ask for fewer"):
         await answer(reply, sampled(logprobs=2))
 
 

@@ -1,8 +1,7 @@
-"""Runs inside vLLM's CPU workers: a mask that lets every id of a vocabulary through writes nothing behind it.
+"""Patch of xgrammar in vLLM's CPU workers: masks do not write past the end of a vocabulary.
 
-xgrammar's kernel for CPUs looks for the ids that are not let through, and takes one for such that is behind the last
-where a vocabulary does not fill its words of 32: it forbids the next turn's first id, or breaks the worker's memory
-(seen with xgrammar 0.2.8).
+xgrammar's CPU kernel also masks the unused bits after the last id if a vocabulary is not a multiple of 32. It then
+forbids the first id of the next row, or corrupts the worker's memory (seen with xgrammar 0.2.8).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ WORD_BITS = 32
 
 
 def patch_bitmasks() -> None:
-    """From now on what no id stands for is let through in this process, so that nothing is looked for there."""
+    """Patch xgrammar in this process: unused bits after the last id count as allowed."""
     import xgrammar
 
     apply = xgrammar.apply_token_bitmask_inplace

@@ -1,7 +1,7 @@
-"""Runs inside vLLM's workers: loads new weights from files that were compared with the model before; mends CPU workers.
+"""Worker extension for vLLM's workers: loads new weights from checked files, and applies our patches.
 
-vLLM adds `WeightWorker` to its worker class, so its methods can be called in every worker at once. Its own
-`reload_weights(weights_path=...)` takes a folder only, and moves the model's path to it.
+vLLM adds `WeightWorker` to its worker class, so its methods can be called in every worker at once. vLLM's own
+`reload_weights(weights_path=...)` takes only a folder, and changes the model's path to it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from runner.engines.vllm.worker.scored_ids_patch import patch_sampler
 __all__ = ["FILE_BACKEND", "WeightWorker"]
 
 FILE_BACKEND: Final = "file"
-"""The name of our weight transfer backend, for machines without GPUs."""
+"""Name of our weight transfer backend, for machines without GPUs."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 else:
-    Worker = object  # vLLM adds this class to its own, which has the rest
+    Worker = object  # vLLM adds this class to its own worker class
 
 
 class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
-    """What `VllmEngine.update_weights` and, on a CPU, `add_adapter` and seeds need of a worker.
+    """Methods of a worker for `VllmEngine.update_weights`, scoring and, on a CPU, adapters and seeds.
 
-    A worker extension of your own inherits from it: `class Mine(WeightWorker)`.
+    Your own worker extension inherits from it: `class Mine(WeightWorker)`.
     """
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
-        """Exchange the weights for those in `files`, safetensors under the names of the model's checkpoint.
+        """Load the weights in `files`, safetensors with the tensor names of the model's checkpoint.
 
         Args:
-            files: read as they are needed, by mapping them into memory.
-            ignored: tensors in them that the model has no use for.
+            files: read on demand by memory mapping.
+            ignored: tensors in them that the model does not use.
         """
         self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
 
     def device_name(self) -> str:
-        """Where this worker's part of the model is: the kind of a device, or the UUID of a GPU."""
+        """Return the device of this worker: its type, or the UUID of a GPU."""
         from vllm.platforms import current_platform
 
         kind: str = self.device.type
@@ -55,14 +55,14 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         return uuid
 
     def patch_adapters(self) -> bool:
-        """Keep adapters away from turns that asked for none; gives whether they are."""
+        """Patch the kernels so that turns without an adapter are not changed; return whether they are correct now."""
         return patch_lora_kernels()
 
     def patch_scoring(self) -> bool:
-        """Let requests name the ids whose log-probabilities they want as sampled, and score prompts with adapters.
+        """Patch the worker to score given ids as sampled, and prompts with adapters.
 
         Returns:
-            Whether this vLLM allows it.
+            False if this vLLM cannot be patched.
         """
         try:
             patch_sampler(self.model_runner)
@@ -72,7 +72,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         return True
 
     def patch_cpu_worker(self) -> None:
-        """On a CPU, mend what vLLM does wrong there: seeded turns, masks and the reload of weights."""
+        """Apply the patches for CPUs: seeded turns, masks and reloads."""
         if self.device.type == "cpu":
             patch_generators()
             patch_bitmasks()
@@ -84,7 +84,7 @@ def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[st
 
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            for name in opened.keys():  # noqa: SIM118  # it is not a mapping
                 if name not in ignored:
                     yield name, opened.get_tensor(name)
 
@@ -96,6 +96,6 @@ def _register_file_transfer() -> None:
     WeightTransferEngineFactory.register_engine(FILE_BACKEND, module, "FileTransferEngine")
 
 
-if parent_watch.started_by_engine():  # not where this module is only named
-    with suppress(ImportError):  # a vLLM without weight transfer
+if parent_watch.started_by_engine():  # not in a process that only imports this module
+    with suppress(ImportError):  # this vLLM has no weight transfer
         _register_file_transfer()

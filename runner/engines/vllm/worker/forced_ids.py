@@ -1,4 +1,4 @@
-"""Runs inside vLLM's processes, which load it by name: the logits processor that samples the ids a request names."""
+"""Logits processor in vLLM's processes, loaded by name, that forces the ids of a request."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["ForcedIds"]
 
 
 class ForcedIds(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed
-    """Leaves one logit per step to requests with `SamplingParams(extra_args={"force": ids})`, others alone.
+    """Logits processor that allows one id per step for requests with `SamplingParams(extra_args={"force": ids})`.
 
-    Past the end of the list the model is free. Raw log-probabilities are taken before any processor, so they stay the
-    model's own.
+    After the end of the list the model samples freely. Raw log-probabilities are computed before any processor, so they
+    stay the model's own.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse in our process what would raise in the engine core, which would die of it.
+        """Check a request in our process, since an error in the engine core would end it.
 
         Raises:
-            ValueError: what is to be forced is no list of ids.
+            ValueError: the forced ids are not a list of ids.
         """
         ids = _forced(sampling_params)
         if not isinstance(ids, list | tuple) or any(type(token_id) is not int or token_id < 0 for token_id in ids):
             raise ValueError(f'extra_args={{"force": {ids!r:.80}}}: give a list of token ids')
 
     def is_argmax_invariant(self) -> bool:
-        return False  # else greedy requests would not be forced
+        return False  # otherwise greedy requests would not be forced
 
     def new_req_logits_processor(self, params: Any) -> Any:
         ids = _forced(params)
@@ -40,9 +40,9 @@ def _forced(params: Any) -> Any:
     return (params.extra_args or {}).get("force", ())
 
 
-# By the count of ids that are there, not by counting calls: a preempted request is sampled again from where it was.
+# By the number of sampled ids, not of calls, since a preempted request is sampled again.
 def _leave_one(ids: list[int], sampled: list[int], logits: Any) -> Any:
-    """The row `logits`, shape [vocabulary], with nothing but the next forced id in it."""
+    """Set all logits of a row, shape [vocabulary], but that of the next forced id to minus infinity."""
     if len(sampled) < len(ids):
         logits.fill_(float("-inf"))
         logits[ids[len(sampled)]] = 0.0

@@ -1,7 +1,7 @@
-"""Runs inside vLLM's CPU workers: a seeded turn survives that its prompt is computed in pieces.
+"""Patch of vLLM's CPU workers: seeded turns work with chunked prompts.
 
-Behind each piece but the last vLLM samples an id that it drops, and takes the turn's random numbers back by an offset.
-Only generators of GPUs have one; those of CPUs raise, and the engine dies of it (seen with vLLM 0.32).
+After each chunk but the last vLLM samples an id that it drops, and resets the generator by an offset. Only generators
+of GPUs have an offset; those of CPUs raise, which ends the engine (seen with vLLM 0.32).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["patch_generators", "rewinding"]
 
 
 def patch_generators() -> None:
-    """From now on this process's requests have generators that can be taken back."""
+    """Patch vLLM in this process: requests get generators that can be reset."""
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     begin = CachedRequestState.__post_init__
@@ -31,10 +31,10 @@ def patch_generators() -> None:
 
 
 def rewinding(seed: int, sampled: list[int]) -> Any:
-    """A generator for CPUs that vLLM can take back.
+    """Return a CPU generator that vLLM can reset.
 
-    It goes back to its seed, which is exact for a turn that has sampled nothing. A turn that was preempted, and is
-    computed anew from its prompt and what it has `sampled`, goes on with fresh numbers instead.
+    A reset restores its seed, which is exact for a turn without sampled ids. A preempted turn, which is computed again
+    from its prompt and its `sampled` ids, continues with new numbers instead.
     """
     generator = _type()(device="cpu")
     generator.manual_seed(seed)

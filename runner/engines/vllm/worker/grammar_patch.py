@@ -1,4 +1,4 @@
-"""Runs inside vLLM's engine cores: grammars that hold ids of tokens are compiled each alone, turns can be set aside."""
+"""Patches of vLLM's engine cores: separate compilation of grammars with token ids, and calls that hold turns."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from runner.parsing.grammar_compiler import TokenGrammarCompiler
 __all__ = ["ENTRY_POINT", "patch_engine_core", "patch_grammar_compiler"]
 
 ENTRY_POINT = "deltarunner_grammars"
-"""The name under which vLLM knows `patch_engine_core`."""
+"""Entry point of `patch_engine_core`."""
 
 
 def patch_engine_core() -> None:
-    """Mend how this process compiles grammars, if it is one of an engine of ours."""
+    """Patch an engine core that our engine started; called by vLLM through an entry point."""
     if not parent_watch.started_by_engine():
         return
     try:
         add_turn_hold()
         patch_grammar_compiler()
-    except (ImportError, AttributeError) as error:  # another vLLM
-        logging.getLogger("vllm").warning("deltarunner cannot compile this vLLM's grammars alone: %s", error)
+    except (ImportError, AttributeError) as error:  # another version of vLLM
+        logging.getLogger("vllm").warning("deltarunner cannot patch this vLLM's grammar compiler: %s", error)
 
 
 def patch_grammar_compiler() -> None:
-    """From now on vLLM's xgrammar backend in this process has such a compiler."""
+    """Patch vLLM's xgrammar backend in this process to use `TokenGrammarCompiler`."""
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
     begin = XgrammarBackend.__post_init__

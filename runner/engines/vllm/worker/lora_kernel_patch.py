@@ -1,7 +1,7 @@
-"""Runs inside vLLM's CPU workers: keeps adapters away from turns that asked for none.
+"""Patch of vLLM's CPU workers: adapters do not change turns without an adapter.
 
-vLLM marks an id without an adapter by the index -1. Its kernels for GPUs skip such ids; those for CPUs index with it,
-and so apply the adapter of the last slot: https://github.com/vllm-project/vllm/pull/48421.
+vLLM marks an id without an adapter by the index -1. Its GPU kernels skip such ids; its CPU kernels use -1 as an index
+and apply the adapter of the last slot: https://github.com/vllm-project/vllm/pull/48421.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _KERNELS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 
 def patch_lora_kernels() -> bool:
-    """Mend this process's kernels where they need it; gives whether they are right now."""
+    """Patch the kernels of this process if needed; return whether they are correct now."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
     if not masks(lora_ops):
         for name in _KERNELS:
             masked = _masked(getattr(lora_ops, name))
-            for module in (lora_ops, punica_cpu):  # the second has its own names for them
+            for module in (lora_ops, punica_cpu):  # the second imported them by name
                 setattr(module, name, masked)
     return masks(lora_ops) and masks(punica_cpu)
 
 
 def masks(kernels: Any) -> bool:
-    """Whether the kernels in a module leave ids alone that have no adapter."""
+    """Return whether the kernels in a module skip ids without an adapter."""
     import torch
 
     ones, index = torch.ones(1, 2), torch.tensor([-1])
@@ -41,7 +41,7 @@ def masks(kernels: Any) -> bool:
 
 
 def _masked(kernel: Callable[..., None]) -> Callable[..., None]:
-    """The kernel, given zeros for ids without an adapter: what it makes of them is zero."""
+    """Return the kernel with zeros as inputs for ids without an adapter, so that its result is zero."""
     import torch
 
     @functools.wraps(kernel)

@@ -1,8 +1,8 @@
-"""Runs inside every process of an engine: ends it when its parent is gone, and notes why it failed.
+"""Watch in every process of an engine: exit after the end of the parent, and note the cause of a failure.
 
-vLLM loads `watch_parent` by entry point into each of its processes, a user's own `vllm serve` too. So it does nothing
-unless the variables are there that our engine sets while it starts its processes. It is called twice: as a platform
-plugin, which vLLM loads first of all, and as a general one, when logging is set up.
+vLLM loads `watch_parent` by entry point into each of its processes, also those of a user's `vllm serve`. So it does
+nothing without the variables that our engine sets for its processes. It is called twice: as a platform plugin, which
+vLLM loads first, and as a general plugin, after logging is set up.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ __all__ = [
 ]
 
 ENTRY_POINT = "deltarunner_parent_watch"
-"""The name under which vLLM knows `watch_parent`."""
+"""Entry point of `watch_parent`."""
 
 PARENT = "DELTARUNNER_ENGINE_PARENT"
-"""The variable that names the parent: its process id and when it started, since ids are used again."""
+"""Environment variable with the parent's process id and start time, since ids are reused."""
 
 FAILURES = "DELTARUNNER_ENGINE_FAILURES"
-"""The variable that names the file where a process of the engine notes what it died of."""
+"""Environment variable with the file in which a process of the engine notes its fatal error."""
 
-_RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names are the same in all ranks
-_SECONDS = 1.0  # from one look whether the parent is there to the next
+_RANK = "DELTARUNNER_ENGINE_RANK"  # set by an engine core for its workers, whose names are equal in all ranks
+_SECONDS = 1.0  # between checks for the parent
 _THREAD = "deltarunner-orphan-watch"
-_FATAL = ("WorkerProc", "EngineCore")  # how vLLM's words begin when a process of its fails
+_FATAL = ("WorkerProc", "EngineCore")  # begin of vLLM's log messages for a failed process
 
 
 def own_process_name() -> str:
-    """This process for the variable `PARENT`."""
+    """Return the value of `PARENT` for this process."""
     return process_name(os.getpid())
 
 
 def started_by_engine() -> bool:
-    """Whether an engine of ours started this process."""
+    """Return whether our engine started this process."""
     return os.environ.get(PARENT) not in (None, own_process_name())
 
 
 def watch_parent() -> None:
-    """Start to watch, in a process that an engine of ours started; nothing anywhere else.
+    """Start the watch in a process that our engine started; do nothing in any other.
 
-    Returns None, by which a platform plugin says that its platform is not there.
+    Returns None, which is a platform plugin's result for an absent platform.
     """
     parent = os.environ.get(PARENT)
     if parent is None or not started_by_engine():
@@ -82,8 +82,8 @@ def watch_parent() -> None:
 
 
 def _meet_in(folder: str | None) -> None:
-    """Let the file by which the workers of a core find one another lie in the engine's folder too."""
-    network = sys.modules.get("vllm.utils.network_utils")  # it is there by the second call, and used later
+    """Put the file by which the workers of a core connect into the engine's folder too."""
+    network = sys.modules.get("vllm.utils.network_utils")  # imported by the second call, and used later
     if folder is not None and hasattr(network, "tempfile"):
         vars(network)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
 
@@ -95,7 +95,7 @@ def _exit_without(parent: str) -> None:
 
 
 class _FailureLogHandler(logging.Handler):
-    """Appends the exception a process dies of to a file, a line each; the first is the root cause."""
+    """Log handler that appends a process's fatal exception to a file, one line each; the first is the root cause."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
@@ -111,19 +111,19 @@ class _FailureLogHandler(logging.Handler):
 
 
 def rank_named(process: str) -> int | None:
-    """The data-parallel rank whose core a process is, by its name; None where there is one rank only."""
+    """Return the data-parallel rank of an engine core by its process name; None with one rank only."""
     found = re.fullmatch(r"EngineCore_DP(\d+)", process)
     return int(found[1]) if found else None
 
 
 def note_failure(path: Path, text: str) -> None:
-    """Append what a process of the engine dies of, a line each; nothing once the engine's folder is gone."""
+    """Append a fatal error as one line; do nothing after the engine's folder was removed."""
     with suppress(FileNotFoundError), path.open("a", encoding="utf-8") as file:
         file.write(" ".join(text.split()) + "\n")
 
 
 def read_failure(path: Path) -> str | None:
-    """What a process of the engine died of first, in one line, or None."""
+    """Return the first fatal error of the engine's processes, in one line, or None."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

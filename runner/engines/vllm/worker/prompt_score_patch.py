@@ -1,7 +1,7 @@
-"""Runs inside vLLM's workers: the log-probabilities of a prompt have the adapter of its request.
+"""Patch of vLLM's workers: log-probabilities of a prompt use the adapter of its request.
 
-vLLM (0.32) applies adapters to the logits of prompts by the indices of the ids that are sampled in the same step, which
-are other rows: an engine with adapters computes wrong values, or dies of their number.
+vLLM (0.32) applies adapters to prompt logits with the indices of the sampled rows of the same step. These are other
+rows, so an engine with adapters computes wrong values, or fails if the numbers of rows differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["patch_prompt_scores"]
 
 
 def patch_prompt_scores(model_runner: Any) -> None:
-    """Mend the prompt log-probabilities of a worker with adapters; once, and nothing where there are none."""
+    """Patch the prompt log-probabilities of a worker with adapters; idempotent."""
     compute = model_runner._get_prompt_logprobs_dict
     if model_runner.lora_config is None or hasattr(compute, "has_adapters"):
         return
@@ -26,7 +26,7 @@ def patch_prompt_scores(model_runner: Any) -> None:
     punica = kinds[0].punica_wrapper
 
     def with_adapters(hidden_states: Any, *rest: Any, **named: Any) -> Any:
-        if not model_runner.num_prompt_logprobs:  # as in nearly every step
+        if not model_runner.num_prompt_logprobs:  # nearly every step
             return {}
         with _logits_of_prompts(model_runner.model, punica, hidden_states):
             return compute(hidden_states, *rest, **named)
@@ -37,7 +37,7 @@ def patch_prompt_scores(model_runner: Any) -> None:
 
 @contextmanager
 def _logits_of_prompts(model: Any, punica: Any, hidden_states: Any) -> Iterator[None]:
-    """While the block lasts, the model's logits are those of rows of `hidden_states`, with each row's adapter."""
+    """In this block the model's logits for rows of `hidden_states` use each row's adapter."""
     compute_logits = model.compute_logits
     row_bytes = hidden_states.stride(0) * hidden_states.element_size()
 
@@ -55,12 +55,12 @@ def _logits_of_prompts(model: Any, punica: Any, hidden_states: Any) -> Iterator[
 
 @contextmanager
 def _adapters_of(punica: Any, first: int, count: int) -> Iterator[None]:
-    """Have the wrapper take the adapters of these rows of the batch for those of the sampled ids."""
+    """In this block the wrapper uses the adapters of these rows of the batch for logits."""
     wanted = punica._token_lora_indices[first : first + count].clone()
     before, length = punica._sampler_indices[:count].clone(), punica.indices_len[1]
     punica._sampler_indices[:count] = wanted
     punica.indices_len[1] = count
-    mapping = getattr(punica, "prompt_mapping_meta", None)  # what kernels of GPUs read
+    mapping = getattr(punica, "prompt_mapping_meta", None)  # used by GPU kernels
     if mapping is not None:
         mapping.prepare_tensors(wanted)
     try:

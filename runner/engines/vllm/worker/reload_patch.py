@@ -1,10 +1,10 @@
-"""Reloading of weights inside vLLM's CPU workers: every packed or derived copy is made again.
+"""Patch of vLLM's CPU workers: a reload of weights renews every packed or derived copy.
 
-A layer on a CPU keeps packed copies of its weights, some in the parameters themselves and some beside them. vLLM's own
-reload (0.32) processes a layer once more after its own tensors came. A tied output layer, whose tensor comes under the
-embedding's name, then keeps its old copy, and packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312).
-Here new weights are loaded into a second model, as at the engine's start, and everything that it computed from them is
-copied into the first one. That needs the memory of a second model while the weights are loaded.
+A layer on a CPU keeps packed copies of its weights, in the parameters or beside them. vLLM's own reload (0.32)
+processes a layer again after its own tensors were loaded. So a tied output layer, whose tensor has the embedding's
+name, keeps its old copy, and packed experts are packed twice (vllm#42821, vllm#48284, vllm#48312). Here new weights are
+loaded into a second model, as at the engine's start, and all its results are copied into the first one. This needs the
+memory of a second model during the load.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 __all__ = ["patch_reload"]
 
 _SHARED = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm._custom_ops")
-"""Modules of classes whose objects belong to no layer: settings, groups of processes, handles of packed weights."""
+"""Modules of classes whose objects are not part of a layer: settings, process groups, handles of packed weights."""
 _RUNNING_STATE = frozenset({"kv_cache"})
-"""Attributes of layers that hold the state of requests, not weights."""
+"""Attributes of layers with the state of requests, not weights."""
 
 
 def patch_reload() -> None:
@@ -35,7 +35,7 @@ def patch_reload() -> None:
 
 
 def _begin(model: Any) -> None:
-    """Make a second model, and have `model.load_weights` load into that one until `_finish`."""
+    """Create a second model, and redirect `model.load_weights` to it until `_finish`."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -49,10 +49,10 @@ def _begin(model: Any) -> None:
 
 
 def _finish(model: Any, model_config: Any) -> None:
-    """Process the second model's weights as at the start, and copy what came of it into the first one.
+    """Process the second model's weights as at the start, and copy the results into the first one.
 
     Raises:
-        RuntimeError: the two models differ in form; nothing was copied.
+        RuntimeError: the two models have different forms; nothing was copied.
     """
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -65,19 +65,19 @@ def _finish(model: Any, model_config: Any) -> None:
         first_modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
         for name, module in second.named_modules(remove_duplicate=False):
             if name not in first_modules:
-                raise RuntimeError(f"a model that is made again has a layer {name!r} that the running one has not")
+                raise RuntimeError(f"the second model has a layer {name!r} that the running one does not have")
             copies.add(name, first_modules[name], module)
         copies.apply()
 
 
 def _plain(name: str) -> str:
-    """A layer's name without those of the wrappers that adapters put around layers."""
+    """Return a layer's name without the wrappers of adapters."""
     return name.replace(".base_layer", "")
 
 
 @contextmanager
 def _own_layer_names(compilation: Any) -> Iterator[None]:
-    """Let the second model's layers register themselves under the names that the first one's have."""
+    """Let the second model's layers register under the names of the first one's."""
     layers, experts = compilation.static_forward_context, compilation.static_all_moe_layers
     compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
     try:
@@ -88,13 +88,13 @@ def _own_layer_names(compilation: Any) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Copies:
-    """What has to be copied from one model into another of the same form; nothing is, until `apply`."""
+    """Planned copies from one model into another of the same form; `apply` executes them."""
 
     _planned: list[Callable[[], None]] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
 
     def add(self, place: str, old: Any, new: Any) -> None:
-        """Plan the copies of all that two objects of one class hold: tensors, numbers and packed copies."""
+        """Plan copies of all tensors, numbers and packed copies of an object into another of its class."""
         if id(new) in self._seen or old is new:
             return
         self._seen.add(id(new))
@@ -110,7 +110,7 @@ class _Copies:
                 self._add_value(f"{place}.{name}", held, name, value)
 
     def apply(self) -> None:
-        """Make all planned copies."""
+        """Execute all planned copies."""
         for copy in self._planned:
             copy()
 
@@ -121,7 +121,7 @@ class _Copies:
         if isinstance(new, torch.Tensor):
             self._add_tensor(place, held, key, new)
         elif isinstance(new, torch.nn.Module) or old is new:
-            return  # modules have their own turn
+            return  # modules are copied separately
         elif isinstance(new, float) or _is_packed(new):
             self._planned.append(lambda: held.__setitem__(key, new))
         elif isinstance(new, dict) and isinstance(old, dict):
@@ -142,14 +142,14 @@ class _Copies:
         if not isinstance(old, torch.Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
             form = (tuple(old.shape), old.dtype) if isinstance(old, torch.Tensor) else type(old).__name__
             made = (tuple(new.shape), new.dtype)
-            raise RuntimeError(f"{place} is {form} in the running model and {made} in one that is made again")
-        # Into the old memory, since others may hold the same tensor.
+            raise RuntimeError(f"{place} is {form} in the running model and {made} in the second model")
+        # Into the old memory, since other objects may hold the same tensor.
         if old.numel() and old.data_ptr() != new.data_ptr():
             self._planned.append(lambda: old.data.copy_(new.data))
 
 
 def _is_part(value: Any) -> bool:
-    """Whether an object belongs to one layer: a kernel, a method of quantization, an implementation of attention."""
+    """Return whether an object is part of one layer: a kernel, a quantization method, an attention implementation."""
     import torch
 
     module = type(value).__module__
@@ -162,10 +162,12 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_packed(value: Any) -> bool:
-    """Whether a function holds a packed copy of weights: `cpu_linear` of vLLM's linear layers."""
+    """Return whether a function holds a packed copy of weights, such as `cpu_linear` of vLLM's linear layers."""
     import torch
 
     if not isinstance(value, FunctionType) or not value.__module__.startswith("vllm."):
         return False
     held = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
-    return not any(isinstance(each, torch.nn.Module) or _is_part(each) for each in held)  # it would serve the new model
+    return not any(
+        isinstance(each, torch.nn.Module) or _is_part(each) for each in held
+    )  # it would refer to the second model

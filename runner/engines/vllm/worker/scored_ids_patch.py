@@ -1,7 +1,7 @@
-"""Runs inside vLLM's workers: the ids of requests that are scored are given, and not sampled.
+"""Patch of vLLM's workers: scored requests get their given ids instead of sampled ones.
 
-Their log-probabilities then are those that sampling them would have reported: vLLM's sampler has applied temperature,
-penalties, masks and `top_p` before the id is put in its place.
+Their log-probabilities are those that sampling would have reported: vLLM's sampler applies temperature, penalties,
+masks and `top_p` before the id is replaced.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 __all__ = ["SCORE", "patch_sampler"]
 
 SCORE = "score"
-"""The key of the ids in `SamplingParams(extra_args=)`."""
+"""Key of the ids in `SamplingParams(extra_args=)`."""
 
 
 def patch_sampler(model_runner: Any) -> None:
-    """Replace the sampled ids of requests with `SamplingParams(extra_args={"score": ids})`; once for a worker.
+    """Patch a worker to replace the sampled ids of requests with `SamplingParams(extra_args={"score": ids})`;
+    idempotent.
 
     Raises:
-        AttributeError: this vLLM samples in another way; nothing was changed.
+        AttributeError: this vLLM samples in another way; nothing changed.
     """
     sampler = model_runner.sampler
     sample, update_states = sampler.sample, model_runner._update_states
     if hasattr(sample, "has_ids"):
         return
     scored: dict[str, Sequence[int]] = {}
-    """The ids of the requests that are scored, by their names; so a step costs nothing where there are none."""
+    """Ids of scored requests by request name, so that other steps cost nothing."""
 
     def note_scored(scheduled: Any, *rest: Any, **named: Any) -> Any:
         for request in scheduled.scheduled_new_reqs:
@@ -51,9 +52,9 @@ def patch_sampler(model_runner: Any) -> None:
 
 
 def _place(model_runner: Any, batch: Any, row: int) -> int:
-    """The place of the id that this step samples among those of its request; below 0 while the prompt is computed.
+    """Return the index of this step's id in its request's turn; below 0 during the prompt.
 
-    It follows from what is computed: with asynchronous scheduling the ids of the last step may not be there yet.
+    It is derived from the computed tokens: with asynchronous scheduling the ids of the last step may be missing.
     """
     starts = model_runner.query_start_loc.np
     computed = int(batch.num_computed_tokens_cpu[row]) + int(starts[row + 1] - starts[row])

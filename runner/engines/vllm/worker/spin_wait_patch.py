@@ -1,8 +1,8 @@
-"""Runs inside vLLM's processes on a CPU: whoever waits for another process sleeps, and leaves the model its CPU core.
+"""Patch of vLLM's processes on a CPU: a process that waits for a message sleeps instead of polling.
 
-For a second behind each message vLLM asks its shared memory again and again whether the next one is there. That saves
-some microseconds a step where a GPU computes. Where CPU cores compute, it takes one from them and from the
-environments: the engine core waits in this way for as long as the model takes.
+For a second after each message vLLM polls its shared memory for the next one. With a GPU this saves some microseconds
+per step. On a CPU it takes a core from the model and the environments: the engine core polls for as long as the model
+computes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from runner.engines.vllm.worker import parent_watch
 __all__ = ["ENTRY_POINT", "patch_spin_wait", "patch_waiting_processes"]
 
 ENTRY_POINT = "deltarunner_waiting"
-"""The name under which vLLM knows `patch_waiting_processes`."""
+"""Entry point of `patch_waiting_processes`."""
 
-_MAX_WAIT_MS = 5  # the most that a step can be late by a note that was lost
+_MAX_WAIT_MS = 5  # maximum delay of a step after a lost message
 
 
 def patch_waiting_processes() -> None:
-    """Mend the waiting of this process, if it is one of an engine of ours, on a CPU."""
+    """Patch this process if our engine started it and it runs on a CPU; called by vLLM through an entry point."""
     if not parent_watch.started_by_engine():
         return
     from vllm.platforms import current_platform
@@ -30,12 +30,12 @@ def patch_waiting_processes() -> None:
         return
     try:
         patch_spin_wait()
-    except (ImportError, AttributeError) as error:  # another vLLM, which may wait as it likes
+    except (ImportError, AttributeError) as error:  # another version of vLLM keeps its own way to wait
         logging.getLogger("vllm").warning("deltarunner cannot let this vLLM's processes sleep: %s", error)
 
 
 def patch_spin_wait() -> None:
-    """From now on this process waits for messages at a socket, as vLLM does by itself behind a second of silence."""
+    """Patch this process to wait at a socket, as vLLM itself does after a second without messages."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     wait = SpinCondition.wait
@@ -44,7 +44,7 @@ def patch_spin_wait() -> None:
 
     def wait_at_the_socket(condition: Any, timeout_ms: int | None = None) -> None:
         condition.busy_loop_s = float("-inf")
-        # A note that was sent before this process listened is lost, so that it has to look by itself now and then.
+        # A message that was sent before this process listened is lost, so it has to check regularly.
         wait(condition, _MAX_WAIT_MS if timeout_ms is None else min(timeout_ms, _MAX_WAIT_MS))
 
     vars(wait_at_the_socket)["sleeps"] = True

@@ -1,4 +1,4 @@
-"""Runs inside an engine's processes: notes in a file what the start of the engine is doing."""
+"""Phases of an engine's start, which its processes note in a file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PHASES: Final = {
     "determine_available_memory": "compiling and measuring memory",
     "compile_or_warm_up_model": "warming up and capturing CUDA graphs",
 }
-"""The phase of the start in which vLLM calls each of these methods of a worker."""
+"""Phase of the start by the worker method that vLLM calls."""
 
 _ON_CPU: Final = {"determine_available_memory": "measuring memory", "compile_or_warm_up_model": "warming up"}
 
 
 def note_phases(path: Path) -> None:
-    """From now on each phase of a worker in this process is noted in a file; nothing before vLLM's worker is imported.
+    """Patch vLLM's worker in this process to note its phases in a file; do nothing before the worker is imported.
 
     Args:
-        path: the file, which holds the last phase alone.
+        path: the file, which contains only the last phase.
     """
     module = sys.modules.get("vllm.v1.worker.worker_base")
     wrapper = getattr(module, "WorkerWrapperBase", None)
@@ -36,7 +36,7 @@ def note_phases(path: Path) -> None:
     def noted(worker: Any, name: str) -> Any:
         if name in PHASES:
             phase = PHASES[name] if _on_gpu() else _ON_CPU.get(name, PHASES[name])
-            with suppress(OSError):  # the engine's folder is gone
+            with suppress(OSError):  # the engine's folder was removed
                 path.write_text(phase, encoding="utf-8")
         return asked(worker, name)
 
@@ -45,7 +45,7 @@ def note_phases(path: Path) -> None:
 
 
 def read_phase(path: Path) -> str:
-    """The last phase that was noted; empty before the first."""
+    """Return the last noted phase; empty before the first."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -1,7 +1,7 @@
-"""Runs inside vLLM's engine cores: all turns are set aside while a proof of new weights is scored.
+"""Calls of vLLM's engine cores that hold all turns while a proof of new weights is scored.
 
-A paused vLLM computes nothing, and one that goes on computes every turn. Between the two, the proof of new weights has
-to be scored alone: the scheduler is given an empty queue, and gets the other one back afterwards.
+A paused vLLM computes nothing, and a resumed one computes every turn. To score only a proof of new weights, the
+scheduler gets an empty queue, and its own queue back afterwards.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Final
 __all__ = ["CAN_HOLD_TURNS", "HOLD_TURNS", "RETURN_TURNS", "add_turn_hold"]
 
 CAN_HOLD_TURNS: Final = "deltarunner_can_hold_turns"
-"""The call that returns whether this vLLM's scheduler has what the other two need."""
+"""Call that returns whether this vLLM's scheduler supports the other two."""
 
 HOLD_TURNS: Final = "deltarunner_hold_turns"
-"""The call of an engine core that sets all turns aside and goes on; it is paused, and no turn has a place in its
+"""Call that removes all turns from the queue and resumes a paused engine core; no turn may have a place in its
 cache."""
 RETURN_TURNS: Final = "deltarunner_return_turns"
-"""The call that ends it: the engine core is paused again, and has its turns."""
+"""Call that pauses the engine core again and restores its turns."""
 
 
 def add_turn_hold() -> None:
-    """Give the engine cores of this process these calls."""
+    """Add these calls to the engine cores of this process."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, CAN_HOLD_TURNS, _can_set_aside)
@@ -32,7 +32,7 @@ def add_turn_hold() -> None:
 def _can_set_aside(core: Any) -> bool:
     try:
         from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.core.sched.request_queue import create_request_queue  # noqa: F401  # whether it is there
+        from vllm.v1.core.sched.request_queue import create_request_queue  # noqa: F401  # only to test the import
     except ImportError:
         return False
     has = all(hasattr(core.scheduler, name) for name in ("running", "waiting", "policy", "set_pause_state"))
@@ -58,7 +58,7 @@ def _put_back(core: Any) -> None:
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
     aside, came = core.turns_aside, scheduler.waiting
     del core.turns_aside
-    aside.remove_requests([turn for turn in aside if turn.is_finished()])  # those that were cut meanwhile
+    aside.remove_requests([turn for turn in aside if turn.is_finished()])  # turns that were cut during the hold
     for turn in list(came):
         aside.add_request(turn)
     scheduler.waiting = aside
