@@ -390,7 +390,7 @@ def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
         raise BadOption(f"score(ids=...): {len(plain)} ids; give two or more, since the first has nothing before it.")
     wrong = next((each for each in plain if not 0 <= each < vocabulary), None)
     if wrong is not None:
-        raise BadOption(f"score(ids=...): there is no id {wrong}; the model's ids are 0 to {vocabulary - 1}.")
+        raise BadOption(f"score(ids=...): the id {wrong} does not exist; the model's ids are 0 to {vocabulary - 1}.")
     if not checked.is_whole(start, least=1) or start >= len(plain):
         raise BadOption(
             f"score(start={start!r}): give 1 to {len(plain) - 1}, the positions of ids that have a predecessor."

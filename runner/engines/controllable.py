@@ -275,7 +275,7 @@ class Controllable:
         """Remove a LoRA adapter; turns in flight keep it, and later turns cannot use it.
 
         Raises:
-            BadOption: there is no adapter of that name.
+            BadOption: the engine has no adapter of that name.
             BadControl: the engine cannot be controlled, or sleeps.
         """
         runtime = self._controlled()

@@ -104,7 +104,7 @@ class RetryPolicy:
     longest_retry_after: float = 120.0
     """Maximum Retry-After in seconds; after a longer one the request fails."""
     budget: int = 1000
-    """Maximum number of retries of a run; each success gives one back."""
+    """Maximum number of retries of a run; each success adds one."""
 
     def __post_init__(self) -> None:
         for name, least in (("attempts", 1), ("budget", 0)):

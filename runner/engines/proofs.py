@@ -118,7 +118,7 @@ class WeightProof:
         wrong = next((token_id for token_id in self.ids if not 0 <= token_id < vocabulary), None)
         if wrong is not None:
             raise BadWeights(
-                f"WeightProof: there is no id {wrong} in the engine's model, whose ids are 0 to {vocabulary - 1}: the "
+                f"WeightProof: the engine's model does not have the id {wrong}; its ids are 0 to {vocabulary - 1}: the "
                 "proof is of another model."
             )
         if len(self.ids) >= context:

@@ -153,7 +153,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
     if not path.is_dir():
         if path.is_file():
             raise BadWeights(f"the weights {str(folder)!r} are a file: give the folder that holds it.")
-        raise BadWeights(f"the weights {str(folder)!r}: there is no such folder.")
+        raise BadWeights(f"the weights {str(folder)!r}: the folder does not exist.")
     files, index = _files(path)
     forms: dict[str, TensorForm] = {}
     for file in files:
@@ -279,15 +279,15 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str
 
 
 def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, TensorForm], model: Checkpoint) -> str:
-    told = []
+    problems = []
     if missing:
-        told.append(f"missing {_first([repr(name) for name in missing])}")
+        problems.append(f"missing {_first([repr(name) for name in missing])}")
     if unknown:
         named = [f"{name!r}{_in_file(given[name])}" for name in unknown]
-        told.append(f"no tensor of the model is called {_first(named)}")
+        problems.append(f"no tensor of the model is called {_first(named)}")
     prefix = _prefix(missing, unknown)
     hint = f"Take {prefix!r} off every name" if prefix else "Give exactly the tensors of its checkpoint"
-    return f"{'; '.join(told)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}."
+    return f"{'; '.join(problems)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}."
 
 
 def _prefix(missing: list[str], unknown: list[str]) -> str:

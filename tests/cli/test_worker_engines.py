@@ -134,7 +134,7 @@ def test_vllm_is_not_demanded_of_a_machine_that_only_drives(
     monkeypatch.setitem(sys.modules, "vllm", None)
     settings = RunSettings(workers="2", cluster=cluster)
     if cluster is None:
-        with pytest.raises(BadModel, match="vLLM, which models are played on, is not installed"):
+        with pytest.raises(BadModel, match="vLLM, which runs the models, is not installed"):
             real_engine(settings)
     else:
         assert isinstance(real_engine(settings), VllmEngine)

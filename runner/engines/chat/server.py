@@ -128,7 +128,7 @@ class ChatServer:
         """Create the client; no request is sent.
 
         Raises:
-            BadOption: openai is not installed, or there is no key for OpenAI's own address.
+            BadOption: openai is not installed, or the key for OpenAI's own address is missing.
         """
         import openai
 

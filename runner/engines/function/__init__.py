@@ -1,1 +1,1 @@
-"""A function that takes token ids and gives token ids as the engine."""
+"""Engine over a function that takes and returns token ids."""

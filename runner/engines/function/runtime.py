@@ -105,7 +105,7 @@ class FunctionRuntime(EngineRuntime[FunctionRequest]):
         _not_ours("reset_prefix_cache()", "has its prefix cache")
 
     def check_sleep(self, level: int) -> None:
-        _not_ours(f"sleep({level})", "gives its memory up; pause() first")
+        _not_ours(f"sleep({level})", "releases its memory; pause() first")
 
     async def sleep(self, level: int) -> None:
         """Unreachable, since `check_sleep` refuses."""

@@ -233,7 +233,7 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
             raise EngineError(f"{path} of {self.server.url}: {failure}") from failure
 
     async def _until_sent(self) -> None:
-        while not all(request.sent_all for request in self.requests):  # noqa: ASYNC110  # there is no event for an arrived answer
+        while not all(request.sent_all for request in self.requests):  # noqa: ASYNC110  # an arrived answer sets no event
             await anyio.sleep(0.005)
 
     # --- life cycle

@@ -40,7 +40,7 @@ class SglangGenerate(Dialect):
     settings = Call("GET", "/get_server_info")
     paused = Call(
         "GET", "/get_weight_version"
-    )  # exists since SGLang can be paused; there is no request for the pause state
+    )  # exists since SGLang can be paused; SGLang has no request for the pause state
     control = "update it: from 0.5 on SGLang can be paused"
 
     def body(

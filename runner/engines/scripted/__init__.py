@@ -1,1 +1,1 @@
-"""An engine that says what a script tells it, token by token."""
+"""Engine that samples the ids of a script."""

@@ -33,7 +33,7 @@ class ScriptedModel(ABC):
         """Return the reply of a turn.
 
         Raises:
-            RequestRejected: there is no reply.
+            RequestRejected: the model has no reply.
         """
 
     @abstractmethod

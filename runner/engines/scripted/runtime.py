@@ -88,7 +88,7 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
         self.tick_clock.release()
 
     async def check_weights(self, given: Any) -> Any:
-        """Return the weights unchecked, since there are none to compare with."""
+        """Return the weights unchecked."""
         return given
 
     async def load_weights(self, checked: Any, version: str) -> None:
@@ -104,10 +104,10 @@ class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
         return self.dead()
 
     async def reset_prefix_cache(self) -> None:
-        """There is no prefix cache."""
+        """Do nothing, without a prefix cache."""
 
     async def sleep(self, level: int) -> None:
-        # There is no memory to release, but paused turns are cut, as in a real engine.
+        # No memory is released, but paused turns are cut, as in a real engine.
         self._cut_all()
 
     async def wake(self, tags: Collection[str]) -> None:

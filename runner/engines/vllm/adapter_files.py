@@ -73,7 +73,7 @@ def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        what = "this is a file: give the folder that holds it" if folder.is_file() else "there is no such folder"
+        what = "this is a file: give the folder that holds it" if folder.is_file() else "the folder does not exist"
         raise BadWeights(f"{what}.")
     for name in (_CONFIG, _TENSORS):
         if not (folder / name).is_file():

@@ -84,18 +84,18 @@ class VllmAdapters(Adapters):
         self._masked = True
 
     def _prepare(self, version: AdapterVersion, given: Any, config: Mapping[str, Any] | None) -> Path:
-        told = f"the adapter {version.name!r} ({version.given or 'tensors'})"
+        named = f"the adapter {version.name!r} ({version.given or 'tensors'})"
         try:
             folder = keep_adapter(given, config)
         except BadWeights as error:
-            raise BadWeights(f"{told}: {error}") from error
+            raise BadWeights(f"{named}: {error}") from error
         self._folders.add(folder)
         try:
             self._rules = self._rules or _rules(self._llm.vllm_config, self._model)
             check_adapter(folder, self._rules)
         except BadWeights as error:
             self._delete(folder)
-            raise BadWeights(f"{told}: {str(error).replace(str(folder), str(version.given or 'tensors'))}") from error
+            raise BadWeights(f"{named}: {str(error).replace(str(folder), str(version.given or 'tensors'))}") from error
         return folder
 
     async def _add(self, version: AdapterVersion) -> None:

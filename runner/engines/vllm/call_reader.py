@@ -36,7 +36,7 @@ def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
     """Return the reader of a format that was named as "vllm:NAME".
 
     Raises:
-        BadOption: there is no such parser, or it does not work with this vocabulary.
+        BadOption: the parser does not exist, or it does not work with this vocabulary.
         BadModel: vLLM is not installed.
     """
     return VllmCallReader(tool_format, tokenizer)

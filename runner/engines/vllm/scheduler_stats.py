@@ -12,7 +12,7 @@ import anyio
 __all__ = ["Rate", "SchedulerStats"]
 
 _WINDOW_SECONDS = 10.0
-_BUCKETS_PER_SECOND = 10  # a window has at most a hundred buckets, for any number of steps
+_BUCKET_SECONDS = 0.1  # a window has at most a hundred buckets, for any number of steps
 
 
 class Rate:
@@ -29,7 +29,7 @@ class Rate:
         if not count:
             return
         now = self._clock()
-        if self._buckets and now - self._buckets[-1][0] < 1 / _BUCKETS_PER_SECOND:
+        if self._buckets and now - self._buckets[-1][0] < _BUCKET_SECONDS:
             began, before = self._buckets[-1]
             self._buckets[-1] = (began, before + count)
         else:

@@ -107,7 +107,7 @@ def _cpu_variables(given: Mapping[str, Any]) -> dict[str, str]:
     variables = {"VLLM_CPU_KVCACHE_SPACE": str(_cache_gigabytes(workers))}
     if is_local(given) and workers <= len(cores):
         # By default vLLM leaves one CPU core of each pair idle for serving, which here runs in our process. It also
-        # gives all ranks the same cores, or several workers none on a machine with one memory node.
+        # assigns the same cores to all ranks, and no cores to some workers on a machine with one memory node.
         variables[BINDING] = cores_by_worker(workers, cores)
     return variables
 

@@ -202,8 +202,8 @@ def test_a_name_that_vllm_does_not_have_is_answered_with_those_that_are_near(nam
     ("name", "says"),
     [
         ("mistral", "does not work with the model's vocabulary: .*could not locate the tool call token"),
-        ("openai", "works inside vLLM's own server alone"),
-        ("hf", "works inside vLLM's own server alone"),
+        ("openai", "works only inside vLLM's own server"),
+        ("hf", "works only inside vLLM's own server"),
     ],
 )
 def test_a_parser_that_cannot_read_here_is_refused_by_name(name: str, says: str) -> None:

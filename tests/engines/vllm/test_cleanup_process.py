@@ -227,7 +227,7 @@ def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
     monkeypatch.setattr("runner.engines.vllm.start.CleanupProcess", none)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     process, memory = started(monkeypatch)
-    assert "nobody remove what a killed engine leaves: [Errno 11]" in caplog.text
+    assert "cannot start its cleanup process: [Errno 11]" in caplog.text
     process._stop()
     assert not memory.exists()
 

@@ -134,7 +134,7 @@ def test_an_update_that_moves_no_score_is_noticed_and_said(
         with caplog.at_level(logging.WARNING, LOG):
             same = await engine.update_weights(hugging_face_model.state_dict(), version="the same")
             assert same.moved is False
-            assert "the weights 'the same' move no score of the engine" in caplog.text
+            assert "the weights 'the same' change no score of the engine" in caplog.text
             caplog.clear()
             other = await engine.update_weights(changed.state_dict())
             assert other.moved is True
@@ -224,5 +224,5 @@ async def test_an_engine_that_garbles_its_own_weights_is_ended_before_it_takes_o
             assert await engine.score(range(20, 60)) != before, "without the check nobody notices"
 
     await first_update()
-    with pytest.raises(EngineDead, match="its own weights, loaded once more before the first update, change"):
+    with pytest.raises(EngineDead, match="a reload of its own weights before the first update changed"):
         await first_update(reload_check=True)

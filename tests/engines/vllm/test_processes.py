@@ -290,7 +290,7 @@ async def test_cancelling_a_start_ends_what_it_started(
         ("skip_tokenizer_init", True, "set by the engine itself"),
         ("data_parallel_size", 0, "a whole number of at least 1"),
         ("tensor_parallel_size", 100_000, "each on a CPU core of its own"),
-        ("pipeline_parallel_size", 2, "vLLM dies of its first request"),
+        ("pipeline_parallel_size", 2, "vLLM then dies at its first request"),
     ],
 )
 async def test_an_impossible_argument_is_refused_by_name(

@@ -334,7 +334,7 @@ async def test_a_model_by_its_name_is_compared_with_what_vllm_downloaded(
 async def test_a_model_that_is_nowhere_here_starts_and_refuses_new_weights(name: str) -> None:
     weights = VllmWeights(named(name), name)
     await weights.prepare()
-    with pytest.raises(BadWeights, match=r"cannot be exchanged: nothing is there to compare"):
+    with pytest.raises(BadWeights, match=r"cannot be exchanged: the checkpoint to compare with is missing"):
         await weights.check(tensors())
 
 

@@ -67,7 +67,7 @@ BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
     "nothing announced": (several({"names": [UP]}), "has no 'dtype_names'"),
     "lists of different lengths": (several({**announced(tensors()), "names": [UP]}), "1 names, 4 dtype_names"),
     "a part that is no mapping": (several([1]), "a part of it is list"),  # type: ignore[arg-type]  # on purpose
-    "never met": (WeightTransfer(announced(tensors())), "have not met"),
+    "never met": (WeightTransfer(announced(tensors())), "are not joined"),
 }
 
 
@@ -131,7 +131,7 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     assert llm.asked == [met, *sent, *sent]
     await load(weights, LocalTransfer(here, Source(tensors())))
     assert llm.asked[7:] == [met, *sent], "another model meets anew"
-    with pytest.raises(BadWeights, match="have not met"):
+    with pytest.raises(BadWeights, match="are not joined"):
         await weights.check(WeightTransfer(announced(tensors())))
 
     llm.asked.clear()

@@ -234,7 +234,7 @@ async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any]
 
     version = engine.weight_version
     for refused, told in (
-        (WeightTransfer(parcels(folder, new)), "have not met"),
+        (WeightTransfer(parcels(folder, new)), "are not joined"),
         (WeightTransfer(parcels(folder, new), init={"folder": "/nowhere"}), "do not meet: /nowhere is not a folder"),
         (WeightTransfer(parcels(folder, new)[:1], init=meeting), "missing '"),
     ):

@@ -1,1 +1,1 @@
-"""What runs inside vLLM's own processes; imported there, so it imports little."""
+"""Code that runs inside vLLM's own processes; it imports little."""

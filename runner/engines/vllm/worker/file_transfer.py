@@ -90,7 +90,7 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
 
 @dataclass
 class FileTransferInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """How a trainer joins an engine through a file: `FileTransferInfo(folder, rank=0)`."""
+    """Init info of a trainer that joins an engine through a file: `FileTransferInfo(folder, rank=0)`."""
 
     backend: ClassVar[str] = FILE_BACKEND
     folder: str

@@ -16,8 +16,7 @@ SCORE = "score"
 
 
 def patch_sampler(model_runner: Any) -> None:
-    """Patch a worker to replace the sampled ids of requests with `SamplingParams(extra_args={"score": ids})`;
-    idempotent.
+    """Patch a worker to replace the sampled ids of scored requests, which have `extra_args={"score": ids}`; idempotent.
 
     Raises:
         AttributeError: this vLLM samples in another way; nothing changed.
