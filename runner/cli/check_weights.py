@@ -44,7 +44,7 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
             terminal.stderr.write(f"{row.way:12}  {row.verdict:8}  {row.tensor}\n")
 
         chosen = tuple(Way(way) for way in ways) or tuple(Way)
-        check = partial(check_weights_async, model, tiny=tiny, ways=chosen, told=show_progress, **arguments)
+        check = partial(check_weights_async, model, tiny=tiny, ways=chosen, on_row=show_progress, **arguments)
         report = anyio.run(check)
         if as_json:
             terminal.stdout.write(json.dumps(report.as_dict()) + "\n")

@@ -1,6 +1,6 @@
-"""What a trainer takes: trajectories as arrays, padded, packed or as token trees, with the grammar's masks.
+"""Training data: trajectories as padded or packed arrays or token trees, with the masks of their grammars.
 
-What needs torch is in `tree_torch` and `grammar_torch`; nothing else here loads it before it is called.
+`tree_torch` and `grammar_torch` import torch; the other modules import it only in calls that need it.
 """
 
 from runner.training.advantages import AdvantageRule, dr_grpo, grpo, rloo

@@ -1,4 +1,4 @@
-"""Advantages: each trajectory's reward against those of its group, by the rules of GRPO, RLOO and Dr. GRPO."""
+"""Advantages: each trajectory's reward relative to its group, by the rules of GRPO, RLOO and Dr. GRPO."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from runner.errors import BadBatch
 __all__ = ["AdvantageRule", "dr_grpo", "grpo", "rloo", "without_spread"]
 
 AdvantageRule: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int32]], NDArray[np.floating[Any]]]
-"""From rewards and groups, one of each for a trajectory, to one advantage for each."""
+"""Function from one reward and one group label per trajectory to one advantage per trajectory."""
 
 _ByGroup: TypeAlias = tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]
 
-# Every function takes one number for a *trajectory*, however many segments it has: where each row counts by itself, a
-# history that was rewritten often weighs more in its group's mean than one that was not.
+# Every function takes one number per *trajectory*, for any number of segments: if each row counted, a history that was
+# rewritten often would have more weight in its group's mean.
 
 
 def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDArray[np.float32]:
     """Reward less the group's mean, over the group's deviation: GRPO, https://arxiv.org/abs/2402.03300.
 
-    A group without spread gets 0, and so does one with a single member: there is nothing to compare it with.
+    A group with equal rewards or a single member gets 0.
 
     Args:
         rewards: one for each trajectory, shape [trajectories].
-        groups: which group each belongs to, any labels, shape [trajectories].
-        epsilon: the number added to the deviation, which is that of a sample (divided by n - 1, as `torch.std`).
+        groups: label of each trajectory's group, of any type, shape [trajectories].
+        epsilon: added to the standard deviation, which is that of a sample (divided by n - 1, as in `torch.std`).
 
     Returns:
         Advantages, shape [trajectories], float32.
@@ -46,7 +46,7 @@ def grpo(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-3) -> NDA
 def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Reward less the mean of the *others* in the group: RLOO, https://arxiv.org/abs/2402.14740.
 
-    Arguments, what is returned and raised, and groups that get 0: as for `grpo`.
+    Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """
     centred, index, count = _compared(rewards, groups)
     # reward - (sum - reward) / (n - 1), written with the mean.
@@ -55,22 +55,22 @@ def rloo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
-    """Reward less the group's mean and nothing else: Dr. GRPO, https://arxiv.org/abs/2503.20783.
+    """Reward less the group's mean: Dr. GRPO, https://arxiv.org/abs/2503.20783.
 
-    Arguments, what is returned and raised, and groups that get 0: as for `grpo`.
+    Arguments, result, errors, and groups that get 0 are those of `grpo`.
     """
     centred, _, _ = _compared(rewards, groups)
     return centred.astype(np.float32)
 
 
 def without_spread(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
-    """Which trajectories are in a group whose rewards are all equal, or that has one member; shape [trajectories]."""
+    """Return True for trajectories whose group has equal rewards or one member; shape [trajectories]."""
     values, index, count = _checked(rewards, groups)
     return _flat(values, index, len(count))
 
 
 def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
-    """As `_checked`, with each reward less its group's mean; exactly 0 where a group has no spread."""
+    """Return the result of `_checked` with each reward less its group's mean; exactly 0 in a group of equal rewards."""
     values, index, count = _checked(rewards, groups)
     if len(values) and count.max() < 2:
         raise BadBatch(
@@ -78,12 +78,12 @@ def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
             "(`run.groups()`, or `grouped(trajectories, group_size=8)`) and play with group_size=2 or more."
         )
     mean = np.bincount(index, values, minlength=len(count)) / np.maximum(count, 1)
-    # A mean of equal numbers may differ from them in the last bit, which a small epsilon would blow up.
+    # The mean of equal numbers may differ from them in the last bit, which a small epsilon would amplify.
     return np.where(_flat(values, index, len(count)), 0.0, values - mean[index]), index, count
 
 
 def _checked(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
-    """A value of each trajectory, the index of each one's group, and the number of members of each group."""
+    """Return the rewards, the index of each one's group, and the number of members of each group."""
     values, labels = np.asarray(rewards, dtype=np.float64), np.asarray(groups)
     if values.ndim != 1 or values.shape != labels.shape:
         raise BadBatch(
@@ -92,7 +92,9 @@ def _checked(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
         )
     if not np.isfinite(values).all():
         first = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise BadBatch(f"reward {first} is {values[first]}: leave out what has no reward; it is no 0.")
+        raise BadBatch(
+            f"reward {first} is {values[first]}: leave out trajectories without a reward; a missing reward is not 0."
+        )
     _, index, count = np.unique(labels, return_inverse=True, return_counts=True)
     return values, index, count
 

@@ -1,4 +1,4 @@
-"""Training batches: trajectories as padded or packed arrays, with everything that a policy gradient needs."""
+"""Training batches: trajectories as padded or packed arrays for policy gradients."""
 
 from __future__ import annotations
 
@@ -32,70 +32,70 @@ __all__ = ["TrainingBatch", "TrainingTensors"]
 class TrainingBatch:
     """Rows, each one segment of a trajectory, in arrays of shape [sequences, length].
 
-    Padding is on the right. At position p stands what is known of the id there, given those before it in its row: a
-    model's logits at p - 1 predict it. The first id of a row is never trained, so shifting by one mixes no rows.
+    Padding is on the right. Values at position p are about the id at p, which a model's logits at p - 1 predict. The
+    first id of a row is never trained, so a shift by one never mixes rows.
 
-    `len(batch)` is the number of sequences. It is 0, and the batch false, where every trajectory was absent or left
-    out: such a step is to be skipped.
+    `len(batch)` is the number of sequences. It is 0, and the batch is false, if every trajectory was absent or left
+    out; skip such a step.
     """
 
     input_ids: NDArray[np.int32]
     """Token ids, `pad_id` in the padding, int32."""
     attention_mask: NDArray[np.bool_]
-    """Whether an id stands here and no padding, bool. It does not keep packed rows apart."""
+    """True for ids, False for padding, bool. It does not separate packed rows."""
     position_ids: NDArray[np.int32]
-    """Positions that count from 0 in each row, and in the padding behind the last row of a sequence; int32."""
+    """Positions from 0 in each row, and in the padding after the last row of a sequence; int32."""
     segment_ids: NDArray[np.int32]
-    """The index into `rows` + 1 of the row that stands here, and 0 for padding, int32.
+    """Index into `rows` + 1, and 0 for padding, int32.
 
-    A query may see the keys of its own segment id.
+    A query may attend to keys of the same segment id.
     """
     loss_mask: NDArray[np.bool_]
-    """Whether the id is trained, which it is in the segment in which it was sampled, bool."""
+    """True if the id is trained, that is, sampled in this segment, bool."""
     logprobs: NDArray[np.float32]
-    """The log-probability that the id was sampled with, in nats, float32.
+    """Log-probability of the sampling, in nats, float32.
 
-    It is 0 where nothing is trained, and NaN where the engine gave none.
+    It is 0 at untrained positions, and NaN without a value from the engine.
     """
     temperatures: NDArray[np.float32]
-    """What logits are divided by to get that log-probability, 1 where nothing is trained, float32."""
+    """Temperature: divide the logits by it to get that log-probability; 1 at untrained positions, float32."""
     advantages: NDArray[np.float32]
-    """The advantage of the id, float32; 0 until advantages are given, and where nothing is trained."""
+    """Advantage of the id, float32; 0 before advantages are given, and at untrained positions."""
     weight_versions: NDArray[np.int32]
-    """The index into `versions` of the weights that sampled the id, -1 where nothing is trained, int32."""
+    """Index into `versions` of the weights that sampled the id, -1 at untrained positions, int32."""
     versions: tuple[str, ...]
-    """The weight versions."""
+    """Weight versions."""
     rows: tuple[TrainingRow, ...]
-    """The rows that were laid out.
+    """Rows of the batch.
 
-    Each belongs to one trajectory, and a trajectory has as many as it has segments in which something is trained.
+    A trajectory has one row for each segment with trained ids.
     """
     trajectory_of: NDArray[np.int32]
-    """The index of each row's trajectory in `trajectories`, shape [rows], int32."""
+    """Index of each row's trajectory in `trajectories`, shape [rows], int32."""
     trajectories: tuple[Trajectory, ...]
-    """The trajectories that have a reward, in the order they were given."""
+    """Trajectories with a reward, in the given order."""
     rewards: NDArray[np.float32]
-    """The reward of each trajectory, shape [trajectories], float32."""
+    """Reward of each trajectory, shape [trajectories], float32."""
     group_of: NDArray[np.int32]
-    """The index of each trajectory's group in `groups`, shape [trajectories], int32."""
+    """Index of each trajectory's group in `groups`, shape [trajectories], int32."""
     groups: tuple[ComparedGroup, ...]
-    """Every group that was given, with what became of it: whole or partial, flat or not."""
+    """All given groups, with their state: complete or partial, flat or not."""
     absent: Mapping[str, int]
-    """How many trajectories have no reward, by outcome, or by why a scored one has none."""
+    """Number of trajectories without a reward, by outcome, or by the reason for scored ones."""
     layout: Layout
-    """Where each row stands."""
+    """Positions of the rows."""
     inexact_reason: str
-    """Why exp(trainer's log-probability - `logprobs`) is not exactly the ratio of two policies.
+    """Reason why exp(trainer's log-probability - `logprobs`) is not exactly the ratio of two policies.
 
-    An example is "top_p=0.9 (12 turns)"; "" says that it is.
+    An example is "top_p=0.9 (12 turns)"; "" if it is exact.
     """
     constrained: int
-    """The number of trained ids that were sampled under a grammar.
+    """Number of trained ids that were sampled under a grammar.
 
-    For them the ratio is exact only with the grammar's mask on the trainer's logits.
+    Their ratio is exact only with the grammar's mask on the trainer's logits.
     """
     masks: TokenMasks | None = None
-    """The token masks of the grammars, `index` in the batch's shape; None until `with_masks`."""
+    """Token masks of the grammars, with `index` in the batch's shape; None before `with_masks`."""
 
     @classmethod
     def padded(
@@ -110,22 +110,22 @@ class TrainingBatch:
         drop_flat: bool = False,
         vocabulary: int | None = None,
     ) -> Self:
-        """One row to a sequence, shape [rows, length].
+        """Create a batch with one row per sequence, shape [rows, length].
 
         Args:
-            source: groups; or trajectories, each of them compared with no other.
-            pad_id: the id of the padding. It may be one that is also sampled: padding is told by `attention_mask`.
-            length: the length of the sequences; by default that of the longest row. A longer row is refused, never cut.
+            source: groups; or single trajectories, which are not compared with each other.
+            pad_id: id of the padding. It may also be a sampled id, since `attention_mask` marks the padding.
+            length: length of the sequences; by default that of the longest row. A longer row is refused, never cut.
             multiple_of: the length is rounded up to a multiple of this.
-            advantages: the rule that makes them of rewards and groups, `grpo`, `rloo`, `dr_grpo` or one of yours.
-            partial: take groups of which not every episode has been played.
-            drop_flat: leave out the trajectories of groups whose rewards are all equal, which teach nothing.
-            vocabulary: how many ids the model knows; a batch of another tokenizer is refused.
+            advantages: rule from rewards and groups to advantages: `grpo`, `rloo`, `dr_grpo` or your own.
+            partial: accept groups with unfinished episodes.
+            drop_flat: leave out the trajectories of groups with equal rewards, which have no gradient.
+            vocabulary: number of ids of the model; a batch of another tokenizer is refused.
 
         Raises:
-            BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
-                row is too long; an id is not in the vocabulary; the advantages do not fit.
-            BadOption: a number is out of its range, or `advantages` is no function.
+            BadBatch: the source is empty, or has an item that is not a group; a group is incomplete; a trajectory
+                occurs twice; a row is too long; an id is not in the vocabulary; the advantages do not fit.
+            BadOption: a number is out of its range, or `advantages` is not a function.
         """
         chosen = Selection.of(source, partial=partial, drop_flat=drop_flat, vocabulary=vocabulary)
         if length is not None:
@@ -145,9 +145,9 @@ class TrainingBatch:
         drop_flat: bool = False,
         vocabulary: int | None = None,
     ) -> Self:
-        """Several rows to a sequence, the longest first, each into the first sequence that has room for all of it.
+        """Create a batch with several rows per sequence: the longest first, each into the first sequence with room.
 
-        A row may see itself only: by its `segment_ids`, or by `position_ids`, which begin again with every row.
+        A row may attend only to itself: use `segment_ids`, or `position_ids`, which restart with every row.
 
         Arguments and errors are those of `padded`.
         """
@@ -187,7 +187,7 @@ class TrainingBatch:
         if not callable(advantages):
             raise BadOption(
                 f"advantages={advantages!r:.60}: give a function: grpo, rloo or dr_grpo (from runner.training import "
-                "grpo), or one of yours from rewards and groups. Values that you have go to "
+                "grpo), or your own, from rewards and groups. For computed values use "
                 "batch.with_advantages(values)."
             )
         return batch.with_advantages(advantages(batch.rewards, batch.group_of))
@@ -197,35 +197,35 @@ class TrainingBatch:
 
     @property
     def exact(self) -> bool:
-        """Whether exp(trainer's log-probability - `logprobs`) is the ratio of two policies, and nothing else is in it.
+        """True if exp(trainer's log-probability - `logprobs`) is exactly the ratio of two policies.
 
-        The trainer's is to be at the same `temperatures`, and under `masks` where `constrained` is above 0.
+        The trainer's value needs the same `temperatures`, and `masks` if `constrained` is above 0.
         """
         return not self.inexact_reason
 
     @property
     def trained(self) -> int:
-        """The number of ids that are trained, by which a loss by token is divided."""
+        """Number of trained ids, the divisor of a token-level loss."""
         return int(self.loss_mask.sum())
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of ids in each row, shape [rows]."""
+        """Number of ids in each row, shape [rows]."""
         return self.layout.lengths
 
     def with_advantages(self, values: ArrayLike) -> Self:
-        """The same batch with these advantages; they are put where ids are trained, and 0 elsewhere.
+        """Return the batch with these advantages at trained positions, and 0 elsewhere.
 
         Args:
-            values: one for each of `trajectories`, which all its segments get; or one for each position, shape
+            values: one for each of `trajectories`, for all its segments; or one for each position, shape
                 [sequences, length].
 
         Raises:
-            BadBatch: the shape is another one, or a value is not finite where an id is trained.
+            BadBatch: the shape does not fit, or the value of a trained id is not finite.
         """
         given = np.asarray(values, dtype=np.float32)
         if given.shape == self.rewards.shape:
-            # The segment id 0 is that of padding, and gets the first value.
+            # Segment id 0 is padding, and gets the first value.
             by_segment_id = np.concatenate([np.zeros(1, np.float32), given[self.trajectory_of]])
             given = by_segment_id[self.segment_ids]
         elif given.shape != self.loss_mask.shape:
@@ -241,28 +241,28 @@ class TrainingBatch:
         return dataclasses.replace(self, advantages=placed)
 
     def with_masks(self, grammar: GrammarMasks) -> Self:
-        """The same batch with the token masks of its constrained turns, worked out from the grammars they keep.
+        """Return the batch with the token masks of its constrained turns, computed from their grammars.
 
         Raises:
-            BadBatch: an id is not allowed where it stands, or a constraint cannot be compiled; names which.
+            BadBatch: an id is not allowed by its mask, or a constraint cannot be compiled; the message names it.
         """
         masks = grammar.masks_for(self.rows, self.layout)
         return dataclasses.replace(self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True))
 
     def top_logprobs(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The `count` likeliest ids in the place of each trained id, and their log-probabilities, likeliest first.
+        """Return the `count` most likely ids at each trained position and their log-probabilities, sorted.
 
-        Both are made at each call, since they are `count` times as large as the other arrays together.
+        Both are computed at each call, since they are `count` times as large as all other arrays together.
 
         Args:
-            count: how many of each position, at most the n of the `Sampling(logprobs=n)` of every trained turn.
+            count: ids per position, at most the n of `Sampling(logprobs=n)` of every trained turn.
 
         Returns:
-            Ids, int32, -1 where nothing is trained, and log-probabilities in nats, float32, 0 there; both of shape
+            Ids, int32, -1 at untrained positions, and log-probabilities in nats, float32, 0 there; both of shape
             [sequences, length, count].
 
         Raises:
-            BadBatch: a trained turn has fewer; names it.
+            BadBatch: a trained turn has fewer; the message names it.
             BadOption: `count` is below 1.
         """
         whole(f"count={count!r}", count, least=1)
@@ -272,11 +272,11 @@ class TrainingBatch:
         return np.stack(ids, axis=-1), np.stack(logprobs, axis=-1)
 
     def unpadded(self, array: Any) -> list[Any]:
-        """Each row's part of an array or tensor of shape [sequences, length, ...], without padding, as in `rows`."""
+        """Split an array or tensor of shape [sequences, length, ...] into unpadded rows, in the order of `rows`."""
         return self.layout.split(array)
 
     def torch(self, *, device: Any = "cpu") -> TrainingTensors:
-        """The arrays as tensors of their own, on a device."""
+        """Copy the arrays to torch tensors on a device."""
         import torch
 
         def tensor(name: str) -> torch.Tensor:
@@ -289,44 +289,44 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainingTensors:
-    """The arrays of a `TrainingBatch` as torch tensors, all of shape [sequences, length].
+    """Arrays of a `TrainingBatch` as torch tensors, all of shape [sequences, length].
 
-    Integers are int64, which is what Transformers takes. What each holds is said at the field of the batch.
+    Integers are int64, as Transformers needs them. The fields of `TrainingBatch` describe the contents.
     """
 
     input_ids: torch.Tensor
     """Token ids, int64."""
     attention_mask: torch.Tensor
-    """1 where an id stands, and 0 in the padding, int64."""
+    """1 for ids and 0 for padding, int64."""
     position_ids: torch.Tensor
-    """Positions that count from 0 in each row, int64."""
+    """Positions from 0 in each row, int64."""
     segment_ids: torch.Tensor
-    """The index + 1 of the row that stands here, and 0 for padding, int64."""
+    """Index of the row + 1, and 0 for padding, int64."""
     loss_mask: torch.Tensor
-    """Whether the id is trained, bool."""
+    """True if the id is trained, bool."""
     logprobs: torch.Tensor
-    """The log-probability that the id was sampled with, in nats, float32."""
+    """Log-probability of the sampling, in nats, float32."""
     temperatures: torch.Tensor
-    """What logits are divided by to get that log-probability, float32."""
+    """Temperature: divide the logits by it to get that log-probability, float32."""
     advantages: torch.Tensor
-    """The advantage of the id, float32."""
+    """Advantage of the id, float32."""
     weight_versions: torch.Tensor
-    """The index of the weight version that sampled the id, -1 where nothing is trained, int64."""
+    """Index of the weight version that sampled the id, -1 at untrained positions, int64."""
     masks: TokenMasks | None = None
-    """The grammar's token masks, packed as in the batch, for `masked_logprobs` and its like in `grammar_torch`."""
+    """Token masks of the grammars, packed as in the batch, for `masked_logprobs` and others in `grammar_torch`."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """The arguments of a model of Transformers, `model(**tensors.model_inputs)`, so that a row sees itself only.
+        """Arguments of a Transformers model, `model(**tensors.model_inputs)`, with which a row attends only to itself.
 
-        It tells packed rows apart by `position_ids`, and only without an attention mask and without a cache. Padding
-        needs no mask either: it is on the right, where no row sees it. With `attn_implementation="flash_attention_2"`
-        it looks at one sequence only: give `reshape(1, -1)` of both arrays there.
+        Transformers separates packed rows by `position_ids`, but only without an attention mask and without a cache.
+        Padding needs no mask: it is on the right, where no row attends to it. `attn_implementation="flash_attention_2"`
+        checks only one sequence: give it `reshape(1, -1)` of both arrays.
         """
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def split(self, sequences: int) -> Iterator[TrainingTensors]:
-        """Parts of at most so many sequences, for a pass forward and backward each; views, no copies.
+        """Yield parts of at most this number of sequences, for separate forward and backward passes; views, not copies.
 
         Raises:
             BadOption: `sequences` is below 1.
@@ -334,7 +334,7 @@ class TrainingTensors:
         whole(f"sequences={sequences!r}", sequences, least=1)
         for start in range(0, len(self.input_ids), sequences):
             part = slice(start, start + sequences)
-            # The table of masks is shared: it has no rows of its own for the sequences.
+            # The table of masks is shared by all sequences.
             masks = None if self.masks is None else dataclasses.replace(self.masks, index=self.masks.index[part])
             yield TrainingTensors(**{name: getattr(self, name)[part] for name in _TENSORS}, masks=masks)
 
@@ -357,5 +357,5 @@ def _checked_id(pad_id: int, vocabulary: int | None) -> int:
     if not is_whole(pad_id, least=0):
         raise BadOption(f"pad_id={pad_id!r:.60}: give a token id, such as tokenizer.pad_token_id or the EOS.")
     if vocabulary is not None and pad_id >= vocabulary:
-        raise BadOption(f"pad_id={pad_id} is none of the {vocabulary} ids of this vocabulary.")
+        raise BadOption(f"pad_id={pad_id} is not one of the {vocabulary} ids of this vocabulary.")
     return pad_id

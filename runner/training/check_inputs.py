@@ -1,4 +1,4 @@
-"""Transfers and adapters that `check_weights` gives an engine, made from the model in transformers."""
+"""Transfers and adapters for `check_weights`, made from the model in transformers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEFAULT_ADAPTER_RANK: Final = 8
 
 
 def tensor_kind(name: str) -> str:
-    """The name of a tensor with * in place of the numbers of layers and experts."""
+    """Return the name of a tensor with * for the numbers of layers and experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def linear_kinds(model: Any) -> list[str]:
-    """The kinds of linear layers but the output layer, which PEFT leaves out too."""
+    """Return the kinds of linear layers without the output layer, which PEFT leaves out too."""
     import torch
 
     head = model.get_output_embeddings()
@@ -37,7 +37,7 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
     """Add a LoRA adapter of random values to all linear layers of a kind, for the duration of the block.
 
     Yields:
-        The model with its adapter, the adapter's tensors, and its configuration, all as PEFT writes them.
+        The model with its adapter, the adapter's tensors, and its configuration, in PEFT's form.
 
     Raises:
         BadOption: PEFT is not installed.
@@ -53,7 +53,7 @@ def adapter_on(model: Any, kind: str) -> Iterator[tuple[Any, Mapping[str, Any], 
         r=DEFAULT_ADAPTER_RANK,
         lora_alpha=2 * DEFAULT_ADAPTER_RANK,
         target_modules=layers,
-        init_lora_weights=False,  # else B is zero, and the adapter changes nothing
+        init_lora_weights=False,  # otherwise B is zero, and the adapter has no effect
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(1)
@@ -72,15 +72,15 @@ def _as_json(config: Any) -> dict[str, Any]:
 
 
 def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path) -> LocalTransfer:
-    """A transfer of the model's weights by the backend that the engine was started with.
+    """Create a transfer of the model's weights by the backend of the engine.
 
     Args:
-        engine_arguments: those of `VllmEngine`; `weight_transfer_config` names the backend.
+        engine_arguments: arguments of `VllmEngine`; `weight_transfer_config` names the backend.
         model: its tensors are read again for each update.
-        folder: where the backend "file" writes them.
+        folder: folder for the files of the backend "file".
 
     Raises:
-        BadOption: the backend needs more than this process: NCCL joins trainer and engine on two GPUs.
+        BadOption: the backend needs another process: NCCL joins trainer and engine on two GPUs.
     """
     backend = dict(engine_arguments.get("weight_transfer_config") or {}).get("backend", "file")
     match backend:
@@ -93,12 +93,12 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
 
             return LocalTransfer(IPCTrainerInitInfo(rank=0), _Source(model, device="cuda"))
     raise BadOption(
-        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried by 'file' and by 'ipc'."
+        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried with 'file' and 'ipc'."
     )
 
 
 class _Source:
-    """The model's tensors as vLLM's `WeightSource`, on a device of one's choice."""
+    """The model's tensors as a `WeightSource` of vLLM, on a device."""
 
     def __init__(self, model: Any, *, device: str) -> None:
         self._tensors = model.state_dict

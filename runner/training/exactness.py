@@ -1,4 +1,4 @@
-"""Whether a trainer can compute the very probabilities that ids were sampled with, and at which temperature."""
+"""Check that a trainer can compute the exact probabilities of the sampling, and the temperatures for it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ CHANGING: Final[Mapping[str, Any]] = {
     "logit_bias": {},
     "bad_words": (),
 }
-"""The fields of `Sampling` that change what is sampled from and that no trainer applies, and what each is when off."""
+"""Fields of `Sampling` that change the distribution and that trainers do not apply, with their values when off."""
 
-_MIN_TEMPERATURE = 0.01  # vLLM takes this for anything between 0 and it
+_MIN_TEMPERATURE = 0.01  # vLLM's minimum for temperatures above 0
 
 
 def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
-    """Why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" where it is.
+    """Return why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" if it is.
 
-    The recorded one is that of the distribution which was sampled from. With top-k, top-p or min-p that is what was
-    left of the vocabulary, scaled up to 1: over the whole vocabulary a trainer gets less, by the share that was cut,
-    with no change of the policy at all. A penalty, a bias and whatever keeps ids from being sampled moved the others'
-    probabilities too, position by position, which a trainer's logits do not know. What was sampled at temperature 0 had
-    no distribution, and what several LoRA adapters sampled no one policy. A temperature is no such reason, since a
-    trainer can apply it, and a grammar is none where its masks are at hand.
+    The recorded value is that of the sampling distribution. With top-k, top-p or min-p that is a part of the
+    vocabulary, scaled up to 1: over the whole vocabulary a trainer gets a lower value for the same policy. Penalties,
+    biases and excluded ids change the probabilities of other ids too, which a trainer's logits do not contain.
+    Temperature 0 has no distribution, and several LoRA adapters are several policies. A temperature is not a reason,
+    since a trainer can apply it, and neither is a grammar with available masks.
 
-    Each reason comes with how many turns, or ids, it concerns. `masked`: the grammar's masks are at hand.
+    Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available.
     """
     samplings = [turn.sampling for row in rows for turn in _trained(row)]
     turns = Counter(reason for sampling in samplings for reason in _reasons(sampling))
@@ -59,10 +58,10 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
 
 
 def temperatures(row: TrainingRow) -> NDArray[np.float32]:
-    """What a trainer divides the logits by that predict each position, shape [length], float32.
+    """Return the divisor of the logits that predict each position, shape [length], float32.
 
-    It is 1 where nothing is trained, and where it is not known (`inexact_reason` says so). It is 1 for temperature 0
-    too: there the engine gives the log-probability at temperature 1 of the id that it took.
+    It is 1 at untrained positions, and if it is unknown (see `inexact_reason`). It is also 1 for temperature 0, since
+    the engine then reports the log-probability at temperature 1.
     """
     values = np.ones(len(row), dtype=np.float32)
     for turn in _trained(row):
@@ -72,7 +71,7 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
 
 
 def constrained_ids(rows: Iterable[TrainingRow]) -> int:
-    """How many trained ids were sampled under a grammar, whose mask a trainer must apply for an exact ratio."""
+    """Return the number of trained ids that were sampled under a grammar, whose mask an exact ratio needs."""
     return sum(turn.end - turn.start for row in rows for turn in _trained(row) if turn.constraint is not None)
 
 
@@ -86,7 +85,7 @@ def _reasons(sampling: Sampling | None) -> Iterator[str]:
         return
     if sampling.temperature == 0:
         yield "temperature=0"
-        return  # the likeliest id is in whatever is left
+        return  # the other settings never exclude the most likely id
     for name, off in CHANGING.items():
         value = getattr(sampling, name)
         if value != off and value is not None:

@@ -1,7 +1,7 @@
-"""The token masks of constrained turns: which ids a grammar allowed where each one was sampled, as the engine had it.
+"""Token masks of constrained turns: the ids that a grammar allowed at each position, as in the engine.
 
-An engine that samples under a grammar sets the logits of every other id to minus infinity before the temperature, so
-its log-probabilities are of what is left. Whoever trains on such a turn has to do the same, position by position.
+An engine sets the logits of ids outside of the grammar to minus infinity before the temperature, so its
+log-probabilities are those of the remaining ids. A trainer has to apply the same masks at each position.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ if TYPE_CHECKING:
 __all__ = ["GrammarMasks"]
 
 _MASKED = "processed_logprobs"  # after mask and temperature
-_CACHE_BYTES = 512 << 20  # of compiled grammars, as vLLM keeps
+_CACHE_BYTES = 512 << 20  # of compiled grammars, as in vLLM
 
 
 class GrammarMasks:
-    """Works out what constrained turns allowed, by the same library and the same settings as vLLM.
+    """Token masks of constrained turns, computed by the same library and settings as in vLLM.
 
-    A turn that does not fit its grammar, or a constraint that cannot be compiled, is refused by `BadBatch`.
+    A turn that does not fit its grammar, or a constraint that cannot be compiled, raises `BadBatch`.
 
     Args:
-        model: what the engine loads: a folder, a Hugging Face id or the demo model's name; or an
+        model: the engine's model: a folder, a Hugging Face id or the demo model's name; or an
             `xgrammar.TokenizerInfo`, which needs `stop_ids`.
-        vocabulary: number of logits, `VllmEngine.vocabulary`; by default what the model's config.json says.
+        vocabulary: number of logits, `VllmEngine.vocabulary`; by default that in the model's config.json.
         stop_ids: ids that end a turn besides the model's own and those of the turn's `Sampling`.
-        any_whitespace: between the tokens of JSON; False for an engine with `disable_any_whitespace`.
+        any_whitespace: allow any whitespace between the tokens of JSON; False for an engine with
+            `disable_any_whitespace`.
 
     Raises:
-        BadModel: there is no such model, or its vocabulary cannot be read.
+        BadModel: the model does not exist, or its vocabulary cannot be read.
         BadInput: xgrammar is not installed.
     """
 
@@ -67,19 +68,19 @@ class GrammarMasks:
         else:
             tokenizer, own = model, frozenset[int]()
         self.vocabulary: int = tokenizer.vocab_size
-        """The number of logits."""
+        """Number of logits."""
         self.stop_ids = own | frozenset(stop_ids)
-        """The ids that end a turn, besides those of the turn's `Sampling`."""
+        """Ids that end a turn, besides those of the turn's `Sampling`."""
         self._any_whitespace = any_whitespace
         self._compiler = TokenGrammarCompiler(self._xgrammar.GrammarCompiler(tokenizer, cache_limit_bytes=_CACHE_BYTES))
 
     @classmethod
     def of_engine(cls, engine: Any) -> Self:
-        """The masks for the turns of a `VllmEngine` that runs, or ran.
+        """Create the masks for the turns of an entered `VllmEngine`.
 
         Raises:
-            BadOption: the engine enforces no constraint, was told to do it in another way than by xgrammar, or records
-                other log-probabilities than those after mask and temperature.
+            BadOption: the engine enforces no constraints, uses another library than xgrammar, or records other
+                log-probabilities than those after mask and temperature.
         """
         given = getattr(engine, "given", None)
         if given is None or not hasattr(engine, "vocabulary"):
@@ -87,8 +88,8 @@ class GrammarMasks:
         mode = given.get("logprobs_mode", _MASKED)
         if mode != _MASKED:
             raise BadOption(
-                f"VllmEngine(logprobs_mode={mode!r}): what is recorded is then no log-probability after mask and "
-                f"temperature, and no ratio is exact. Leave it out: {_MASKED!r} is the default."
+                f"VllmEngine(logprobs_mode={mode!r}): the recorded log-probabilities are then not those after mask and "
+                f"temperature, so no ratio is exact. Leave it out: {_MASKED!r} is the default."
             )
         any_whitespace = _any_whitespace(
             given.get("structured_outputs_config", {"backend": "xgrammar"}), given.get("reasoning_parser")
@@ -96,10 +97,10 @@ class GrammarMasks:
         return cls(engine.model, vocabulary=engine.vocabulary, stop_ids=engine.stop_ids, any_whitespace=any_whitespace)
 
     def masks_of(self, turn: Turn) -> TokenMasks | None:
-        """What a turn allowed at each of its sampled ids, the stop id included; None for an unconstrained turn.
+        """Return the mask of each sampled id of a turn, with the stop id; None for an unconstrained turn.
 
         Raises:
-            BadBatch: an id of the turn is not allowed, or its constraint cannot be compiled; names which.
+            BadBatch: an id is not allowed by its mask, or the constraint cannot be compiled; the message names it.
         """
         if turn.constraint is None:
             return None
@@ -108,29 +109,29 @@ class GrammarMasks:
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_row(self, row: TrainingRow) -> TokenMasks:
-        """What was allowed at each position of a row; `index` has the row's length."""
+        """Return the mask of each position of a row; `index` has the row's length."""
         return self.masks_for_rows([row])[0]
 
     def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
-        """The same for several rows, which share one table: pad or pack their `index` as any other array."""
+        """Return the masks of several rows with one shared table: pad or pack their `index` as any other array."""
         table = MaskTable(self.vocabulary)
         indices = [self._row_index(row, table) for row in rows]
         shared = table.array()
         return [TokenMasks(shared, index, self.vocabulary) for index in indices]
 
     def masks_for(self, rows: Sequence[TrainingRow], layout: Layout) -> TokenMasks:
-        """What was allowed at each position of a batch, `masks_for(batch.rows, batch.layout)`.
+        """Return the mask of each position of a batch, `masks_for(batch.rows, batch.layout)`.
 
         Args:
             rows: the rows of the batch.
-            layout: the layout of the batch; `index` gets its shape, [sequences, length].
+            layout: the layout of the batch; `index` has its shape, [sequences, length].
         """
         table = MaskTable(self.vocabulary)
         index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED_INDEX, np.int32)
         return TokenMasks(table.array(), index, self.vocabulary)
 
     def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
-        """What was allowed at each term of a tree of `rows`; `index` has the shape [terms]."""
+        """Return the mask of each term of a tree of `rows`; `index` has the shape [terms]."""
         table = MaskTable(self.vocabulary)
         indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
         index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
@@ -146,21 +147,21 @@ class GrammarMasks:
         return index
 
     def _walk(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32]:
-        """Follow the sampled ids through the grammar: the index of the mask before each of them."""
+        """Advance the grammar by the sampled ids, and return the index of the mask before each."""
         assert turn.constraint is not None
         matcher = self._matcher(turn, name)
         index = np.full(turn.end - turn.start, UNCONSTRAINED_INDEX, dtype=np.int32)
         mask = np.full((1, table.words), -1, dtype=np.int32)
         for position, token_id in enumerate(turn.token_ids):
-            # As in vLLM: an end that does not end the turn, since it is no stop id of ours, frees what comes after it.
+            # As in vLLM: after an end id that is not one of our stop ids, the grammar allows everything.
             if matcher.is_terminated():
                 break
-            # False says that every id is allowed, and nothing was written then.
+            # False: every id is allowed, and the mask was not written.
             if matcher.fill_next_token_bitmask(mask):
                 index[position] = table.add(mask)
             else:
                 mask.fill(-1)
-            # The mask is asked first, since the matcher prints a line about an id that it refuses.
+            # Check the mask first, since the matcher prints a line about each refused id.
             allowed = 0 <= token_id < self.vocabulary and mask[0, token_id // WORD_BITS] >> token_id % WORD_BITS & 1
             if not allowed or not matcher.accept_token(token_id):
                 raise BadBatch(_misfit(turn.constraint, name, position, token_id))
@@ -170,7 +171,7 @@ class GrammarMasks:
         assert turn.constraint is not None
         try:
             compiled = self._compiled(turn.constraint)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the library's own, and of values of no form
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of the library, and of malformed values
             raise BadBatch(
                 f"{name}: its {turn.constraint.kind.value} constraint cannot be compiled ({_without_place(error)}); "
                 "was it written by hand, or enforced by another library than xgrammar?"
@@ -179,7 +180,7 @@ class GrammarMasks:
         return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids) or None)
 
     def _compiled(self, constraint: Constraint) -> Any:
-        """The grammar as vLLM's xgrammar backend compiles it; the compiler keeps what it compiled."""
+        """Compile the grammar as vLLM's xgrammar backend does; the compiler caches it."""
         compiler, value = self._compiler, constraint.value
         match constraint.kind:
             case ConstraintKind.JSON:
@@ -187,7 +188,7 @@ class GrammarMasks:
                 return compiler.compile_json_schema(value, any_whitespace=self._any_whitespace, separators=separators)
             case ConstraintKind.REGEX:
                 return compiler.compile_regex(value)
-            # How vLLM writes a choice and knows Lark is written again below: it imports torch and may not be installed.
+            # vLLM's functions for choices and Lark are copied below: vLLM imports torch and may not be installed.
             case ConstraintKind.CHOICE:
                 return compiler.compile_grammar(_choice_grammar(json.loads(value)))
             case ConstraintKind.GRAMMAR:
@@ -196,7 +197,7 @@ class GrammarMasks:
                 return self._structural_tag(json.loads(value), value)
 
     def _structural_tag(self, tag: Mapping[str, Any], text: str) -> Any:
-        # The older form of a structural tag, which vLLM still takes, has "structures".
+        # The older form of a structural tag, which vLLM still supports, has "structures".
         if "structures" not in tag:
             return self._compiler.compile_structural_tag(text)
         items = [
@@ -215,7 +216,7 @@ def _misfit(constraint: Constraint, name: str, position: int, token_id: int) -> 
 
 
 def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:
-    """What an engine's `structured_outputs_config` says of JSON; refused where masks cannot be told from it."""
+    """Return whether an engine allows any whitespace in JSON; refuse settings with unknown masks."""
 
     def setting(name: str, default: Any) -> Any:
         return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
@@ -223,7 +224,7 @@ def _any_whitespace(config: Any, reasoning_parser: str | None) -> bool:
     if (reasoning_parser or setting("reasoning_parser", "")) and not setting("enable_in_reasoning", False):
         raise BadOption(
             "VllmEngine(reasoning_parser=...): the grammar then begins somewhere inside the turn. Leave it out: "
-            "reasoning is told from the rest without it."
+            "reasoning is separated without it."
         )
     backend = setting("backend", "auto")
     if backend != "xgrammar":
@@ -245,11 +246,11 @@ def _xgrammar() -> Any:
 
 
 def _tokenizer_info(xgrammar: Any, model: str | os.PathLike[str], vocabulary: int | None) -> tuple[Any, frozenset[int]]:
-    """The vocabulary as vLLM hands it to xgrammar, and the model's stop ids."""
+    """Return the vocabulary as vLLM passes it to xgrammar, and the model's stop ids."""
     resolved = models.resolve_model(model)
     size = vocabulary or _logits(resolved.folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other libraries' own affairs
+        warnings.simplefilter("ignore")  # of other libraries
         from transformers import AutoTokenizer
 
         try:
@@ -264,12 +265,12 @@ def _logits(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):
-        raise BadModel(f"{folder / 'config.json'} names no vocab_size: give GrammarMasks(vocabulary=...).")
+        raise BadModel(f"{folder / 'config.json'} has no vocab_size: give GrammarMasks(vocabulary=...).")
     return size
 
 
 def _choice_grammar(choices: Sequence[str]) -> str:
-    """As vLLM writes a choice for xgrammar."""
+    """Return vLLM's grammar of a choice for xgrammar."""
     return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
 
 
@@ -283,11 +284,11 @@ _ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def _is_lark(grammar: str) -> bool:
-    """As vLLM tells Lark from EBNF: no line that is more than a comment defines a rule by "::="."""
+    """Return whether vLLM treats a grammar as Lark: no line besides comments defines a rule by "::="."""
     lines = (re.sub(r"(#|//).*$", "", line) for line in grammar.split("\n"))
     return bool(grammar) and not any("::=" in line for line in lines)
 
 
 def _without_place(error: Exception) -> str:
-    """What an error says, without the time and the place in the source of xgrammar that stand before it."""
+    """Return the text of an error of xgrammar without its time and source position."""
     return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first_line(error))

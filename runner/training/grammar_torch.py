@@ -1,4 +1,4 @@
-"""Log-probabilities under a grammar's token masks, with gradients, for torch: those of the engine's sampler."""
+"""Log-probabilities under token masks for torch, with gradients, equal to those of the engine's sampler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_bitmask", "head_logprobs", "masked_logprobs"]
 
-_NARROW_COLUMNS = 1 / 16  # of a vocabulary: a mask that allows no more is worth looking at its own ids alone
+_NARROW_COLUMNS = 1 / 16  # share of a vocabulary up to which only the mask's own ids are read
 
-_Scores = Callable[[Any, Any], Any]  # the logits of some positions, at some ids or at all where that is None
+_Scores = Callable[[Any, Any], Any]  # (positions, ids) to logits; None selects all ids
 
 
 def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
-    """The logits that the engine sampled from: minus infinity where an id is not allowed, over the temperature.
+    """Return the logits of the sampling: minus infinity for ids that are not allowed, divided by the temperature.
 
     Args:
         logits: shape [n, vocabulary], any floating type.
@@ -33,7 +33,7 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
         A new tensor of the same shape, float32, or float64 where the logits are.
 
     Raises:
-        BadBatch: the shapes do not fit one another.
+        BadBatch: the shapes do not fit.
     """
     _check(masks, logits.shape[0], logits.shape[1])
     logits = _precise(logits)
@@ -47,9 +47,9 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
 
 
 def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
-    """The log-probability of each id, among those that were allowed in its place.
+    """Return the log-probability of each id among the allowed ones.
 
-    Only the allowed columns are read where a mask allows few.
+    If a mask allows few ids, only their columns are read.
 
     Args:
         logits: the logits that predict the ids, shape [n, vocabulary], any floating type.
@@ -62,7 +62,7 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
         was not allowed.
 
     Raises:
-        BadBatch: the shapes do not fit one another.
+        BadBatch: the shapes do not fit.
     """
     _check(masks, logits.shape[0], logits.shape[1])
 
@@ -75,9 +75,9 @@ def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: A
 def head_logprobs(
     hidden: Any, weight: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0, *, bias: Any = None
 ) -> Any:
-    """The same from what the model's head is given: only the logits that a mask leaves are ever computed.
+    """Return the same from the head's input, so that only allowed logits are computed.
 
-    For heads that are one matrix and nothing behind it, such as a soft cap on the logits.
+    For heads that are one matrix, without a later step such as a soft cap on the logits.
 
     Args:
         hidden: the last hidden states at the positions that predict the ids, shape [n, width].
@@ -91,7 +91,7 @@ def head_logprobs(
         As `masked_logprobs`.
 
     Raises:
-        BadBatch: the shapes do not fit one another.
+        BadBatch: the shapes do not fit.
     """
     _check(masks, hidden.shape[0], weight.shape[0])
 
@@ -104,7 +104,7 @@ def head_logprobs(
 
 
 def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any, *, like: Any) -> Any:
-    """The positions in groups, by how many ids their masks allow; each group looks at the ids that it needs."""
+    """Process positions in groups by the number of allowed ids; each group reads only the ids that it needs."""
     targets = torch.as_tensor(targets, dtype=torch.int64, device=like.device)
     logprobs = _precise(like.new_zeros(len(targets)))
     scale = _column(temperature, logprobs).expand(len(targets), 1)
@@ -121,21 +121,21 @@ def _logprobs(scores: _Scores, targets: Any, masks: TokenMasks, temperature: Any
 
 
 def _groups(masks: TokenMasks) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64] | None]]:
-    """Positions without a mask, with one that allows many ids, and with one that allows few; for these, which."""
+    """Yield the positions without a mask, with many allowed ids, and with few; for the last group also the ids."""
     free = masks.index == UNCONSTRAINED_INDEX
     narrow = ~free & (masks.allowed <= max(1, masks.vocabulary * _NARROW_COLUMNS))
     for chosen in (free, ~free & ~narrow):
         if chosen.any():
             yield chosen, None
     if narrow.any():
-        # All of them look at the union of their ids, so that one gather serves them all.
+        # All of them read the union of their ids, in one gather.
         together = np.bitwise_or.reduce(masks.table[np.unique(masks.index[narrow])], axis=0)
         united = TokenMasks(together[None], np.zeros(1, dtype=np.int32), masks.vocabulary)
         yield narrow, united.unpacked()[0].nonzero()[0]
 
 
 def _allowed(masks: TokenMasks, device: Any, columns: NDArray[np.int64] | None = None) -> Any:
-    """Which ids each constrained position allows, of `columns` or of all: shape [n, columns], bool."""
+    """Return the allowed ids of each constrained position, of `columns` or all: shape [n, columns], bool."""
     used, index = np.unique(masks.index, return_inverse=True)
     distinct = TokenMasks(masks.table, used, masks.vocabulary).unpacked()
     rows = torch.from_numpy(distinct if columns is None else distinct[:, columns])
@@ -143,7 +143,7 @@ def _allowed(masks: TokenMasks, device: Any, columns: NDArray[np.int64] | None =
 
 
 def _gathered(logits: Any, targets: Any, columns: Any) -> Any:
-    """Each row's logit of its id; minus infinity where the id is none of `columns`."""
+    """Return each row's logit of its id; minus infinity if the id is not in `columns`."""
     if columns is None:
         return logits.gather(-1, targets[:, None])[:, 0]
     index = torch.searchsorted(columns, targets).clamp(max=len(columns) - 1)
@@ -152,7 +152,7 @@ def _gathered(logits: Any, targets: Any, columns: Any) -> Any:
 
 
 def _precise(tensor: Any) -> Any:
-    """In float32 at least, as the engine's sampler computes."""
+    """Convert to float32 or wider, as in the engine's sampler."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -161,15 +161,13 @@ def _indices(chosen: NDArray[np.bool_], device: Any) -> Any:
 
 
 def _column(temperature: Any, like: Any) -> Any:
-    """A divisor for rows of logits."""
+    """Return the divisor for rows of logits."""
     return torch.as_tensor(temperature, dtype=like.dtype, device=like.device).reshape(-1, 1)
 
 
 def _check(masks: TokenMasks, positions: int, vocabulary: int) -> None:
     if masks.index.shape != (positions,):
-        raise BadBatch(
-            f"masks of shape {masks.index.shape} for {positions} positions: choose theirs with masks.take()."
-        )
+        raise BadBatch(f"masks of shape {masks.index.shape} for {positions} positions: select them with masks.take().")
     if masks.vocabulary != vocabulary:
         raise BadBatch(
             f"masks of {masks.vocabulary} ids for {vocabulary} logits: give GrammarMasks the model that sampled."

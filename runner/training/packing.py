@@ -1,4 +1,4 @@
-"""Where each row stands in a batch: one to a sequence and padded, or several to a sequence, first-fit decreasing."""
+"""Layout of rows in a batch: one padded row per sequence, or several packed by first-fit decreasing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where rows of different lengths stand in arrays of shape [sequences, length]; none is cut or wraps around."""
+    """Layout of rows of different lengths in arrays of shape [sequences, length]; rows are never cut or wrapped."""
 
     sequences: int
-    """How many sequences there are."""
+    """Number of sequences."""
     length: int
-    """The length of each of them, in ids."""
+    """Length of each sequence, in ids."""
     lengths: NDArray[np.int64]
-    """The lengths of the rows, in the order they were given, shape [rows], int64."""
+    """Lengths of the rows, in the given order, shape [rows], int64."""
     starts: NDArray[np.int64]
-    """The index into the flattened array at which each row begins, shape [rows], int64."""
+    """Index of each row's begin in the flattened array, shape [rows], int64."""
 
     @classmethod
     def padded(cls, lengths: Sequence[int], *, length: int | None = None, multiple_of: int = 1) -> Layout:
-        """Every row begins a sequence of its own.
+        """Lay out one row per sequence.
 
         Args:
-            lengths: the lengths of the rows.
-            length: the length of the sequences; by default that of the longest row.
+            lengths: lengths of the rows.
+            length: length of the sequences; by default that of the longest row.
             multiple_of: the length is rounded up to a multiple of this.
         """
         whole(f"multiple_of={multiple_of!r}", multiple_of, least=1)
@@ -49,9 +49,9 @@ class Layout:
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, length: int) -> Layout:
-        """The longest row first, each into the first sequence that has room for it.
+        """Lay out the longest row first, each into the first sequence with room.
 
-        Rows of one length stay in the order they were given, so the same rows are always packed in the same way.
+        Rows of equal length keep their order, so the same rows are always packed in the same way.
         """
         whole(f"length={length!r}", length, least=1)
         _fits(max(lengths, default=0), length)
@@ -66,12 +66,12 @@ class Layout:
         return cls(used, length, _int64(lengths), starts)
 
     def fill(self, values: Iterable[NDArray[Any]], empty: Any, dtype: DTypeLike) -> NDArray[Any]:
-        """One array of all rows.
+        """Combine the rows into one array.
 
         Args:
-            values: for each row an array of shape [length of the row, ...].
-            empty: what stands in the padding.
-            dtype: the type of the result.
+            values: an array of shape [length of the row, ...] for each row.
+            empty: value of the padding.
+            dtype: type of the result.
 
         Returns:
             Shape [sequences, length, ...].
@@ -86,21 +86,21 @@ class Layout:
         return flat.reshape(self.sequences, self.length, *flat.shape[1:])
 
     def split(self, array: Any) -> list[Any]:
-        """Each row's part of an array or a tensor of shape [sequences, length, ...], in the order of the rows."""
+        """Split an array or tensor of shape [sequences, length, ...] into rows."""
         flat = array.reshape(self.sequences * self.length, *array.shape[2:])
         return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
 
     def segment_ids(self) -> NDArray[np.int32]:
-        """The row that stands at each position, as its index + 1, and 0 for padding; shape [sequences, length]."""
+        """Return the index + 1 of each position's row, and 0 for padding; shape [sequences, length]."""
         rows = (np.int32(row + 1) for row in range(len(self.lengths)))
         return self.fill((np.full(n, row) for n, row in zip(self.lengths, rows, strict=True)), 0, np.int32)
 
     def position_ids(self) -> NDArray[np.int32]:
-        """Positions, from 0 in each row and in the padding behind the last one; shape [sequences, length]."""
+        """Return positions from 0 in each row and in the padding after the last one; shape [sequences, length]."""
         flat = np.arange(self.sequences * self.length, dtype=np.int64)
         begins = np.zeros_like(flat)
         for edges in (self.starts, self.starts + self.lengths):
-            inside = edges[edges < len(flat)]  # the end of the last row is the end of the array where nothing is padded
+            inside = edges[edges < len(flat)]  # without padding the last row ends at the end of the array
             begins[inside] = inside
         begins[:: self.length or 1] = flat[:: self.length or 1]
         positions: NDArray[np.int32] = (flat - np.maximum.accumulate(begins)).astype(np.int32)

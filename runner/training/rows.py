@@ -1,4 +1,4 @@
-"""Rows: one segment of one trajectory as flat arrays, what every training batch is made of."""
+"""Rows: one segment of a trajectory as flat arrays, the unit of every training batch."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from runner.trajectory import Trajectory, Turn
 __all__ = ["NO_VERSION", "TrainingRow", "likeliest", "rows_of", "version_table"]
 
 NO_VERSION = -1
-"""The weight version of an id that nobody sampled."""
+"""Weight version of an id that was not sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One segment. Every array is aligned with `ids`: position p tells of `ids[p]` given `ids[:p]`."""
+    """One segment. All arrays are aligned with `ids`: position p is about `ids[p]` given `ids[:p]`."""
 
     trajectory: Trajectory
-    """The trajectory that the segment is of."""
+    """Trajectory of the segment."""
     segment: int
-    """The index of the segment in the trajectory."""
+    """Index of the segment in the trajectory."""
     ids: NDArray[np.int32]
-    """The token ids, shape [length], int32."""
+    """Token ids, shape [length], int32."""
     loss_mask: NDArray[np.bool_]
-    """Whether each id was sampled in this segment and is trained on, shape [length], bool.
+    """True if the id was sampled in this segment and is trained, shape [length], bool.
 
     It is False for the first id, since nothing before it predicts it.
     """
     logprobs: NDArray[np.float32]
-    """The log-probability that each id was sampled with, in nats, shape [length], float32.
+    """Log-probability of each id's sampling, in nats, shape [length], float32.
 
-    It is 0 where `loss_mask` is False, and NaN where the engine gave none.
+    It is 0 where `loss_mask` is False, and NaN without a value from the engine.
     """
     versions: NDArray[np.int32]
-    """The index of each id's weight version in the table of versions, shape [length], int32.
+    """Index of each id's weight version in the table of versions, shape [length], int32.
 
     It is `NO_VERSION` where `loss_mask` is False.
     """
     turns: tuple[Turn, ...]
-    """The turns that were sampled in this segment, in order."""
+    """Turns that were sampled in this segment, in order."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 def rows_of(trajectory: Trajectory, versions: Mapping[str, int]) -> list[TrainingRow]:
-    """The rows of a trajectory, one for each segment in which something is trained; its arrays are copied."""
+    """Return the rows of a trajectory, one for each segment with trained ids; arrays are copied."""
     rows = [_row(trajectory, index, versions) for index in range(len(trajectory.segments))]
     return [row for row in rows if row.loss_mask.any()]
 
 
 def likeliest(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The `count` likeliest ids in the place of each trained id of a row, and their log-probabilities.
+    """Return the `count` most likely ids at each trained position of a row, and their log-probabilities.
 
-    Both have the shape [length, count]; they are -1 and 0 where nothing is trained.
+    Both have the shape [length, count]; they are -1 and 0 at untrained positions.
 
     Raises:
-        BadBatch: a trained turn has fewer; names it.
+        BadBatch: a trained turn has fewer; the message names it.
     """
     ids, logprobs = np.full((len(row), count), -1, np.int32), np.zeros((len(row), count), np.float32)
     for turn in row.turns:
@@ -72,8 +72,8 @@ def likeliest(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[
         of_turn = turn.top_ids
         if of_turn.shape[1] < count:
             raise BadBatch(
-                f"{row.trajectory.id}/{turn.agent}/{turn.number} has the {of_turn.shape[1]} likeliest ids of each "
-                f"position, and {count} are asked for: play it with Sampling(logprobs={count})."
+                f"{row.trajectory.id}/{turn.agent}/{turn.number} has {of_turn.shape[1]} most likely ids of each "
+                f"position, and {count} are needed: sample it with Sampling(logprobs={count})."
             )
         ids[turn.start : turn.end][trained] = of_turn[trained, :count]
         logprobs[turn.start : turn.end][trained] = turn.top_logprobs[trained, :count]
@@ -81,7 +81,7 @@ def likeliest(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[
 
 
 def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
-    """Each weight version that sampled something that is trained, with its index, in the order of their first ids."""
+    """Return the index of each weight version with trained ids, in the order of their first ids."""
     table: dict[str, int] = {}
     for trajectory in trajectories:
         for segment in trajectory.segments:
@@ -93,11 +93,11 @@ def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:
 def _row(trajectory: Trajectory, index: int, versions: Mapping[str, int]) -> TrainingRow:
     log = trajectory.segments[index].log
     mask = np.frombuffer(log.mask(), dtype=np.int8).astype(np.bool_)
-    mask[:1] = False  # nothing before a first id predicts it; in a packed batch the row before it would
+    mask[:1] = False  # no id predicts the first one; in a packed batch the row before it would
     return TrainingRow(
         trajectory=trajectory,
         segment=index,
-        ids=np.array(log.ids, dtype=np.int32),  # a copy: a view would keep the log's array from growing
+        ids=np.array(log.ids, dtype=np.int32),  # a copy: a view would prevent the log's array from growing
         loss_mask=mask,
         logprobs=np.where(mask, np.array(log.logprobs, dtype=np.float32), np.float32(0)),
         versions=_versions(log, mask, versions),
@@ -114,5 +114,5 @@ def _versions(log: TokenLog, mask: NDArray[np.bool_], table: Mapping[str, int]) 
 
 
 def _kept_spans(log: TokenLog) -> Iterator[VersionSpan]:
-    """The spans of which something was not taken back."""
+    """Return the spans with at least one id that was not taken back."""
     return (span for span in log.versions if Source.SAMPLED in log.sources[span.start : span.end])

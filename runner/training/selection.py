@@ -1,4 +1,4 @@
-"""Which trajectories are trained on: of complete groups, or of explicitly partial ones; failed episodes are absent."""
+"""Selection of trajectories for training: complete groups, or explicitly partial ones, without failed episodes."""
 
 from __future__ import annotations
 
@@ -21,57 +21,57 @@ from runner.trajectory import Group, Trajectory
 __all__ = ["NO_REWARD", "NO_TURN", "UNTRAINED", "ComparedGroup", "GroupsOrTrajectories", "Selection", "grouped"]
 
 GroupsOrTrajectories: TypeAlias = Iterable[Group | Trajectory]
-"""What a batch is made of. A trajectory given by itself is compared with no other: it is a group of its own."""
+"""Source of a batch. A single trajectory is its own group and is not compared."""
 
 NO_TURN: Final = "no_turn"
-"""Why a trajectory is absent: it was scored, and its agent never spoke."""
+"""Reason for an absent trajectory: it was scored, but its agent had no turn."""
 
 NO_REWARD: Final = "no_reward"
-"""Why a trajectory is absent: it was scored, and one of its rewards is None."""
+"""Reason for an absent trajectory: it was scored, but one of its rewards is missing."""
 
 UNTRAINED: Final = "untrained"
-"""Why a trajectory is absent: its agent is not trained."""
+"""Reason for an absent trajectory: its agent is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedGroup:
-    """A group that was given."""
+    """Group in a source."""
 
     task: Task
-    """The task that was played."""
+    """Task of the group."""
     agent: str
-    """The agent that played it."""
+    """Agent of the group."""
     scored: int
-    """The number of its trajectories that have a reward."""
+    """Number of its trajectories with a reward."""
     complete: bool = True
-    """Whether every episode of it has been played."""
+    """True if all its episodes are finished."""
     flat: bool = False
-    """Whether comparing its rewards teaches nothing, since all are equal or there is only one."""
+    """True if its rewards are all equal, or there is only one, so that it has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """What is trained on, before it is laid out."""
+    """Selected training data, before its layout."""
 
     trajectories: tuple[Trajectory, ...]
-    """The trajectories that have a reward, in the order they were given."""
+    """Trajectories with a reward, in the given order."""
     rewards: NDArray[np.float32]
-    """The reward of each trajectory, shape [trajectories], float32."""
+    """Reward of each trajectory, shape [trajectories], float32."""
     group_of: NDArray[np.int32]
-    """The index of each trajectory's group in `groups`, shape [trajectories], int32."""
+    """Index of each trajectory's group in `groups`, shape [trajectories], int32."""
     groups: tuple[ComparedGroup, ...]
-    """Every group that was given, also one whose trajectories are all absent or left out."""
+    """All given groups, also those whose trajectories are all absent or left out."""
     absent: Mapping[str, int]
-    """How many trajectories have no reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
+    """Number of trajectories without a reward, by outcome, or by "no_turn", "no_reward" or "untrained"."""
     rows: tuple[TrainingRow, ...]
-    """Every segment in which something is trained, trajectory by trajectory.
+    """All segments with trained ids, trajectory by trajectory.
 
-    A trajectory that was scored and of which no id is trained has none; it is compared like the others.
+    A scored trajectory without trained ids has none; its reward is compared like the others.
     """
     trajectory_of: NDArray[np.int32]
-    """The index of each row's trajectory in `trajectories`, shape [rows], int32."""
+    """Index of each row's trajectory in `trajectories`, shape [rows], int32."""
     versions: tuple[str, ...]
-    """The weight versions that the rows' `versions` are indices into."""
+    """Weight versions for the indices in the rows' `versions`."""
 
     @classmethod
     def of(
@@ -82,17 +82,17 @@ class Selection:
         drop_flat: bool = False,
         vocabulary: int | None = None,
     ) -> Selection:
-        """Choose from groups and trajectories.
+        """Select from groups and trajectories.
 
         Args:
             source: groups, trajectories, or both.
-            partial: take groups of which not every episode has been played.
-            drop_flat: leave out the trajectories of groups without spread.
-            vocabulary: how many ids the model knows (`model.config.vocab_size`); every id is compared with it.
+            partial: accept groups with unfinished episodes.
+            drop_flat: leave out the trajectories of groups with equal rewards.
+            vocabulary: number of ids of the model (`model.config.vocab_size`); every id is checked against it.
 
         Raises:
-            BadBatch: nothing was given, or what is no group; a group is not complete; a trajectory was given twice; a
-                reward is not finite; an id is not in the vocabulary; all of it was said by engines of messages.
+            BadBatch: the source is empty, or has an item that is not a group; a group is incomplete; a trajectory
+                occurs twice; a reward is not finite; an id is not in the vocabulary; all turns are of message engines.
         """
         items = _items(source, partial=partial, drop_flat=drop_flat)
         scored, absent = _present(items)
@@ -100,7 +100,7 @@ class Selection:
             _refuse_messages(items)
         rewards = _rewards([trajectory for trajectory, _ in scored])
         group_of = np.array([group for _, group in scored], dtype=np.int32)
-        # Before anything is left out: `groups` tells of the flat ones too.
+        # Before groups are left out, since `groups` contains flat ones too.
         flat = without_spread(rewards, group_of)
         groups = tuple(_compared(item, group_of == index, flat) for index, item in enumerate(items))
         if drop_flat:
@@ -114,12 +114,12 @@ class Selection:
 
 
 def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 0) -> list[Group]:
-    """Trajectories of one run, such as a run file gives, put together by task, visit and agent.
+    """Group the trajectories of one run, such as those of a run file, by task, visit and agent.
 
     Args:
-        trajectories: the last attempts, in any order.
-        group_size: episodes of each task; a group with fewer is not complete. A file has it in `header.group_size`.
-        seed: the seed of the run; the groups' own random numbers follow from it.
+        trajectories: last attempts, in any order.
+        group_size: episodes per task; a group with fewer is incomplete. A run file has it in `header.group_size`.
+        seed: seed of the run, for the random numbers of the groups.
     """
     tasks: dict[tuple[str, int], list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -128,20 +128,20 @@ def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 
 
 
 def name_of(trajectory: Trajectory) -> str:
-    """The name that messages give a trajectory."""
+    """Return the name of a trajectory for errors."""
     return f"episode {trajectory.id!r} of agent {trajectory.agent!r}"
 
 
 def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> Sequence[Group | Trajectory]:
-    """What was given, each of it fit to be compared."""
+    """Check the items of a source."""
     if not isinstance(source, Iterable):
         raise BadBatch(
-            f"{type(source).__name__} cannot be made a batch of: give a list of groups, such as "
+            f"a batch cannot be made from {type(source).__name__}: give a list of groups, such as "
             "[group async for group in run.groups()], or of trajectories."
         )
     items = list(source)
     if not items:
-        raise BadBatch("no groups were given: an iterator that has been read before gives nothing a second time.")
+        raise BadBatch("no groups were given: an iterator that was read before is empty.")
     for item in items:
         if not isinstance(item, Group | Trajectory):
             raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory.")
@@ -154,21 +154,21 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
             )
         if isinstance(item, Trajectory) and drop_flat:
             raise BadBatch(
-                f"drop_flat=True: {name_of(item)} was given by itself, so there is no group to have spread. Give "
+                f"drop_flat=True: {name_of(item)} was given without its group. Give "
                 "groups: run.groups(), or grouped(trajectories, group_size=8)."
             )
     return items
 
 
 def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory, int]], Mapping[str, int]]:
-    """The trajectories that have a reward, each with its item's index; and how many have none, by why."""
+    """Return the trajectories with a reward and their item's index, and the number of others by reason."""
     scored: list[tuple[Trajectory, int]] = []
     absent: Counter[str] = Counter()
     seen: set[Trajectory] = set()
     for index, item in enumerate(items):
         for trajectory in (item,) if isinstance(item, Trajectory) else item.trajectories:
             if trajectory in seen:
-                raise BadBatch(f"{name_of(trajectory)} was given twice: it would count twice.")
+                raise BadBatch(f"{name_of(trajectory)} was given twice.")
             seen.add(trajectory)
             why = _absence(trajectory)
             if why:
@@ -179,18 +179,18 @@ def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory
 
 
 def _refuse_messages(items: Sequence[Group | Trajectory]) -> None:
-    """Refuse what holds nothing but what servers of messages said: there is no id in it to train on."""
+    """Refuse a source with only turns of message engines, which have no ids."""
     given = [each for item in items for each in ((item,) if isinstance(item, Trajectory) else item.trajectories)]
     spoke = [each for each in given if each.turns]
     if spoke and not any(turn.has_ids for each in spoke for turn in each.turns):
         raise BadBatch(
-            f"{name_of(spoke[0])} was played on an engine of messages, as all that was given: it has no token ids, and "
-            "nothing of it can be trained on. Play on a VllmEngine or a RemoteEngine."
+            f"{name_of(spoke[0])} was run on a message engine, like all others: it has no token ids, so "
+            "it cannot be trained on. Run on a VllmEngine or a RemoteEngine."
         )
 
 
 def _absence(trajectory: Trajectory) -> str:
-    """Why a trajectory is absent; "" if it is not."""
+    """Return why a trajectory is absent; "" if it is not."""
     if not trajectory.trained:
         return UNTRAINED
     if not trajectory.outcome.scored:
@@ -201,7 +201,7 @@ def _absence(trajectory: Trajectory) -> str:
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
-    # A reward too large for float32 becomes infinite without a warning, and is refused by its name below.
+    # A reward too large for float32 becomes infinite without a warning, and is refused below.
     with np.errstate(over="ignore"):
         rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64).astype(np.float32)
     for index in np.flatnonzero(~np.isfinite(rewards)):
@@ -232,5 +232,5 @@ def _check_vocabulary(rows: Sequence[TrainingRow], vocabulary: int) -> None:
             position = int(np.flatnonzero((row.ids < 0) | (row.ids >= vocabulary))[0])
             raise BadBatch(
                 f"{name_of(row.trajectory)}, segment {row.segment}, position {position}: id {row.ids[position]} is "
-                f"none of the {vocabulary} ids of this vocabulary: it was played with another tokenizer."
+                f"not one of the {vocabulary} ids of this vocabulary: it was sampled with another tokenizer."
             )

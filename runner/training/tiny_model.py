@@ -1,4 +1,4 @@
-"""A model of the same architecture with few layers and random weights, made from its configuration alone."""
+"""Tiny models: the architecture of a configuration with few layers and random weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TOKENIZER_FILES: Final = ("tokenizer*", "chat_template*", "special_tokens_map.j
 
 
 def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
-    """The configuration with few layers, small sizes and few experts, and every kind of layer that it has.
+    """Return the configuration with few layers, small sizes and few experts, but every kind of layer.
 
     Args:
-        config: of transformers; it is not changed.
-        vocabulary: the number of ids; None keeps it.
+        config: transformers' configuration; not changed.
+        vocabulary: number of ids; None keeps it.
     """
     tiny = copy.deepcopy(config)
     if getattr(tiny, "quantization_config", None) is not None:
@@ -58,7 +58,7 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
 
 
 def _layers(text: Any) -> dict[str, Any]:
-    """The number of layers, and their types where the configuration lists them: one of each, two at least."""
+    """Return the number of layers and their types, if listed: one of each, at least two."""
     types = getattr(text, "layer_types", None)
     if not types:
         return {"num_hidden_layers": 2}
@@ -68,10 +68,10 @@ def _layers(text: Any) -> dict[str, Any]:
 
 
 def random_model(config: Any, *, seed: int = 0) -> Any:
-    """A model in float32 whose random weights differ enough for every tensor to matter.
+    """Return a float32 model whose random weights differ enough for every tensor to matter.
 
     Raises:
-        BadModel: transformers has no such model, or cannot make it of this configuration.
+        BadModel: transformers does not have the model, or cannot create it from this configuration.
     """
     import torch
     import transformers
@@ -79,8 +79,10 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     try:
         model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    except Exception as error:  # the border to transformers, whose models raise anything
-        raise BadModel(f"transformers makes no tiny model of {type(config).__name__}: {one_line(error)}") from error
+    except Exception as error:  # models of transformers may raise anything
+        raise BadModel(
+            f"transformers cannot create a tiny model of {type(config).__name__}: {one_line(error)}"
+        ) from error
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -91,13 +93,13 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
 
 
 def save_tiny_model(source: Path, folder: Path, *, tokenizer: Path, vocabulary: int | None = None) -> Any:
-    """Make a tiny model of the configuration in `source` and save it in `folder` with a tokenizer's files.
+    """Create a tiny model from the configuration in `source`, and save it in `folder` with a tokenizer's files.
 
     Args:
         source: a folder with a config.json.
-        folder: where to save it.
-        tokenizer: the folder whose tokenizer and chat template it gets.
-        vocabulary: the number of ids; None keeps that of the configuration.
+        folder: folder to save it in.
+        tokenizer: folder of its tokenizer and chat template.
+        vocabulary: number of ids; None keeps that of the configuration.
     """
     import transformers
 

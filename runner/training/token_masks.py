@@ -1,4 +1,4 @@
-"""Token masks: which ids could be sampled at each position, packed as xgrammar packs them."""
+"""Token masks: the allowed ids of each position, packed as in xgrammar."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 __all__ = ["UNCONSTRAINED_INDEX", "WORD_BITS", "MaskTable", "TokenMasks"]
 
 UNCONSTRAINED_INDEX = -1
-"""The index of a position where every id was allowed."""
+"""Index of a position at which every id was allowed."""
 
 WORD_BITS = 32
-"""The number of ids in one word of a packed mask."""
+"""Number of ids in one word of a packed mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """The ids that could be sampled at each position; every distinct mask is kept once."""
+    """Allowed ids of each position; equal masks are stored once."""
 
     table: NDArray[np.int32]
-    """The distinct masks, shape [distinct, ceil(vocabulary / 32)], int32.
+    """Distinct masks, shape [distinct, ceil(vocabulary / 32)], int32.
 
-    Bit `id % 32` of word `id // 32` is set where the id is allowed. Bits past the vocabulary are 0.
+    Bit `id % 32` of word `id // 32` is set if the id is allowed. Bits past the vocabulary are 0.
     """
     index: NDArray[np.int32]
-    """The row of `table` that holds at each position, -1 where every id was allowed; of any shape, int32."""
+    """Row of `table` of each position, -1 if every id was allowed; of any shape, int32."""
     vocabulary: int
-    """The number of logits."""
+    """Number of logits."""
 
     def take(self, where: ArrayLike) -> TokenMasks:
-        """The masks of some positions, by an index or a mask as numpy takes it; the table is shared."""
+        """Select the masks of some positions by a numpy index or mask; the table is shared."""
         chosen = np.asarray(where)
-        # numpy takes an empty list for floats, which are no index.
+        # numpy converts an empty list to floats, which cannot be an index.
         chosen = chosen if chosen.dtype == np.bool_ else chosen.astype(np.int64)
         return TokenMasks(self.table, self.index[chosen], self.vocabulary)
 
     @property
     def allowed(self) -> NDArray[np.int64]:
-        """The number of ids that each position allows, in the shape of `index`."""
+        """Number of allowed ids of each position, in the shape of `index`."""
         counts = np.unpackbits(self.table.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
         return np.append(counts, self.vocabulary).take(
             self.index, mode="wrap"
@@ -50,11 +50,11 @@ class TokenMasks:
 
     @property
     def forced(self) -> NDArray[np.bool_]:
-        """Whether exactly one id is allowed: its log-probability is 0 and nothing can be learnt there."""
+        """True if exactly one id is allowed: its log-probability is 0, without a gradient."""
         return np.equal(self.allowed, 1)
 
     def unpacked(self) -> NDArray[np.bool_]:
-        """The masks as one truth value for each id, shape [*index.shape, vocabulary]; for few positions."""
+        """Return one truth value per id, shape [*index.shape, vocabulary]; large, for few positions."""
         used, index = np.unique(self.index, return_inverse=True)
         everything = np.full((1, self.table.shape[1]), -1, dtype=np.int32)
         packed = np.concatenate([self.table, everything])[used].astype("<i4", copy=False)
@@ -63,20 +63,20 @@ class TokenMasks:
 
 
 class MaskTable:
-    """The distinct masks of some positions while they are worked out, in the order of their first use."""
+    """Table of distinct masks under construction, in the order of their first use."""
 
     def __init__(self, vocabulary: int) -> None:
         self.words = -(-vocabulary // WORD_BITS)
-        """The number of words in one mask."""
+        """Number of words in one mask."""
         self._rows: dict[bytes, int] = {}
         padding = self.words * WORD_BITS - vocabulary
         self._last_word = np.uint32((1 << (WORD_BITS - padding)) - 1).view(np.int32)
 
     def add(self, mask: NDArray[np.int32]) -> int:
-        """The index of a mask, shape [1, words]; what it says of ids past the vocabulary is forgotten."""
+        """Return the index of a mask, shape [1, words]; bits past the vocabulary are cleared."""
         mask[0, -1] &= self._last_word
         return self._rows.setdefault(mask.tobytes(), len(self._rows))
 
     def array(self) -> NDArray[np.int32]:
-        """The masks as a table, shape [distinct, words], int32."""
+        """Return the table of masks, shape [distinct, words], int32."""
         return np.frombuffer(b"".join(self._rows), dtype=np.int32).reshape(-1, self.words)

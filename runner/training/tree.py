@@ -1,4 +1,4 @@
-"""Shared prefixes: the rows of a group as one token tree, so that a prompt which 8 episodes share is computed once."""
+"""Token trees: rows of a group with shared prefixes, so that a prompt of 8 episodes is computed once."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _Nodes: TypeAlias = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossTerms:
-    """What the loss is a sum of: one term for each trained id of each row, however many rows share the id's node.
+    """Terms of the loss: one for each trained id of each row, even if rows share the id's node.
 
-    So the loss stays that of the single rows: `advantages[terms.row]` gives each term its own row's advantage, and
-    `padded[terms.row, terms.position]` its value in any padded batch of the same rows.
+    So the loss equals that of single rows: `advantages[terms.row]` is each term's advantage, and
+    `padded[terms.row, terms.position]` its value in a padded batch of the same rows.
     """
 
     row: NDArray[np.int32]
-    """The term's row, as an index into the rows that were given, shape [terms], int32."""
+    """Index of the term's row in the given rows, shape [terms], int32."""
     position: NDArray[np.int32]
-    """The id's position in its row, shape [terms], int32."""
+    """Position of the id in its row, shape [terms], int32."""
     target_id: NDArray[np.int32]
-    """The id whose probability the term is about, shape [terms], int32."""
+    """Id of the term, shape [terms], int32."""
     parent_node: NDArray[np.int32]
-    """The node whose logits predict it, shape [terms], int32."""
+    """Node whose logits predict it, shape [terms], int32."""
     logprobs: NDArray[np.float32]
-    """The log-probability that it was sampled with in this row, in nats, shape [terms], float32."""
+    """Log-probability of its sampling in this row, in nats, shape [terms], float32."""
     temperatures: NDArray[np.float32]
-    """The divisor of its logits.
+    """Divisor of its logits.
 
-    With it they give the probability that it was sampled with in this row; shape [terms], float32.
+    The result is the distribution of its sampling in this row; shape [terms], float32.
     """
     versions: NDArray[np.int32]
-    """The index of its weight version in this row into the table of versions, shape [terms], int32."""
+    """Index of its weight version in the table of versions, shape [terms], int32."""
     logit: NDArray[np.int32]
-    """The parent node, as an index into `TokenTree.logit_nodes`, shape [terms], int32."""
+    """Index of the parent node in `TokenTree.logit_nodes`, shape [terms], int32."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -57,35 +57,35 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """Rows that begin alike, merged: one node for each id that has the same ids before it. A forest if some share none.
+    """Rows merged at their common prefixes: one node for each id with the same ids before it. May be a forest.
 
-    Nodes stand in depth-first order, so the nodes below a node directly follow it, and a query sees a key, that is an
-    ancestor or itself, when `enter[key] <= enter[query] < leave[key]`.
+    Nodes are in depth-first order, so descendants directly follow their node. A query sees a key, an ancestor or
+    itself, if `enter[key] <= enter[query] < leave[key]`.
     """
 
     ids: NDArray[np.int32]
-    """The token id of each node, shape [nodes], int32."""
+    """Token id of each node, shape [nodes], int32."""
     parents: NDArray[np.int32]
-    """The node before each, -1 for a first id, shape [nodes], int32."""
+    """Parent of each node, -1 for a first id, shape [nodes], int32."""
     positions: NDArray[np.int32]
-    """The number of ids that stand before each in its rows, shape [nodes], int32."""
+    """Number of ids before each node in its rows, shape [nodes], int32."""
     leave: NDArray[np.int32]
-    """One past the last node below each, shape [nodes], int32."""
+    """Index after the last descendant of each node, shape [nodes], int32."""
     rows: NDArray[np.int32]
-    """Which of the given rows are in this tree, ascending, shape [rows], int32."""
+    """Indices of the given rows in this tree, ascending, shape [rows], int32."""
     row_nodes: tuple[NDArray[np.int32], ...]
-    """For each of `rows`, the node of each of its positions, shape [length], int32."""
+    """Node of each position, for each of `rows`, shape [length], int32."""
     logit_nodes: NDArray[np.int32]
-    """The nodes that predict a trained id, ascending, shape [logits], int32. Only their logits are needed."""
+    """Nodes that predict a trained id, ascending, shape [logits], int32. Only their logits are needed."""
     terms: LossTerms
-    """The terms that the loss is a sum of."""
+    """Terms of the loss."""
 
     @classmethod
     def of(cls, rows: Sequence[TrainingRow]) -> TokenTree:
-        """All rows as one tree, whatever its size.
+        """Build one tree of all rows, of any size.
 
         Raises:
-            BadBatch: `rows` are no rows, such as groups.
+            BadBatch: `rows` are not rows, but for example groups.
         """
         _check_rows(rows)
         order, shared = _in_order(rows)
@@ -93,24 +93,24 @@ class TokenTree:
 
     @classmethod
     def packs(cls, rows: Sequence[TrainingRow], *, nodes: int = 900) -> list[TokenTree]:
-        """Rows as several trees of at most `nodes` nodes each, where a row longer than that is a tree of its own.
+        """Build trees of at most `nodes` nodes each; a longer row is a tree of its own.
 
-        Rows are put in the order of their ids, so that those of a group, and groups that share a system prompt, stand
-        side by side; they are cut where the fewest ids have to be computed again, then into as few trees as can be.
-        Give room for a prompt and several answers: where only one row fits, nothing is shared.
+        Rows are sorted by their ids, so that rows of a group, and groups with the same system prompt, are neighbours.
+        They are split to compute the fewest ids again, then into the fewest trees. Give room for a prompt and several
+        answers: if only one row fits, nothing is shared.
 
         Args:
             rows: the rows of one group or many.
-            nodes: the nodes that the memory for one forward and backward pass holds.
+            nodes: number of nodes that fit the memory of one forward and backward pass.
 
         Raises:
-            BadBatch: `rows` are no rows, such as groups.
-            BadOption: `nodes` is no number, or below 1.
+            BadBatch: `rows` are not rows, but for example groups.
+            BadOption: `nodes` is not a number, or below 1.
         """
         _check_rows(rows)
         if not is_whole(nodes, least=1):
             raise BadOption(
-                f"nodes={nodes!r:.60}: a tree has at least 1 node. Give what a prompt and its answers take: 900"
+                f"nodes={nodes!r:.60}: a tree has at least 1 node. Give the size of a prompt and its answers: 900"
             )
         order, shared = _in_order(rows)
         cuts = _cuts([len(rows[index]) for index in order], shared, nodes)
@@ -121,40 +121,40 @@ class TokenTree:
 
     @property
     def enter(self) -> NDArray[np.int32]:
-        """The moment at which each node is entered, depth first: its own index, shape [nodes], int32."""
+        """Step at which a depth-first walk enters each node: its own index, shape [nodes], int32."""
         return np.arange(len(self), dtype=np.int32)
 
     @property
     def saving(self) -> Saving:
-        """What this tree saves."""
+        """Savings of this tree."""
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:
-        """Which key (column) each query (row) sees: its ancestors and itself, shape [nodes, nodes], bool."""
+        """Return True if the query (row) sees the key (column): ancestors and itself, shape [nodes, nodes], bool."""
         query = self.enter[:, None]
         return (self.enter <= query) & (query < self.leave)
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What trees save; printed, it is one line."""
+    """Savings by trees; printed as one line."""
 
     rows: int
-    """The number of rows."""
+    """Number of rows."""
     tokens: int
-    """The number of their ids, counted in each row."""
+    """Number of their ids, counted in each row."""
     padded: int
-    """The number of ids in one padded batch of them."""
+    """Number of ids in a padded batch of the rows."""
     nodes: int
-    """The number of ids that are computed."""
+    """Number of computed ids."""
     logits: int
-    """The number of nodes whose logits are computed."""
+    """Number of nodes whose logits are computed."""
     trees: int
-    """The number of trees, each of them one forward pass."""
+    """Number of trees, each one forward pass."""
 
     @classmethod
     def of(cls, trees: Iterable[TokenTree]) -> Saving:
-        """What these trees save together."""
+        """Sum the savings of trees."""
         trees = list(trees)
         lengths = [len(path) for tree in trees for path in tree.row_nodes]
         return cls(
@@ -168,12 +168,12 @@ class Saving:
 
     @property
     def ratio(self) -> float:
-        """How many ids of rows a node stands for; 1.0 where nothing is shared."""
+        """Ids of rows per node; 1.0 without shared prefixes."""
         return self.tokens / self.nodes if self.nodes else 1.0
 
     @property
     def padded_ratio(self) -> float:
-        """How many ids of the padded batch a node stands for."""
+        """Ids of the padded batch per node."""
         return self.padded / self.nodes if self.nodes else 1.0
 
     def __str__(self) -> str:
@@ -188,15 +188,15 @@ class Saving:
 def _check_rows(rows: object) -> None:
     fix = "Give rows: Selection.of(groups).rows, or batch.rows."
     if not isinstance(rows, Sequence):
-        raise BadBatch(f"a token tree is made of a list of rows, and {type(rows).__name__} is none. {fix}")
+        raise BadBatch(f"a token tree needs a list of rows, got {type(rows).__name__}. {fix}")
     for row in rows:
         if not isinstance(row, TrainingRow):
-            raise BadBatch(f"a token tree is made of rows, and {type(row).__name__} is none. {fix}")
+            raise BadBatch(f"a token tree needs rows, got {type(row).__name__}. {fix}")
 
 
 def _in_order(rows: Sequence[TrainingRow]) -> tuple[list[int], list[int]]:
-    """Indices of the rows in the order of their ids, and how many first ids each shares with the one before it."""
-    # Big-endian bytes compare as the ids do, in C, and a prefix comes first.
+    """Sort the rows by their ids, and count the first ids that each shares with the one before it."""
+    # Big-endian bytes compare like the ids, in C, and a prefix is first.
     keys = [row.ids.astype(">i4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     shared = [_common(rows[before].ids, rows[after].ids) for before, after in pairwise(order)]
@@ -210,14 +210,14 @@ def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
 
 
 def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int]:
-    """Where the ordered rows are cut, from 0 to their number: least computed again, then fewest trees."""
-    best = [(0, 0, 0)]  # for the first rows: ids computed again, trees, where the last of them begins
+    """Return the cuts of the sorted rows, from 0 to their number: least computed again, then fewest trees."""
+    best = [(0, 0, 0)]  # for the first rows: ids computed again, trees, begin of the last tree
     for end in range(1, len(lengths) + 1):
         choices = [
             (best[start][0] + (shared[start] if start else 0), best[start][1] + 1, start)
             for start in _starts(lengths, shared, end, nodes)
         ]
-        best.append(min(choices))  # tuples compare by what comes first in them
+        best.append(min(choices))  # tuples compare by their first items
     cuts = [len(lengths)]
     while cuts[-1] > 0:
         cuts.append(best[cuts[-1]][2])
@@ -225,7 +225,7 @@ def _cuts(lengths: Sequence[int], shared: Sequence[int], nodes: int) -> list[int
 
 
 def _starts(lengths: Sequence[int], shared: Sequence[int], end: int, nodes: int) -> Iterator[int]:
-    """Where a tree that ends before row `end` may begin; a single row always may."""
+    """Yield possible begins of a tree that ends before row `end`; a single row is always possible."""
     grown = 0
     for start in range(end - 1, -1, -1):
         if start < end - 1 and lengths[start] + grown > nodes:
@@ -235,19 +235,19 @@ def _starts(lengths: Sequence[int], shared: Sequence[int], end: int, nodes: int)
 
 
 def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[int]) -> TokenTree:
-    """One tree of the rows in `order`."""
+    """Build one tree of the rows in `order`."""
     paths = dict(zip(order, _paths([len(rows[index]) for index in order], shared), strict=True))
     nodes = max((int(path[-1]) + 1 for path in paths.values() if len(path)), default=0)
     ids, positions, leave = (np.empty(nodes, dtype=np.int32) for _ in range(3))
     parents = np.full(nodes, _NO_PARENT_INDEX, dtype=np.int32)
-    # Rows that share nodes write the same there, so each may write its whole path.
+    # Rows write equal values to shared nodes, so each may write its whole path.
     for index, path in paths.items():
         ids[path] = rows[index].ids
         positions[path] = np.arange(len(path))
         parents[path[1:]] = path[:-1]
-        leave[path] = path[-1:] + 1  # later rows reach further, so what stands is the last node below
+        leave[path] = path[-1:] + 1  # later rows have higher nodes, so the last value remains
     members = sorted(paths)
-    # An empty piece of each type goes first, since a tree may have no rows, and np.concatenate takes no empty list.
+    # Begin with empty arrays, since a tree may have no rows, and np.concatenate refuses an empty list.
     pieces = [tuple(np.empty(0, kind) for kind in _TERM_KINDS), *(_terms(rows[at], at, paths[at]) for at in members)]
     joined = [np.concatenate(each) for each in zip(*pieces, strict=True)]
     logit_nodes, logit = np.unique(joined[3], return_inverse=True)  # of the parent nodes
@@ -265,7 +265,7 @@ def _tree(rows: Sequence[TrainingRow], order: Sequence[int], shared: Sequence[in
 
 
 def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
-    """The nodes of each row, numbered as they are met; the first row shares nothing with one before it."""
+    """Yield the nodes of each row, numbered in order; the first row shares none."""
     path, end = np.empty(0, dtype=np.int32), 0
     for length, kept in zip(lengths, [0, *shared[1:]], strict=False):
         path = np.concatenate([path[:kept], np.arange(end, end + length - kept, dtype=np.int32)])
@@ -274,8 +274,8 @@ def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[_Nodes]:
 
 
 def _terms(row: TrainingRow, index: int, path: _Nodes) -> tuple[NDArray[Any], ...]:
-    """The fields of one row's `LossTerms` in their order, without the last one, `logit`, which takes the whole tree."""
-    # The first id has no node before it; it is never trained.
+    """Return the fields of one row's `LossTerms` in order, without `logit`, which needs the whole tree."""
+    # The first id has no parent, and is never trained.
     at = (np.flatnonzero(row.loss_mask[1:]) + 1).astype(np.int32)
     values = (row.ids[at], path[at - 1], row.logprobs[at], temperatures(row)[at], row.versions[at])
     return np.full_like(at, index), at, *values

@@ -1,4 +1,4 @@
-"""Attention over token trees in blocks: a block of nodes looks at itself and its ancestors, and at nothing else."""
+"""Attention over token trees in blocks: a block of nodes attends only to itself and its ancestors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from runner.errors import BadModel
 __all__ = ["TREE_ATTENTION", "tree_attention"]
 
 TREE_ATTENTION = "token_tree"
-"""`AutoModelForCausalLM.from_pretrained(..., attn_implementation=TREE_ATTENTION)`: work and memory of a tree then grow
-with its nodes times what each sees, not with the square of its nodes. Anything but a tree is computed as by sdpa."""
+"""Value for `AutoModelForCausalLM.from_pretrained(..., attn_implementation=)`. Work and memory of a tree then grow with
+its nodes times the nodes that each sees, not with the square of its nodes. Other masks are computed as by sdpa."""
 
-_BLOCK_SIZE = 256  # nodes: fewer look at less that they do not see, more are fewer calls
-_CHANGES = ("softcap", "s_aux")  # what else a layer may ask of its scores, and sdpa leaves out
+_BLOCK_SIZE = 256  # nodes: smaller blocks compute fewer masked scores, larger ones need fewer calls
+_CHANGES = ("softcap", "s_aux")  # changes of a layer's scores that sdpa ignores
 
 
 def tree_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *, dropout: float = 0.0, **options: Any
 ) -> tuple[Any, None]:
-    """What a layer attends with: transformers' attention interface.
+    """Attention function of a layer, by transformers' interface.
 
     Args:
         module: the layer.
@@ -33,11 +33,11 @@ def tree_attention(
         key: shape [1, key-value heads, nodes, width].
         value: as `key`.
         attention_mask: a tree's `leave`, shape [1, 1, 1, nodes], int64; any other is sdpa's.
-        dropout: the dropout of the attention's weights.
-        options: `scaling`, and what is sdpa's.
+        dropout: dropout of the attention weights.
+        options: `scaling`, and options of sdpa.
 
     Returns:
-        Shape [1, nodes, heads, width], and no weights.
+        Output of shape [1, nodes, heads, width], and None for the weights.
     """
     is_tree = (
         attention_mask is not None and attention_mask.shape[:3] == (1, 1, 1) and attention_mask.dtype == torch.int64
@@ -45,8 +45,8 @@ def tree_attention(
     names = (*_CHANGES, "position_bias") if is_tree else _CHANGES
     if changes := [name for name in names if options.get(name) is not None]:
         raise BadModel(
-            f"{type(module).__name__} changes its scores by {' and '.join(changes)}, which attention in blocks does "
-            "not: load the model with attn_implementation='eager'."
+            f"{type(module).__name__} changes its scores by {' and '.join(changes)}, which block attention does "
+            "not support: load the model with attn_implementation='eager'."
         )
     if not is_tree:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **options)
@@ -64,7 +64,7 @@ def tree_attention(
 
 
 def _blocks(leave: Any) -> Iterator[tuple[slice, Any, Any]]:
-    """Each block of queries, the nodes that any of them sees, and who sees which, shape [1, 1, queries, nodes]."""
+    """Yield each block of queries, the nodes that it sees, and the mask, shape [1, 1, queries, nodes]."""
     every = torch.arange(len(leave), device=leave.device)
     for block in (slice(start, start + _BLOCK_SIZE) for start in range(0, len(leave), _BLOCK_SIZE)):
         ancestors = (leave[: block.start] > block.start).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Token trees for torch: what a transformers model is given, and the logits and log-probabilities that come back."""
+"""Token trees for torch: inputs of a transformers model, its logits and log-probabilities."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
     "tree_logprobs",
 ]
 
-# The kinds of layers that a mask alone holds to a branch, as configurations of transformers name them.
+# Kinds of layers in transformers' configurations for which a mask is enough to separate branches.
 _MASKED = ("global", "full_attention", "sliding_attention", "chunked_attention")
-# What such configurations call a change of the logits behind the head.
-_BEHIND_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-_ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last is ours: runner.training.tree_attention
+# Settings in transformers' configurations that change the logits after the head.
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+_ATTENTIONS = ("sdpa", "eager", "flex_attention", "token_tree")  # the last one is in runner.training.tree_attention
 
 
 def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> dict[str, Any]:
-    """What a transformers model is called with to compute a tree as one sequence.
+    """Return the inputs of a transformers model for a tree as one sequence.
 
     Args:
         tree: the rows.
-        dtype: the mask's: None for a bool mask, as sdpa takes it; a floating type for one that is added to the
-            attention's scores, as eager and sdpa take it.
+        dtype: dtype of the mask: None for a bool mask, for sdpa; a floating type for a mask that is added to the
+            attention's scores, for eager and sdpa.
         device: the device of the tensors; None for torch's default.
 
     Returns:
@@ -54,7 +54,7 @@ def tree_inputs(tree: TokenTree, dtype: Any = None, *, device: Any = None) -> di
 
 
 def block_mask(tree: TokenTree, device: Any = None) -> Any:
-    """The mask as flex_attention takes it: blocks that nobody sees are skipped."""
+    """Return the mask for flex_attention, which skips blocks without any visible key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     leave, nodes = _indices(tree.leave, device), len(tree)
@@ -66,19 +66,19 @@ def block_mask(tree: TokenTree, device: Any = None) -> Any:
 
 
 def tree_logits(model: Any, tree: TokenTree) -> Any:
-    """The logits at `tree.logit_nodes`, and at no other node where the model's head can be told so.
+    """Return the logits at `tree.logit_nodes`; other logits are not computed if the model's head can skip them.
 
     Args:
-        model: a causal model of transformers, bare or inside a wrapper that passes its arguments on (PEFT, DDP, FSDP,
+        model: a causal model of transformers, bare or inside a wrapper that forwards its arguments (PEFT, DDP, FSDP,
             torch.compile).
         tree: the rows.
 
     Returns:
-        Logits as the model gives them, shape [logits, vocabulary], with gradients as usual.
+        The model's logits, shape [logits, vocabulary], with gradients.
 
     Raises:
-        BadModel: the model cannot see a tree: it keeps a state, has no positions to be told, attends through a kernel
-            that takes no mask, or looks back less far than a row is long.
+        BadModel: the model does not support trees: it has a recurrent state, no `position_ids`, an attention kernel
+            without masks, or an attention window shorter than a row.
         BadBatch: the tree has no nodes.
     """
     inputs, wanted = _asked(model, tree)
@@ -88,35 +88,35 @@ def tree_logits(model: Any, tree: TokenTree) -> Any:
 
 
 def tree_hidden(model: Any, tree: TokenTree) -> Any:
-    """What the model's head is given at `tree.logit_nodes`, for who needs only some of the logits: `head_logprobs`.
+    """Return the input of the model's head at `tree.logit_nodes`, to compute only some logits with `head_logprobs`.
 
     Args:
-        model: as for `tree_logits`, bare or in PEFT's wrapper: others would not see this pass.
+        model: as for `tree_logits`, bare or in PEFT's wrapper; other wrappers need to run the forward pass.
         tree: the rows.
 
     Returns:
-        The last hidden states, shape [logits, width], with gradients as usual.
+        The last hidden states, shape [logits, width], with gradients.
 
     Raises:
-        BadModel: the model is inside a wrapper that has to see its passes, such as DDP.
+        BadModel: the model is inside a wrapper that has to run its forward passes, such as DDP.
     """
     if hasattr(model, "module"):
         raise BadModel(
-            f"{type(model).__name__} has to see the pass, and would not see this one: use tree_logits, "
-            f"or give {type(model).__name__}.module and bring the gradients together yourself."
+            f"{type(model).__name__} has to run the forward pass, but this call bypasses it: use tree_logits, "
+            f"or give {type(model).__name__}.module and reduce the gradients yourself."
         )
     inputs, wanted = _asked(model, tree)
     return _bare(model).base_model(**inputs, use_cache=False).last_hidden_state[0, wanted]
 
 
 def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None) -> Any:
-    """The log-probability of each term's id, at the temperature it was sampled at.
+    """Return the log-probability of each term's id, at the temperature of its sampling.
 
     Args:
-        logits: what `tree_logits` gave, shape [logits, vocabulary].
+        logits: the result of `tree_logits`, shape [logits, vocabulary].
         tree: the rows.
-        masks: what was allowed at each term, of `GrammarMasks.masks_for_terms`; None where everything was. They are the
-            terms', not the nodes': rows that share a node may have been held to different grammars.
+        masks: masks of `GrammarMasks.masks_for_terms`; None without constraints. They are per term, not per node, since
+            rows that share a node may have different grammars.
 
     Returns:
         Log-probabilities in nats, aligned with `tree.terms`, shape [terms], float32, or float64 where the logits are.
@@ -127,7 +127,7 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
         return masked_logprobs(logits[node], target, masks, terms.temperatures)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     temperature = torch.from_numpy(terms.temperatures).to(logits)
-    if (terms.temperatures != terms.temperatures[:1]).any():  # rows that share a node may have sampled differently
+    if (terms.temperatures != terms.temperatures[:1]).any():  # rows that share a node may have different temperatures
         logits, node = logits[node] / temperature[:, None], torch.arange(len(terms), device=logits.device)
     elif len(terms):
         logits = logits / temperature[0]
@@ -135,7 +135,7 @@ def tree_logprobs(logits: Any, tree: TokenTree, masks: TokenMasks | None = None)
 
 
 def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
-    """What `tree_logprobs(tree_logits(model, tree), tree, masks)` gives, from those logits alone that a mask leaves.
+    """Return `tree_logprobs(tree_logits(model, tree), tree, masks)`, but compute only allowed logits.
 
     The head runs in its weight's dtype, under autocast too.
 
@@ -148,12 +148,12 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
         As `tree_logprobs`.
 
     Raises:
-        BadModel: the model changes its logits behind the head.
+        BadModel: the model changes its logits after the head.
     """
     config = _bare(model).config.get_text_config()
-    if changes := [name for name in _BEHIND_THE_HEAD if getattr(config, name, None) not in (None, 1)]:
+    if changes := [name for name in _AFTER_THE_HEAD if getattr(config, name, None) not in (None, 1)]:
         raise BadModel(
-            f"{type(_bare(model)).__name__} changes its logits behind the head ({', '.join(changes)}): "
+            f"{type(_bare(model)).__name__} changes its logits after the head ({', '.join(changes)}): "
             "use tree_logprobs(tree_logits(model, tree), tree, masks)."
         )
     head, terms = _bare(model).get_output_embeddings(), tree.terms
@@ -165,7 +165,7 @@ def tree_head_logprobs(model: Any, tree: TokenTree, masks: TokenMasks) -> Any:
 
 
 def tree_difference(model: Any, tree: TokenTree) -> float:
-    """The largest difference between a logit on the tree and the same of its row alone: does this model see trees?
+    """Return the largest difference between logits on the tree and of single rows, to test that a model supports trees.
 
     Costs one forward pass for each row. Call `model.eval()` first: dropout differs from pass to pass.
     """
@@ -185,7 +185,7 @@ def _row_difference(model: Any, tree: TokenTree, logits: Any, index: int) -> flo
 
 
 def _asked(model: Any, tree: TokenTree) -> tuple[dict[str, Any], Any]:
-    """What the model is called with, and the nodes whose outputs are needed."""
+    """Return the model's inputs, and the nodes whose outputs are needed."""
     if not len(tree):
         raise BadBatch("The tree has no nodes, so it has no logits: its rows have no ids. Leave such rows out.")
     _check(model, tree)
@@ -205,7 +205,7 @@ def _inputs_for(bare: Any, tree: TokenTree, device: Any) -> dict[str, Any]:
     match _attention(bare):
         case "flex_attention":
             return _inputs(tree, block_mask(tree, device), device)
-        case "token_tree":  # four dimensions, so that transformers passes it on as it is
+        case "token_tree":  # four dimensions, so that transformers does not change it
             return _inputs(tree, _indices(tree.leave, device)[None, None, None], device)
         case "sdpa":  # a bool mask fits every dtype, under autocast too
             return tree_inputs(tree, device=device)
@@ -218,7 +218,7 @@ def _indices(array: NDArray[np.int32], device: Any) -> Any:
 
 
 def _bare(model: Any) -> Any:
-    """The model inside wrappers, which take any argument and pass it on."""
+    """Return the model inside wrappers, whose signatures accept any argument."""
     while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
         model = inner
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -237,24 +237,24 @@ def _check(model: Any, tree: TokenTree) -> None:
     name, config = type(bare).__name__, bare.config.get_text_config()
     if _attention(bare) not in _ATTENTIONS:
         raise BadModel(
-            f"{name} attends with {_attention(bare)!r}, which takes no mask of a tree. "
+            f"{name} attends with {_attention(bare)!r}, which does not support tree masks. "
             f"Load it with attn_implementation={' or '.join(map(repr, _ATTENTIONS))}."
         )
     if _attention(bare) == "token_tree" and not bare._can_set_attn_implementation():
-        raise BadModel(f"{name} has an attention of its own: load it with attn_implementation='eager'.")
+        raise BadModel(f"{name} has a custom attention: load it with attn_implementation='eager'.")
     layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     if getattr(bare, "_is_stateful", False) or layers - {*_MASKED}:
         raise BadModel(
-            f"{name} has layers that no mask holds to a branch, such as a state that goes from id to id: "
+            f"{name} has layers that a mask cannot restrict to a branch, such as recurrent ones: "
             "train it on padded batches."
         )
     if "position_ids" not in _arguments(model):
-        raise BadModel(f"{name} cannot be told the positions of a tree's nodes: train it on padded batches.")
+        raise BadModel(f"{name} has no position_ids for a tree's nodes: train it on padded batches.")
     window, longest = _window(config), int(tree.positions.max()) + 1
     if window is not None and longest > window:
         raise BadModel(
-            f"{name} looks back {window} ids in some layers, which a tree's mask would undo for a row of {longest}: "
-            "train rows that long on padded batches."
+            f"{name} has an attention window of {window} ids, and a tree's mask overrides it in a row of {longest}: "
+            "train such rows on padded batches."
         )
 
 

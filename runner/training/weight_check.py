@@ -1,4 +1,4 @@
-"""Tries whether an engine takes new weights of a model: each kind of tensor by itself, compared with transformers."""
+"""Check that an engine loads new weights correctly: each kind of tensor separately, against transformers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from runner.training.weight_proof import weight_proof
 __all__ = ["CheckedTensor", "Verdict", "Way", "WeightReport", "check_weights", "check_weights_async"]
 
 ID_COUNT: Final = 96
-"""The random ids whose log-probabilities are compared."""
+"""Number of random ids whose log-probabilities are compared."""
 CHANGE_SIZE: Final = 0.3
-"""The change of a tensor, in standard deviations of its own values."""
+"""Change of a tensor, in standard deviations of its values."""
 EVERYTHING: Final = "all tensors"
 ADAPTER: Final = "checked"
 TURN_COUNT: Final = 4
-"""The turns that are sampled while weights are exchanged under them."""
+"""Number of turns that are sampled during an exchange of weights."""
 
 
 class Way(enum.StrEnum):
-    """A way to give an engine new weights."""
+    """Way to give an engine new weights."""
 
     FOLDER = "folder"
     """A folder, as `save_pretrained` writes it."""
@@ -49,72 +49,72 @@ class Way(enum.StrEnum):
     TWICE = "twice"
     """Two state dicts in a row, the second one with the change."""
     UNDER_TURNS = "under-turns"
-    """A state dict while turns are sampled, which go on with it."""
+    """A state dict while turns are sampled, which then continue."""
     AFTER_SLEEP = "after-sleep"
     """A state dict after `sleep(2)`."""
     TRANSFER = "transfer"
     """A `LocalTransfer`, twice: through a file, or through the backend of `weight_transfer_config`."""
     SAME = "same"
-    """The weights that the engine has already."""
+    """The engine's current weights."""
     ADAPTER = "adapter"
     """A LoRA adapter of random values on each kind of linear layer, compared with PEFT's forward pass."""
 
 
 BY_TENSOR: Final = (Way.FOLDER, Way.STATE_DICT, Way.ADAPTER)
-"""The ways that change one kind of tensor at a time. The other ways change all of them at once."""
+"""Ways that change one kind of tensor at a time. The others change all kinds at once."""
 
 
 class Verdict(enum.StrEnum):
-    """The result of one update."""
+    """Result of one update."""
 
     RIGHT = "right"
-    """The engine computes what transformers computes with the new weights."""
+    """The engine's scores equal those of transformers with the new weights."""
     WRONG = "wrong"
-    """It computes something else."""
+    """The scores differ."""
     UNSEEN = "unseen"
-    """The change moves the log-probabilities by less than both computations differ anyway."""
+    """The change of the log-probabilities is smaller than the usual difference between both computations."""
     REFUSED = "refused"
-    """The engine does not take such an update, and says why."""
+    """The engine refuses such an update, with a reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedTensor:
-    """One kind of tensor that was changed, and what the engine made of it."""
+    """Result for one kind of tensor."""
 
     tensor: str
-    """The name of the tensors, with * for the numbers of layers and experts."""
+    """Name of the tensors, with * for the numbers of layers and experts."""
     way: Way
-    """How the new weights were given."""
+    """Way of the update."""
     verdict: Verdict
-    """What came of it."""
+    """Result of the update."""
     median: float | None = None
-    """The median difference from transformers, in nats; None where it was refused."""
+    """Median difference from transformers, in nats; None if refused."""
     largest: float | None = None
-    """The largest difference."""
+    """Largest difference, in nats; None if refused."""
     reason: str = ""
-    """Why it was refused, or what is wrong."""
+    """Reason for a refusal or a wrong result."""
 
 
 @dataclass(slots=True)
 class WeightReport:
-    """What a check of weights found."""
+    """Result of a check of weights."""
 
     model: str
-    """The model."""
+    """Model as given."""
     dtype: str
-    """The number type that the engine computes in."""
+    """Number type of the engine's computation."""
     baseline: ProofFigures
-    """How far engine and transformers are apart with the weights that the engine started with."""
+    """Difference between engine and transformers with the starting weights."""
     rows: list[CheckedTensor] = field(default_factory=list)
-    """A row for each kind of tensor and way."""
+    """Results, one for each kind of tensor and way."""
 
     @property
     def wrong(self) -> list[CheckedTensor]:
-        """The rows that are wrong."""
+        """Rows with wrong results."""
         return [row for row in self.rows if row.verdict is Verdict.WRONG]
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
+        """Return the report as JSON."""
         rows = [asdict(row) for row in self.rows]
         return {"model": self.model, "dtype": self.dtype, "baseline": asdict(self.baseline), "rows": rows}
 
@@ -122,20 +122,20 @@ class WeightReport:
 def check_weights(
     model: str | Path, *, tiny: bool = False, ways: Sequence[Way | str] = tuple(Way), **engine_arguments: Any
 ) -> WeightReport:
-    """Find out whether this engine, with these options, on this machine, takes new weights of a model.
+    """Check that an engine with these options, on this machine, loads new weights of a model correctly.
 
-    The model is loaded in transformers too. Then each kind of tensor is changed by itself, the engine updated, and the
-    log-probabilities of the same ids compared. Minutes for a small model: an update of the engine for each row.
+    The model is also loaded in transformers. Then each kind of tensor is changed separately, the engine is updated, and
+    log-probabilities of the same ids are compared. This takes minutes for a small model, with an update per row.
 
     Args:
         model: a folder, a Hugging Face id, or `smollm2-135m`; with `tiny` a folder with a config.json is enough.
-        tiny: play the architecture with few layers and random weights, without the model's own.
-        ways: how new weights are given.
-        engine_arguments: passed to `VllmEngine`.
+        tiny: use the architecture with few layers and random weights, without the model's own weights.
+        ways: ways to give new weights.
+        engine_arguments: arguments of `VllmEngine`.
 
     Raises:
-        BadModel: transformers or vLLM cannot load the model, or both compute different things from the start.
-        BadOption: there is no such way.
+        BadModel: transformers or vLLM cannot load the model, or their scores differ from the start.
+        BadOption: a way is unknown.
     """
     return anyio.run(partial(check_weights_async, model, tiny=tiny, ways=ways, **engine_arguments))
 
@@ -145,10 +145,10 @@ async def check_weights_async(
     *,
     tiny: bool = False,
     ways: Sequence[Way | str] = tuple(Way),
-    told: Callable[[CheckedTensor], None] = lambda _: None,
+    on_row: Callable[[CheckedTensor], None] = lambda _: None,
     **engine_arguments: Any,
 ) -> WeightReport:
-    """The same as `check_weights` on this event loop; `told` is called with each row."""
+    """Run `check_weights` on this event loop; `on_row` is called with each row."""
     chosen = [_way(way) for way in ways]
     with tempfile.TemporaryDirectory(prefix="deltarunner-weights-") as scratch:
         load = partial(_load, model, tiny=tiny, scratch=Path(scratch))
@@ -157,11 +157,11 @@ async def check_weights_async(
         async with trial.engine_running():
             assert trial.baseline is not None, "measured at the start"
             report = WeightReport(str(model), trial.dtype, trial.baseline)
-            for way in sorted(chosen, key=Way.ADAPTER.__eq__):  # adapters need an engine of their own: last
+            for way in sorted(chosen, key=Way.ADAPTER.__eq__):  # adapters need another engine, so they are last
                 for kind in trial.kinds_of(way):
                     row = await trial.checked(kind, way)
                     report.rows.append(row)
-                    told(row)
+                    on_row(row)
         return report
 
 
@@ -172,7 +172,7 @@ def _way(way: Way | str) -> Way:
 
 
 def _load(model: str | Path, *, tiny: bool, scratch: Path) -> tuple[Path, Any]:
-    """The folder that the engine starts from, and the model in transformers, in float32."""
+    """Return the folder for the engine's start, and the model in transformers, in float32."""
     import torch
     import transformers
 
@@ -188,13 +188,13 @@ def _load(model: str | Path, *, tiny: bool, scratch: Path) -> tuple[Path, Any]:
     folder = resolve_model(model).folder
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except Exception as error:  # the border to transformers, whose models raise anything
+    except Exception as error:  # models of transformers may raise anything
         raise BadModel(f"transformers cannot load {model}: {one_line(error)}") from error
     return folder, loaded.eval()
 
 
 class _Trial:
-    """An engine, the same model in transformers, and the figures of both."""
+    """Engine and reference: the same model in vLLM and in transformers."""
 
     def __init__(self, folder: Path, reference: Any, scratch: Path, engine_arguments: dict[str, Any]) -> None:
         self.folder, self.reference, self._scratch = folder, reference, scratch
@@ -213,14 +213,14 @@ class _Trial:
         self._exit = AsyncExitStack()
 
     def kinds_of(self, way: Way) -> Sequence[str]:
-        """The kinds of tensors that a way changes, one at a time."""
+        """Return the kinds of tensors that a way changes, one at a time."""
         if way is Way.ADAPTER:
             return linear_kinds(self.reference)
         return self._kinds if way in BY_TENSOR else (EVERYTHING,)
 
     @asynccontextmanager
     async def engine_running(self) -> AsyncIterator[None]:
-        """Start the engine; it may be another one by the end."""
+        """Start the engine for this block; it may be replaced during it."""
         try:
             await self._start()
             yield
@@ -228,10 +228,10 @@ class _Trial:
             await self._exit.aclose()
 
     async def _start(self) -> None:
-        """Start an engine from the first weights, in the place of one that has wrong ones.
+        """Start an engine with the first weights, and replace an earlier one.
 
         Raises:
-            BadModel: engine and transformers compute different things from the start.
+            BadModel: the scores of engine and transformers differ from the start.
         """
         await self._exit.aclose()
         self._exit = AsyncExitStack()
@@ -244,7 +244,7 @@ class _Trial:
         scores = await self.engine.score(proof.ids)
         self.baseline = self._compared(proof, scores, None)
         if why := failure_reason(self.baseline, proof, scores, None):
-            raise BadModel(f"vLLM and transformers compute different things with the weights that are there: {why}.")
+            raise BadModel(f"vLLM and transformers compute different scores with the model's own weights: {why}.")
         self._accepted = Accepted(proof, scores)
 
     async def _proof(self, model: Any = None) -> WeightProof:
@@ -267,7 +267,7 @@ class _Trial:
                 await self._start_again()
                 return CheckedTensor(kind, way, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
             except BadInput as error:
-                if self.engine.state is not EngineState.RUNNING:  # it sleeps, or waits for weights
+                if self.engine.state is not EngineState.RUNNING:  # it is asleep or has no weights
                     await self._start_again()
                 return CheckedTensor(kind, way, Verdict.REFUSED, reason=one_line(error))
             row = self._judged(kind, way, proof, scores)
@@ -299,7 +299,7 @@ class _Trial:
         """Start the engine again with adapters, once.
 
         Raises:
-            BadOption: it does not start with them, for each later call too.
+            BadOption: it does not start with them, now or in an earlier call.
         """
         if not self._takes_adapters:
             self._takes_adapters = True
@@ -323,7 +323,7 @@ class _Trial:
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 
     def _shows(self, proof: WeightProof) -> bool:
-        """Whether the change would have failed the proof if it had not arrived."""
+        """Return whether the proof would have failed without the change."""
         return not self._compared(proof, self._accepted.scores, None).holds
 
     def _compared(self, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> ProofFigures:
@@ -331,7 +331,7 @@ class _Trial:
         return compare_scores(proof, scores, tolerance, before, engine_dtype=self.dtype)
 
     def _change(self, kind: str) -> None:
-        """Change all tensors of a kind, or all of them, by a share of their spread."""
+        """Change all tensors of a kind, or of all kinds, by a share of their standard deviation."""
         import torch
 
         generator = torch.Generator().manual_seed(1)
@@ -356,7 +356,7 @@ class _Trial:
                 raise unwrapped(error) from None
         elif way is Way.TRANSFER:
             self._transfer = self._transfer or local_transfer(self._arguments, self.reference, self._scratch)
-            for _ in range(2):  # both ends meet once
+            for _ in range(2):  # both ends connect once
                 await engine.update_weights(self._transfer)
         elif way is Way.AFTER_SLEEP:
             await engine.sleep(2)
@@ -372,7 +372,7 @@ class _Trial:
         async with anyio.create_task_group() as turns:
             for number in range(TURN_COUNT):
                 turns.start_soon(_turn, self.engine, number)
-            while self.engine.stats().running < 1:  # noqa: ASYNC110  # no event says that a turn has begun
+            while self.engine.stats().running < 1:  # noqa: ASYNC110  # no event for the begin of a turn
                 await anyio.sleep(0.01)
             await self.engine.update_weights(self.reference.state_dict(), mode=PauseMode.KEEP)
 

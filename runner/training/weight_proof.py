@@ -1,4 +1,4 @@
-"""Makes a proof of a torch model's weights in one forward pass. Imports torch when it is called."""
+"""Proof of a torch model's weights by one forward pass. Imports torch when it is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.errors import BadModel
 __all__ = ["PROOF_SIZE", "Encodes", "weight_proof"]
 
 PROOF_SIZE: Final = 256
-"""The ids of a proof unless told otherwise."""
+"""Default number of ids of a proof."""
 
 _TEXT: Final = """The river had risen in the night, and by morning the lower road was gone. Anna counted 17 boats,
 4 carts and a piano. "Who brings a piano?" she asked. Nobody answered.
@@ -26,7 +26,7 @@ SELECT town, COUNT(*) FROM floods GROUP BY town ORDER BY 2 DESC;
 
 
 class Encodes(Protocol):
-    """A tokenizer, of transformers or one of ours."""
+    """Tokenizer, of transformers or the runner's own."""
 
     def encode(self, text: str, /) -> Sequence[int]: ...
 
@@ -39,28 +39,27 @@ def weight_proof(
     size: int = PROOF_SIZE,
     dtype: Any = None,
 ) -> WeightProof:
-    """A proof of a torch model's weights, for `update_weights(proof=)`, by one forward pass without gradients.
+    """Compute a proof of a torch model's weights, for `update_weights(proof=)`, by one forward pass without gradients.
 
-    Make it of the weights that are sent: after the optimizer's step and before the next one. The model is put into
-    `eval()` for the pass, since dropout would make it another model.
+    Compute it with the weights that are sent: after the optimizer's step and before the next one. The model is in
+    `eval()` during the pass, since dropout would change its output.
 
     Args:
-        model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], as such or as `.logits`.
-        tokenizer: what encodes the text that is scored; without one the ids are drawn at random from the vocabulary.
-        ids: the ids themselves, such as a trajectory's; then no tokenizer is needed.
-        size: the number of ids where none are given. More find smaller faults: docs/weights.md has the figures.
-        dtype: the engine's number type, as a name or of torch: weights are rounded to it as the engine rounds them,
-            in a copy. Give it where the engine's is coarser than the model's: only so a change that is smaller than
-            rounding can be seen to arrive.
+        model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], directly or as `.logits`.
+        tokenizer: encodes the scored text; without it the ids are drawn at random from the vocabulary.
+        ids: the ids, such as a trajectory's; then no tokenizer is needed.
+        size: number of ids without `ids`. More ids find smaller faults: docs/weights.md has the figures.
+        dtype: the engine's number type, as a name or of torch: weights are rounded to it in a copy, as in the engine.
+            Give it if the engine's type is coarser than the model's, to detect changes smaller than the rounding.
 
     Raises:
-        BadModel: torch is not installed, there is no such number type, or the model gives no logits of that shape.
-        BadWeights: the model gives NaN or infinity.
+        BadModel: torch is not installed, the number type does not exist, or the logits have another shape.
+        BadWeights: the model computes NaN or infinity.
     """
     try:
         import torch
     except ImportError:
-        raise BadModel("weight_proof() takes a torch model, and torch is not installed.") from None
+        raise BadModel("weight_proof() needs torch, which is not installed.") from None
 
     first = next(model.parameters())
     weights_dtype = first.dtype if dtype is None else getattr(torch, str(dtype).removeprefix("torch."), None)
@@ -77,7 +76,7 @@ def weight_proof(
             logits = getattr(output, "logits", output)
             if logits.shape[:2] != given.shape:
                 raise BadModel(
-                    f"weight_proof(): the model gives logits of shape {tuple(logits.shape)} for {given.shape}."
+                    f"weight_proof(): the model returns logits of shape {tuple(logits.shape)} for {given.shape}."
                 )
             scores = torch.log_softmax(logits[0, :-1].float(), dim=-1)
             logprobs = scores.gather(1, given[0, 1:, None])[:, 0].tolist()
@@ -87,7 +86,7 @@ def weight_proof(
 
 
 def _rounded(model: Any, dtype: Any) -> dict[str, Any]:
-    """The parameters that a narrower number type changes, rounded to it and in their own type again."""
+    """Return the parameters that a narrower number type changes, rounded to it, in their own type."""
     return {
         name: parameter.to(dtype).to(parameter.dtype)
         for name, parameter in model.named_parameters()
@@ -101,7 +100,7 @@ def _ids(model: Any, tokenizer: Encodes | None, size: int) -> list[int]:
         words, text, found = _TEXT.split(), _TEXT, list[int]()
         while len(found) < size:
             found = list(tokenizer.encode(text))
-            text += " ".join(rng.sample(words, len(words)))  # a text that repeats itself is too easy to tell
+            text += " ".join(rng.sample(words, len(words)))  # a repeated text is too easy to predict
         return found[:size]
     config = getattr(model.config, "get_text_config", lambda: model.config)()
     return [rng.randrange(config.vocab_size) for _ in range(size)]

@@ -177,7 +177,7 @@ def with_norm(tensors: dict[str, Any]) -> None:
 BAD = {
     "no configuration": (without("adapter_config.json"), ["adapter_config.json is missing", "save_pretrained"]),
     "no tensors": (without("adapter_model.safetensors"), ["adapter_model.safetensors is missing"]),
-    "no JSON": (written("{"), ["adapter_config.json is no JSON"]),
+    "no JSON": (written("{"), ["adapter_config.json is not JSON"]),
     "no settings": (written("[]"), ["adapter_config.json holds list"]),
     "another method": (configured(peft_type="IA3"), ["peft_type 'IA3'", "LORA"]),
     "no rank": (written('{"lora_alpha": 8, "target_modules": []}'), ["adapter_config.json", "'r'"]),
@@ -198,8 +198,14 @@ BAD = {
     ),
     "DoRA in tensors": (with_tensors(with_magnitude), ["lora_magnitude_vector", "DoRA"]),
     "a norm": (with_tensors(with_norm), ["model.norm.weight", "(16,)"]),
-    "no B": (with_tensors(lambda tensors: tensors.pop(f"{STEM}.lora_B.weight")), [f"{STEM}.lora_A", "no lora_B"]),
-    "no A": (with_tensors(lambda tensors: tensors.pop(f"{STEM}.lora_A.weight")), [f"{STEM}.lora_B", "no lora_A"]),
+    "no B": (
+        with_tensors(lambda tensors: tensors.pop(f"{STEM}.lora_B.weight")),
+        [f"{STEM}.lora_A", "no matching lora_B"],
+    ),
+    "no A": (
+        with_tensors(lambda tensors: tensors.pop(f"{STEM}.lora_A.weight")),
+        [f"{STEM}.lora_B", "no matching lora_A"],
+    ),
     "A too narrow": (reshaped(f"{STEM}.lora_A.weight", 4, 15), [f"{STEM}.lora_A", "(4, 15)", "(4, 16)"]),
     "B too short": (reshaped(f"{STEM}.lora_B.weight", 15, 4), [f"{STEM}.lora_B", "(15, 4)", "(16, 4)"]),
     "another rank": (configured(r=8), ["(4, ", "rank 8"]),
@@ -209,7 +215,7 @@ BAD = {
         with_tensors(lambda tensors: [tensors.pop(name) for name in list(tensors) if "v_proj" in name]),
         ["target module 'v_proj'"],
     ),
-    "no folder": (shutil.rmtree, ["there is no such folder"]),
+    "no folder": (shutil.rmtree, ["the folder does not exist"]),
 }
 
 
@@ -270,7 +276,7 @@ async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm:
     await book.add("poet", folder)
     await book.remove("poet")
     vllm.fails = EngineError("add_adapter(): unexpected modules")
-    with pytest.raises(BadWeights, match=r"'poet'.*does not take it.*unexpected modules"):
+    with pytest.raises(BadWeights, match=r"'poet'.*refuses it.*unexpected modules"):
         await book.add("poet", folder)
     assert not kept(book)
     assert not book.folders
@@ -296,7 +302,7 @@ async def test_an_engine_whose_kernels_cannot_be_mended_takes_no_adapter(
     with pytest.raises(BadOption, match=r"inherit from runner\.engines\.vllm\.worker\.extension\.WeightWorker"):
         await book.add("poet", folder)
     vllm.fails, vllm.masks = None, False
-    with pytest.raises(BadOption, match="turns without an adapter"):
+    with pytest.raises(BadOption, match="applies adapters to turns without one"):
         await book.add("poet", folder)
     assert not vllm.loaded
     assert not kept(book)

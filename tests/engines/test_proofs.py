@@ -67,7 +67,7 @@ def test_a_proof_that_cannot_be_is_refused_by_name(change: dict[str, Any], said:
 async def test_a_proof_of_another_vocabulary_is_refused_before_anything_is_touched() -> None:
     proof = WeightProof([*IDS, 10**6], [-1.0] * 40)
     async with ScriptedEngine("Yes") as engine:
-        with pytest.raises(BadWeights, match="there is no id 1000000 in the engine's model"):
+        with pytest.raises(BadWeights, match="the engine's model does not have the id 1000000"):
             await engine.update_weights("any", proof=proof)
         assert (engine.weight_version, engine.state) == ("scripted", EngineState.RUNNING)
 
@@ -311,7 +311,7 @@ async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
 
 async def test_a_fleet_refuses_a_proof_of_another_vocabulary_before_anything_is_touched() -> None:
     async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
-        with pytest.raises(BadWeights, match="there is no id 1000000"):
+        with pytest.raises(BadWeights, match="does not have the id 1000000"):
             await engine.update_weights("new", proof=WeightProof([*IDS, 10**6], [-1.0] * 40))
         assert engine.weight_version == "scripted"
         assert len(launcher.alive) == 2

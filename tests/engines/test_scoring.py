@@ -191,8 +191,8 @@ def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
         ([5], 1, "1 ids; give two or more"),
         ([5, "a"], 1, "give token ids, whole numbers"),
         ([5, 1.5], 1, "give token ids, whole numbers"),
-        ([5, -1], 1, "there is no id -1; the model's ids are 0 to"),
-        ([5, 10**9], 1, "there is no id 1000000000; the model's ids are 0 to"),
+        ([5, -1], 1, "the id -1 does not exist; the model's ids are 0 to"),
+        ([5, 10**9], 1, "the id 1000000000 does not exist; the model's ids are 0 to"),
         ([5, 6], 0, "score(start=0): give 1 to 1"),
         ([5, 6], 2, "score(start=2): give 1 to 1"),
         ([5, 6], True, "score(start=True): give 1 to 1"),
@@ -259,7 +259,7 @@ async def test_an_engine_in_another_process_scores_as_it_does_at_home() -> None:
         assert await hosted.score([1, 2, 3], start=2) == [-3.0]
         as_sampled = await hosted.score([1, 2, 3], sampling=Sampling(temperature=0.5))
         assert len(as_sampled) == 2
-        with pytest.raises(BadOption, match="there is no id -1"):
+        with pytest.raises(BadOption, match="the id -1 does not exist"):
             await hosted.score([1, -1])
 
 

@@ -176,8 +176,12 @@ def test_advantages_that_do_not_fit_are_refused(values: Any, message: str) -> No
         (lambda: TrainingBatch.packed(two(), length="8", pad_id=0), BadOption, "length='8': give"),  # type: ignore[arg-type]  # as a user may
         (lambda: TrainingBatch.padded(two(), pad_id=None), BadOption, r"pad_id=None: give a token id"),  # type: ignore[arg-type]  # likewise
         (lambda: TrainingBatch.padded(two(), pad_id=-1), BadOption, "pad_id=-1: give a token id"),
-        (lambda: TrainingBatch.padded(two(), pad_id=99, vocabulary=50), BadOption, "pad_id=99 is none of the 50 ids"),
-        (lambda: TrainingBatch.padded(two(), pad_id=0, vocabulary=10), BadBatch, "id 10 is none of the 10 ids"),
+        (
+            lambda: TrainingBatch.padded(two(), pad_id=99, vocabulary=50),
+            BadOption,
+            "pad_id=99 is not one of the 50 ids",
+        ),
+        (lambda: TrainingBatch.padded(two(), pad_id=0, vocabulary=10), BadBatch, "id 10 is not one of the 10 ids"),
         (lambda: TrainingBatch.padded(two(), pad_id=0, multiple_of=0), BadOption, "multiple_of=0: give"),
         (
             lambda: TrainingBatch.padded(two(), pad_id=0, advantages="grpo"),  # type: ignore[arg-type]  # likewise
@@ -388,13 +392,13 @@ async def test_the_likeliest_ids_stand_where_theirs_were_sampled() -> None:
         assert batch.trained
         for count in (1, 3):
             _likeliest(batch, count)
-        with pytest.raises(BadBatch, match=r"t0#0/main/\d has the 3 likeliest .*Sampling\(logprobs=4\)"):
+        with pytest.raises(BadBatch, match=r"t0#0/main/\d has 3 most likely .*Sampling\(logprobs=4\)"):
             batch.top_logprobs(4)
 
 
 def test_a_batch_without_likeliest_ids_names_the_turn_and_the_fix() -> None:
     batch = TrainingBatch.padded(two(), pad_id=0)
-    with pytest.raises(BadBatch, match=r"t0#0/main/0 has the 0 likeliest ids .*play it with Sampling\(logprobs=2\)"):
+    with pytest.raises(BadBatch, match=r"t0#0/main/0 has 0 most likely ids .*sample it with Sampling\(logprobs=2\)"):
         batch.top_logprobs(2)
     with pytest.raises(BadOption, match="count=0: give a whole number of at least 1"):
         batch.top_logprobs(0)

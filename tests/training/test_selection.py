@@ -116,8 +116,8 @@ SAME = one()
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Selection.of([]), BadBatch, "no groups were given: an iterator that has been read"),
-        (lambda: Selection.of(group(one())), BadBatch, r"Group cannot be made a batch of.*run.groups\(\)"),  # type: ignore[arg-type]  # as a user may
+        (lambda: Selection.of([]), BadBatch, "no groups were given: an iterator that was read"),
+        (lambda: Selection.of(group(one())), BadBatch, r"a batch cannot be made from Group.*run.groups\(\)"),  # type: ignore[arg-type]  # as a user may
         (lambda: Selection.of([["x"]]), BadBatch, r"\['x'\] is neither a group nor a trajectory"),  # type: ignore[list-item]  # likewise
         (lambda: Selection.of([SAME, SAME]), BadBatch, "episode 't0#0' of agent 'main' was given twice"),
         (lambda: Selection.of([group(SAME), SAME]), BadBatch, "given twice"),
@@ -137,7 +137,9 @@ def test_what_cannot_be_a_batch_is_refused(make: Callable[[], Any], error: type[
 @pytest.mark.parametrize("id", [300, -1], ids=["past the end", "negative"])
 def test_a_batch_of_another_tokenizer_is_refused_by_the_first_id_that_tells(id: int) -> None:
     foreign = made([prompt(1), said(299)], [prompt(5, id), said(6)], id="t3#1")
-    with pytest.raises(BadBatch, match=rf"'t3#1' of agent 'main', segment 1, position 1: id {id} is none of the 300"):
+    with pytest.raises(
+        BadBatch, match=rf"'t3#1' of agent 'main', segment 1, position 1: id {id} is not one of the 300"
+    ):
         Selection.of([one(), foreign], vocabulary=300)
     assert Selection.of([one()], vocabulary=4).rows
 

@@ -245,7 +245,7 @@ def test_a_pack_without_room_is_refused(nodes: Any) -> None:
     ids=["groups", "trajectories", "a batch", "an iterator"],
 )
 def test_what_is_no_row_is_refused_with_how_to_get_rows(make: Callable[[Any], Any], given: Any, named: str) -> None:
-    with pytest.raises(BadBatch, match=rf"{named} is none\. Give rows: Selection.of\(groups\).rows, or batch.rows"):
+    with pytest.raises(BadBatch, match=rf"got {named}\. Give rows: Selection.of\(groups\).rows, or batch.rows"):
         make(given)
 
 

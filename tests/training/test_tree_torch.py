@@ -204,16 +204,16 @@ def small(family: str, **settings: Any) -> Any:
 
 def test_a_model_that_changes_its_logits_behind_the_head_is_refused() -> None:
     tree = TokenTree.of(GROUPS["a group"])
-    with pytest.raises(
-        BadModel, match=r"GraniteForCausalLM changes its logits behind the head \(logits_scaling\): use"
-    ):
+    with pytest.raises(BadModel, match=r"GraniteForCausalLM changes its logits after the head \(logits_scaling\): use"):
         tree_head_logprobs(small("Granite", logits_scaling=2.0), tree, unmasked(tree))
 
 
 def test_a_wrapper_that_has_to_see_the_pass_is_not_gone_past() -> None:
     wrapper, tree = torch.nn.Module(), TokenTree.of(GROUPS["a group"])
     wrapper.module = llama()
-    with pytest.raises(BadModel, match="Module has to see the pass, and would not see this one: use tree_logits"):
+    with pytest.raises(
+        BadModel, match="Module has to run the forward pass, but this call bypasses it: use tree_logits"
+    ):
         tree_hidden(wrapper, tree)
 
 
@@ -268,16 +268,16 @@ def sparse() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (flash, "LlamaForCausalLM attends with 'flash_attention_2', which takes no mask of a tree. Load it with"),
-        (mamba, "MambaForCausalLM has layers that no mask holds to a branch"),
-        (sparse, "LlamaForCausalLM has layers that no mask holds to a branch"),
-        (griffin, "RecurrentGemmaForCausalLM has layers that no mask holds to a branch"),
-        (neo, "GPTNeoForCausalLM has layers that no mask holds to a branch"),
-        (codegen, "CodeGenForCausalLM has an attention of its own: load it with attn_implementation='eager'"),
-        (bloom, "BloomForCausalLM cannot be told the positions"),
+        (flash, "LlamaForCausalLM attends with 'flash_attention_2', which does not support tree masks. Load it with"),
+        (mamba, "MambaForCausalLM has layers that a mask cannot restrict to a branch"),
+        (sparse, "LlamaForCausalLM has layers that a mask cannot restrict to a branch"),
+        (griffin, "RecurrentGemmaForCausalLM has layers that a mask cannot restrict to a branch"),
+        (neo, "GPTNeoForCausalLM has layers that a mask cannot restrict to a branch"),
+        (codegen, "CodeGenForCausalLM has a custom attention: load it with attn_implementation='eager'"),
+        (bloom, "BloomForCausalLM has no position_ids"),
         (
             lambda: small("Mistral", sliding_window=8),
-            "MistralForCausalLM looks back 8 ids in some layers, .* a row of 31",
+            "MistralForCausalLM has an attention window of 8 ids, .* a row of 31",
         ),
     ],
     ids=[

@@ -328,7 +328,7 @@ def stand_in(
 @pytest.mark.parametrize(
     ("llm", "message"),
     [
-        (stand_in(mode="raw_logits"), "with logprobs_mode='raw_logits' it gives no log-probabilities"),
+        (stand_in(mode="raw_logits"), "with logprobs_mode='raw_logits' it has no log-probabilities"),
         (
             stand_in(),
             "on a CPU, vLLM dies of a seeded turn with a chunked prompt; .* worker_extension_cls",
@@ -349,7 +349,7 @@ def test_what_it_was_not_started_for_is_refused_before_anything_is_played() -> N
     with pytest.raises(BadOption, match=r"returns at most 5; start it with max_logprobs=6"):
         engine.check_sampling(replace(Sampling.defaults(), logprobs=6))
     constraint = Constraint(ConstraintKind.REGEX, "a+")
-    with pytest.raises(BadOption, match="masks write behind a vocabulary that is no multiple of 32"):
+    with pytest.raises(BadOption, match="masks write past the end of a vocabulary that is not a multiple of 32"):
         engine.check_constraint(constraint)
     VllmEngine.over(stand_in(ids=64)).check_constraint(constraint)
     VllmEngine.over(stand_in(device="cuda")).check_constraint(constraint)

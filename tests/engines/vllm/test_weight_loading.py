@@ -104,7 +104,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda folder: saved(folder, {f"module.{name}": tensor for name, tensor in tensors().items()}),
         ["'module.table' in model.safetensors", "Take 'module.' off"],
     ),
-    "no folder": (lambda folder: folder, ["no such folder"]),
+    "no folder": (lambda folder: folder, ["the folder does not exist"]),
     "a file": (lambda folder: saved(folder, tensors()) / "model.safetensors", ["give the folder that holds it"]),
     "an empty folder": (lambda folder: saved(folder), ["holds no *.safetensors"]),
     "a folder of another format": (beside, ["but pytorch_model.bin"]),

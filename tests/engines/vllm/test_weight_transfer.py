@@ -152,7 +152,7 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     [
         (Source(without(UP)), rf"LocalTransfer: missing '{UP}'"),
         (Source({**tensors(), UP: torch.ones(3, 4)}), rf"LocalTransfer: the tensor '{UP}' has shape"),
-        (tensors(), r"LocalTransfer\(source=...\) is dict, which cannot say .*ModuleSource"),
+        (tensors(), r"LocalTransfer\(source=...\) is dict, which does not list .*ModuleSource"),
     ],
     ids=["a tensor is missing", "another shape", "no source"],
 )

@@ -153,7 +153,7 @@ async def test_what_does_not_fit_changes_nothing_not_even_for_whoever_is_being_a
         ({**old, NORM: nan}, rf"'{NORM}' holds a value that is NaN"),
         ({**wide(old), "lm_head.weight": old[EMBEDDING] + 1}, rf"'lm_head.weight' differs from '{EMBEDDING}'"),
         (truncated, r"model.safetensors is truncated: the tensor '"),
-        (tmp_path / "nowhere", r"there is no such folder"),
+        (tmp_path / "nowhere", r"the folder does not exist"),
         (WeightTransfer({"names": [], "dtype_names": [], "shapes": []}), r"weight_transfer_config"),
     ]
     said: list[Said] = []
