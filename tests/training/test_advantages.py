@@ -80,7 +80,7 @@ def test_no_trajectories_have_no_advantages(rule: AdvantageRule) -> None:
     [
         ([0.0, 1.0], [0], "one reward and one group for each"),
         ([[0.0, 1.0]], [[0, 0]], "one reward and one group for each"),
-        ([0.0, float("nan")], [0, 0], "reward 1 is nan: leave out what has no reward"),
+        ([0.0, float("nan")], [0, 0], "reward 1 is nan: leave out trajectories without a reward"),
     ],
     ids=["lengths", "dimensions", "nan"],
 )

@@ -191,7 +191,7 @@ def test_advantages_that_do_not_fit_are_refused(values: Any, message: str) -> No
         (
             lambda: TrainingBatch.packed(two(), length=8, pad_id=0, advantages=np.ones(2)),  # type: ignore[arg-type]  # likewise
             BadOption,
-            r"go to batch.with_advantages\(values\)",
+            r"use batch.with_advantages\(values\)",
         ),
     ],
     ids=[

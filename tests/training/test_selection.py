@@ -123,7 +123,7 @@ SAME = one()
         (lambda: Selection.of([group(SAME), SAME]), BadBatch, "given twice"),
         (lambda: Selection.of([one(reward=float("nan"))]), BadBatch, "'t0#0' of agent 'main' has the reward nan"),
         (lambda: Selection.of([one(reward=1e39)]), BadBatch, r"reward 1e\+39"),
-        (lambda: Selection.of([one()], drop_flat=True), BadBatch, r"was given by itself.*grouped\(trajectories"),
+        (lambda: Selection.of([one()], drop_flat=True), BadBatch, r"was given without its group.*grouped\(trajectories"),
         (lambda: Selection.of([one()], vocabulary=0), BadOption, "vocabulary=0: give the number of ids"),
         (lambda: Selection.of([one()], vocabulary=True), BadOption, "vocabulary=True: give"),
     ],

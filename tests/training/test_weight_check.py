@@ -138,7 +138,7 @@ def test_adapters_without_peft_are_refused(tiny_llama: Any, monkeypatch: pytest.
 
 
 def test_transfer_backend_across_gpus_is_refused(tiny_llama: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"'nccl'.*transfers are tried by 'file' and by 'ipc'"):
+    with pytest.raises(BadOption, match=r"'nccl'.*transfers are tried with 'file' and 'ipc'"):
         local_transfer({"weight_transfer_config": {"backend": "nccl"}}, tiny_llama, tmp_path)
 
 
