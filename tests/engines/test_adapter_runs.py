@@ -43,7 +43,7 @@ async def test_removing_what_is_not_there_names_what_is(tmp_path: Path) -> None:
         assert not engine.adapters
 
 
-async def test_adapters_are_left_alone_while_the_weights_sleep_and_before_they_would_be_discarded() -> None:
+async def test_adapter_calls_are_refused_while_weights_sleep() -> None:
     async with ScriptedEngine("Yes", adapters=["poet"]) as engine:
         with pytest.raises(BadControl, match=r"sleep\(2\) would discard the adapters: remove_adapter"):
             await engine.sleep(2)
@@ -72,7 +72,7 @@ def versions(trajectory: Trajectory) -> list[str]:
     return [span.version for segment in trajectory.segments for span in segment.log.versions]
 
 
-async def test_a_trajectory_says_which_adapter_was_asked_and_which_version_of_it_sampled() -> None:
+async def test_trajectory_has_the_adapter_and_its_version() -> None:
     async with ScriptedEngine("Roses are red", adapters=["poet"]) as engine:
         await engine.add_adapter("poet", "anywhere")
         await engine.add_adapter("critic", "anywhere")
@@ -85,7 +85,7 @@ async def test_a_trajectory_says_which_adapter_was_asked_and_which_version_of_it
         assert asked == [None, "poet", "critic"]
 
 
-async def test_an_adapter_that_only_a_turn_names_fails_its_episode_with_what_is_there() -> None:
+async def test_unknown_adapter_of_a_turn_fails_its_episode() -> None:
     async with ScriptedEngine("Roses are red", adapters=["poet"]) as engine, Run(Poem, engine, breaker=1) as run:
         trajectories = [trajectory async for trajectory in run]
     for trajectory in trajectories:
@@ -103,7 +103,7 @@ class Spoken(Plain):
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(adapter="critic")], ids=["class", "run"])
-async def test_a_run_whose_every_turn_would_be_refused_is_refused_before_anything_is_sampled(
+async def test_run_with_an_unknown_adapter_is_refused_at_the_start(
     sampling: Sampling | None,
 ) -> None:
     engine = ScriptedEngine("Yes", adapters=["judge"], record=True)
@@ -124,7 +124,7 @@ async def test_a_run_may_take_the_adapter_of_its_class_away_or_have_it() -> None
         assert versions(trajectory) == [version]
 
 
-async def test_turns_in_flight_go_on_with_their_version_also_when_it_is_removed_or_the_weights_change() -> None:
+async def test_turns_in_flight_keep_their_adapter_version() -> None:
     async with ScriptedEngine("a long sentence", adapters=["poet"], chunks=1, latency=Latency(between=1)) as engine:
         request = turn_with("poet", engine)
         async with engine.stream(request) as deltas:
@@ -142,7 +142,7 @@ async def test_turns_in_flight_go_on_with_their_version_also_when_it_is_removed_
         assert engine.stats().open == 0
 
 
-async def test_an_adapter_that_goes_while_a_request_waits_at_the_gate_is_refused_there() -> None:
+async def test_adapter_removed_during_the_wait_at_the_gate_is_refused() -> None:
     async with ScriptedEngine("a long sentence", adapters=["poet"], places=1, chunks=1, tick=0.001) as engine:
         refused: list[str] = []
 
@@ -170,7 +170,7 @@ def turn_with(adapter: str | None, engine: Engine) -> GenerationRequest:
 # --- how far behind
 
 
-async def test_lag_counts_updates_of_the_weights_and_later_additions_of_the_adapter() -> None:
+async def test_lag_counts_weight_updates_and_newer_adapters() -> None:
     async with ScriptedEngine("Yes", adapters=["poet", "critic"]) as engine:
         await engine.update_weights(None, version="a+b")
         await engine.update_weights(None, version="2")

@@ -220,7 +220,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("spoil", "told"), BAD.values(), ids=BAD)
-async def test_what_does_not_fit_is_refused_by_name_before_vllm_sees_it_and_what_was_there_stays(
+async def test_misfit_is_refused_before_vllm_and_changes_nothing(
     book: VllmAdapters, vllm: FakeVllm, folder: Path, spoil: Callable[[Path], None], told: list[str]
 ) -> None:
     assert await book.add("poet", folder) == "poet@1"
@@ -287,7 +287,7 @@ async def test_what_vllm_refuses_leaves_nothing_behind(book: VllmAdapters, vllm:
     assert not book.folders
 
 
-async def test_on_a_cpu_the_kernels_are_mended_before_the_first_adapter_and_only_then(
+async def test_kernels_are_patched_once_before_the_first_adapter_on_cpu(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
     for name in ("poet", "critic"):
@@ -344,9 +344,7 @@ async def test_tensors_are_taken_with_their_configuration(book: VllmAdapters, vl
     assert json.loads((copy / "adapter_config.json").read_text())["target_modules"] == sorted(config["target_modules"])
 
 
-async def test_tensors_without_a_configuration_and_a_folder_with_one_are_refused(
-    book: VllmAdapters, folder: Path
-) -> None:
+async def test_tensors_without_and_folder_with_config_are_refused(book: VllmAdapters, folder: Path) -> None:
     with pytest.raises(BadOption, match=r"config=.*lora_alpha"):
         await book.add("poet", adapter_tensors(SHAPES, seed=1))
     with pytest.raises(BadOption, match="a folder has its own"):
@@ -359,7 +357,7 @@ async def test_tensors_without_a_configuration_and_a_folder_with_one_are_refused
 # --- versions
 
 
-async def test_every_addition_has_an_id_a_name_and_a_folder_of_its_own_that_nobody_writes_over(
+async def test_every_version_has_its_own_id_name_and_private_folder(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
     requests = []
@@ -376,7 +374,7 @@ async def test_every_addition_has_an_id_a_name_and_a_folder_of_its_own_that_nobo
     assert folder not in vllm.loaded.values()
 
 
-async def test_a_version_stays_until_its_last_turn_is_over_and_goes_with_the_next_change(
+async def test_version_is_unloaded_after_its_last_turn_and_next_change(
     book: VllmAdapters, vllm: FakeVllm, folder: Path
 ) -> None:
     await book.add("poet", folder)
@@ -402,7 +400,7 @@ async def test_closing_deletes_every_copy(book: VllmAdapters, folder: Path) -> N
     assert not kept(book)
 
 
-async def test_a_book_that_nobody_closed_deletes_its_copies_when_it_is_dropped(model: Path, folder: Path) -> None:
+async def test_unclosed_adapters_delete_their_copies_when_dropped(model: Path, folder: Path) -> None:
     book = adapters_of(FakeVllm(model))
     await book.add("poet", folder)
     (copy,) = kept(book)

@@ -56,7 +56,7 @@ async def test_an_engine_that_is_not_running_answers_nothing(make: Callable[[], 
 
 @pytest.mark.anyio
 @pytest.mark.both_backends
-async def test_closing_an_engine_ends_who_is_inside_and_sends_away_who_waits() -> None:
+async def test_close_ends_requests_inside_and_at_the_gate() -> None:
     asked = EngineUnderTest(ScriptedEngine(TEXT, latency=Latency(between=1), places=1))
     told: list[str] = []
 

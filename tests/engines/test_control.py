@@ -130,7 +130,7 @@ async def test_no_episode_of_a_run_is_lost_or_inexact(mode: PauseMode) -> None:
     assert (len(engine.calls) > 6) is (mode is PauseMode.ABORT), "only what was cut is asked anew"
 
 
-async def test_a_sleep_cuts_turns_as_an_abort_does_and_the_run_goes_on_once_awake() -> None:
+async def test_sleep_cuts_turns_and_the_run_continues_after_wake() -> None:
     engine = slow(places=3)
     async with Run(Plain, engine, tasks=tasks(6)) as run:
         while engine.stats().open < 3:
@@ -191,7 +191,7 @@ def test_the_clocks_of_whoever_waits_for_a_paused_engine_stand_still(
     trio.run(main, clock=clock)
 
 
-def test_the_clock_of_an_environment_at_work_goes_on_while_the_engine_is_paused(clock: trio.testing.MockClock) -> None:
+def test_environment_clock_runs_while_the_engine_is_paused(clock: trio.testing.MockClock) -> None:
     async def main() -> None:
         engine = ScriptedEngine("Yes")
 
@@ -211,7 +211,7 @@ def test_the_clock_of_an_environment_at_work_goes_on_while_the_engine_is_paused(
 # --- weights
 
 
-async def test_an_update_under_a_turn_leaves_exact_spans_and_tells_who_listens() -> None:
+async def test_update_during_a_turn_has_exact_spans_and_calls_listeners() -> None:
     heard: list[str] = []
     async with slow() as engine:
         undisturbed, _ = await ask(engine)
@@ -248,12 +248,12 @@ async def updated_in_the_midst() -> int:
     return old.end
 
 
-async def test_ids_that_wait_for_their_delta_are_of_the_weights_that_sampled_them() -> None:
+async def test_unsent_ids_keep_the_version_that_sampled_them() -> None:
     # Another order of tasks may let so many ticks pass that a delta is whole just then.
     assert any([await updated_in_the_midst() % 8 for _ in range(5)])
 
 
-async def test_an_update_leaves_a_paused_engine_paused_and_a_sleeping_one_asleep() -> None:
+async def test_update_keeps_paused_and_sleeping_states() -> None:
     async with slow() as engine:
         await engine.pause()
         await engine.update_weights(None)
@@ -268,7 +268,7 @@ async def test_an_update_leaves_a_paused_engine_paused_and_a_sleeping_one_asleep
         assert engine.stats().weight_version == (await ask(engine))[1].versions[0].version == "2"
 
 
-async def test_weights_that_sleep_discarded_have_to_be_given_before_the_engine_goes_on() -> None:
+async def test_discarded_weights_are_required_before_resume() -> None:
     async with slow() as engine, anyio.create_task_group() as group:
         await discarded(engine)
         assert engine.stats().state is EngineState.PAUSED

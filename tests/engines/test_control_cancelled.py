@@ -72,7 +72,7 @@ async def controlled(engine: ScriptedEngine) -> SlowRuntime:
     return runtime
 
 
-async def test_an_update_that_is_cancelled_natively_while_it_loads_is_done_before_that_is_heard() -> None:
+async def test_native_cancellation_waits_for_the_end_of_a_load() -> None:
     async with recording("Yes") as engine:
         runtime = await controlled(engine)
         told: list[str] = []

@@ -108,7 +108,7 @@ async def test_weights_that_are_refused_leave_everything_as_it_was() -> None:
         assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "scripted")
 
 
-async def test_a_failure_past_the_check_ends_every_episode_with_one_cause_and_keeps_the_version() -> None:
+async def test_failed_load_ends_all_episodes_and_keeps_the_version() -> None:
     got: list[Trajectory] = []
     async with careful("load", places=3) as (engine, runtime):
         runtime.dies = True

@@ -124,9 +124,7 @@ BY_THEMSELVES = ["Mistral 7B", "Kimi K2", "Gemma 4", "Hunyuan", "Qwen3", "LFM 2.
 
 
 @pytest.mark.parametrize("name", sweeps.part(BY_THEMSELVES, 6))
-async def test_a_strict_call_that_a_model_begins_by_itself_is_read_without_an_error(
-    name: str, engine: VllmEngine
-) -> None:
+async def test_strict_call_begun_by_the_model_is_read(name: str, engine: VllmEngine) -> None:
     def calling(form: TurnFormat) -> Sampling:
         assert form.calls is not None
         (trigger,) = engine.tokenizer.encode(form.calls.trigger)
@@ -143,9 +141,7 @@ def forced_ids(reply: Reply, encoder: ReplyEncoder, engine: VllmEngine) -> list[
 
 
 @pytest.mark.parametrize("name", sweeps.part(list(TEMPLATES), 12))
-async def test_what_a_family_says_is_read_as_it_was_meant_and_stays_as_it_was_sampled(
-    name: str, engine: VllmEngine
-) -> None:
+async def test_family_calls_are_read_and_ids_stay_as_sampled(name: str, engine: VllmEngine) -> None:
     of = family(name)
     said = played(of.form, *as_family(engine, of))
     encoder = ReplyEncoder(engine.tokenizer, of.template)

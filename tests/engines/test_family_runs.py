@@ -42,9 +42,7 @@ def brief(of: Family, model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sweeps.part(RUN, len(RUN)))
-def test_the_calculator_plays_on_a_model_of_a_family_and_what_was_kept_is_verified(
-    name: str, polyglot_folder: Path, tmp_path: Path
-) -> None:
+def test_calculator_run_on_each_model_family_is_verified(name: str, polyglot_folder: Path, tmp_path: Path) -> None:
     of = family(name)
     (model := tmp_path / "model").mkdir()
     family_folder(model, polyglot_folder, of)

@@ -162,7 +162,7 @@ async def test_failure_wakes_everybody_and_lets_nobody_in() -> None:
     assert (gate.inside, gate.waiting) == (1, 0)
 
 
-def test_cancellation_between_admission_and_wake_up_gives_the_place_back() -> None:
+def test_cancellation_after_admission_frees_the_place() -> None:
     async def main() -> None:
         gate = AdmissionGate(1, room=100)
         holder, caught, third = Session(), Session(), Session()

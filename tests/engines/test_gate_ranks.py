@@ -17,7 +17,7 @@ def ranks_of(sessions: list[Session]) -> list[int | None]:
 
 
 @pytest.mark.anyio
-async def test_a_first_request_goes_to_the_rank_that_keeps_least_and_its_session_stays_there() -> None:
+async def test_first_request_and_its_session_use_the_emptiest_rank() -> None:
     gate = AdmissionGate(8, room=800, ranks=2)
     large, small, third, fourth = sessions = [Session() for _ in range(4)]
     for session, tokens in ((large, 90), (small, 20), (third, 30), (fourth, 30)):
@@ -32,7 +32,7 @@ async def test_a_first_request_goes_to_the_rank_that_keeps_least_and_its_session
 
 
 @pytest.mark.anyio
-async def test_a_late_request_waits_for_its_own_rank_and_a_first_one_takes_the_place_that_is_free() -> None:
+async def test_late_request_waits_for_its_own_rank() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(2, room=100, ranks=2), tasks)
         bound, other, new = Session(), Session(), Session()
@@ -53,7 +53,7 @@ async def test_a_late_request_waits_for_its_own_rank_and_a_first_one_takes_the_p
 
 
 @pytest.mark.anyio
-async def test_sessions_of_one_episode_are_on_one_rank_whichever_of_them_is_let_in_first() -> None:
+async def test_sessions_of_one_episode_share_a_rank() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(2, room=100, ranks=2), tasks)
         holders = [Session(), Session()]
@@ -75,7 +75,7 @@ async def test_sessions_of_one_episode_are_on_one_rank_whichever_of_them_is_let_
 
 
 @pytest.mark.anyio
-async def test_a_late_request_without_a_rank_is_not_overtaken_by_those_that_came_after_it() -> None:
+async def test_late_request_without_a_rank_is_not_overtaken() -> None:
     async with anyio.create_task_group() as tasks:
         hall = Hall(AdmissionGate(2, room=100, ranks=2), tasks)
         first, second = Session(), Session()
@@ -119,7 +119,7 @@ OF_EPISODES = st.lists(
 
 @settings(max_examples=sweeps.times(80, 25))
 @given(ranks=st.integers(2, 3), each=st.integers(1, 2), operations=OF_EPISODES)
-def test_with_ranks_no_episode_moves_no_rank_is_overfull_and_nobody_waits_for_nothing(
+def test_ranks_are_stable_within_limits_and_never_starve(
     ranks: int, each: int, operations: list[tuple[str, int, int]]
 ) -> None:
     anyio.run(_play_on_ranks, ranks, each, operations)

@@ -36,7 +36,7 @@ def test_nobody_asks_earlier_than_the_server_wants(asked: float, attempt: int, s
     assert seconds >= asked
 
 
-def test_a_server_that_asks_for_more_than_two_minutes_is_not_asked_again() -> None:
+def test_long_retry_after_is_not_retried() -> None:
     retries = Retries(RetryPolicy())
     assert retries.wait_after(HttpFailure(FailureKind.BUSY, "full", 121.0), 1) is None
     assert (retries.left, retries.counts.total()) == (RetryPolicy().budget, 0)
@@ -53,7 +53,7 @@ def test_a_request_is_sent_as_often_as_the_policy_says() -> None:
     assert retries.counts == {FailureKind.BUSY: 2}
 
 
-def test_the_budget_of_a_run_is_spent_by_what_fails_and_given_back_by_what_succeeds() -> None:
+def test_failures_spend_the_budget_and_successes_refill_it() -> None:
     retries = Retries(RetryPolicy(budget=2))
     assert [retries.wait_after(BUSY, 1) is None for _ in range(3)] == [False, False, True]
     retries.succeeded()

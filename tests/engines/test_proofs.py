@@ -64,7 +64,7 @@ def test_a_proof_that_cannot_be_is_refused_by_name(change: dict[str, Any], said:
     assert said in str(raised.value)
 
 
-async def test_a_proof_of_another_vocabulary_is_refused_before_anything_is_touched() -> None:
+async def test_proof_of_another_vocabulary_is_refused_first() -> None:
     proof = WeightProof([*IDS, 10**6], [-1.0] * 40)
     async with ScriptedEngine("Yes") as engine:
         with pytest.raises(BadWeights, match="the engine's model does not have the id 1000000"):
@@ -133,7 +133,7 @@ class Update:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-def test_the_share_of_a_change_that_arrived_is_measured_below_the_noise(share: float) -> None:
+def test_arrived_share_of_a_change_is_measured_below_the_noise(share: float) -> None:
     update = Update(0.02, 0.02, dtype="float32", weights_dtype="bfloat16")
     arrived, why = update.judged(share * update.change + drawn(4, SIZE, 0.005))
     assert arrived == pytest.approx(share, abs=0.1)
@@ -309,7 +309,7 @@ async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
         assert {each.version for each in engine.workers()} == {"1"}
 
 
-async def test_a_fleet_refuses_a_proof_of_another_vocabulary_before_anything_is_touched() -> None:
+async def test_fleet_refuses_a_proof_of_another_vocabulary_first() -> None:
     async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
         with pytest.raises(BadWeights, match="does not have the id 1000000"):
             await engine.update_weights("new", proof=WeightProof([*IDS, 10**6], [-1.0] * 40))

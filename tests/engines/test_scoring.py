@@ -226,7 +226,7 @@ async def test_an_engine_over_a_function_cannot_score() -> None:
 # --- the scripted engine
 
 
-async def test_a_scripted_engine_scores_the_same_ids_alike_and_uses_no_reply() -> None:
+async def test_scripted_scores_are_stable_and_use_no_reply() -> None:
     async with ScriptedEngine(["one", "two"]) as engine:
         first = await engine.score([1, 2, 3, 2, 3])
         assert first == await engine.score([1, 2, 3, 2, 3])

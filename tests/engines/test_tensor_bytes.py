@@ -67,7 +67,7 @@ def test_a_tensor_of_any_layout_and_class_is_written_as_it_reads(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", [lambda values: values, torch.nn.Parameter], ids=["tensor", "parameter"])
-def test_what_lies_so_already_is_a_view_by_no_operation_of_torch_and_lives_on_without_its_tensor(kind: Any) -> None:
+def test_matching_layout_is_a_view_that_outlives_the_tensor(kind: Any) -> None:
     tensor = kind(torch.arange(64.0))
     at, wanted = tensor.data_ptr(), expected(tensor)
     with Operations() as operations:
@@ -80,7 +80,7 @@ def test_what_lies_so_already_is_a_view_by_no_operation_of_torch_and_lives_on_wi
     assert bytes(found) == wanted, f"{len(others)} others took its memory"
 
 
-def test_a_view_is_of_the_memory_that_the_tensor_had_whatever_it_is_given_meanwhile() -> None:
+def test_view_keeps_the_memory_when_the_tensor_gets_another() -> None:
     parameter = torch.nn.Parameter(torch.arange(1000.0))
     found, wanted = bytes_of(parameter), expected(parameter.detach())
     parameter.data = torch.empty(0)  # as trainers do that take weights off a device
@@ -96,7 +96,7 @@ def test_an_array_of_another_order_of_bytes_is_read_by_its_numbers(order: str) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_is_rounded_takes_a_few_operations_and_is_rounded_as_torch_does(dtype: str) -> None:
+def test_rounding_equals_torch_with_few_operations(dtype: str) -> None:
     tensor = torch.randn(7, 9, dtype=torch.float64)
     with Operations() as operations:
         found = bytes_of(tensor, dtype)

@@ -38,7 +38,7 @@ def relayed() -> RelayedTransfer:
     return RelayedTransfer(Announced("Weights", {}, 1.0))
 
 
-async def test_what_is_brought_is_taken_in_order_and_each_step_returns_when_it_was() -> None:
+async def test_relayed_steps_run_in_order_and_return_when_done() -> None:
     relay, diary = relayed(), Diary()
 
     async def bring() -> None:
@@ -55,7 +55,7 @@ async def test_what_is_brought_is_taken_in_order_and_each_step_returns_when_it_w
 
 
 @pytest.mark.asyncio_alone
-async def test_an_engine_that_fails_over_a_part_takes_no_other_and_says_so_to_who_brings_it() -> None:
+async def test_failed_part_ends_a_relayed_transfer_with_an_error() -> None:
     relay, diary = relayed(), Diary(fails_at=2)
     told: list[str] = []
 
@@ -99,7 +99,7 @@ async def closed_when_idle(relay: RelayedTransfer) -> None:
     relay.close()
 
 
-async def test_all_parts_of_a_trainer_elsewhere_are_sent_between_start_and_finish() -> None:
+async def test_send_parts_sends_all_parts_between_start_and_finish() -> None:
     diary = Diary()
     await send_parts(WeightTransfer([{"names": ["a"]}, {"names": ["b"]}]), diary)
     assert diary.steps == [(START, None), (LOAD, {"names": ["a"]}), (LOAD, {"names": ["b"]}), (FINISH, None)]

@@ -305,7 +305,9 @@ def test_second():
 def test_an_engine_that_was_entered_on_another_event_loop_is_refused() -> None:
     engine = QueuedEngine().always("42")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
-        with pytest.raises(BadOption, match="this QueuedEngine was entered on another event loop, and works only there"):
+        with pytest.raises(
+            BadOption, match="this QueuedEngine was entered on another event loop, and works only there"
+        ):
             play(Sums, engine)
         with pytest.raises(BadOption, match="this RecordingEngine was entered on another event loop"):
             play(Sums, record(engine))

@@ -92,7 +92,7 @@ def test_arrays_that_do_not_fit_are_refused(rule: Any, rewards: Any, groups: Any
 @pytest.mark.parametrize("rule", RULES)
 @settings(deadline=None)
 @given(case=rewards_and_groups)
-def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_rewards(rule: AdvantageRule, case: Any) -> None:
+def test_advantages_sum_to_zero_and_keep_the_order(rule: AdvantageRule, case: Any) -> None:
     rewards, groups = case
     advantages = rule(rewards, groups)
     for group in np.unique(groups):

@@ -103,7 +103,7 @@ def test_a_batch_says_that_the_ratio_is_not_exact_and_why() -> None:
     assert batch.temperatures.tolist() == [[1, 0.5, 0.5]]
 
 
-def test_failed_episodes_neither_train_nor_move_the_mean_of_their_group() -> None:
+def test_failed_episodes_do_not_change_the_group_mean() -> None:
     def member(index: int, **fields: Any) -> Trajectory:
         return made([prompt(1), said(2)], id=f"t0#{index}", **fields)
 
@@ -136,7 +136,7 @@ def test_where_nothing_is_left_to_train_the_batch_is_empty_and_false() -> None:
 # --- advantages
 
 
-def test_advantages_are_given_by_trajectory_or_by_position_and_stand_where_ids_are_trained() -> None:
+def test_advantages_per_trajectory_or_position_are_placed() -> None:
     batch = TrainingBatch.packed(two(), length=10, pad_id=0)
     by_trajectory = batch.with_advantages([2.0, -1.0])
     assert by_trajectory.advantages.tolist() == [[0, 0, 2, 0, 2, 2, 0, 0, 0, -1], [0, -1] + [0] * 8]

@@ -56,7 +56,7 @@ def gradients(model: Any, loss: Any) -> list[Any]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def test_the_loss_of_the_page_and_its_gradient_are_the_same_padded_packed_and_row_by_row() -> None:
+def test_page_loss_is_equal_padded_packed_and_by_row() -> None:
     model, loss = tiny_model(), pages_names()["loss"]
     source = [
         *two(),
@@ -87,7 +87,7 @@ def torch_close(one: Any, other: Any) -> bool:
     return bool((one - other).abs().max().item() < 1e-6)
 
 
-def test_packed_rows_see_each_other_with_a_mask_or_a_cache_which_is_why_model_inputs_has_neither() -> None:
+def test_packed_rows_mix_with_a_mask_or_a_cache() -> None:
     model = tiny_model()
     batch = TrainingBatch.packed(two(), length=10, pad_id=0)
     tensors = batch.torch()

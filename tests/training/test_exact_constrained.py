@@ -106,9 +106,7 @@ def assert_exact_under_masks(found: Difference) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_calculator_episodes_have_the_trainers_log_probabilities_at_every_id(
-    float32_engine: Any, compare: Compare, temperature: float
-) -> None:
+def test_calculator_logprobs_equal_the_trainers(float32_engine: Any, compare: Compare, temperature: float) -> None:
     episodes = play_many(
         Calculator(examples=1),
         float32_engine,
@@ -232,9 +230,7 @@ def asked(engine: Any, name: str, constraint: Constraint, sampling: Sampling, **
     return GenerationRequest(name=name, prompt=question, sampling=settings, constraint=constraint, **fields)
 
 
-def test_grammars_and_structural_tags_have_them_too_whatever_else_is_in_the_batch(
-    float32_engine: Any, compare: Compare
-) -> None:
+def test_grammar_logprobs_equal_the_trainers_in_any_batch(float32_engine: Any, compare: Compare) -> None:
     requests = [
         asked(
             float32_engine,
@@ -264,7 +260,7 @@ def test_an_end_that_ends_nothing_frees_the_rest_of_the_turn(float32_engine: Any
     assert_exact_under_masks(found)
 
 
-def test_what_the_library_of_the_masks_cannot_say_is_refused_and_not_left_to_another_one(float32_engine: Any) -> None:
+def test_unsupported_grammar_is_refused_without_a_fallback(float32_engine: Any) -> None:
     schema = json.dumps({"type": "integer", "multipleOf": 7})
     request = asked(float32_engine, "multiple", Constraint(ConstraintKind.JSON, schema), Sampling())
     with pytest.raises(ExceptionGroup) as refused:

@@ -51,7 +51,7 @@ def sampling(**given: Any) -> Sampling:
         "all",
     ],
 )
-def test_sampling_that_leaves_something_of_the_vocabulary_out_is_named(given: Any, reason: str) -> None:
+def test_truncating_sampling_is_named(given: Any, reason: str) -> None:
     assert inexact_reason(rows(made([prompt(1), said(2), prompt(3), said(4)], sampling=sampling(**given)))) == reason
 
 
@@ -69,12 +69,12 @@ def test_sampling_that_leaves_something_of_the_vocabulary_out_is_named(given: An
     ids=str,
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["without masks", "with a grammar's masks"])
-def test_sampling_that_changes_probabilities_as_no_trainer_does_is_named(given: Any, reason: str, masked: bool) -> None:
+def test_probability_changing_sampling_is_named(given: Any, reason: str, masked: bool) -> None:
     trajectory = made([prompt(1), said(2), prompt(3), said(4)], sampling=sampling(**given))
     assert inexact_reason(rows(trajectory), masked=masked) == reason
 
 
-def test_every_field_of_sampling_is_known_to_change_probabilities_or_not() -> None:
+def test_every_sampling_field_is_classified() -> None:
     applied = {"temperature", "adapter", "schema", "regex", "choice"}
     unchanging = {"max_tokens", "stop", "stop_ids", "ignore_eos", "logprobs"}
     assert {*CHANGING, *applied, *unchanging} == {field.name for field in dataclasses.fields(Sampling)}

@@ -102,7 +102,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_position_allows_exactly_what_can_go_on_and_the_stop_id_where_it_is_complete(kind: str) -> None:
+def test_positions_allow_continuations_and_the_final_stop_id(kind: str) -> None:
     enforced, text, expected = KINDS[kind]
     masks = masks_of(text, enforced)
     assert [written(mask) for mask in masks.unpacked()] == expected
@@ -142,7 +142,7 @@ def call_constraint(tool_format: TurnParser) -> Constraint:
 
 
 @parametrize_format
-def test_masks_of_tool_calls_allow_the_bytes_that_the_grammar_accepts_one_by_one(tool_format: TurnParser) -> None:
+def test_masks_of_tool_calls_equal_the_grammars_bytes(tool_format: TurnParser) -> None:
     enforced, text = call_constraint(tool_format), tool_format.render(CALLS).encode()
     compiled = xgrammar.GrammarCompiler(
         xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
@@ -164,7 +164,7 @@ def test_masks_of_tool_calls_allow_the_bytes_that_the_grammar_accepts_one_by_one
     assert written(masks.unpacked()[-1]).endswith("$")
 
 
-def test_masks_free_all_text_until_a_call_begins_and_hold_it_to_its_schema() -> None:
+def test_masks_constrain_calls_only() -> None:
     text = f"Both at once.\n{TAGGED_CALLS} and on".encode()
     masks = bytewise().masks_of(spoken(text.decode(), tagged_constraint("auto")).turns[0])
     assert masks is not None
@@ -185,7 +185,7 @@ def test_stop_ids_of_the_turn_end_it_as_well_as_the_models() -> None:
     assert np.flatnonzero(masks.unpacked()[2]).tolist() == [STOP, OTHER_STOP]
 
 
-def test_what_follows_an_end_that_did_not_end_the_turn_is_unconstrained() -> None:
+def test_ids_after_an_ignored_end_are_unconstrained() -> None:
     trajectory = made([prompt(START), said(*b"ab", STOP, *b"zz", SPECIAL)])
     masks = bytewise().masks_of(constrained(trajectory, constraint("regex", "ab")).turns[0])
     assert masks is not None
@@ -211,7 +211,7 @@ def test_a_turn_without_a_constraint_has_no_masks() -> None:
     assert masks.allowed.tolist() == [VOCABULARY] * 4
 
 
-def test_a_row_has_masks_where_constrained_ids_are_trained_and_nowhere_else() -> None:
+def test_rows_have_masks_only_at_trained_constrained_ids() -> None:
     trajectory = made([prompt(START), retried(*b"ab", STOP), said(*b"abc", STOP), prompt(*b"so?"), said(*b"z", STOP)])
     trajectory.turns[0].constraint = trajectory.turns[1].constraint = constraint("regex", "ab.*")
     masks = bytewise().masks_for_row(row_of(trajectory))
@@ -306,7 +306,7 @@ def test_the_masks_of_a_tree_stand_where_its_terms_do() -> None:
     ],
     ids=["another", "too early", "too late", "control", "another stop", "no id"],
 )
-def test_an_id_that_the_grammar_forbids_is_named_with_its_turn_and_place(
+def test_forbidden_id_is_named_with_turn_and_position(
     ids: list[int], position: int, wrong: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trajectory = constrained(made([prompt(START), said(*ids)], id="task#3"), constraint("regex", "ab"))
@@ -332,7 +332,7 @@ def test_an_id_that_the_grammar_forbids_is_named_with_its_turn_and_place(
         ("structural_tag", "7"),
     ],
 )
-def test_a_constraint_that_cannot_be_compiled_is_one_error_that_says_why(kind: str, value: str) -> None:
+def test_uncompilable_constraint_is_one_error_with_the_reason(kind: str, value: str) -> None:
     with pytest.raises(BadBatch, match=rf"^turn main/0: its {kind} constraint cannot be compiled \(.+\); ") as refused:
         masks_of("x", constraint(kind, value))
     assert "/project/" not in str(refused.value)
@@ -420,7 +420,7 @@ COMPACT = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
 @pytest.mark.parametrize(("compact", "texts"), [(False, TEXTS), (True, COMPACT)], ids=["any whitespace", "compact"])
-def test_masks_are_those_of_vllms_own_backend_for_every_kind_of_constraint(
+def test_masks_equal_vllms_backend_for_every_constraint_kind(
     compact: bool, texts: dict[str, tuple[Constraint, str]], demo_model_folder: Path
 ) -> None:
     from transformers import AutoTokenizer

@@ -51,7 +51,7 @@ def test_an_engine_that_masks_nothing_is_refused() -> None:
         GrammarMasks.of_engine(ScriptedEngine("hello"))
 
 
-def test_an_engine_of_ours_enforces_every_constraint_with_the_library_of_the_masks() -> None:
+def test_engines_enforce_constraints_with_the_mask_library() -> None:
     known = frozenset({"structured_outputs_config", "reasoning_parser", "max_num_seqs"})
     chosen = choose_settings({}, cpu=True, known=known).arguments
     assert chosen["structured_outputs_config"] == {"backend": "xgrammar"}

@@ -94,7 +94,7 @@ def test_gradients_are_those_of_masking_all_logits(kinds: str) -> None:
         torch.testing.assert_close(theirs, reference)
 
 
-def test_a_bitmask_is_applied_as_xgrammar_applies_it_and_the_given_logits_stay() -> None:
+def test_bitmask_equals_xgrammars_and_keeps_the_logits() -> None:
     case = Case()
     logits = case.logits.float()
     before = logits.clone()
@@ -129,7 +129,7 @@ def test_results_are_float32(dtype: str) -> None:
     assert apply_bitmask(logits, case.masks).dtype is torch.float32
 
 
-def test_an_id_that_was_not_allowed_has_the_log_probability_minus_infinity() -> None:
+def test_excluded_id_has_minus_infinity() -> None:
     masks = masks_of([3, 5], list(range(100)), [3])
     logits = torch.zeros(3, VOCABULARY)
     assert (masked_logprobs(logits, [4, 100, 332], masks) == -torch.inf).all()

@@ -44,7 +44,7 @@ async def test_a_row_is_its_segment_bit_for_bit() -> None:
     assert row.turns == tuple(trajectory.turns)
 
 
-async def test_what_was_sampled_is_trained_in_its_own_segment_and_in_no_later_one() -> None:
+async def test_sampled_ids_are_trained_only_in_their_segment() -> None:
     trajectory = await talked(twice, recording(["yes", "no"], template=template(HIDDEN)))
     first, second = rows(trajectory)
     assert (first.segment, second.segment) == (0, 1)
@@ -75,13 +75,13 @@ async def test_a_segment_in_which_nothing_is_trained_has_no_row() -> None:
     assert row.segment == 1
 
 
-async def test_where_the_engine_gave_no_log_probabilities_they_are_not_numbers_and_not_zero() -> None:
+async def test_missing_logprobs_are_nan() -> None:
     (row,) = rows(await talked(twice, recording(["21", "42"], logprobs=False)))
     assert np.isnan(row.logprobs[row.loss_mask]).all()
     assert not row.logprobs[~row.loss_mask].any()
 
 
-def test_versions_are_indices_into_a_table_in_the_order_of_their_first_ids() -> None:
+def test_versions_index_a_table_in_order_of_first_ids() -> None:
     log = TokenLog()
     log.append_prompt([1, 2], Source.PROMPT)
     log.append_sampled([3, 4, 5], [-1.0, -1.0, -1.0])

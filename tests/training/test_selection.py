@@ -22,7 +22,7 @@ def one(id: str = "t0#0", **fields: Any) -> Trajectory:
     return made([prompt(1), said(2, 3)], id=id, **fields)
 
 
-def test_trajectories_rewards_and_groups_stand_in_the_order_they_were_given() -> None:
+def test_trajectories_rewards_and_groups_keep_their_order() -> None:
     first = group(one("a#0", reward=0), one("a#1", reward=1))
     second = group(one("b#0", reward=0.5), one("b#1", reward=0.5), one("b#2", reward=0.5))
     chosen = Selection.of([second, first])
@@ -62,7 +62,7 @@ def test_a_reward_beside_a_failure_is_not_believed() -> None:
     assert Selection.of([failed]).absent == {"env_error": 1}
 
 
-def test_a_scored_trajectory_of_which_nothing_is_trained_is_compared_and_has_no_row() -> None:
+def test_untrained_scored_trajectory_is_compared_without_a_row() -> None:
     silent = made([prompt(1), said()], id="t0#1", reward=0)
     chosen = Selection.of([group(one(), silent)])
     assert chosen.trajectories[1] is silent
@@ -70,7 +70,7 @@ def test_a_scored_trajectory_of_which_nothing_is_trained_is_compared_and_has_no_
     assert not chosen.groups[0].flat
 
 
-def test_a_group_that_is_not_complete_is_refused_unless_partial_groups_are_wanted() -> None:
+def test_incomplete_group_is_refused_unless_partial() -> None:
     cut = group(one("t7#0"), one("t7#1", reward=None, outcome=Outcome.CANCELLED), complete=False)
     with pytest.raises(BadBatch, match=r"task 't7', agent 'main', is not complete: it has 1 scored .* partial=True"):
         Selection.of([cut])
@@ -79,7 +79,7 @@ def test_a_group_that_is_not_complete_is_refused_unless_partial_groups_are_wante
     assert chosen.absent == {"cancelled": 1}
 
 
-def test_groups_without_spread_are_left_out_where_that_is_wanted_and_named_always() -> None:
+def test_flat_groups_are_left_out_on_request_but_listed() -> None:
     flat = group(one("a#0", reward=0.1), one("a#1", reward=0.1))
     spread = group(one("b#0", reward=0), one("b#1", reward=1))
     single = group(one("c#0"), one("c#1", reward=None, outcome=Outcome.ENV_ERROR))
@@ -123,7 +123,11 @@ SAME = one()
         (lambda: Selection.of([group(SAME), SAME]), BadBatch, "given twice"),
         (lambda: Selection.of([one(reward=float("nan"))]), BadBatch, "'t0#0' of agent 'main' has the reward nan"),
         (lambda: Selection.of([one(reward=1e39)]), BadBatch, r"reward 1e\+39"),
-        (lambda: Selection.of([one()], drop_flat=True), BadBatch, r"was given without its group.*grouped\(trajectories"),
+        (
+            lambda: Selection.of([one()], drop_flat=True),
+            BadBatch,
+            r"was given without its group.*grouped\(trajectories",
+        ),
         (lambda: Selection.of([one()], vocabulary=0), BadOption, "vocabulary=0: give the number of ids"),
         (lambda: Selection.of([one()], vocabulary=True), BadOption, "vocabulary=True: give"),
     ],
@@ -135,7 +139,7 @@ def test_what_cannot_be_a_batch_is_refused(make: Callable[[], Any], error: type[
 
 
 @pytest.mark.parametrize("id", [300, -1], ids=["past the end", "negative"])
-def test_a_batch_of_another_tokenizer_is_refused_by_the_first_id_that_tells(id: int) -> None:
+def test_batch_of_another_tokenizer_names_the_first_bad_id(id: int) -> None:
     foreign = made([prompt(1), said(299)], [prompt(5, id), said(6)], id="t3#1")
     with pytest.raises(
         BadBatch, match=rf"'t3#1' of agent 'main', segment 1, position 1: id {id} is not one of the 300"

@@ -179,7 +179,7 @@ def test_groups_stay_whole_where_they_fit() -> None:
     assert [tree.rows.tolist() for tree in trees] == [[0, 2, 5], [1, 3], [4]]
 
 
-def test_groups_that_fit_together_share_one_tree_and_what_they_have_in_common() -> None:
+def test_fitting_groups_share_one_tree_and_prefix() -> None:
     (tree,) = TokenTree.packs(rows_of(["system A: 1", "system A: 2", "system B: 1"]), nodes=100)
     assert len(tree) == len("system A: 1") + len("2") + len("B: 1")
 

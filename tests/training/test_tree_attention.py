@@ -81,7 +81,7 @@ def test_under_autocast_it_is_as_close_as_sdpa(block: int) -> None:
 
 
 @pytest.mark.parametrize("change", ["softcap", "s_aux", "position_bias"])
-def test_a_layer_that_changes_its_scores_is_refused_and_not_computed_without(change: str) -> None:
+def test_layer_with_changed_scores_is_refused(change: str) -> None:
     scores, leave = torch.zeros(1, 2, 3, 4), torch.tensor([[[[3, 3, 3]]]])
     with pytest.raises(BadModel, match=f"Module changes its scores by {change}, .* attn_implementation='eager'"):
         tree_attention.tree_attention(torch.nn.Module(), scores, scores, scores, leave, **{change: torch.ones(2)})

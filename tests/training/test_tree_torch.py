@@ -177,7 +177,7 @@ def unmasked(tree: TokenTree) -> TokenMasks:
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under autocast"])
-def test_a_head_of_one_matrix_and_a_bias_gives_the_same_log_probabilities(autocast: bool) -> None:
+def test_head_with_a_bias_has_equal_logprobs(autocast: bool) -> None:
     tree, model = TokenTree.of(GROUPS["rows twice and cut short"]), llama(dtype="float32")
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -306,7 +306,7 @@ def test_a_tree_without_nodes_has_no_logits() -> None:
         tree_logits(llama(), TokenTree.of([]))
 
 
-def test_a_row_in_which_nothing_is_trained_has_no_terms_and_does_no_harm() -> None:
+def test_untrained_row_has_no_terms() -> None:
     rows = group(12, [9, 14])
     untrained = row(rows[0].ids.tolist(), len(rows[0]), np.random.default_rng(0))
     tree = TokenTree.of([untrained])
@@ -341,7 +341,7 @@ def two_groups() -> list[Group]:
     return [made_group(*first), made_group(*second)]
 
 
-def test_the_gradients_of_the_page_are_those_of_the_padded_batchs_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_gradients_equal_those_of_the_padded_page(capsys: pytest.CaptureFixture[str]) -> None:
     model, groups, page = llama().eval(), two_groups(), names_of("shared-prefixes.md")
     batch = TrainingBatch.padded(groups, pad_id=0, advantages=grpo, drop_flat=True)
     padded_names = names_of("training-batches.md")
@@ -353,7 +353,7 @@ def test_the_gradients_of_the_page_are_those_of_the_padded_batchs_page(capsys: p
     assert page["proven"](model, groups) < EXACT
 
 
-def test_the_model_of_the_page_sees_the_one_tree_of_a_step_and_is_saved_as_any_other(tmp_path: Path) -> None:
+def test_page_model_computes_one_tree_and_is_saved(tmp_path: Path) -> None:
     llama(dtype="float32").save_pretrained(tmp_path)
     page = names_of("shared-prefixes.md")
     model = page["loaded"](tmp_path).eval()

@@ -39,7 +39,7 @@ def test_a_proof_has_the_models_own_log_probabilities_without_dropout(model: Any
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_weights_are_rounded_to_the_engines_dtype_and_left_as_they_were(model: Any, dtype: Any) -> None:
+def test_weights_are_rounded_in_a_copy_to_the_engines_dtype(model: Any, dtype: Any) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     proof = weight_proof(model, ids=range(40), dtype=dtype)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -107,7 +107,7 @@ async def test_a_schema_and_tool_choice_are_asked_for_and_recorded() -> None:
             assert other.bodies[0]["tool_choice"] == {"type": "function", "function": {"name": "add"}}
 
 
-async def test_histories_that_are_rewritten_branched_and_tried_are_what_the_server_is_sent(tmp_path: Path) -> None:
+async def test_rewritten_and_branched_histories_are_sent_as_given(tmp_path: Path) -> None:
     async def talk(conversation: Conversation) -> None:
         first = await conversation.generate()
         conversation.add("More?")

@@ -97,7 +97,7 @@ async def test_every_turn_has_a_seed_of_its_own_unless_seeds_are_left_out() -> N
 # --- what counts for whom
 
 
-async def test_the_run_s_sampling_and_limits_are_meant_for_what_is_evaluated() -> None:
+async def test_run_sampling_and_limits_apply_to_the_evaluated_model() -> None:
     class Talking(Plain):
         def step(self, turn: Any) -> str:
             return "Go on."
@@ -122,7 +122,7 @@ async def test_the_limit_on_tokens_counts_as_the_server_counts() -> None:
     assert [body["max_tokens"] for body in api.bodies] == [10, 6, 2]
 
 
-async def test_a_turn_that_is_cut_at_its_limit_ends_the_episode_by_that_limit() -> None:
+async def test_turn_cut_at_its_limit_ends_the_episode() -> None:
     async with serving(Says("Yes", finish="length")) as api:
         (trajectory,) = await played(Plain, asking(api))
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TOKEN_LIMIT, "max_tokens")
@@ -181,7 +181,7 @@ async def test_a_simulated_user_by_an_api_plays_with_a_trained_agent(tmp_path: P
 # --- never trained
 
 
-async def test_a_conversation_by_an_api_that_is_to_be_trained_is_refused_by_name() -> None:
+async def test_training_on_a_chat_api_is_refused_by_name() -> None:
     class Trains(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             with pytest.raises(BadOption, match="agent 'other' speaks by a ChatEngine, which gives no token ids"):
@@ -214,7 +214,7 @@ async def test_options_of_chat_templates_are_refused_where_there_is_none() -> No
         assert not api.bodies
 
 
-async def test_sampling_that_cannot_be_asked_for_is_refused_before_anything_is() -> None:
+async def test_unsupported_sampling_is_refused_before_a_request() -> None:
     async def talk(conversation: Conversation) -> None:
         for sampling in (Sampling(min_p=0.5), Sampling(regex="a")):
             with pytest.raises(BadOption, match="a chat API does not support it"):

@@ -178,7 +178,7 @@ async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> Non
     ],
     ids=["401", "403", "404", "402", "no quota", "400"],
 )
-async def test_what_all_requests_would_meet_ends_the_run_at_its_first_episode(trouble: Trouble, words: str) -> None:
+async def test_common_failure_ends_the_run_at_its_first_episode(trouble: Trouble, words: str) -> None:
     async with serving("Yes", troubles=[trouble] * 50) as api:
         one = Concurrency(episodes=1)
         got, failure, _ = await played(api, tasks=tasks(30), concurrency=one, retries=2)
@@ -253,7 +253,7 @@ async def test_an_overflow_names_the_numbers_that_the_server_tells() -> None:
 # --- content filters
 
 
-async def test_a_prompt_that_the_filter_refuses_is_an_empty_turn_and_no_failure() -> None:
+async def test_filtered_prompt_is_an_empty_turn() -> None:
     body = error("The response was filtered", "content_filter")
     body["error"]["innererror"] = {"code": "ResponsibleAIPolicyViolation"}
 
@@ -271,7 +271,7 @@ async def test_a_prompt_that_the_filter_refuses_is_an_empty_turn_and_no_failure(
 # --- silence and leaving
 
 
-async def test_a_server_that_falls_silent_in_a_turn_is_an_engine_error_that_keeps_what_was_said() -> None:
+async def test_silent_server_fails_the_turn_and_keeps_its_text() -> None:
     async with serving(Says("A long answer", hold_after=3)) as api:
         (trajectory,), _, _ = await played(api, limits=Limits(stall_seconds=0.5))
     assert trajectory.outcome is Outcome.ENGINE_ERROR
@@ -324,7 +324,7 @@ async def test_the_key_is_in_no_file_no_log_and_no_error(tmp_path: Path, caplog:
         assert secret not in str(failure)
 
 
-async def test_another_server_is_sent_nothing_that_the_environment_has_for_openai(
+async def test_other_servers_never_get_openai_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)

@@ -78,7 +78,7 @@ async def test_a_run_is_gone_on_with_where_it_was_left(tmp_path: Path) -> None:
         assert len(list(run_file.rows(trained=None))) == 4
 
 
-async def test_verify_says_what_it_can_of_messages_and_fails_what_is_not_in_them(tmp_path: Path) -> None:
+async def test_verify_checks_turns_of_messages(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     async with serving(adds) as api:
         await played(Adding, asking(api), file=file)
@@ -163,7 +163,7 @@ def test_the_command_line_evaluates_an_api_and_shows_it(tmp_path: Path, monkeypa
     assert told["verify"].exit_code == 0
 
 
-def test_the_command_line_serves_an_api_to_programs_that_somebody_starts(tmp_path: Path) -> None:
+def test_serve_offers_a_chat_engine_to_external_programs(tmp_path: Path) -> None:
     answers: list[Any] = []
 
     def by_hand(base_url: str, end_url: str) -> None:

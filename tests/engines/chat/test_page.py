@@ -26,7 +26,7 @@ def test_every_field_that_can_be_left_out_is_on_the_page() -> None:
     assert set(re.findall(r"`(\w+)`", row.partition("does not know:")[2])) == set(FIELDS)
 
 
-def test_the_page_tells_which_sampling_is_asked_for_and_which_is_refused() -> None:
+def test_page_lists_supported_and_refused_sampling() -> None:
     def refused(name: str) -> bool:
         other: dict[str, Any] = {"schema": {"type": "string"}, "regex": "a", "choice": ("a",), "adapter": "a"}
         other |= {"logit_bias": {1: 1}, "bad_words": ("a",), "stop": ("a",), "stop_ids": (1,), "ignore_eos": True}

@@ -151,7 +151,7 @@ def test_the_limit_is_halved_once_for_all_that_were_sent_under_it() -> None:
     in_trio(test)
 
 
-def test_the_limit_grows_by_one_for_as_many_answers_as_it_is_up_to_the_places() -> None:
+def test_limit_grows_by_one_after_limit_answers() -> None:
     async def test() -> None:
         limits, _ = limiter(8)
         limits.overloaded(await limits.until_open(), 0.0)
@@ -181,7 +181,7 @@ def test_nobody_asks_before_the_server_wants_to_be_asked_again() -> None:
     in_trio(test)
 
 
-def test_a_server_that_does_not_say_how_long_is_asked_ever_later_until_it_answers() -> None:
+def test_rate_limit_without_retry_after_backs_off() -> None:
     async def test() -> None:
         limits, _ = limiter(first_seconds=1.0, longest_seconds=6.0)
         waits = []
@@ -226,7 +226,7 @@ def test_a_smaller_gate_lets_in_who_waits_once_it_grows() -> None:
 
 
 @pytest.mark.parametrize("retry_after", [None, 20.0], ids=["without a word", "Retry-After"])
-def test_a_run_finds_how_many_requests_a_server_takes_and_no_episode_fails(
+def test_run_finds_the_server_rate_without_failed_episodes(
     monkeypatch: pytest.MonkeyPatch, retry_after: float | None
 ) -> None:
     with standing(monkeypatch, at_once=4, retry_after=retry_after) as server:
@@ -241,7 +241,7 @@ def test_a_run_finds_how_many_requests_a_server_takes_and_no_episode_fails(
     assert run.summary.as_dict()["resent"] == stats.retried >= stats.throttled
 
 
-def test_waiting_for_the_server_to_take_more_stops_the_clocks_of_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_the_rate_limit_stops_episode_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = HttpFailure(FailureKind.BUSY, "HTTP 429: slow down", 100.0)
     with standing(monkeypatch, failures=deque([busy, busy])) as server:
         got, _, seconds = played(
@@ -283,7 +283,7 @@ def test_a_retry_after_of_two_minutes_is_obeyed_to_the_second(monkeypatch: pytes
     assert second - first >= 120.0
 
 
-def test_a_server_that_wants_no_request_ever_again_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinite_retry_after_does_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     never = HttpFailure(FailureKind.BUSY, "HTTP 429: go away", float("inf"))
     with standing(monkeypatch, failures=deque([never])):
         got, _, seconds = played(ChatEngine("m", base_url="http://standing/v1", places=1), 3, retries=0)

@@ -131,7 +131,7 @@ async def test_a_real_server_judges_in_a_run(server: ModelServer, tmp_path: Path
     assert verify(file).exit_code == 0
 
 
-async def test_a_real_server_s_stop_strings_and_words_of_overflow_are_understood(server: ModelServer) -> None:
+async def test_real_server_stops_and_overflow_errors_are_understood(server: ModelServer) -> None:
     async def talk(conversation: Conversation) -> None:
         turn = await conversation.generate(sampling=Sampling(stop=("e",), temperature=0.0))
         assert "e" not in turn.text

@@ -53,7 +53,7 @@ def text_of(pieces: list[MessagePiece]) -> tuple[str, str, list[ToolCall]]:
 # --- what is sent
 
 
-def test_what_is_sent_has_the_sampling_that_was_asked_for_and_no_other() -> None:
+def test_request_has_exactly_the_requested_sampling() -> None:
     body = sent(temperature=0.5, top_p=0.9, max_tokens=20, stop=("END",), presence_penalty=0.5, seed=11)
     assert body == {
         "model": "model",
@@ -77,7 +77,7 @@ def test_messages_are_sent_as_servers_take_them() -> None:
     assert result == {"role": "tool", "content": "5", "tool_call_id": "call_7"}
 
 
-def test_earlier_reasoning_is_sent_in_the_field_that_was_named_and_else_left_out() -> None:
+def test_reasoning_is_sent_only_in_the_configured_field() -> None:
     assert "Adding." not in str(sent(messages=CALLED))
     called = sent(messages=CALLED, request_format={"reasoning": "reasoning"})["messages"][1]
     assert called["reasoning"] == "Adding."
@@ -117,7 +117,7 @@ def test_each_field_that_a_server_does_not_know_can_be_left_out(name: str) -> No
     assert name not in sent(**options, request_format={"leave_out": (name,)})
 
 
-def test_what_every_request_has_goes_over_what_is_made_of_the_sampling() -> None:
+def test_extra_body_overrides_sampling_fields() -> None:
     body = sent(request_format={"extra_body": {"reasoning_effort": "low", "temperature": 0.2}})
     assert (body["reasoning_effort"], body["temperature"]) == ("low", 0.2)
 
@@ -140,7 +140,7 @@ def test_what_every_request_has_goes_over_what_is_made_of_the_sampling() -> None
     ],
     ids=lambda sampling: next(iter(sampling.given())),
 )
-def test_sampling_that_cannot_be_asked_for_is_refused_by_its_name(sampling: Sampling) -> None:
+def test_unsupported_sampling_is_refused_by_name(sampling: Sampling) -> None:
     name = next(iter(sampling.given()))
     with pytest.raises(BadOption, match=rf"Sampling\({name}="):
         check_sampling(sampling.over(Sampling.defaults()))
@@ -149,7 +149,7 @@ def test_sampling_that_cannot_be_asked_for_is_refused_by_its_name(sampling: Samp
     check_sampling(off.over(sampling).over(Sampling.defaults()))
 
 
-def test_sampling_that_would_be_left_out_is_refused_where_somebody_wants_it() -> None:
+def test_left_out_sampling_field_is_refused_when_set() -> None:
     check_sampling(Sampling.defaults(), ("temperature", "response_format"))
     for sampling, field in ((Sampling(temperature=0.0), "temperature"), (Sampling(schema={"a": 1}), "response_format")):
         with pytest.raises(BadOption, match=f"leave out '{field}'"):
@@ -276,5 +276,5 @@ async def test_a_server_that_counts_nothing_is_no_fault() -> None:
         ("Please reduce your prompt.", (0, 0)),
     ],
 )
-def test_the_numbers_in_what_a_server_says_of_a_prompt_that_does_not_fit_are_read(text: str, numbers: Any) -> None:
+def test_token_counts_are_read_from_overflow_errors(text: str, numbers: Any) -> None:
     assert too_long(text) == numbers

@@ -101,7 +101,7 @@ async def test_a_run_over_a_function_is_a_run_on_the_engine_behind_it(streamed: 
 
 
 @both_backends
-async def test_a_stop_string_cuts_the_call_and_keeps_what_the_engine_behind_it_would() -> None:
+async def test_stop_string_cuts_the_call_as_in_the_inner_engine() -> None:
     script, sampling = "It is 42, and that is that." * 20, Sampling(stop=(", and",))
     expected = await play(ScriptedEngine(script), sampling=sampling)
     async with ScriptedEngine(script, latency=Latency(between=1)) as inner:
@@ -113,7 +113,7 @@ async def test_a_stop_string_cuts_the_call_and_keeps_what_the_engine_behind_it_w
 
 
 @both_backends
-async def test_every_turn_of_a_conversation_has_its_session_and_no_two_have_one() -> None:
+async def test_conversations_have_distinct_sessions() -> None:
     async with ScriptedEngine([[call("add", a=17, b=25)], "It is 42."]) as inner:
         behind = Behind(inner)
         engine = TokenEngine(behind.streamed, tokenizer=inner.tokenizer, template=inner.template, context=inner.context)
@@ -167,7 +167,7 @@ async def test_log_probabilities_of_another_distribution_are_not_kept(
     assert (delta.logprobs is not None) == kept
 
 
-async def test_tokenizer_template_stop_ids_and_padding_rows_are_those_of_the_folder(tmp_path: Path) -> None:
+async def test_tokenizer_template_and_stop_ids_come_from_the_folder(tmp_path: Path) -> None:
     folder = byte_model(tmp_path / "model")
     async with TokenEngine(say_hello, tokenizer=folder, context=2000) as engine:
         assert engine.stop_ids == (STOP,)
@@ -204,7 +204,7 @@ async def test_leaving_a_turn_cancels_its_call_and_waits_for_its_clean_up() -> N
 
 
 @pytest.mark.asyncio_alone
-async def test_a_call_is_cancelled_once_so_that_what_is_written_for_asyncio_cleans_up_without_a_shield() -> None:
+async def test_cancelled_once_so_asyncio_clean_up_needs_no_shield() -> None:
     cleaned: list[str] = []
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
@@ -228,7 +228,7 @@ async def test_a_call_is_cancelled_once_so_that_what_is_written_for_asyncio_clea
 
 
 @both_backends
-async def test_a_call_that_is_cut_keeps_what_it_had_given_though_its_clean_up_raises() -> None:
+async def test_cut_call_keeps_its_output_though_clean_up_raises() -> None:
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> AsyncIterator[TokenOutput]:
         yield TokenOutput([72, 105], [-0.5, -0.5])
         try:
@@ -272,7 +272,7 @@ async def test_a_cancellation_of_the_functions_own_is_an_error_of_its_turn() -> 
 
 
 @both_backends
-async def test_a_function_that_says_its_engine_is_dead_ends_the_run_with_its_words() -> None:
+async def test_engine_dead_of_a_function_ends_the_run() -> None:
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
         raise EngineDead("the trainer's servers are gone")
 
@@ -281,7 +281,7 @@ async def test_a_function_that_says_its_engine_is_dead_ends_the_run_with_its_wor
 
 
 @both_backends
-async def test_leaving_the_engine_ends_every_call_though_one_does_not_end_at_once() -> None:
+async def test_exit_ends_every_call_even_slow_ones() -> None:
     ended: list[str] = []
 
     async def generate(prompt: list[int], sampling: TokenSampling, *, session: str) -> TokenOutput:
@@ -341,7 +341,7 @@ CANNOT = {
 
 @both_backends
 @pytest.mark.parametrize("control", CANNOT.values(), ids=CANNOT)
-async def test_what_only_the_owner_of_the_engine_can_do_is_refused_and_the_engine_goes_on(control: Any) -> None:
+async def test_owner_only_calls_are_refused_and_the_engine_continues(control: Any) -> None:
     async with over(say_hello) as engine:
         with pytest.raises(BadControl, match=r"the owner of generate\(\)'s engine|mode='wait'"):
             await control(engine)
@@ -365,7 +365,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("feature", list(TokenFeature))
-async def test_a_setting_that_the_function_does_not_obey_is_refused_before_anything_is_played(
+async def test_unsupported_setting_is_refused_before_an_episode(
     feature: TokenFeature,
 ) -> None:
     called: list[str] = []
@@ -408,7 +408,7 @@ class Strict(Environment):
 
 
 @pytest.mark.parametrize("environment", [Required, Strict])
-async def test_calls_that_a_grammar_enforces_are_refused_before_anything_is_played(environment: Any) -> None:
+async def test_grammar_calls_are_refused_before_an_episode(environment: Any) -> None:
     with pytest.raises(BadOption, match="generate\\(\\) enforces no grammar, which required and strict tool calls"):
         await play(over(say_hello), environment=environment)
 

@@ -77,21 +77,19 @@ WRONG = {
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize(("output", "message"), WRONG.values(), ids=WRONG)
-async def test_what_cannot_be_is_one_error_that_names_the_turn_and_the_thing(
-    output: Any, message: str, streamed: bool
-) -> None:
+async def test_invalid_output_names_the_turn_and_the_field(output: Any, message: str, streamed: bool) -> None:
     with pytest.raises(EngineError, match=rf"^episode/main/0: generate\(\) {message}"):
         await ask(says(output, streamed=streamed))
 
 
-async def test_a_turn_that_fills_the_context_has_a_length_although_it_might_have_been_longer() -> None:
+async def test_turn_that_fills_the_context_has_finish_length() -> None:
     room = 98  # of 100, behind a prompt of two ids
     (delta,) = await ask(says(TokenOutput([72] * room, [-0.5] * room, "length")), request(max_tokens=1000))
     assert delta.finish is not None
     assert delta.finish.reason is FinishReason.LENGTH
 
 
-async def test_what_comes_behind_the_finish_is_an_error_and_the_finish_is_not_told_before() -> None:
+async def test_output_after_the_finish_is_an_error() -> None:
     read: list[Delta] = []
     engine = says(TokenOutput([72], [-0.5]), stop([73]), TokenOutput([74], [-0.5]))
     async with engine, engine.stream(request(max_tokens=9)) as stream:
@@ -117,7 +115,7 @@ async def test_likeliest_ids_that_were_asked_for_have_to_come(top: Any, message:
         await ask(says(stop([72], top=top)), asked)
 
 
-async def test_what_a_call_gives_after_its_turn_was_left_is_not_taken_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_after_the_turn_was_left_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_END_SECONDS", 0.01)
     late = anyio.Event()
 
@@ -164,7 +162,7 @@ class Question(Environment):
         return True
 
 
-async def test_a_wrong_answer_is_an_engine_error_of_its_episode_and_no_reward() -> None:
+async def test_invalid_output_fails_the_episode_without_a_reward() -> None:
     async with Run(Question, says(stop([9999])), limits=Limits(stall_seconds=60), retries=0) as run:
         (trajectory,) = [trajectory async for trajectory in run]
     assert trajectory.outcome is Outcome.ENGINE_ERROR

@@ -127,7 +127,7 @@ async def test_the_likeliest_ids_are_as_many_as_were_asked_for(tmp_path: Path, d
     assert [logprob for delta in deltas for logprob in delta.logprobs or ()] == pytest.approx([-0.5, -6.0])
 
 
-async def test_log_probabilities_of_the_model_alone_are_taken_only_where_they_are_those_of_the_sampling(
+async def test_raw_logprobs_are_kept_only_for_unchanged_sampling(
     tmp_path: Path,
 ) -> None:
     grammar = Constraint(ConstraintKind.REGEX, ".*")
@@ -161,7 +161,7 @@ async def test_log_probabilities_of_the_model_alone_are_taken_only_where_they_ar
     assert "no log-probability from the engine" in batch.inexact_reason
 
 
-async def test_log_probabilities_behind_all_that_changes_them_are_taken_as_they_are(tmp_path: Path) -> None:
+async def test_processed_logprobs_are_kept_as_they_are(tmp_path: Path) -> None:
     async with asked(tmp_path) as (_, engine):
         assert engine.describe()["logprobs"] == "processed_logprobs"
         deltas = await read(engine, wanted(temperature=0.7, top_p=0.9))
@@ -232,7 +232,7 @@ async def test_an_adapter_that_the_server_lists_is_asked_for_by_its_name(
 # --- what a server cannot do
 
 
-async def test_a_server_without_a_trainers_calls_refuses_them_with_how_to_start_it(tmp_path: Path) -> None:
+async def test_server_without_control_calls_refuses_with_the_fix(tmp_path: Path) -> None:
     async with asked(tmp_path, developed=False) as (_, engine):
         assert engine.places == 128
         for control in (engine.pause, engine.sleep):
@@ -318,14 +318,14 @@ async def test_several_models_are_told_apart_by_the_folders_name(tmp_path: Path)
             assert engine.describe()["served_as"] == "scripted"
 
 
-async def test_a_run_plays_its_tasks_by_way_of_a_server_as_wide_as_its_places(tmp_path: Path) -> None:
+async def test_run_on_a_server_is_as_wide_as_its_places(tmp_path: Path) -> None:
     async with asked(tmp_path, places=3, **SLOW) as (server, engine):
         played = await all_of(Run(Plain(), engine, tasks=[Task(id=str(n), prompt="?") for n in range(12)]))
         assert len(played) == 12
         assert server.most_open == 3
 
 
-def test_an_adapter_is_that_of_its_model_under_every_name_that_the_server_has_for_it() -> None:
+def test_adapter_belongs_to_its_model_under_every_name() -> None:
     cards = [("one", "/model", None), ("two", "/model", None), ("other", "/other", None), ("poet", "/lora", "one")]
     models = served_models({"data": [{"id": name, "root": root, "parent": parent} for name, root, parent in cards]})
     assert {model.name: model.adapters for model in models} == {"one": ("poet",), "two": ("poet",), "other": ()}

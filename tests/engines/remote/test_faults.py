@@ -54,7 +54,7 @@ def says(*events: bytes) -> Trouble:
 # --- at the start
 
 
-async def test_a_server_that_lets_nobody_in_is_refused_at_the_start_with_the_fix(tmp_path: Path) -> None:
+async def test_refused_key_at_the_start_has_the_fix(tmp_path: Path) -> None:
     async with serve(tmp_path, key="right") as server:
         with pytest.raises(BadOption, match=r"refuses the key: .*401: Unauthorized. Give its key as api_key="):
             await remote(server, tmp_path, api_key="wrong").__aenter__()
@@ -62,7 +62,7 @@ async def test_a_server_that_lets_nobody_in_is_refused_at_the_start_with_the_fix
             assert text_of(await read(engine)) == TEXT
 
 
-async def test_a_server_without_the_endpoint_for_ids_is_refused_with_the_fix(tmp_path: Path) -> None:
+async def test_missing_endpoint_at_the_start_has_the_fix(tmp_path: Path) -> None:
     async with serve(tmp_path, dialect=ServerDialect.COMPLETIONS) as server:
         with pytest.raises(BadOption, match=r"/inference/v1/generate answered 404.*--enable-scale-out"):
             await remote(server, tmp_path, dialect=None).__aenter__()
@@ -78,7 +78,7 @@ async def test_a_server_says_by_itself_how_it_is_spoken_to(tmp_path: Path, diale
         assert text_of(await read(engine)) == TEXT
 
 
-async def test_a_server_of_another_vocabulary_is_refused_by_the_first_difference(tmp_path: Path) -> None:
+async def test_another_vocabulary_is_refused_by_the_first_difference(tmp_path: Path) -> None:
     def shifted(text: str) -> list[int]:
         return [each + (each == ord("j")) for each in server.engine.tokenizer.encode(text)]
 
@@ -94,7 +94,7 @@ async def test_a_server_that_lacks_a_control_token_is_refused_by_its_name(tmp_pa
             await RemoteEngine(server.url, other).__aenter__()
 
 
-async def test_a_model_that_the_server_has_not_got_is_refused_with_those_it_has(tmp_path: Path) -> None:
+async def test_unknown_model_is_refused_with_the_served_ones(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
         with pytest.raises(BadModel, match=r"has no model 'qwen'; it has scripted. Give one as name="):
             await remote(server, tmp_path, name="qwen").__aenter__()
@@ -119,7 +119,7 @@ async def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://me:secret@there:8000", "http://there/?key=1"])
-async def test_a_secret_in_the_address_is_refused_since_run_files_keep_addresses(url: str) -> None:
+async def test_secret_in_the_address_is_refused(url: str) -> None:
     with pytest.raises(BadOption, match="api_key="):
         RemoteEngine(url)
 
@@ -182,9 +182,7 @@ async def test_a_server_that_wants_to_be_left_alone_for_long_is(tmp_path: Path) 
     ],
     ids=["500", "no json", "no fields", "no object", "error", "redirection"],
 )
-async def test_what_the_server_did_wrong_fails_its_request_at_once_and_no_other(
-    tmp_path: Path, trouble: Trouble, said: str
-) -> None:
+async def test_server_error_fails_only_its_request_at_once(tmp_path: Path, trouble: Trouble, said: str) -> None:
     async with asked(tmp_path, troubles=[trouble]) as (server, engine):
         stream = engine.stream(wanted())
         with pytest.raises(EngineError, match=said) as raised:
@@ -205,7 +203,7 @@ async def test_a_server_that_does_not_begin_to_answer_is_given_up_in_time(tmp_pa
         assert text_of(await read(engine)) == TEXT
 
 
-async def test_a_request_that_the_server_cannot_take_ends_the_engine_by_name(tmp_path: Path) -> None:
+async def test_rejected_request_ends_the_engine_by_name(tmp_path: Path) -> None:
     async with asked(tmp_path, troubles=[answers(400, "no such field: token_ids")]) as (_, engine):
         for _ in range(2):
             with pytest.raises(EngineDead, match=r"does not take the requests: .*no such field: token_ids"):
@@ -214,7 +212,7 @@ async def test_a_request_that_the_server_cannot_take_ends_the_engine_by_name(tmp
             await engine.health()
 
 
-async def test_a_constraint_that_the_server_cannot_take_fails_that_request_alone(tmp_path: Path) -> None:
+async def test_rejected_constraint_fails_only_its_request(tmp_path: Path) -> None:
     schema = Constraint(ConstraintKind.JSON, "{}")
     async with asked(tmp_path, troubles=[answers(400, "no such schema")]) as (_, engine):
         with pytest.raises(RequestRejected, match=r"episode/main/0: .*no such schema"):
@@ -265,7 +263,7 @@ async def test_a_request_that_breaks_off_is_played_again_by_its_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-async def test_a_server_that_refuses_ends_the_run_at_its_first_episode_by_name(tmp_path: Path, status: int) -> None:
+async def test_refusal_ends_the_run_at_its_first_episode(tmp_path: Path, status: int) -> None:
     troubles = [answers(status, "not you")] * 100
     async with asked(tmp_path, troubles=troubles) as (server, engine):
         run = Run(Plain(), engine, tasks=tasks(50), retries=3)
@@ -287,7 +285,7 @@ async def test_a_server_that_disappears_ends_the_run_and_says_so(tmp_path: Path)
             await play(run)
 
 
-async def test_a_first_prompt_over_the_context_is_the_context_limit_of_its_episode(tmp_path: Path) -> None:
+async def test_long_first_prompt_reaches_the_context_limit(tmp_path: Path) -> None:
     async with asked(tmp_path, context=20) as (server, engine):
         run = Run(Plain(), engine, tasks=tasks(1), limits=Limits(turns=3))
         assert await play(run) == [Outcome.CONTEXT_LIMIT]

@@ -75,7 +75,7 @@ ASKED = {
 }
 
 
-async def test_a_server_samples_what_our_own_engine_samples_with_the_same_weights_and_seeds(
+async def test_server_and_local_engine_sample_equal_ids(
     model_server: ModelServer, float32_engine: PooledEngine
 ) -> None:
     async with remote(model_server) as engine:

@@ -31,7 +31,7 @@ async def test_a_text_is_encoded_and_the_stop_id_appended() -> None:
     assert said.end == (FinishReason.STOP, STOP)
 
 
-async def test_every_conversation_reads_the_list_from_its_beginning_however_many_talk_at_once() -> None:
+async def test_concurrent_conversations_read_the_list_from_its_start() -> None:
     replies = ["one", "two", "three"]
     heard: list[list[str]] = []
 
@@ -82,7 +82,7 @@ async def test_a_function_is_told_of_the_turn() -> None:
     ]
 
 
-async def test_an_async_function_is_awaited_and_can_be_cancelled_without_a_trace() -> None:
+async def test_async_function_is_awaited_and_cancellable() -> None:
     async def model(asked: ModelCall) -> str:
         await anyio.sleep_forever()
         return "never"
@@ -98,7 +98,7 @@ async def test_an_async_function_is_awaited_and_can_be_cancelled_without_a_trace
             assert engine.stats().open == 0
 
 
-async def test_what_a_function_raises_reaches_the_author_and_leaves_nothing_open() -> None:
+async def test_exception_of_a_function_reaches_the_author() -> None:
     def model(asked: ModelCall) -> str:
         raise ZeroDivisionError("in the script")
 

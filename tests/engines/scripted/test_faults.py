@@ -85,7 +85,7 @@ async def listen_to(engine: ScriptedEngine, into: list[list[int]], errors: list[
         errors.append(error)
 
 
-async def test_death_fails_everybody_in_flight_and_at_the_gate_and_later_with_one_cause() -> None:
+async def test_death_fails_current_waiting_and_later_requests() -> None:
     heard: list[list[int]] = []
     errors: list[EngineDead] = []
     long = Reply("x" * 50, chunks=1)
@@ -173,7 +173,7 @@ async def test_entering_twice_is_refused() -> None:
             await engine.__aenter__()
 
 
-async def test_an_exception_leaves_the_engine_as_it_was_raised_and_nothing_stays() -> None:
+async def test_exception_leaves_the_engine_block_unchanged() -> None:
     with no_leaks():
         try:
             async with ScriptedEngine("one") as engine:

@@ -80,7 +80,7 @@ def tops(said: Said) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("chunks", [None, "whole", 3], ids=str)
-async def test_likeliest_ids_are_made_up_around_the_log_probabilities_that_it_gives(chunks: Any) -> None:
+async def test_synthetic_top_ids_fit_the_given_log_probabilities(chunks: Any) -> None:
     said = await answer("a longer answer", sampled(logprobs=4), chunks=chunks)
     ids, logprobs = tops(said)
     assert np.shape(ids) == np.shape(logprobs) == (len(said.ids), 4)

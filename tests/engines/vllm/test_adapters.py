@@ -158,7 +158,7 @@ async def say_at_once(engine: PooledEngine, adapters: Sequence[str | None]) -> l
     return [said[place] for place in range(len(adapters))]
 
 
-def test_adapters_say_what_the_merged_model_says_at_once_and_beside_the_model_as_it_is(
+def test_concurrent_adapters_equal_merged_models(
     home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     before = at(home, say, home)
@@ -176,7 +176,7 @@ def test_adapters_say_what_the_merged_model_says_at_once_and_beside_the_model_as
     assert len({tuple(said.ids) for said in (base, poet, critic)}) == 3
 
 
-def test_new_weights_under_a_name_never_meet_the_prompts_that_the_old_ones_cached(
+def test_new_version_of_a_name_never_uses_old_caches(
     home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     label = at(home, home.add_adapter, "poet", folders["poet"])
@@ -204,7 +204,7 @@ def test_new_weights_under_a_name_never_meet_the_prompts_that_the_old_ones_cache
     assert [home.lag(f"{base}+{each}") for each in (label, newer)] == [1, 0]
 
 
-def test_more_adapters_than_vllm_keeps_are_read_again_from_copies_of_ours(
+def test_evicted_adapters_are_read_again_from_copies(
     home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     for name, folder in folders.items():
@@ -221,7 +221,7 @@ def test_tensors_are_taken_as_well_as_a_folder(home: PooledEngine, teacher: Teac
     teacher.assert_says(at(home, say, home, "poet"), adapters["poet"])
 
 
-def test_a_removed_adapter_ends_its_turns_and_leaves_vllm_with_the_next_change(
+def test_removed_adapter_finishes_turns_and_is_unloaded_later(
     home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     at(home, home.add_adapter, "poet", folders["poet"])
@@ -237,7 +237,7 @@ def test_a_removed_adapter_ends_its_turns_and_leaves_vllm_with_the_next_change(
     teacher.assert_says(at(home, say, home, "critic"), adapters["critic"])
 
 
-def test_what_does_not_fit_leaves_the_engine_and_what_was_there_as_they_were(
+def test_misfit_adapter_changes_nothing(
     home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     at(home, home.add_adapter, "poet", folders["poet"])
@@ -307,9 +307,7 @@ def spans(trajectory: Trajectory) -> list[Any]:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_was_started_without_adapters_says_how_to_start_one(
-    engine: VllmEngine, tmp_path: Path
-) -> None:
+async def test_engine_without_adapters_names_the_argument(engine: VllmEngine, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config()))
     with pytest.raises(BadOption, match=r"VllmEngine\(enable_lora=True, max_lora_rank=16\)"):
         await engine.add_adapter("poet", tmp_path)

@@ -61,7 +61,7 @@ def read(reader: VllmCallReader, tokenizer: ByteTokenizer, text: str, begin: int
 
 
 @pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 5))
-def test_what_a_family_writes_is_read_and_no_cut_of_it_is_a_call_that_was_not_said(name: str) -> None:
+def test_family_calls_are_read_and_truncations_make_no_call(name: str) -> None:
     renderer = next(entry for entry in corpus() if entry.name == FAMILIES[name]).renderer()
     tokenizer = ByteTokenizer(control_tokens(renderer.written()))
     form = learn_format(renderer).format.calls
@@ -133,7 +133,7 @@ def seen() -> list[tuple[str, list[int]]]:
     return told
 
 
-def test_a_parser_is_given_one_id_at_a_time_from_behind_the_thought_to_the_stop(own: str) -> None:
+def test_parser_gets_single_ids_from_reasoning_end_to_stop(own: str) -> None:
     reader, text = VllmCallReader(own, TOKENIZER), "Hm.</t>é is"
     reader.read(text, [*TOKENIZER.encode(text), 257], len("Hm.</t>"), SCHEMAS)
     first, second = "é".encode()
@@ -161,7 +161,7 @@ def test_the_calls_are_what_the_stream_gave(own: str, text: str, content: str, c
     assert read(VllmCallReader(own, TOKENIZER), TOKENIZER, text) == CallsReading(content, calls)
 
 
-def test_a_parser_that_raises_makes_a_call_with_an_error_behind_those_it_gave(own: str) -> None:
+def test_exception_of_a_parser_is_a_call_with_an_error(own: str) -> None:
     reading = read(VllmCallReader(own, TOKENIZER), TOKENIZER, "Yes. (f {})?! (g {})")
     assert reading.content == "Yes."
     assert reading.calls == [
@@ -170,7 +170,7 @@ def test_a_parser_that_raises_makes_a_call_with_an_error_behind_those_it_gave(ow
     ]
 
 
-def test_what_is_kept_back_for_a_call_that_never_comes_is_a_call_with_an_error() -> None:
+def test_held_back_call_is_a_call_with_an_error() -> None:
     tokenizer = ByteTokenizer(["<tool_call>", "</tool_call>"])
     reader = VllmCallReader("vllm:hermes", tokenizer)
     cut = read(reader, tokenizer, 'I look. <tool_call>\n{"na')
@@ -192,7 +192,7 @@ def test_what_is_kept_back_for_a_call_that_never_comes_is_a_call_with_an_error()
         ("nonsense", "has no tool parser 'nonsense'. Of its "),
     ],
 )
-def test_a_name_that_vllm_does_not_have_is_answered_with_those_that_are_near(name: str, says: str) -> None:
+def test_unknown_parser_name_lists_similar_names(name: str, says: str) -> None:
     with pytest.raises(BadOption, match=f"tool_format='vllm:{name}': vLLM .*{re.escape(says)}") as refused:
         require_format(f"vllm:{name}")
     assert len(str(refused.value)) < 200

@@ -113,9 +113,7 @@ def kill_all(owner: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("state", ["it starts", "it runs"])
-def test_nothing_of_an_engine_stays_where_its_whole_family_is_killed_and_nothing_else_is_touched(
-    folder: Path, state: str
-) -> None:
+def test_killed_engine_leaves_nothing_and_others_are_untouched(folder: Path, state: str) -> None:
     with owner_of(folder, state) as (owner, (memory, of_another)):
         (cleanup,) = cleanup_processes(folder)
         if state == "it starts":
@@ -202,9 +200,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[VllmProcess, Path]:
 
 
 @pytest.mark.parametrize("dead", [True, False])
-def test_an_engine_that_stops_frees_what_its_core_had_also_where_that_is_dead(
-    monkeypatch: pytest.MonkeyPatch, *, dead: bool
-) -> None:
+def test_stop_frees_shared_memory_of_a_dead_core(monkeypatch: pytest.MonkeyPatch, *, dead: bool) -> None:
     process, memory = started(monkeypatch)
     assert process.folder is not None
     (cleanup,) = cleanup_processes(process.folder.path)
@@ -232,7 +228,7 @@ def test_an_engine_starts_and_says_so_where_it_can_have_no_keeper(
     assert not memory.exists()
 
 
-def test_a_keeper_that_is_dismissed_goes_and_leaves_the_folder_to_whoever_dismissed_it(folder: Path) -> None:
+def test_dismissed_cleanup_process_keeps_the_folder(folder: Path) -> None:
     with owner_of(folder) as (owner, _):
         assert owner.stdin is not None
         assert owner.stdout is not None
@@ -255,7 +251,7 @@ def test_a_keeper_that_was_killed_is_missed_by_nobody(folder: Path) -> None:
         assert owner.stdout.readline() == "dismissed\n"
 
 
-def test_a_process_that_took_the_id_of_another_is_not_that_one_and_a_dead_one_is_none() -> None:
+def test_reused_process_id_and_zombie_are_not_alive() -> None:
     assert cleanup_process.is_alive(cleanup_process.process_name(os.getpid()))
     assert not cleanup_process.is_alive(f"{os.getpid()}:1")
     with subprocess.Popen(["sleep", "1000"]) as process:
@@ -268,7 +264,7 @@ def test_a_process_that_took_the_id_of_another_is_not_that_one_and_a_dead_one_is
         cleanup_process.process_name(process.pid)
 
 
-def test_shared_memory_of_a_process_that_was_killed_is_freed_without_a_warning() -> None:
+def test_memory_of_a_killed_process_is_freed_without_warning() -> None:
     script = """
     import multiprocessing, os
     from multiprocessing.shared_memory import SharedMemory

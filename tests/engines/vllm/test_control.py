@@ -94,7 +94,7 @@ async def stands_still(engine: VllmEngine) -> None:
 # --- the turns that are being sampled
 
 
-def test_keep_stands_still_and_changes_no_id_even_if_the_cache_is_forgotten(on_engine: Any) -> None:
+def test_keep_changes_no_id_even_after_a_cache_reset(on_engine: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         prompts = [range(start, start + 100) for start in (1000, 2000, 3000)]
         undisturbed = [(await ask(engine, 24, prompt))[0] for prompt in prompts]
@@ -253,7 +253,7 @@ def greedy_by_transformers(folder: Path, count: int) -> list[int]:
     return ids
 
 
-def test_spans_are_exact_and_no_later_request_reuses_what_other_weights_cached(
+def test_spans_are_exact_and_old_caches_are_not_reused(
     on_engine: Any, small_model_folder: Path, other_weights: Path
 ) -> None:
     first_ids, other_ids = (greedy_by_transformers(folder, 12) for folder in (small_model_folder, other_weights))
@@ -329,7 +329,7 @@ def test_a_profile_is_written_where_the_engine_was_told(on_engine: Any, profiles
 # --- seeds
 
 
-def test_a_seed_gives_the_same_ids_whether_a_prompt_is_computed_at_once_or_in_pieces(
+def test_seed_gives_equal_ids_with_chunked_prompts(
     on_engine: Callable[[Scenario], None],
 ) -> None:
     prompts = [range(start, start + 400) for start in (1000, 9000)]  # together more than a step of the engine takes
@@ -359,7 +359,7 @@ def test_a_seed_gives_the_same_ids_whether_a_prompt_is_computed_at_once_or_in_pi
 # --- the end of the engine
 
 
-def test_a_failure_past_the_check_ends_the_engine_and_every_episode_with_one_cause(
+def test_failed_load_ends_the_engine_and_every_episode(
     doomed_float32_engine: PooledEngine, small_model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A folder in which somebody saves other tensors between the check and the load."""

@@ -43,9 +43,7 @@ def request(name: str) -> GenerationRequest:
     return GenerationRequest(name=name, prompt=list(range(1000, 1040)), sampling=sampling)
 
 
-async def test_death_ends_every_episode_and_every_stream_with_one_cause_and_keeps_what_was_finished(
-    doomed_engine: VllmEngine, tmp_path: Path
-) -> None:
+async def test_death_ends_all_streams_and_keeps_finished_episodes(doomed_engine: VllmEngine, tmp_path: Path) -> None:
     engine, file = doomed_engine, tmp_path / "run.db"
     run = Run(Talker(), engine, file=file, concurrency=Concurrency(episodes=EPISODES))
     played: list[Trajectory] = []

@@ -158,7 +158,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 0, 1})
 
 
-def test_the_only_worker_of_a_cpu_engine_is_inside_the_engine_core_on_all_cores() -> None:
+def test_single_cpu_worker_runs_inside_the_engine_core() -> None:
     settings = choose_settings({}, cpu=True, known=KNOWN)
     assert settings.arguments["distributed_executor_backend"] == UNIPROC
     assert settings.environment["OMP_NUM_THREADS"] == "3"

@@ -31,17 +31,13 @@ def engine_folder() -> Iterator[EngineFolder]:
     folder.remove()
 
 
-def test_it_is_where_vllm_was_told_to_have_its_sockets_and_nobody_elses(
-    around: Path, engine_folder: EngineFolder
-) -> None:
+def test_folder_is_inside_the_configured_socket_folder(around: Path, engine_folder: EngineFolder) -> None:
     assert engine_folder.path.parent == around
     assert stat.S_IMODE(engine_folder.path.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("length", [10, 36, 37, 38, 60, 200])
-def test_a_socket_of_vllm_fits_into_it_however_long_the_name_around_it(
-    length: int, around: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_socket_path_fits_for_any_parent_folder(length: int, around: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = around / ("x" * max(1, length - len(str(around)) - 1))
     deep.mkdir()
     monkeypatch.setenv(SOCKETS, str(deep))
@@ -69,7 +65,7 @@ def test_it_goes_with_all_that_is_in_it_and_may_be_gone_already(around: Path, en
     assert list(around.iterdir()) == []
 
 
-def test_what_a_process_dies_of_is_noted_in_it_and_nowhere_once_it_is_gone(engine_folder: EngineFolder) -> None:
+def test_failure_is_noted_unless_the_folder_is_gone(engine_folder: EngineFolder) -> None:
     parent_watch.note_failure(engine_folder.failures, "out of memory")
     assert parent_watch.read_failure(engine_folder.failures) == "out of memory"
     engine_folder.remove()

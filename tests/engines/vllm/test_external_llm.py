@@ -71,9 +71,7 @@ def told(trajectories: list[Trajectory]) -> list[Any]:
 
 @pytest.mark.engine("float32_engine")
 @pytest.mark.parametrize("kind", ["over", "function"])
-def test_seeded_trajectories_are_bit_for_bit_those_of_the_engine_that_owns_it(
-    float32_engine: PooledEngine, kind: str
-) -> None:
+def test_seeded_trajectories_equal_those_of_an_owned_engine(float32_engine: PooledEngine, kind: str) -> None:
     owner: Any = float32_engine.inner
 
     async def main() -> None:
@@ -117,7 +115,7 @@ def function_over(owner: VllmEngine) -> Engine:
 
 
 @pytest.mark.engine("float32_engine")
-def test_requests_of_the_owner_go_on_when_ours_are_ended_and_the_engine_is_left(float32_engine: PooledEngine) -> None:
+def test_owner_requests_continue_after_ours_end(float32_engine: PooledEngine) -> None:
     owner: Any = float32_engine.inner
 
     async def main() -> None:
@@ -151,7 +149,7 @@ async def _read(engine: Engine, request: GenerationRequest) -> AsyncIterator[Del
 
 
 @pytest.mark.engine("float32_engine")
-def test_two_of_ours_over_one_play_at_once_and_end_nothing_of_one_another(float32_engine: PooledEngine) -> None:
+def test_two_engines_over_one_llm_are_independent(float32_engine: PooledEngine) -> None:
     owner: Any = float32_engine.inner
 
     async def main() -> None:
@@ -213,7 +211,7 @@ async def somebodys(small_model_folder: Path, anyio_backend: str) -> AsyncIterat
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
-async def test_a_seed_samples_the_same_ids_as_the_owner_gets_of_its_own_generate(somebodys: Any) -> None:
+async def test_seed_samples_equal_ids_as_the_owners_generate(somebodys: Any) -> None:
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import SamplingParams
 
@@ -236,7 +234,7 @@ async def test_a_seed_samples_the_same_ids_as_the_owner_gets_of_its_own_generate
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
-async def test_a_run_over_it_leaves_it_running_and_another_run_says_the_same(somebodys: Any) -> None:
+async def test_run_leaves_the_llm_running_and_is_repeatable(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         first = await play(engine)
     await somebodys.reset_prefix_cache()
@@ -336,15 +334,13 @@ def stand_in(
     ],
     ids=["logits", "pieces on a CPU"],
 )
-async def test_one_that_was_started_in_a_way_that_cannot_be_used_is_refused_with_how_to_start_it(
-    llm: Any, message: str, small_model_folder: Path
-) -> None:
+async def test_unusable_start_is_refused_with_the_argument(llm: Any, message: str, small_model_folder: Path) -> None:
     with pytest.raises(BadOption, match=message):
         async with VllmEngine.over(llm, model=small_model_folder, template="pythonic"):
             raise AssertionError
 
 
-def test_what_it_was_not_started_for_is_refused_before_anything_is_played() -> None:
+def test_unsupported_use_is_refused_before_an_episode() -> None:
     engine = VllmEngine.over(stand_in())
     with pytest.raises(BadOption, match=r"returns at most 5; start it with max_logprobs=6"):
         engine.check_sampling(replace(Sampling.defaults(), logprobs=6))
@@ -361,7 +357,7 @@ class ForcedIds:
     __module__ = "runner.engines.vllm.worker.forced_ids"
 
 
-def test_ids_are_forced_where_its_owner_started_it_for_that_and_nowhere_else() -> None:
+def test_ids_are_forced_only_with_the_owners_processor() -> None:
     with pytest.raises(BadOption, match="no logits processor that forces ids"):
         force(VllmEngine.over(stand_in()), [[1]])
     with pytest.raises(BadOption, match="logprobs_mode='processed_logprobs' a forced id does not have the model's log"):

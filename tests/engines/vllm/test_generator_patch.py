@@ -46,7 +46,7 @@ def test_a_turn_that_is_computed_anew_does_not_repeat_its_numbers() -> None:
     assert numbers(generator) != first
 
 
-def test_requests_of_vllm_get_such_generators_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_requests_get_rewindable_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     states = pytest.importorskip("vllm.v1.worker.gpu_input_batch")
     monkeypatch.setattr(states.CachedRequestState, "__post_init__", states.CachedRequestState.__post_init__)
     patch_generators()

@@ -206,7 +206,7 @@ def test_a_proof_is_refused_by_name_where_turns_cannot_be_held(
 
 @pytest.mark.engine
 @pytest.mark.apart
-async def test_an_engine_that_garbles_its_own_weights_is_ended_before_it_takes_others(
+async def test_engine_that_garbles_its_own_weights_is_ended(
     small_model_folder: Path,
 ) -> None:
     async def first_update(**options: Any) -> None:

@@ -35,7 +35,7 @@ def test_a_size_that_cannot_be_is_refused_where_it_is_given(name: str, size: obj
 
 
 @pytest.mark.parametrize(("cpu", "device"), [(True, "CPU core"), (False, "GPU")], ids=["cpu", "gpu"])
-def test_more_workers_than_there_are_devices_are_refused_with_both_numbers(cpu: bool, device: str) -> None:
+def test_more_workers_than_devices_are_refused(cpu: bool, device: str) -> None:
     given = {"data_parallel_size": 2, "tensor_parallel_size": 3}
     check_machine(given, cpu=cpu, devices=6)
     with pytest.raises(BadOption) as refusal:
@@ -55,7 +55,7 @@ def test_devices_of_other_machines_are_not_counted(elsewhere: dict[str, Any]) ->
     check_machine({"data_parallel_size": 16, **elsewhere}, cpu=False, devices=8)
 
 
-def test_pipeline_parallelism_is_refused_on_a_cpu_with_what_to_do_instead() -> None:
+def test_pipeline_parallelism_on_cpu_is_refused_with_the_fix() -> None:
     given = {"pipeline_parallel_size": 2}
     with pytest.raises(BadOption, match=r"pipeline_parallel_size=2\).*tensor_parallel_size=2.*data_parallel_size=2"):
         check_machine(given, cpu=True, devices=8)
@@ -77,7 +77,7 @@ def test_cores_that_are_given_for_each_worker_are_left_alone(bound: str, monkeyp
 
 
 @pytest.mark.parametrize(("workers", "cores"), [(1, 5), (2, 5), (3, 3), (4, 64), (5, 8)])
-def test_every_core_is_one_workers_and_no_worker_has_more_than_one_beyond_another(workers: int, cores: int) -> None:
+def test_cores_are_split_evenly_among_workers(workers: int, cores: int) -> None:
     shares = [[int(core) for core in share.split(",")] for share in cores_by_worker(workers, range(cores)).split("|")]
     assert len(shares) == workers
     assert sorted(core for share in shares for core in share) == list(range(cores))

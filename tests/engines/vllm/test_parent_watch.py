@@ -36,7 +36,7 @@ def child_of(parent: str | None) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_ends_when_its_parent_is_killed_even_before_anybody_reaped_it() -> None:
+def test_process_ends_after_its_parent_even_before_reaping() -> None:
     with subprocess.Popen(["sleep", "1000"]) as parent, child_of(process_name(parent.pid)) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"

@@ -139,7 +139,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     ],
     indirect=["runner"],
 )
-def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_and_no_socket_is_left(
+def test_ctrl_c_spares_the_engine_and_kill_9_leaves_nothing(
     runner: subprocess.Popen[str], started: list[str], tmp_path: Path, around: Path
 ) -> None:
     assert runner.stdin is not None
@@ -166,7 +166,7 @@ def test_ctrl_c_spares_the_engine_and_after_kill_9_no_engine_process_and_no_sock
 
 
 @pytest.mark.in_turns("starts and ends", 6)
-def test_after_kill_9_in_the_middle_of_a_start_no_engine_process_is_alive(runner: subprocess.Popen[str]) -> None:
+def test_kill_9_during_the_start_leaves_no_process(runner: subprocess.Popen[str]) -> None:
     assert runner.stdout is not None
     assert runner.stdout.readline() == "started EngineCore\n"
     processes = session_of(runner.pid)
@@ -191,9 +191,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.in_turns("starts and ends", 6)
-def test_stdout_is_the_programs_and_an_end_that_was_asked_for_warns_of_nothing(
-    demo_model_folder: Path, tmp_path: Path
-) -> None:
+def test_stdout_is_free_and_a_normal_stop_logs_no_warning(demo_model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_STREAM"}
     done = subprocess.run(
@@ -218,7 +216,7 @@ def generation() -> GenerationRequest:
 
 @pytest.mark.in_turns("starts and ends", 6)
 @pytest.mark.anyio
-async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process_and_no_socket(
+async def test_failed_load_has_a_reason_and_leaves_no_process(
     demo_model_folder: Path, tmp_path: Path, around: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SOCKETS, str(around))

@@ -117,9 +117,7 @@ class Watched(WrappedEngine):
         return self.asked[-1][1]
 
 
-async def test_no_turn_of_an_episode_moves_no_rank_is_overfull_and_the_counts_add_up(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_episodes_stay_on_ranks_and_counts_add_up(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     watched, before = Watched(engine, monkeypatch), engine.stats()
     with anyio.fail_after(WATCHDOG):
         async with Run(Talkative, watched, concurrency=Concurrency(episodes=EPISODES)) as run:
@@ -257,7 +255,7 @@ async def test_both_ranks_sleep_and_wake(engine: VllmEngine) -> None:
     assert await said_by_both(engine) == before
 
 
-async def test_the_sizes_are_described_and_the_workers_of_both_ranks_are_named(engine: VllmEngine) -> None:
+async def test_parallel_sizes_and_workers_of_both_ranks_are_named(engine: VllmEngine) -> None:
     described = engine.describe()
     assert (described["parallel"], described["places"]) == ({"data": 2, "tensor": 1, "pipeline": 1}, engine.places)
     assert described["kv_room"] == engine.vllm.llm.vllm_config.cache_config.num_gpu_blocks * BLOCK
@@ -268,7 +266,7 @@ async def test_the_sizes_are_described_and_the_workers_of_both_ranks_are_named(e
 # --- the end of it, for the last test
 
 
-async def test_the_death_of_one_rank_is_named_ends_every_request_and_leaves_nothing(engine: VllmEngine) -> None:
+async def test_dead_rank_is_named_and_ends_every_request(engine: VllmEngine) -> None:
     deaths: list[str] = []
     processes = [psutil.Process(pid) for pid in engine.processes()]
     workers = [worker for process in processes for worker in process.children(recursive=True)]

@@ -210,7 +210,7 @@ async def read(stream: VllmStream, into: list[Delta]) -> None:
 # --- versions
 
 
-async def test_a_vllm_that_does_not_stamp_gets_our_stamps_unread_ids_counted() -> None:
+async def test_vllm_without_versions_gets_recorded_ones() -> None:
     llm = Llm()
     engine = engine_of(llm)
     async with engine.stream(request()) as stream:
@@ -261,7 +261,7 @@ async def test_weights_that_do_not_fit_touch_nothing() -> None:
 
 
 @pytest.mark.parametrize("fails", ["load", "version", "reset", "a reset that says False"])
-async def test_a_failure_past_the_check_ends_the_engine_with_one_cause_for_everybody(fails: str) -> None:
+async def test_failed_load_has_one_cause_for_all_requests(fails: str) -> None:
     llm = NewLlm()
     engine = engine_of(llm)
     llm.fails, llm.reset = fails, "False" not in fails
@@ -363,7 +363,7 @@ async def test_waiting_for_turns_to_end_does_not_outlive_the_engine() -> None:
 # --- turns that are being sampled
 
 
-async def test_a_rank_that_is_dead_and_not_yet_cleared_away_is_named_and_cuts_nothing_as_an_ordinary_abort() -> None:
+async def test_dead_rank_is_named_before_vllm_reports_it() -> None:
     llm = Llm()
     engine = engine_of(llm)
     engine.vllm.process.llm = llm

@@ -92,7 +92,7 @@ async def test_no_stop_id_is_sampled_before_min_tokens(engine: VllmEngine) -> No
     assert (said.ids[5], said.finish.stop) == (EOS, EOS)
 
 
-async def test_bad_words_are_never_sampled_at_the_beginning_or_after_a_space(engine: VllmEngine) -> None:
+async def test_bad_words_are_never_sampled_at_start_or_after_space(engine: VllmEngine) -> None:
     text = engine.tokenizer.decode((await ask(engine)).ids)
     words = tuple(dict.fromkeys(word for word in re.findall(r" (\w+)", text)))
     assert len(words) > 3
@@ -103,7 +103,7 @@ async def test_bad_words_are_never_sampled_at_the_beginning_or_after_a_space(eng
 Q = Constraint(ConstraintKind.REGEX, "q")
 
 
-async def test_a_constraint_whose_only_words_are_kept_out_fails_by_name_and_keeps_nothing(engine: VllmEngine) -> None:
+async def test_constraint_of_only_bad_words_fails_by_name(engine: VllmEngine) -> None:
     cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "logprobs": 2}]
     for fields in cases:
         said = await ask(engine, constraint=Q, bad_words=("q",), **fields)
@@ -122,7 +122,7 @@ async def test_a_constraint_holds_up_to_the_eos_that_a_turn_ignores(engine: Vllm
     assert (masks.allowed[:2].tolist(), masks.index[2:].tolist()) == ([1, 1], [-1] * (LENGTH - 2))
 
 
-async def test_a_constraint_that_allows_nothing_but_its_end_ends_the_turn_before_min_tokens(engine: VllmEngine) -> None:
+async def test_constraint_end_ends_the_turn_before_min_tokens(engine: VllmEngine) -> None:
     said = await ask(engine, constraint=Q, min_tokens=5)
     assert engine.tokenizer.decode(said.ids[:1]) == "q"
     assert (said.ids[1:], said.finish.stop) == ([EOS], EOS)
@@ -139,7 +139,7 @@ async def test_a_penalty_lets_less_be_repeated(engine: VllmEngine, penalty: dict
     assert most[1] < most[0]
 
 
-async def test_the_likeliest_ids_are_sorted_sum_to_at_most_one_and_hold_the_sampled_one_where_it_is_greedy(
+async def test_top_ids_are_sorted_and_contain_the_greedy_id(
     engine: VllmEngine,
 ) -> None:
     said = await ask(engine, logprobs=5)

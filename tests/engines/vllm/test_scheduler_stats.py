@@ -39,7 +39,7 @@ def test_the_cores_of_a_data_parallel_engine_are_counted_together() -> None:
     assert (count.prefix_queries, count.prefix_hits) == (157, 50)
 
 
-def test_where_every_request_was_ended_none_is_open_and_none_holds_room_in_the_cache() -> None:
+def test_clear_resets_open_requests_and_cache_use() -> None:
     count = SchedulerStats()
     count.clear()
     assert (count.open, count.kv_usage) == (0, None)

@@ -48,7 +48,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_a_cpu_engine_binds_all_cores_takes_blocks_of_32_and_runs_eager() -> None:
+def test_cpu_engine_binds_cores_and_uses_small_blocks() -> None:
     settings = choose_settings({}, cpu=True, known=KNOWN)
     assert settings.arguments["block_size"] == 32
     assert settings.arguments["enforce_eager"] is True
@@ -151,9 +151,7 @@ def test_each_kind_of_constraint_has_its_place(constraint: Constraint, expected:
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
-async def test_a_model_whose_turns_nothing_ends_is_refused_before_the_engine_starts(
-    demo_model_folder: Path, tmp_path: Path
-) -> None:
+async def test_model_without_stop_ids_is_refused_before_the_start(demo_model_folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"):
         text = (demo_model_folder / name).read_text(encoding="utf-8")
         if name.endswith("config.json"):

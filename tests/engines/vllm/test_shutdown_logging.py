@@ -37,7 +37,7 @@ def log_all() -> None:
     logger.error("the disk is full")
 
 
-def test_of_an_end_that_was_asked_for_only_what_is_not_expected_is_logged(heard: list[str]) -> None:
+def test_expected_shutdown_logs_only_unexpected_warnings(heard: list[str]) -> None:
     with suppress_shutdown_warnings():
         log_all()
     assert heard == ["the disk is full"]

@@ -238,9 +238,7 @@ async def test_empty_and_single_values_arrive(tmp_path: Path) -> None:
     assert same(await load(weights, given), given)
 
 
-async def test_many_small_tensors_are_written_by_few_calls_that_may_write_by_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_small_tensors_need_few_partial_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {f"model.layers.{number}.weight": torch.full((3,), float(number)) for number in range(1100)}
     calls, writev = [], os.writev
 
@@ -260,7 +258,7 @@ async def test_many_small_tensors_are_written_by_few_calls_that_may_write_by_hal
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
-async def test_the_tensor_of_a_value_that_is_no_number_is_named_wherever_it_lies(
+async def test_first_tensor_with_a_bad_value_is_named(
     value: float, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {
@@ -278,7 +276,7 @@ async def test_the_tensor_of_a_value_that_is_no_number_is_named_wherever_it_lies
             await weights.check({**given, name: bad})
 
 
-async def test_a_tied_output_layer_may_be_given_or_left_out_but_not_be_another(model: Path, tmp_path: Path) -> None:
+async def test_tied_output_layer_is_optional_but_must_be_equal(model: Path, tmp_path: Path) -> None:
     weights = VllmWeights(Llm(model, tied=True), "the model")
     head = {"lm_head.weight": tensors()[EMBEDDING]}
     assert same(await load(weights, tensors()), tensors())
@@ -293,7 +291,7 @@ async def test_a_tied_output_layer_may_be_given_or_left_out_but_not_be_another(m
         await weights.check({**tensors(), "lm_head.weight": np.ones((6, 4))})
 
 
-async def test_what_the_engine_was_started_from_is_read_once_before_somebody_writes_over_it(model: Path) -> None:
+async def test_checkpoint_is_read_once_before_it_is_overwritten(model: Path) -> None:
     weights = VllmWeights(Llm(model), "the model")
     await weights.prepare()
     saved(model, {**tensors(), UP: torch.ones(3, 4)})
@@ -342,7 +340,7 @@ async def test_a_model_that_is_nowhere_here_starts_and_refuses_new_weights(name:
 
 
 @pytest.mark.parametrize("source", ["state dict", "folder"])
-async def test_a_worker_that_fails_is_told_in_one_line_and_the_memory_is_given_back(
+async def test_worker_failure_is_one_line_and_frees_the_memory(
     weights: VllmWeights, tmp_path: Path, source: str
 ) -> None:
     llm_of(weights).fails = "load_weight_files"
@@ -361,7 +359,7 @@ async def test_what_is_never_loaded_is_given_back_with_its_check(weights: VllmWe
     assert list(open_memories()) == []
 
 
-async def test_a_cancelled_check_stops_between_tensors_and_gives_its_memory_back(
+async def test_cancelled_check_stops_and_frees_its_memory(
     weights: VllmWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tensor(torch.Tensor):  # type: ignore[misc]  # torch is not typed here
@@ -401,9 +399,7 @@ def test_every_engine_has_the_extension_unless_it_was_given_one() -> None:
     assert choose_settings(given, cpu=True, known=known).arguments == given
 
 
-async def test_with_a_foreign_extension_a_folder_is_reloaded_by_vllm_and_a_state_dict_refused(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_other_extension_reloads_folders_only(model: Path, tmp_path: Path) -> None:
     weights = VllmWeights(Llm(model, extension="collections.OrderedDict"), "the model")
     folder = saved(tmp_path / "new", tensors())
     await weights.load(await weights.check(folder))

@@ -39,7 +39,7 @@ def announced(given: Mapping[str, torch.Tensor], **others: Any) -> dict[str, Any
     }
 
 
-async def test_a_transfer_joins_once_and_sends_every_part_between_start_and_finish(model: Path) -> None:
+async def test_transfer_joins_once_and_sends_all_parts(model: Path) -> None:
     llm = Llm(model, transfer=True)
     weights = VllmWeights(llm, "the model")
     first, second = {UP: tensors()[UP]}, without(UP)
@@ -72,21 +72,19 @@ BAD_TRANSFERS: dict[str, tuple[WeightTransfer, str]] = {
 
 
 @pytest.mark.parametrize(("transfer", "told"), BAD_TRANSFERS.values(), ids=BAD_TRANSFERS.keys())
-async def test_a_transfer_that_does_not_fit_is_refused_before_anybody_is_asked(
-    model: Path, transfer: WeightTransfer, told: str
-) -> None:
+async def test_misfit_transfer_is_refused_before_any_call(model: Path, transfer: WeightTransfer, told: str) -> None:
     llm = Llm(model, transfer=True)
     with pytest.raises(BadWeights, match=told):
         await VllmWeights(llm, "the model").check(transfer)
     assert llm.asked == []
 
 
-async def test_an_engine_that_was_not_started_for_transfers_names_the_argument(model: Path) -> None:
+async def test_transfer_without_a_backend_names_the_argument(model: Path) -> None:
     with pytest.raises(BadWeights, match=r'VllmEngine\(weight_transfer_config=\{"backend": "nccl"\}\)'):
         await VllmWeights(Llm(model), "the model").check(WeightTransfer(announced(tensors()), init={}))
 
 
-async def test_a_trainer_and_an_engine_that_do_not_meet_leave_the_weights_alone(model: Path) -> None:
+async def test_failed_connection_leaves_the_weights_unchanged(model: Path) -> None:
     llm = Llm(model, transfer=True)
     weights = VllmWeights(llm, "the model")
     llm.fails = "init"

@@ -107,7 +107,7 @@ def wide(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: tensor.float() for name, tensor in tensors.items()}, "lm_head.weight": tensors[EMBEDDING].float()}
 
 
-async def test_every_source_of_the_same_weights_says_the_same_and_the_first_say_what_they_said(
+async def test_equal_weights_from_every_source_have_equal_output(
     engine: VllmEngine, old: dict[str, Any], new: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await say(engine)
@@ -136,7 +136,7 @@ async def test_every_source_of_the_same_weights_says_the_same_and_the_first_say_
     assert (engine.weight_version, await say(engine)) == ("the first again", first)
 
 
-async def test_what_does_not_fit_changes_nothing_not_even_for_whoever_is_being_answered(
+async def test_misfit_changes_nothing_even_during_turns(
     engine: VllmEngine, old: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     first, version = await say(engine, 100), engine.weight_version
@@ -171,7 +171,7 @@ async def test_what_does_not_fit_changes_nothing_not_even_for_whoever_is_being_a
     assert_nothing_is_left(engine)
 
 
-async def test_an_update_cancelled_in_its_check_changes_nothing_and_leaves_nothing(
+async def test_update_cancelled_in_its_check_changes_nothing(
     engine: VllmEngine, old: dict[str, Any], new: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
