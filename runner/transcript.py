@@ -1,4 +1,4 @@
-"""Transcripts for people: what one agent saw and said, with sampled, template and message text told apart."""
+"""Transcripts for people: the messages and turns of one agent, with sampled, template and message text marked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STYLES = {
     "assistant": "blue",
     "tool": "cyan",
 }
-GUTTER = 11
+GUTTER_WIDTH = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,32 @@ class Span:
     """Text of one kind."""
 
     kind: str
-    """The kind: "sampled", "template", or the role of the message whose content it is."""
+    """"sampled", "template", or the role of the message."""
     text: str
-    """The text as it stands."""
+    """The text, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Ids that came in one go: a prompt, a bridge, or what was sampled in a turn."""
+    """Consecutive ids of one source: a prompt, a bridge, or the samples of a turn."""
 
     start: int
     """The index of the first id in the segment's log."""
     end: int
-    """One past the index of the last id."""
+    """The index after the last id."""
     spans: tuple[Span, ...]
     """Their text, in order."""
     turn: Turn | None = None
-    """The turn in which they were sampled; None for ids that were given."""
+    """The turn in which they were sampled; None for other ids."""
 
 
 def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> Iterator[Passage]:
-    """The passages of a segment.
+    """Return the passages of a segment.
 
     Args:
         segment: the segment.
         turns: the turns that were sampled in it, in order.
-        decode: ids to text; without it the messages alone are shown, and nothing of the template.
+        decode: ids to text; without it only the messages are shown, and nothing of the template.
     """
     position = 0
     given = _messages_by_turn(segment, turns)
@@ -87,12 +87,12 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
 
 
 def _messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Message]]:
-    """The messages that were put before each turn: none where a turn went on with one that was cut."""
+    """The messages before each turn: none if a turn continued one that was cut."""
     seen = segment.messages[: len(segment.messages) - segment.unseen]
     ends = [0, *(turn.end for turn in turns)]
     fresh = [turn.start > end for turn, end in zip(turns, ends, strict=False)]
     assistants = sum(message["role"] == "assistant" for message in seen)
-    given_assistants = assistants - sum(fresh)  # worked examples, or what was sampled in an earlier segment
+    given_assistants = assistants - sum(fresh)  # worked examples, or samples of an earlier segment
     groups: list[list[Message]] = [[]]
     for message in seen:
         if message["role"] == "assistant":
@@ -106,7 +106,7 @@ def _messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Mess
 
 
 def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
-    """The contents of the messages and what the template put around them; content it changed counts as its own."""
+    """The contents of the messages and the template's text around them; content that it changed counts as its own."""
     if text is None:
         for message in messages:
             yield Span(message["role"], message["content"] + _calls_text(message.get("tool_calls", ())))
@@ -125,9 +125,10 @@ def _located(messages: Sequence[Message], text: str | None) -> Iterator[Span]:
 
 
 def _find(content: str, text: str, start: int) -> tuple[str, int]:
-    """A message's content as it was found in `text`, and where; -1 where it was not.
+    """Return a message's content as found in `text`, and its position; -1 if not found.
 
-    Ids cannot say half a surrogate pair, and templates strip white space: it is looked for without either too.
+    Ids cannot encode half a surrogate pair, and templates strip white space: the content is also looked for without
+    them.
     """
     sayable = without_surrogates(content)
     for written in (sayable, sayable.strip()):
@@ -151,7 +152,7 @@ def _calls_text(calls: Sequence[Any]) -> str:
 
 
 def decoder(engine: Mapping[str, Any]) -> Decode | None:
-    """What decodes the ids of a run, by its header's `engine`; None where that vocabulary is not on this machine."""
+    """Return the decoder of a run's ids, by its header's `engine`; None if that vocabulary is not on this machine."""
     if engine.get("takes") == "messages":
         return None
     if engine.get("kind") == "scripted":
@@ -177,12 +178,12 @@ def decoder(engine: Mapping[str, Any]) -> Decode | None:
 def transcript(
     trajectory: Trajectory, decode: Decode | None, *, brief: bool = False, tokens: bool = False
 ) -> Iterator[Text | Labelled]:
-    """The lines of a transcript; each passage of text begins with its kind, so that it reads without colours too.
+    """Return the lines of a transcript. Each passage begins with its kind, so that it can be read without colours.
 
     Args:
-        trajectory: what to show.
+        trajectory: the trajectory.
         decode: ids to text, or None.
-        brief: leave out what the template wrote and all of the first prompt but its last message.
+        brief: leave out the template's text and all of the first prompt but its last message.
         tokens: show the ids too.
     """
     yield headline(trajectory)
@@ -245,36 +246,35 @@ def _shown(passage: Passage, brief: bool) -> Iterator[Labelled]:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Text beside a label, its further lines under its first one."""
+    """Text with a label in the margin, its further lines aligned with the first."""
 
     label: str
-    """The label; it stands in the margin."""
     text: str
     """The text, of one line or several."""
     style: str
-    """The style of the text, in Rich's words."""
+    """Rich's style of the text."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         text = Text(printable(self.text), style=self.style)
-        lines = text.wrap(console, options.max_width - GUTTER) if console.is_terminal else text.split("\n")
-        label = Text(self.label.ljust(GUTTER), style="dim" if self.label in (TEMPLATE, "", "ids") else "bold")
+        lines = text.wrap(console, options.max_width - GUTTER_WIDTH) if console.is_terminal else text.split("\n")
+        label = Text(self.label.ljust(GUTTER_WIDTH), style="dim" if self.label in (TEMPLATE, "", "ids") else "bold")
         for line in lines:
             yield Text.assemble(label, line)
-            label = Text(" " * GUTTER)
+            label = Text(" " * GUTTER_WIDTH)
 
 
 def printable(text: str) -> str:
-    """`text` with the code of each character that a terminal would obey or could not write."""
+    """Return `text` with escape codes for characters that a terminal would obey or could not write."""
     return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(_code, text)
 
 
 def printable_line(text: str) -> str:
-    """`text` as `printable` gives it, with its line breaks and tabs written as escapes, for a table or a list."""
+    """Return `printable(text)` with line breaks and tabs as escapes, for a table or a list."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def shown_line(text: str) -> str:
-    """What a place of one line shows of a text that may have several."""
+    """Return one line for a text that may have several."""
     return printable(text.partition("\n")[0])
 
 
@@ -288,7 +288,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 
 
 def _accounts(turn: Turn) -> str:
-    """Where the ids of a turn came from and how it ended."""
+    """The sources of a turn's ids and the way it ended."""
     cached = "" if turn.cached_tokens is None else f", {turn.cached_tokens} cached"
     parts = [f"turn {turn.number + 1}", f"prompt {turn.start}{cached}", f"sampled {turn.end - turn.start}"]
     stop = "" if turn.stop is None else f" {turn.stop}"

@@ -177,7 +177,7 @@ def test_a_folder_without_a_model_names_the_fix(tmp_path: Path) -> None:
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
-    with pytest.raises(BadModel, match="is no folder"):
+    with pytest.raises(BadModel, match="is not a folder"):
         resolve_model(file)
 
 

@@ -1,1 +1,1 @@
-"""Clocks, threads, cancellation and the event loop: what every other package builds on."""
+"""Clocks, threads, cancellation and the event loop, for all other packages."""

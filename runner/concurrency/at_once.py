@@ -1,4 +1,4 @@
-"""Several calls at the same time: the first that fails ends the others, and its error is what is raised."""
+"""Several calls at the same time: the first failure cancels the others and is raised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ async def at_once(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
     """Make the calls at the same time, and return when all have returned.
 
     Raises:
-        Exception: what the first of them raised that failed; a task group would wrap it.
+        Exception: the first failure, which a task group would wrap.
     """
     errors: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""Cancellation that a scope asked for, told from one that the author's code made of its own."""
+"""Distinguishes a cancellation by a scope from one that the author's code raised."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ResultT = TypeVar("ResultT")
 
 
 def cancellation_is_asked_for() -> bool:
-    """Whether a cancel scope around the current task is cancelled, or a clock over it has fired."""
-    # anyio gives a cancelled scope the deadline minus infinity, on every event loop alike.
+    """True if a cancel scope around the current task is cancelled, or a clock over it has fired."""
+    # anyio sets the deadline of a cancelled scope to minus infinity, on every event loop.
     return anyio.current_effective_deadline() == -math.inf or a_clock_has_fired()
 
 
 def forget_native_cancellation() -> None:
-    """Take back what `asyncio.Task.cancel()` left in the current task; later scopes would count it as theirs."""
+    """Clear what `asyncio.Task.cancel()` left in the current task; later scopes would count it as theirs."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # another event loop than asyncio's
@@ -35,7 +35,7 @@ def forget_native_cancellation() -> None:
 
 @contextmanager
 def native_cancellation_as(failure: Exception) -> Iterator[None]:
-    """Raise `failure` where the author's code lets out a cancellation that no scope asked for."""
+    """Raise `failure` if the author's code raises a cancellation that no scope requested."""
     try:
         yield
     except anyio.get_cancelled_exc_class() as error:
@@ -46,10 +46,11 @@ def native_cancellation_as(failure: Exception) -> Iterator[None]:
 
 
 async def to_its_end(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """What `call` returns, waited for however often the current task is cancelled meanwhile; that is raised after.
+    """Return the result of `call`, even if the current task is cancelled before; the cancellation is raised afterwards.
 
-    A shield of anyio's keeps anyio's cancellations out and lets asyncio's own through (`asyncio.timeout`,
-    `Task.cancel`). So the call runs in a task of its own, which they do not reach.
+    A shield of anyio stops anyio's cancellations but not asyncio's own (`asyncio.timeout`, `Task.cancel`). So the call
+    runs
+    in a task of its own, which they do not reach.
     """
     results: list[ResultT] = []
     failures: list[Exception] = []

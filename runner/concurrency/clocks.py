@@ -1,4 +1,4 @@
-"""Clocks: time limits that stop while nobody works, as cancel scopes whose deadline moves."""
+"""Clocks: time limits that pause while a task waits for others, as cancel scopes with a moving deadline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=(
 
 
 def loop_time() -> float:
-    """What `anyio.current_time` says, at a fifth of what that costs: a turn asks for it some twenty times."""
+    """Return the same as `anyio.current_time`, at a fifth of the cost: a turn calls it some twenty times."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:  # another event loop than asyncio's
@@ -37,7 +37,7 @@ def loop_time() -> float:
 
 
 def on_asyncio() -> bool:
-    """Whether the event loop is asyncio's."""
+    """True if the event loop is asyncio's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -46,23 +46,24 @@ def on_asyncio() -> bool:
 
 
 def a_clock_has_fired() -> bool:
-    """Whether one of the clocks that run over the current task has."""
+    """True if one of the clocks over the current task has fired."""
     return any(clock.fired for clock in _running.get())
 
 
 class Clock:
     """A time limit over a block, `None` for no limit.
 
-    Every clock that runs over a task stops while the task waits for a place (`Waiting`), so that an outcome does not
-    depend on how wide the run is. While an agent is sampled inside the block it stops too, unless it is told to count
-    that: an engine's speed is no fault of the author's code. `start` gives an entered clock a new limit, `lift` takes
-    it off: the block may be left open while its limit changes, which a scope around a single hook could not.
+    Every clock over a task pauses while the task waits for a place (`Waiting`), so that an outcome does not depend on
+    the
+    width of the run. It also pauses while an agent is sampled inside the block, unless `counts_sampling` is set: a slow
+    engine is not the fault of the author's code. `start` sets a new limit and `lift` removes it: a block may stay open
+    while its limit changes, which a scope around a single hook could not.
 
     Args:
         seconds: the limit.
-        counts_sampling: the clock goes on while an agent is sampled inside the block.
-        over_hooks: the block holds code of an author's that may leave scopes open after the block, or leave those
-            that were opened before it. On another event loop than asyncio's that is an error.
+        counts_sampling: whether the clock runs while an agent is sampled inside the block.
+        over_hooks: whether the block runs code of an author that may leave scopes open after the block, or close scopes
+            that were opened before it. On other event loops than asyncio's that is an error.
     """
 
     __slots__ = ("_asking", "_outer", "_remaining", "_still", "_stops", "counts_sampling", "scope", "seconds")
@@ -71,13 +72,13 @@ class Clock:
         self, seconds: float | None = None, *, counts_sampling: bool = False, over_hooks: bool = False
     ) -> None:
         self.seconds = seconds
-        """The limit that was last set; None for no limit."""
+        """The latest limit; None for no limit."""
         self.counts_sampling = counts_sampling
-        """Whether the clock goes on while an agent is sampled inside the block."""
+        """True if the clock runs while an agent is sampled inside the block."""
         self.scope = TaskScope() if over_hooks and on_asyncio() else anyio.CancelScope()
         """The cancel scope of the block, whose deadline the clock moves."""
         self._remaining = math.inf
-        # Several tasks under one clock may wait at once: it goes on when the last of them does.
+        # Several tasks under one clock may wait at once: it continues when the last of them does.
         self._stops = 0
         self._asking = 0
         self._still = False
@@ -85,7 +86,7 @@ class Clock:
 
     @property
     def fired(self) -> bool:
-        """Whether the limit was reached, or somebody cancelled the block."""
+        """True if the limit was reached, or the block was cancelled."""
         return self.scope.cancel_called
 
     def start(self, seconds: float | None) -> None:
@@ -96,11 +97,11 @@ class Clock:
             self._run()
 
     def lift(self) -> None:
-        """Take the limit off; the block goes on."""
+        """Remove the limit; the block continues."""
         self.start(None)
 
     def stop(self) -> None:
-        """Stand still, once for each of several waits at the same time."""
+        """Pause, once for each of several waits at the same time."""
         self._stops += 1
         self._settle()
 
@@ -110,7 +111,7 @@ class Clock:
         self._settle()
 
     def begin_asking(self) -> None:
-        """One more asks for a turn at the same time: it stands still while as many wait as ask."""
+        """Count one more parallel request for a turn: the clock pauses only while all of them wait."""
         self._asking += 1
         self._settle()
 
@@ -127,25 +128,25 @@ class Clock:
         if not still:
             self._run()
         elif self.scope.deadline != math.inf:
-            # A deadline that has passed in this very moment fires when the clock goes on.
+            # A deadline that passes at this very moment fires when the clock continues.
             self._remaining = max(0.0, self.scope.deadline - loop_time())
             self.scope.deadline = math.inf
 
     def _run(self) -> None:
         if self._remaining != math.inf:
             self.scope.deadline = loop_time() + self._remaining
-        elif self.scope.deadline != math.inf:  # moving it costs a timer, and most blocks never had one
+        elif self.scope.deadline != math.inf:  # moving it costs a timer, and most blocks have no limit
             self.scope.deadline = math.inf
 
     def is_over_this_task(self) -> bool:
-        """Whether it runs over the current task."""
+        """True if it runs over the current task."""
         return self in _running.get()
 
     def __enter__(self) -> Self:
         self.start(self.seconds)
         self.scope.__enter__()
         self._outer = _running.get()
-        # A tuple, never changed: a task that is started in the block keeps the clocks that it was started under.
+        # A tuple, never changed: a task started in the block keeps the clocks that it was started under.
         _running.set((*self._outer, self))
         return self
 
@@ -157,7 +158,7 @@ class Clock:
 
 
 class Waiting:
-    """Stops every clock over the current task from entering until `over()` or leaving."""
+    """Pauses every clock over the current task from entering until `over()` or leaving."""
 
     __slots__ = ("_clocks", "_waits", "began", "seconds")
 
@@ -165,13 +166,13 @@ class Waiting:
         self._clocks: tuple[Clock, ...] = ()
         self._waits = False
         self.began = 0.0
-        """When the wait began, on the event loop's clock."""
+        """Begin of the wait, on the event loop's clock."""
         self.seconds = 0.0
-        """How long the wait took, once it is over."""
+        """Duration of the wait, once it is over."""
 
     @classmethod
     def of_this_task(cls) -> Self:
-        """A wait that has not begun, over the clocks that run over this task now."""
+        """Return a wait that has not begun, over the current clocks of this task."""
         waiting = cls()
         waiting._clocks = _running.get()
         return waiting
@@ -182,14 +183,14 @@ class Waiting:
         return self
 
     def begin(self) -> None:
-        """Stop the clocks; another task may do it for the one that waits."""
+        """Pause the clocks; another task may call this for the one that waits."""
         self._waits = True
         self.began = loop_time()
         for clock in self._clocks:
             clock.stop()
 
     def over(self) -> None:
-        """End the wait, and the clocks go on; a second call does nothing."""
+        """End the wait and continue the clocks; a second call has no effect."""
         if self._waits:
             self._waits = False
             self.seconds = loop_time() - self.began
@@ -201,10 +202,11 @@ class Waiting:
 
 
 class Asking:
-    """One of several that ask for turns at the same time, under clocks that stand still only while all of them wait.
+    """One of several parallel requests for turns, under clocks that pause only while all of them wait.
 
-    A clock that stood still while any of them waits would never fire for a program with many threads; one that stood
-    still for none would make an outcome depend on how wide the run is.
+    A clock that pauses while any of them waits would never fire for a program with many threads. A clock that pauses
+    for
+    none would make an outcome depend on the width of the run.
     """
 
     __slots__ = ("_clocks",)
@@ -220,7 +222,7 @@ class Asking:
 
 
 class WhileSampling:
-    """Stops the clocks over the current task that do not count what an agent samples."""
+    """Pauses the clocks over the current task that do not count sampling."""
 
     __slots__ = ("_clocks",)
 
@@ -235,36 +237,36 @@ class WhileSampling:
 
 
 class Standstill:
-    """Stops the clocks of every task that waits for something which stands still: an engine that is paused."""
+    """Pauses the clocks of every task that waits for something that is paused, such as an engine."""
 
     __slots__ = ("_watched", "on")
 
     def __init__(self) -> None:
         self.on = False
-        """Whether it stands still now."""
+        """True if it is paused now."""
         self._watched: dict[Waiting, None] = {}
 
     def begin(self) -> None:
-        """Stop the clocks of those who wait; a second call does nothing."""
+        """Pause the clocks of the waiting tasks; a second call has no effect."""
         if not self.on:
             self.on = True
             for waiting in self._watched:
                 waiting.begin()
 
     def end(self) -> None:
-        """Let the clocks go on; a second call does nothing."""
+        """Continue the clocks; a second call has no effect."""
         if self.on:
             self.on = False
             for waiting in self._watched:
                 waiting.over()
 
     def watched(self) -> AbstractContextManager[None]:
-        """A block in which the clocks over the current task stop for as long as it stands still."""
+        """A block in which the clocks over the current task pause as long as this does."""
         return _Watched(self)
 
 
 class _Watched:
-    """The block of `Standstill.watched`; no generator, which would cost each turn three times as much."""
+    """The block of `Standstill.watched`; not a generator, which would cost each turn three times as much."""
 
     __slots__ = ("_standstill", "_waiting")
 
@@ -283,20 +285,21 @@ class _Watched:
 
 
 class Progress:
-    """Restarts the clocks of all tasks that wait for one thing whenever that thing makes progress.
+    """Restarts the clocks of all tasks that wait for one thing whenever it makes progress.
 
-    An engine that reads the prompts of some turns lets others wait for their first id, and is not silent. Clocks are
-    restarted at an eighth of their limit and not at every step: moving a deadline costs a timer.
+    An engine that reads the prompts of some turns lets others wait for their first id, and is not silent. Clocks
+    restart at
+    an eighth of their limit and not at every step: moving a deadline costs a timer.
     """
 
     __slots__ = ("_clocks", "_next")
 
     def __init__(self) -> None:
         self._clocks: dict[Clock, None] = {}
-        self._next = 0.0  # before this time nothing is to be done
+        self._next = 0.0  # nothing to do before this time
 
     def note(self, now: float | None = None) -> None:
-        """Progress was made; `now` is the event loop's time where that is known already."""
+        """Report progress; `now` is the event loop's time if known already."""
         now = loop_time() if now is None else now
         if now < self._next or not self._clocks:
             return

@@ -1,4 +1,4 @@
-"""An exit stack of two kinds of threads: what was entered in a worker thread is left in one, not on the event loop."""
+"""An exit stack for two kinds of threads: contexts entered in a worker thread are exited in one."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Leave = Callable[[Callable[[], bool | None], str], Awaitable[bool | None]]
-"""Calls a synchronous exit of that name elsewhere than on the event loop, and tells whether it swallowed the error."""
+"""Runs a named synchronous exit outside the event loop, and returns whether it suppressed the error."""
 
 
 class ThreadedExitStack(AsyncExitStack):
-    """An exit stack whose synchronous exits do not hold up the event loop.
+    """An exit stack whose synchronous exits do not block the event loop.
 
-    What was entered in a worker thread, as by an author's synchronous code, is left by `leave`. What was entered on the
-    event loop is left there, as cancel scopes and whatever belongs to one thread must be.
+    Contexts entered in a worker thread, as by an author's synchronous code, are exited by `leave`. Contexts entered on
+    the
+    event loop are exited there: cancel scopes and whatever else belongs to one thread need that.
 
     Args:
-        leave: leaves what was entered in a thread; without it everything is left on the event loop.
-        owner: whose stack it is, for people.
+        leave: exits contexts that were entered in a thread; without it everything is exited on the event loop.
+        owner: the owner of the stack, for people.
     """
 
     def __init__(self, leave: Leave | None = None, owner: str = "") -> None:
         super().__init__()
         self.owner = owner
         self._leave = leave
-        self._loop_thread = threading.get_ident()  # a stack is made on its event loop
+        self._loop_thread = threading.get_ident()  # a stack is created on its event loop
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to leave."""
+        """True if there is nothing to exit."""
         return is_empty(self)
 
     def enter_context(self, cm: AbstractContextManager[T, bool | None]) -> T:
@@ -66,12 +67,12 @@ class ThreadedExitStack(AsyncExitStack):
         return callback
 
     def pop_all(self) -> ThreadedExitStack:
-        popped = super().pop_all()  # made as `type(self)()`, which is why both arguments have defaults
+        popped = super().pop_all()  # created as `type(self)()`, which is why both arguments have defaults
         popped.owner, popped._leave = self.owner, self._leave
         return popped
 
     async def unwind(self, passing: BaseException | None) -> bool:
-        """Leave everything; whether the error that is passing was swallowed.
+        """Exit everything, and return whether the passing error was suppressed.
 
         The lag report looks for this function's frame, to tell a blocking exit from a blocking hook.
         """
@@ -81,7 +82,7 @@ class ThreadedExitStack(AsyncExitStack):
         return self._leave is None or threading.get_ident() == self._loop_thread
 
     def _push_apart(self, single: ExitStack, name: str) -> None:
-        # Each thing has a stack of its own, so that the limit of `leave` holds for each, and their order stays.
+        # Each context has a stack of its own, so that the limit of `leave` applies to each, and their order stays.
         leave = self._leave
         assert leave is not None
 
@@ -94,12 +95,12 @@ class ThreadedExitStack(AsyncExitStack):
 
 
 def is_empty(stack: AsyncExitStack) -> bool:
-    """Whether a stack has nothing to leave, as far as can be seen."""
+    """True if a stack has nothing to exit, as far as can be seen."""
     return not getattr(stack, "_exit_callbacks", True)
 
 
 def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
-    """Leave one thing. An error that was passing and comes out again is not the thing's own."""
+    """Exit one context. If a passing error is raised again, it is not the context's own."""
     try:
         return single.__exit__(*exit_arguments(passing))
     except BaseException as error:
@@ -111,12 +112,12 @@ def _left(single: ExitStack, passing: BaseException | None) -> bool | None:
 def exit_arguments(
     passing: BaseException | None,
 ) -> tuple[type[BaseException] | None, BaseException | None, TracebackType | None]:
-    """What an `__exit__` is told of the error that passes through it."""
+    """The arguments of an `__exit__` for the error that passes through it."""
     return (None, None, None) if passing is None else (type(passing), passing, passing.__traceback__)
 
 
 def _name_of(thing: Any) -> str:
-    """The name of a function, of the function behind a `@contextmanager`, or else of the class."""
+    """The name of a function, of the function of a `@contextmanager`, or of the class."""
     for function in (thing, getattr(thing, "func", None)):
         if isinstance(name := getattr(function, "__qualname__", None), str):
             return name

@@ -1,4 +1,4 @@
-"""Loop lag: how late the event loop runs, and whose code made it so."""
+"""Loop lag: the delay of the event loop, and the code that causes it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from runner.concurrency.user_code import is_foreign
 
 __all__ = ["LATE_SECONDS", "Blocker", "LagMonitor", "author_frame"]
 
-TICK = 0.02
-"""Seconds between two marks that the loop leaves."""
+TICK_SECONDS = 0.02
+"""Seconds between two marks of the loop."""
 LATE_SECONDS = 0.05
-"""Seconds by which a mark is late before anybody is blamed, at the default tick, and before a lag is told of."""
+"""Delay of a mark in seconds, at the default tick, from which code is blamed and the lag is reported."""
 LOOP_STUCK_SECONDS = 60.0
-"""Seconds of standstill after which the run is told that its loop is stuck. No limit of an episode fires
-meanwhile, since the clocks are the loop's own."""
+"""Seconds after which the run is notified that its loop is stuck. No limit of an episode fires during that time, since
+the clocks are the loop's own."""
 STOPPED_SECONDS = 5.0
-"""Seconds between two looks of the watching thread that show that the whole process was stopped."""
+"""Seconds between two checks of the watching thread that show that the whole process was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Blocker:
     where: str
     """The function, its file and its line."""
     seconds: float
-    """How long it was seen to keep the loop."""
+    """Seconds for which it was seen to block the loop."""
     thread: bool
-    """Whether it ran in a worker thread, and so computes where it should wait."""
+    """True if it ran in a worker thread, and so computes where it should wait."""
     leaving: bool = False
-    """Whether it left what an asynchronous `setup()` had entered in `episode.exit_stack`."""
+    """True if it exited a context that an asynchronous `setup()` had entered in `episode.exit_stack`."""
 
     @property
     def advice(self) -> str:
-        """What its author can do about it."""
+        """The fix for its author."""
         if self.thread:
             return "it computes; threads are for code that waits: move it to anyio.to_process.run_sync"
         if self.leaving:
@@ -58,20 +58,22 @@ class Blocker:
 
 
 class LagMonitor:
-    """Measures the lag of the event loop while it is entered, and names who caused it.
+    """Measures the lag of the event loop while it is entered, and names the code that causes it.
 
-    A task on the loop leaves a mark every 20 ms; a thread beside it looks at the mark, and where it is more than
-    50 ms late, at what the loop and the run's worker threads are executing. With another `tick` both change with it.
+    A task on the loop sets a mark every 20 ms. A thread checks the mark; if it is more than 50 ms late, it samples the
+    frames of the loop and of the run's worker threads. With another `tick` both times change.
     """
 
-    def __init__(self, workers: Workers, *, stuck_seconds: float = LOOP_STUCK_SECONDS, tick: float = TICK) -> None:
+    def __init__(
+        self, workers: Workers, *, stuck_seconds: float = LOOP_STUCK_SECONDS, tick: float = TICK_SECONDS
+    ) -> None:
         self.on_stuck: Callable[[Blocker], None] | None = None
-        """Called in the watching thread with who keeps the loop, when it has stood still for `stuck_seconds`."""
+        """Called in the watching thread with the blocking code when the loop has been stuck for `stuck_seconds`."""
         self.stuck_seconds = stuck_seconds
-        """How long the loop stands still before `on_stuck` is called; a minute by default."""
+        """Seconds before `on_stuck` is called; a minute by default."""
         self._workers = workers
         self._tick_seconds = tick
-        self._late = tick * LATE_SECONDS / TICK
+        self._late = tick * LATE_SECONDS / TICK_SECONDS
         self._lags: deque[float] = deque(maxlen=3000)  # a minute of ticks
         self._seconds: dict[tuple[str, bool, bool], float] = {}
         self._mark = 0.0
@@ -92,23 +94,23 @@ class LagMonitor:
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         self._group.cancel_scope.cancel()
-        # The mark can always be cancelled, and an exception that is passing is not the task group's to wrap.
+        # The task can always be cancelled, and a passing exception must not be wrapped by the task group.
         await self._group.__aexit__(None, None, None)
         assert self._thread is not None
         self._thread.join()
 
     def percentile(self, percent: float) -> float:
-        """The lag in seconds that so many percent of the last minute's ticks stayed under; 0 before the first tick."""
+        """Return the lag in seconds that this percentage of the last minute's ticks stayed under, or 0."""
         lags = sorted(self._lags)
         return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
 
     def blockers(self, most: int = 5) -> list[Blocker]:
-        """The code that made the loop late, the worst first."""
+        """Return the code that delayed the loop, the worst first."""
         worst = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
         return [Blocker(where, seconds, thread, leaving) for (where, thread, leaving), seconds in worst]
 
     async def _tick(self) -> None:
-        # The clock that the watching thread reads too; the loop's own may be a virtual one.
+        # The clock that the watching thread reads too; the loop's own may be virtual.
         while True:
             began = time.monotonic()
             self._mark = began
@@ -124,8 +126,8 @@ class LagMonitor:
             if self._mark != mark:
                 mark, stopped = self._mark, 0.0
             elif looked - before > STOPPED_SECONDS:
-                # This thread did not run either: the process was stopped (SIGSTOP, Ctrl-Z, a machine that was
-                # suspended), or one call kept the interpreter's lock. The loop gets its time once it can run.
+                # This thread did not run either: the process was stopped (SIGSTOP, Ctrl-Z, a suspended machine), or one
+                # call kept the interpreter's lock. The loop gets its time once it can run.
                 stopped += looked - before
             late = looked - mark - self._tick_seconds
             if late < self._late:
@@ -137,7 +139,7 @@ class LagMonitor:
                 self.on_stuck(self._who_keeps_the_loop(late))
 
     def _blame(self) -> None:
-        # A sample: whoever is seen is charged with the seconds from one look to the next.
+        # A sample: the code seen is charged with the seconds between two checks.
         frames = sys._current_frames()
         on_loop = frames.get(self._loop_thread)
         stack = _unwound(on_loop)
@@ -145,7 +147,7 @@ class LagMonitor:
         if own is not None or stack is not None:
             self._add(_describe(own or on_loop, stack), leaving=stack is not None)
             return
-        # Nobody on the loop: then a thread that computes has kept the interpreter's lock from it.
+        # No code on the loop: then a computing thread has kept the interpreter's lock.
         for job in list(self._workers.running.values()):
             frame = author_frame(frames.get(job.thread or 0))
             if frame is not None and job.computed():
@@ -166,15 +168,15 @@ _LOOP_FILES = ("asyncio/runners.py", "asyncio/base_events.py", "trio/_core/_run.
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those around it, the innermost first."""
-    # The thread that is looked at goes on meanwhile: what is around a frame that it just left was seen to be anything.
+    """A frame and its callers, the innermost first."""
+    # The sampled thread continues to run, so the caller of a frame that it just left may be any object.
     while isinstance(frame, FrameType):
         yield frame
         frame = frame.f_back
 
 
 def author_frame(innermost: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither ours nor a library's; whoever started the event loop is not to blame."""
+    """Return the innermost frame outside our code and libraries; code that started the event loop is not blamed."""
     for frame in _outwards(innermost):
         name = frame.f_code.co_filename
         if frame.f_code.co_name in _LOOPS and name.endswith(_LOOP_FILES):

@@ -1,4 +1,4 @@
-"""A task of its own for code that may leave cancel scopes and task groups open from one call to the next."""
+"""A task of its own for code that may leave cancel scopes and task groups open between calls."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ __all__ = ["LentClock", "OwnTask"]
 class OwnTask:
     """Runs a function in a task of its own.
 
-    Nothing but `around` is entered in that task around what the function does, so what it opens and does not close
-    harms nobody: it is cancelled once the function has returned.
+    Nothing but `around` is entered in that task around the function, so what it opens and does not close affects no
+    other
+    code: it is cancelled once the function has returned.
     """
 
     def __init__(self) -> None:
         self.outer = Clock()
-        """The clock around everything. Its shield keeps out what cancels whoever called `run`."""
+        """The clock around everything. Its shield keeps out the cancellation of the caller of `run`."""
         self.left_open = False
-        """Whether the function left scopes or task groups open."""
+        """True if the function left scopes or task groups open."""
         self.cannot_be_left = False
-        """Whether they were still open after `close_rest`."""
+        """True if they were still open after `close_rest`."""
         self.tasks: TaskGroup
-        """Tasks that live no longer than the function."""
+        """Tasks that end with the function."""
         self._failure: BaseException | None = None
 
     async def run(
@@ -40,16 +41,16 @@ class OwnTask:
         name: str,
         in_this_task: bool = False,
     ) -> None:
-        """Run the function to its end, also if this is cancelled: the function is cancelled by it too.
+        """Run the function to its end, also if this is cancelled: that cancels the function too.
 
         Args:
-            function: what is run.
-            close_rest: called in the same task where the function left something open; closes what it can.
+            function: the function.
+            close_rest: called in the same task if the function left something open; closes what it can.
             name: the name of the task.
-            in_this_task: in the task that calls this, for whoever steps through it.
+            in_this_task: run it in the calling task, for debuggers.
 
         Raises:
-            BaseException: what the function raised.
+            BaseException: raised by the function.
         """
         done = anyio.Event()
         with self.outer:
@@ -68,20 +69,20 @@ class OwnTask:
                     finally:
                         self.tasks.cancel_scope.cancel()
             except BaseExceptionGroup:
-                # The group misses the scopes that the task was in when it ended.
+                # The group lacks the scopes that the task was in when it ended.
                 if not self.left_open:
                     raise
             if self._failure is not None:
                 raise self._failure
 
     def shield(self) -> None:
-        """Keep out from now on what cancels whoever called `run`."""
+        """Keep out the cancellation of the caller of `run` from now on."""
         assert isinstance(self.outer.scope, anyio.CancelScope)
         self.outer.scope.shield = True
 
     def clock(self, seconds: float | None = None) -> Clock | LentClock:
-        """A clock over a part of the function that leaves scopes open, or leaves those that another part opened."""
-        # Elsewhere than on asyncio every scope has to be left in order: there is but the one around everything.
+        """Return a clock over a part of the function that may leave scopes open, or close earlier ones."""
+        # On other event loops every scope must be left in order: there is only the one around everything.
         return Clock(seconds, over_hooks=True) if on_asyncio() else LentClock(self.outer, seconds)
 
     async def _hosted(
@@ -95,7 +96,7 @@ class OwnTask:
         try:
             try:
                 await function()
-            except BaseException as error:  # a group of tasks would wrap it
+            except BaseException as error:  # a task group would wrap it
                 self._failure = error
             if not _left(around):
                 self.left_open = True
@@ -106,7 +107,7 @@ class OwnTask:
 
 
 class LentClock:
-    """An outer clock that has no limit of its own, as the clock of a block in it. Once it fired it stays cancelled."""
+    """An outer clock without a limit of its own, used as the clock of a block in it. Once fired it stays cancelled."""
 
     def __init__(self, clock: Clock, seconds: float | None) -> None:
         self.seconds = seconds
@@ -117,7 +118,7 @@ class LentClock:
 
     @property
     def fired(self) -> bool:
-        """Whether the limit was reached, or somebody cancelled the outer block."""
+        """True if the limit was reached, or the outer block was cancelled."""
         return self._clock.fired
 
     def start(self, seconds: float | None) -> None:
@@ -139,7 +140,7 @@ class LentClock:
 
 
 def _left(scope: anyio.CancelScope) -> bool:
-    """Leave a scope, which can be if and only if nothing that was opened inside is open."""
+    """Leave a scope, which succeeds exactly if nothing that was opened inside is open."""
     try:
         scope.__exit__(None, None, None)
     except RuntimeError:

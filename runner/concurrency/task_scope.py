@@ -1,4 +1,4 @@
-"""A cancel scope of one task of asyncio's that stands beside the stack of anyio's scopes: blocks may overlap."""
+"""A cancel scope of one asyncio task outside the stack of anyio's scopes: blocks may overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 import anyio
 
-# Which scopes a task is in is nowhere public. It is only read, to see a shield; without it a shield is not seen.
+# No public API shows a task's scopes. They are only read, to see a shield; without them a shield is not seen.
 _task_states: Any = {}
 with suppress(ImportError):
     from anyio._backends._asyncio import _task_states
@@ -21,18 +21,20 @@ _MESSAGE: Final = "cancelled by deltarunner"
 
 
 class TaskScope:
-    """Cancels what the current task of asyncio's does in a block, as `anyio.CancelScope` does.
+    """Cancels the current asyncio task's block, as `anyio.CancelScope` does.
 
-    A scope of anyio's must be left after all that were opened inside it. This one need not: what an author's hook
-    opens in the block may stay open after it, and what was opened before it may be closed inside it. As with anyio the
-    task is cancelled at each of its waits until it has left the block, but for those under a shield in it.
+    A scope of anyio must be left after all scopes that were opened inside it. This one need not: scopes that an
+    author's
+    hook opens in the block may stay open after it, and scopes opened before may be closed inside it. As with anyio the
+    task
+    is cancelled at each of its waits until it has left the block, except under a shield in it.
     """
 
     __slots__ = ("_asked", "_before", "_deadline", "_handle", "_start", "_task", "_waits_for", "cancel_called")
 
     def __init__(self) -> None:
         self.cancel_called = False
-        """Whether the deadline was reached or `cancel` was called."""
+        """True if the deadline was reached or `cancel` was called."""
         self._deadline = math.inf
         self._handle: asyncio.Handle | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -43,7 +45,7 @@ class TaskScope:
 
     @property
     def deadline(self) -> float:
-        """When the block is cancelled, on the event loop's clock."""
+        """Time at which the block is cancelled, on the event loop's clock."""
         return self._deadline
 
     @deadline.setter
@@ -83,7 +85,7 @@ class TaskScope:
             task.uncancel()
         if not isinstance(error, asyncio.CancelledError):
             return False
-        # Where somebody else cancels the task too, the error is theirs as well.
+        # If other code cancels the task too, the error is also theirs.
         return task.cancelling() <= self._before and anyio.current_effective_deadline() != -math.inf
 
     def _arm(self) -> None:
@@ -104,16 +106,16 @@ class TaskScope:
             self._waits_for = None
 
     def _deliver(self, over: asyncio.Future[Any] | None = None) -> None:
-        if over is not self._waits_for:  # it was over when the block was left
+        if over is not self._waits_for:  # it ended when the block was left
             return
         task: Any = self._task
         loop = task.get_loop()
         waits_for, self._waits_for = getattr(task, "_fut_waiter", None), None
-        # A wait that is over gives its result first; the next one is cancelled.
+        # A finished wait returns its result first; the next one is cancelled.
         waits = waits_for is None or not waits_for.done()
         shielded = self._is_shielded(task)
         if shielded and waits_for is not None and waits:
-            # The task goes on first when that is done, and then waits for something else.
+            # The task continues first when that is done, and then waits for something else.
             self._waits_for = waits_for
             waits_for.add_done_callback(self._deliver)
             return
@@ -124,7 +126,7 @@ class TaskScope:
         self._handle = loop.call_soon(self._deliver)
 
     def _is_shielded(self, task: asyncio.Task[Any]) -> bool:
-        """Whether a shield that was put up inside the block is around what the task waits for."""
+        """True if a shield inside the block is around the task's current wait."""
         around = set()
         scope = self._start
         while scope is not None:
@@ -139,6 +141,6 @@ class TaskScope:
 
 
 def _scope_of(task: asyncio.Task[Any]) -> Any:
-    """The innermost scope of anyio's that the task is in."""
+    """The innermost anyio scope of the task."""
     state = _task_states.get(task)
     return None if state is None else state.cancel_scope

@@ -1,4 +1,4 @@
-"""Worker threads of a run, under its own limit, for synchronous code of authors; and the way back to an event loop."""
+"""Worker threads of a run, under its own limit, for authors' synchronous code; and calls back to an event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-# There is no public way to make a thread in which `anyio.from_thread` works.
+# No public API makes a thread in which `anyio.from_thread` works.
 from anyio._core._eventloop import set_current_async_library, threadlocals
 
 from runner.concurrency.clocks import Waiting
@@ -25,11 +25,11 @@ from runner.concurrency.clocks import Waiting
 __all__ = ["Job", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
 
 IDLE_SECONDS = 10.0
-"""Seconds after which a thread without work ends, once its `Workers` are closed."""
+"""Seconds after which an idle thread ends, once its `Workers` are closed."""
 
-BUSY = 0.002
-"""Seconds of processor time between two looks, 20 ms apart, that tell computing from waiting: a thread that wakes every
-millisecond to wait on was measured at a quarter of it."""
+BUSY_RATIO = 0.002
+"""Ratio of processor time between two checks, 20 ms apart, that separates computing from waiting: a thread that wakes
+every millisecond to wait again was measured at a quarter of it."""
 
 
 class Job:
@@ -41,45 +41,45 @@ class Job:
         self.function = function
         self.name = name
         self.thread: int | None = None
-        """The identifier of the thread that runs it; None until it is started."""
+        """The identifier of its thread; None until it is started."""
         self.done = False
-        """Whether the call has returned or raised."""
+        """True if the call has returned or raised."""
         self.result: Any = None
-        """What the call returned."""
+        """The result of the call."""
         self.error: BaseException | None = None
-        """What the call raised; it is raised again where the call is waited for."""
+        """The error of the call; it is raised again in the waiting task."""
         self._clock = 0
         self._computed = 0.0
-        # Taken once, by the thread that begins the call or by the caller that gives it up: the first one decides.
+        # Acquired once, by the thread that begins the call or by the caller that abandons it: the first one decides.
         self._decided = threading.Lock()
 
     @property
     def abandoned(self) -> bool:
-        """Whether it was started and is not done; asked once nobody waits for it any more."""
+        """True if it was started and is not done; used once no task waits for it any more."""
         return self.thread is not None and not self.done
 
     def computed(self) -> bool:
-        """Whether its thread used the processor since this was last asked; one that waits does not."""
+        """True if its thread used the processor since the last check; a waiting thread does not."""
         try:
             now = time.clock_gettime(self._clock)
         except OSError:  # the thread has ended
             return False
         before, self._computed = self._computed, now
-        return now - before > BUSY
+        return now - before > BUSY_RATIO
 
     def call_off(self) -> None:
-        """Give it up: a call that has not been started yet never will be."""
+        """Abandon it: a call that was not started will never be."""
         self._decided.acquire(blocking=False)
 
     def run(self) -> None:
-        """Make the call, in the thread that is to do it."""
+        """Make the call, in the worker thread."""
         if not self._decided.acquire(blocking=False):
             return
         self.thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self.thread)
-        # What its thread computed for others before is not this job's.
+        # The thread's processor time for earlier jobs does not count.
         self._computed = time.clock_gettime(self._clock)
-        # The error travels as a value: a SystemExit that left a worker thread or a task would end the event loop.
+        # The error is passed as a value: a SystemExit that left a worker thread or a task would end the event loop.
         try:
             self.result = self.function()
         except BaseException as error:
@@ -89,24 +89,24 @@ class Job:
 
 
 class Workers:
-    """The run's worker threads. They keep no process from ending, also where one never comes back."""
+    """The run's worker threads. They do not keep the process alive, even if one never returns."""
 
     def __init__(self, threads: int) -> None:
         self._slots = anyio.CapacityLimiter(threads)
-        # anyio's own limiter would count an abandoned thread for ever, and starve those that come after.
+        # anyio's own limiter would count an abandoned thread for ever, and starve later calls.
         self._unlimited = anyio.CapacityLimiter(math.inf)
         self._idle = IdleThreads()
         self.running: dict[int, Job] = {}
         """The jobs that are in a thread now; the lag report reads them."""
         self.abandoned: list[str] = []
-        """The names of the calls whose thread was left behind."""
+        """The names of calls whose thread was abandoned."""
 
     async def call(self, job: Job) -> Any:
-        """Run a job in a worker thread; waiting for a thread stops every clock.
+        """Run a job in a worker thread; waiting for a thread pauses every clock.
 
-        Cancelled while the job runs, it leaves the thread behind (`job.abandoned`), and another call may begin.
+        If cancelled while the job runs, the thread is abandoned (`job.abandoned`), and another call may begin.
         """
-        # The limiter knows its borrowers by identity, and one task may have several calls in threads.
+        # The limiter identifies borrowers by object, and one task may have several calls in threads.
         owner = object()
         try:
             self._slots.acquire_on_behalf_of_nowait(owner)
@@ -119,7 +119,7 @@ class Workers:
             self._slots.release_on_behalf_of(owner)
 
     async def call_beside(self, job: Job, thread: WorkerThread | None = None) -> Any:
-        """The same without the limit: in this thread, or in one beside those that the run may have."""
+        """The same without the limit: in this thread, or in one beyond the run's own."""
         self.running[id(job)] = job
         try:
             await self._run(job, thread)
@@ -133,7 +133,7 @@ class Workers:
         return job.result
 
     def close(self) -> None:
-        """End the threads that have no work; one that is at work ends after it."""
+        """End idle threads now, and working ones after their work."""
         self._idle.closed = True
         while self._idle:
             self._idle.pop().end()
@@ -142,53 +142,53 @@ class Workers:
         if thread is None:
             try:
                 loop = asyncio.get_running_loop()
-            except RuntimeError:  # trio, whose worker threads keep no process either
+            except RuntimeError:  # trio, whose worker threads do not keep the process alive either
                 await anyio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=self._unlimited)
                 return
             # As in anyio's `run_sync`: a caller that is cancelled already starts nothing.
             await anyio.lowlevel.checkpoint()
-            # A thread reports to the loop that it was made on, and to no other.
+            # A thread reports only to the loop that it was created on.
             fits = self._idle and self._idle[-1].loop is loop
             thread = self._idle.pop() if fits else WorkerThread(self._idle)
         await thread.call(job)
 
 
 class _Work(NamedTuple):
-    """What a thread is given."""
+    """The work of a thread."""
 
     job: Job
     """The call to run."""
     context: Context
-    """The context variables of the task that asks for it."""
+    """The context variables of the calling task."""
     scope: anyio.CancelScope
-    """The cancel scope that `anyio.from_thread` looks at."""
+    """The cancel scope that `anyio.from_thread` reads."""
     done: anyio.Event
     """Set on the loop once the call has been run."""
 
 
 class IdleThreads(list["WorkerThread"]):
-    """The threads of some `Workers` that have no work.
+    """The idle threads of some `Workers`.
 
-    They live until those are closed: a process that an author's code starts with `bwrap --die-with-parent`, say, is
+    They live until those are closed: a process that an author's code starts with `bwrap --die-with-parent`, for
+    example, is
     killed by the kernel when the thread that started it ends.
     """
 
     closed = False
-    """Whether no further work comes."""
+    """True if no further work comes."""
 
 
 class WorkerThread(threading.Thread):
-    """A worker thread of this event loop. anyio's own are no daemons: one that hangs would keep the process for ever.
+    """A worker thread of this event loop. anyio's own are not daemons: a hanging one would keep the process alive.
 
     Args:
-        idle: those that the thread joins while it has no work, until they are closed; without them it lasts until
-            `end`.
+        idle: the list that the thread joins while idle, until it is closed; without one it lasts until `end`.
     """
 
     def __init__(self, idle: IdleThreads | None = None) -> None:
         super().__init__(name="deltarunner worker", daemon=True)
         self._token = anyio.lowlevel.current_token()
-        # Named as in anyio's threads, by which a virtual clock and the search for leaks tell who is at work.
+        # Named as in anyio's threads, by which a virtual clock and the search for leaks recognise working threads.
         self.loop = self._token.native_token
         self.idle_workers = IdleThreads() if idle is None else idle
         self._patience = IDLE_SECONDS if idle is not None else None
@@ -197,11 +197,11 @@ class WorkerThread(threading.Thread):
         self.start()
 
     async def call(self, job: Job) -> None:
-        """Have the job run, and wait for it."""
-        with suppress(ValueError):  # one that is kept for somebody is idle between two jobs
+        """Run the job, and wait for it."""
+        with suppress(ValueError):  # a reserved thread is idle between two jobs
             self.idle_workers.remove(self)
         context = copy_context()
-        # Code in the thread is not inside the event loop, and must not be taken to be.
+        # Code in the thread is not inside the event loop, and must not look so.
         context.run(set_current_async_library, None)
         with anyio.CancelScope() as scope:
             done = anyio.Event()
@@ -219,9 +219,9 @@ class WorkerThread(threading.Thread):
             work.context.run(work.job.run)
             try:
                 self._soon(partial(self._report, work.done))
-            except RuntimeError:  # the loop was closed meanwhile
+            except RuntimeError:  # the loop was closed
                 return
-            # A thread that waits would keep alive what its last job refers to.
+            # A waiting thread would keep the objects of its last job alive.
             del threadlocals.current_cancel_scope, work
 
     def _next(self) -> _Work | None:
@@ -231,7 +231,7 @@ class WorkerThread(threading.Thread):
             except Empty:
                 if not self.idle_workers.closed:
                     continue
-                # A thread that somebody took from the idle ones in this very moment gets its work at once.
+                # A thread that is just being taken from the idle ones gets its work at once.
                 with suppress(ValueError):
                     self.idle_workers.remove(self)
                     return None
@@ -242,14 +242,14 @@ class WorkerThread(threading.Thread):
 
 
 def busy_threads() -> list[threading.Thread]:
-    """The worker threads of any run that are at work, abandoned ones included."""
+    """The working threads of any run, abandoned ones included."""
     return [t for t in threading.enumerate() if isinstance(t, WorkerThread) and t not in t.idle_workers]
 
 
 def soon_on_this_loop() -> Callable[[Callable[[], object]], object]:
-    """A function that has another one called on the event loop running here; any thread may use it, and none waits."""
+    """Return a function that schedules a call on the event loop running here; usable in any thread, without waiting."""
     native: Any = anyio.lowlevel.current_token().native_token
-    # Trio's token has the one method, asyncio's loop the other.
+    # Trio's token has one of these methods, asyncio's loop the other.
     door: Callable[[Callable[[], object]], object]
     door = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
     return door

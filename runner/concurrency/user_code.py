@@ -1,4 +1,4 @@
-"""Calls into the author's code: either colour, contained, with a time limit."""
+"""Calls into the author's code: sync or async, with errors contained and a time limit."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from runner.errors import unwrapped
 __all__ = ["HOW_TO_CLOSE", "AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", "is_foreign"]
 
 
-LONGEST_ERROR = 2000
-"""The characters of an error's own text that are kept."""
+MAX_ERROR_CHARS = 2000
+"""Most characters of an error's own text that are kept."""
 
 
 HOW_TO_CLOSE = (
     "close it in close(), what was opened last first, or enter it with self.episode.exit_stack in setup(); what a tool "
     "opens that runs beside others of its turn, it has to close itself"
 )
-"""What authors are told whose hooks leave something open, or close it where it cannot be."""
+"""Advice for authors whose hooks leave something open, or close it where that is not possible."""
 
 _MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted")
 
 
 class AuthorExit(Exception):
-    """The author's code asked the interpreter to exit, or raised what is no Exception; only its episode ends by it."""
+    """The author's code called `sys.exit`, or raised something that is not an Exception; only its episode ends."""
 
 
 class TooSlow(Exception):
-    """The author's code took longer than it may."""
+    """The author's code exceeded its time limit."""
 
     def __init__(self, name: str, seconds: float) -> None:
         super().__init__(f"{name} took longer than {seconds:g} s")
@@ -57,15 +57,16 @@ class AuthorCode:
     """The author's code of one episode.
 
     Asynchronous functions run on the loop. Synchronous ones run in the run's worker threads, one at a time, in the
-    order in which they were asked for: two of them never touch the environment at once.
+    order of
+    the calls: two of them never touch the environment at once.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        # `fast_acquire`: a lock that is free is taken without a pass of the event loop.
+        # `fast_acquire`: a free lock is taken without a pass of the event loop.
         self._one_at_a_time = anyio.Lock(fast_acquire=True)
         self.abandoned = ""
-        """The synchronous call whose thread was left behind and may still write; "" where there is none."""
+        """The synchronous call whose thread was abandoned and may still write; "" if there is none."""
 
     async def call(
         self,
@@ -78,15 +79,15 @@ class AuthorCode:
         """Call `function`, sync or async, and return its result.
 
         Args:
-            function: what is called.
+            function: the function.
             args: its arguments.
-            name: what it is called in messages.
-            seconds: how long it may take.
+            name: its name in messages.
+            seconds: its time limit.
             clock: makes the clock of that limit.
 
         Raises:
             TooSlow: it took longer than `seconds`, also if it swallowed the cancellation and returned.
-            AuthorExit: it called `sys.exit`, or raised what is no Exception.
+            AuthorExit: it called `sys.exit`, or raised something that is not an Exception.
         """
         job: Job | None = None
         try:
@@ -107,7 +108,7 @@ class AuthorCode:
             forget_native_cancellation()
             raise AuthorExit(f"{name} cancelled its own task") from error
         except BaseException as error:
-            # What came out of a worker thread is the author's, whatever it is: no signal arrives there.
+            # Any error from a worker thread is the author's: no signal arrives there.
             from_thread = job is not None and error is job.error
             if isinstance(error, Exception) or (_is_not_the_authors(error) and not from_thread):
                 raise
@@ -120,31 +121,31 @@ class AuthorCode:
             return await function()
         with clock(seconds) as limit:
             result = await function()
-        # Asked of the clock and not told by an exception: the author's code may have swallowed the cancellation.
+        # Read from the clock and not from an exception: the author's code may have swallowed the cancellation.
         if limit.fired:
             raise TooSlow(name, seconds)
         return result
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether it is an `async def`, or an object whose call is one."""
+    """True for an `async def`, or an object whose call is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def describe_error(error: BaseException) -> str:
-    """One line for people: what was raised and where; groups of one are unwrapped.
+    """One line for people: the error and its place; groups of one are unwrapped.
 
     The place is the innermost of the author's own code, and beside it the innermost of a library that it called.
     """
     error = unwrapped(error)
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-        error = error.__cause__  # Python lets none out of a coroutine, and says no more than that there was one
+        error = error.__cause__  # Python raises none of these out of a coroutine, and only says that there was one
     text = _text_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     origin = error.__cause__ if isinstance(error, AuthorExit) and error.__cause__ else error
     frames = traceback.extract_tb(origin.__traceback__)
     raised_at = [f"in {_where(frame)}" for frame in frames if not is_foreign(frame.filename)][-1:]
-    # What we raise ourselves says what is wrong; where we do is nobody's business.
+    # Our own errors explain themselves; our line does not matter.
     raised_at += [f"raised in {_where(frame)}" for frame in frames[-1:] if _is_library(frame.filename)]
     return f"{what} ({'; '.join(raised_at)})" if raised_at else what
 
@@ -154,11 +155,11 @@ def _text_of(error: BaseException) -> str:
         text = "; ".join([_own_text(error), *getattr(error, "__notes__", ())])
     except Exception as broken:
         return f"its text cannot be made ({type(broken).__name__})"
-    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}... ({len(text)} characters)"
 
 
 def _own_text(error: BaseException) -> str:
-    if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # as anyio and trio say it, at length
+    if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # the text of anyio and trio is long
         return f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
     if not isinstance(error, BaseExceptionGroup):
         return str(error)
@@ -167,12 +168,12 @@ def _own_text(error: BaseException) -> str:
 
 def _what_left(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return f"called sys.exit({error.code!r:.{LONGEST_ERROR}})"
+        return f"called sys.exit({error.code!r:.{MAX_ERROR_CHARS}})"
     return f"raised {describe_error(error)}"
 
 
 def _is_not_the_authors(error: BaseException) -> bool:
-    """A cancellation, the end of a coroutine that nobody awaits, or Ctrl-C; also among others in a group."""
+    """True for a cancellation, GeneratorExit or Ctrl-C, also in a group."""
     kinds = (anyio.get_cancelled_exc_class(), GeneratorExit, KeyboardInterrupt)
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(kinds) is not None
@@ -188,11 +189,11 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def is_foreign(filename: str) -> bool:
-    """Whether it is no file of the author's: one of ours, a library's, or none that could be opened."""
+    """True if the file is not the author's: one of ours, a library's, or none that could be opened."""
     return filename.startswith((_OURS, "<")) or _is_library(filename)
 
 
 def _is_library(filename: str) -> bool:
-    # Modules that Cython compiled name their source, which stands in no folder of packages.
+    # Modules compiled by Cython name their source, which is not in a folder of packages.
     compiled = filename.endswith((".pyx", ".pxd", ".pxi"))
     return compiled or any(part in filename for part in ("/site-packages/", "/dist-packages/", "/lib/python3"))

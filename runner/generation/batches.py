@@ -1,4 +1,4 @@
-"""The batch interface, for trainers that hold padded tensors: what NeMo RL's generation offers, on any engine."""
+"""The batch interface, for trainers that hold padded tensors: NeMo RL's generation methods on any engine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class BatchResults(Generic[T]):
             async for index, result in results:
                 ...
 
-    Nothing is sampled before it is entered or iterated. Leaving the block ends what is still being sampled, and
-    returns when no request of it is open. Without a block, `async for ... in generation.generate_async(batch)`, the
-    rest is ended as soon as nobody holds this object any more, which after a `break` or an exception is at once, and
-    with the block of the `Generation` at the latest. Who holds it may go on iterating where he stopped.
+    Nothing is sampled before it is entered or iterated. Leaving the block ends pending rows, and returns when no
+    request is
+    open. Without a block, `async for ... in generation.generate_async(batch)`, the rest ends as soon as this object has
+    no
+    references, which is at once after a `break` or an exception, and with the block of the `Generation` at the latest.
+    With
+    a reference, the iteration may be continued later.
 
     Raises (from the iteration, after the last result):
         EngineError: rows failed for good, by their index, or the engine died.
@@ -63,7 +66,7 @@ class BatchResults(Generic[T]):
         return row.index, self._batch.write([row])
 
     async def all(self) -> T:
-        """The rows that were not had yet as one batch, in their order.
+        """Return the rows that were not read yet as one batch, in their order.
 
         Raises:
             EngineError: as the iteration.
@@ -73,7 +76,7 @@ class BatchResults(Generic[T]):
         return self._batch.write(sorted(sampled, key=lambda row: row.index))
 
     async def aclose(self) -> None:
-        """End what is being sampled; no request of it is open afterwards. Twice is allowed."""
+        """End pending rows; no request is open afterwards. May be called twice."""
         self._closed = True
         if self._rows is not None:
             await self._rows.aclose()
@@ -86,7 +89,8 @@ class BatchResults(Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
-        # `break` tells an iterator nothing. What samples holds no reference to this object, so it goes at once.
+        # `break` does not notify an iterator. The sampling task has no reference to this object, so it is freed at
+        # once.
         rows: RunningRows | None = getattr(self, "_rows", None)
         if rows is not None:
             rows.abandon()
@@ -105,14 +109,14 @@ class Generation:
         async with Generation(engine, {"max_new_tokens": 256, "_pad_token_id": 0}) as generation:
             output = await generation.generate({"input_ids": ids, "input_lengths": lengths})
 
-    Whoever entered the engine closes it; this enters one that nobody has. Any number of batches may be generated at
-    once. Leaving the block ends what is still being sampled.
+    An engine that was entered stays open; one that was not is entered here. Any number of batches may be generated at
+    once. Leaving the block ends pending rows.
 
     Args:
-        engine: samples.
-        config: how rows are sampled; a trainer's own dictionary, see `GenerationConfig`.
-        stall_seconds: an engine that admitted a row and sends nothing for this long has failed; None waits for ever.
-        retries: how often a row is sampled again after an engine's failure; one that it refuses is not.
+        engine: the engine.
+        config: the sampling of rows; a trainer's own dictionary, see `GenerationConfig`.
+        stall_seconds: seconds of silence after which an engine that admitted a row has failed; None waits for ever.
+        retries: number of times that a row is sampled again after an engine's failure; a refused row is not.
 
     Raises (also when it is entered):
         BadOption: the configuration, by its key and the fix.
@@ -126,7 +130,7 @@ class Generation:
         stall_seconds: float | None = 120.0,
         retries: int = 2,
     ) -> None:
-        Limits(stall_seconds=stall_seconds)  # refuses what cannot be
+        Limits(stall_seconds=stall_seconds)  # refuses invalid values
         checked.whole(f"retries={retries!r}", retries, least=0)
         self.engine = engine
         """The engine that samples."""
@@ -153,7 +157,7 @@ class Generation:
         group, self._group = self._group, None
         group.cancel_scope.cancel()
         try:
-            # Nothing is passed on: an exception that leaves the block is not the task group's to wrap.
+            # No exception is passed in: the task group must not wrap one that leaves the block.
             await group.__aexit__(None, None, None)
         finally:
             await self._exit.__aexit__(*raised)
@@ -171,8 +175,8 @@ class Generation:
 
         Args:
             batch: right-padded prompts, see `GenerationDatumSpec`.
-            greedy: the likeliest id each time, whatever the configuration says.
-            seed: makes this batch's samples reproducible, whatever was generated before. Else they follow from the
+            greedy: the most likely id each time, whatever the configuration says.
+            seed: makes this batch's samples reproducible, whatever was generated before. Otherwise they follow from the
                 configuration's seed and the number of batches so far; without that one, the engine chooses.
 
         Returns:
@@ -181,7 +185,7 @@ class Generation:
         Raises:
             BadBatch: the batch cannot be sampled from; names the row. Nothing was sampled.
             BadControl: the engine sleeps. A paused one is waited for.
-            EngineError: a row failed for good, by its index. `generate_async` hands the others over.
+            EngineError: a row failed for good, by its index. `generate_async` returns the others.
         """
         async with self.generate_async(batch, greedy, seed=seed) as results:
             return await results.all()
@@ -193,10 +197,10 @@ class Generation:
         *,
         seed: int | None = None,
     ) -> BatchResults[GenerationOutputSpec]:
-        """The same, each row as it finishes: `BatchResults` gives (index, result) pairs.
+        """The same, each row as it finishes: `BatchResults` yields (index, result) pairs.
 
         Raises:
-            BadBatch, BadControl: as above, before anything is iterated.
+            BadBatch, BadControl: as above, before the iteration.
         """
         self._require_ready()
         vocabulary = vocabulary_size(self.engine)
@@ -215,7 +219,7 @@ class Generation:
         """Sample on every prompt of a batch of texts; arguments and errors as in `generate`.
 
         Returns:
-            What was sampled, see `TextOutputSpec`.
+            The sampled texts, see `TextOutputSpec`.
         """
         async with self.generate_text_async(batch, greedy, seed=seed) as results:
             return await results.all()
@@ -234,28 +238,28 @@ class Generation:
     # --- between the trainer's steps
 
     async def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake an engine that shares its accelerators with the trainer; cheap where it is awake.
+        """Wake an engine that shares its accelerators with the trainer; cheap if it is awake.
 
         Args:
             tags: only these parts of its memory, "weights" before new weights come and "kv_cache" after.
 
         Returns:
-            True; what cannot be done raises.
+            True; failures raise.
         """
         if self.settings.colocated:
             await self.engine.prepare_for_generation(tags)
         return True
 
     async def finish_generation(self, *, release_gpu: bool = True) -> bool:
-        """Forget every cached prompt, so that none outlives its weights; put a colocated engine to sleep.
+        """Clear the prompt cache, so that no entry outlives its weights; put a colocated engine to sleep.
 
-        Rows that are being sampled are cut by the sleep and sampled anew once the engine is awake.
+        Rows that are being sampled are cut by the sleep and sampled again once the engine is awake.
 
         Args:
             release_gpu: False keeps a colocated engine awake.
 
         Returns:
-            True; what cannot be done raises.
+            True; failures raise.
         """
         await self.engine.finish_generation(level=0)
         if self.settings.colocated and release_gpu:
@@ -311,6 +315,6 @@ class Generation:
         for token_id in self.settings.stop_token_ids:
             if not 0 <= token_id < size:
                 raise BadOption(
-                    f"config['stop_token_ids']: {token_id} is no id of the engine's vocabulary of {size}: it is "
+                    f"config['stop_token_ids']: {token_id} is not an id of the engine's vocabulary of {size}: it is "
                     "another tokenizer's. Take the id from that of the engine's model."
                 )

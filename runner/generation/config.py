@@ -28,30 +28,30 @@ __all__ = [
 
 
 class ColocationConfig(TypedDict, total=False):
-    """Whether generation and training share their accelerators."""
+    """Sharing of accelerators between generation and training."""
 
     enabled: bool
-    """Whether the accelerators are shared, so that the engine sleeps while the trainer works; default False."""
+    """True if the accelerators are shared, so that the engine sleeps while the trainer works; default False."""
     resources: Any
     """Read by the trainer only."""
 
 
 class GenerationConfig(TypedDict, total=False):
-    """How batches are generated. NeMo RL's own dictionary (`policy.generation`) can be passed as it is.
+    """The settings of batch generation. NeMo RL's own dictionary (`policy.generation`) can be passed as it is.
 
-    Keys of NeMo RL that say how its workers are started, or what its validation samples, are accepted and not read.
+    Keys of NeMo RL about the start of its workers, or the sampling of its validation, are accepted and ignored.
     """
 
     backend: str
     """The kind of engine: "vllm", or left out, since the engine is given as an object."""
     max_new_tokens: int
-    """The most ids that a row may get; default 1024."""
+    """Most ids of a row; default 1024."""
     temperature: float
     """The temperature of sampling; 0 is greedy, default 1."""
     top_p: float
     """The probability mass that nucleus sampling keeps, above 0; default 1, which keeps all."""
     top_k: int | None
-    """How many of the likeliest ids are kept; None or -1, the default, keeps all."""
+    """Number of most likely ids that are kept; None or -1, the default, keeps all."""
     stop_token_ids: list[int] | None
     """Ids that end a row besides the model's own; default None."""
     stop_strings: list[str] | None
@@ -59,51 +59,51 @@ class GenerationConfig(TypedDict, total=False):
     bad_words: list[str] | None
     """Words that are not sampled, as `Sampling.bad_words`; default None."""
     colocated: ColocationConfig
-    """Whether `finish_generation` puts the engine to sleep; default not."""
+    """True if `finish_generation` puts the engine to sleep; default not."""
     adapter: str | None
     """The name of a LoRA adapter of the engine; default None. This key is ours, not NeMo RL's."""
     seed: int | None
-    """The seed of everything that is sampled; None, the default, leaves it to the engine. This key is ours."""
+    """The seed of all samples; None, the default, leaves it to the engine. This key is ours."""
     vllm_cfg: Mapping[str, Any]
-    """Its `max_model_len` bounds prompt and row together, where that is less than the engine's context."""
+    """Its `max_model_len` limits prompt and row together, if that is less than the engine's context."""
     _pad_token_id: int
     """The id that rows are padded with, before and after; default 0."""
 
 
 class GenerationDatumSpec(TypedDict):
-    """Prompts as one padded array, torch or numpy; further keys of a trainer are not read."""
+    """Prompts as one padded array, torch or numpy; further keys of a trainer are ignored."""
 
     input_ids: Any
     """Token ids, right-padded, shape [rows, length], an integer type that holds the vocabulary."""
     input_lengths: Any
-    """How many ids each prompt has without its padding, shape [rows], an integer type."""
+    """Number of ids of each prompt without its padding, shape [rows], an integer type."""
     stop_strings: NotRequired[list[list[str] | None] | None]
     """For each row the strings that end it, or None; merged with the configuration's."""
 
 
 class GenerationOutputSpec(TypedDict):
-    """Prompts and what was sampled on them, arrays of the kind, and on the device, of the input's `input_ids`."""
+    """Prompts and samples, as arrays of the same kind and device as the input's `input_ids`."""
 
     output_ids: Any
     """Prompt, then sampled ids, then padding, shape [rows, longest row], the type of `input_ids`."""
     generation_lengths: Any
-    """How many ids were sampled for each row, shape [rows], int64."""
+    """Number of sampled ids of each row, shape [rows], int64."""
     unpadded_sequence_lengths: Any
-    """How many ids prompt and row have together, shape [rows], int64."""
+    """Number of ids of prompt and row together, shape [rows], int64."""
     logprobs: Any
     """Log-probabilities in nats, aligned with `output_ids`, shape [rows, longest row], float32.
 
-    They are 0 at the prompt and at the padding, and NaN where the engine gives none.
+    0 in the prompt and the padding, NaN if the engine returns none.
     """
     truncated: Any
-    """Whether `max_new_tokens` or the context cut a row, shape [rows], bool.
+    """True if `max_new_tokens` or the context cut a row, shape [rows], bool.
 
-    A row whose prompt left no room for a single id got none, and is not truncated.
+    A row without room for a single id is empty, and not truncated.
     """
     finish_reasons: list[str]
-    """Why each row ended: "stop", "length", "context" or "repetition". This key is ours, not NeMo RL's."""
+    """The reason why each row ended: "stop", "length", "context" or "repetition". This key is ours, not NeMo RL's."""
     weight_versions: list[list[VersionSpan]]
-    """For each row which weights sampled which of its ids, as spans of `output_ids`. This key is ours."""
+    """For each row the weights that sampled its ids, as spans of `output_ids`. This key is ours."""
 
 
 class TextDatumSpec(TypedDict):
@@ -116,15 +116,15 @@ class TextDatumSpec(TypedDict):
 
 
 class TextOutputSpec(TypedDict):
-    """What was sampled, as texts."""
+    """The samples as texts."""
 
     texts: list[str]
-    """What was sampled for each row, without special tokens, up to the end of its stop string."""
+    """The sampled text of each row, without special tokens, up to the end of its stop string."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """A configuration that was read; what its names mean is said at `GenerationConfig`."""
+    """A parsed configuration; `GenerationConfig` documents the names."""
 
     sampling: Sampling
     """The sampling of rows, every field set."""
@@ -135,18 +135,18 @@ class GenerationSettings:
     pad_id: int
     """The id that fills rows up."""
     context: int | None
-    """The most ids of a prompt and its row together; None leaves it to the engine."""
+    """Most ids of a prompt and its row together; None leaves it to the engine."""
     colocated: bool
-    """Whether engine and trainer share their accelerators."""
+    """True if engine and trainer share their accelerators."""
     seed: int | None
-    """The seed that rows' own follow from; None leaves them to the engine."""
+    """The seed from which rows' own seeds follow; None leaves them to the engine."""
 
     @classmethod
     def read(cls, config: GenerationConfig | Mapping[str, Any]) -> Self:
-        """The settings that a configuration stands for.
+        """Parse a configuration.
 
         Raises:
-            BadOption: a key that nobody knows, or a value that cannot be; names it and the fix.
+            BadOption: an unknown key, or an invalid value; names it and the fix.
         """
         if not isinstance(config, Mapping):
             raise BadOption(f"config={config!r:.60}: give a dictionary, such as {{'max_new_tokens': 256}}.")
@@ -178,10 +178,10 @@ class GenerationSettings:
 
 
 def as_strings(value: Any, name: str, error: type[ValueError]) -> tuple[str, ...]:
-    """Stop strings as a tuple: None is none, a single string stands for a list of it.
+    """Return stop strings as a tuple: None is empty, and a single string stands for a list of it.
 
     Raises:
-        ValueError: `error`, by `name`: it is something else, or one of them is empty.
+        ValueError: `error`, with `name`: it is of another type, or one of them is empty.
     """
     strings = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one for one in strings):
@@ -213,7 +213,7 @@ _NOT_READ = {
     "vllm_kwargs",
     "worker_extension_cls_fqn",
 }
-"""Keys of NeMo RL about what is not done here: starting workers, moving weights, sampling its validation."""
+"""Keys of NeMo RL about things not done here: starting workers, moving weights, sampling its validation."""
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ _Whole: TypeAlias = StrictInt
 _Positive: TypeAlias = Annotated[StrictInt, Field(ge=1)]
 _Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
-# What a value can be, its default, and what to give instead of one that cannot be.
+# Valid values, default, and the advice for an invalid value.
 _KEYS: dict[str, tuple[Any, Any, str]] = {
     "backend": (Literal["vllm"], "vllm", "leave it out: the engine is the one that is given"),
     "max_new_tokens": (_Positive, 1024, "give a whole number of at least 1"),
@@ -263,5 +263,5 @@ def _read(given: Mapping[str, Any], key: str) -> Any:
 def _checked(name: str, value: Any, kind: Any, fix: str) -> Any:
     try:
         return _adapter(kind).validate_python(value)
-    except ValidationError:  # which says what pydantic wants, and not what a trainer is to write
+    except ValidationError:  # its text is about pydantic, and not about the trainer's configuration
         raise BadOption(f"{name} = {value!r:.80}: {fix}.") from None

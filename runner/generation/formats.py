@@ -1,4 +1,4 @@
-"""What a batch looks like: padded arrays or texts, read into rows, and written from them."""
+"""Forms of a batch: padded arrays or texts, parsed into rows, and written from them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OTHER_MEDIA = ("vllm_images", "vllm_videos", "vllm_audios")
 
 
 class Batch(Protocol[T_co]):
-    """A batch that was read."""
+    """A parsed batch."""
 
     rows: list[Row]
     """The rows to be sampled."""
 
     def write(self, sampled: Sequence[SampledRow]) -> T_co:
-        """What is handed back for these rows, in their order."""
+        """Return the output for these rows, in their order."""
         ...
 
 
@@ -42,7 +42,7 @@ class PaddedBatch:
     rows: list[Row]
     """The rows to sample, one for each prompt."""
     like: Any
-    """The array that was given, for its kind and device."""
+    """The array that was passed, for its kind and device."""
     dtype: np.dtype[np.integer[Any]]
     """The type of its numbers."""
     pad_id: int
@@ -50,7 +50,7 @@ class PaddedBatch:
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], *, pad_id: int, vocabulary: int) -> Self:
-        """The batch that a mapping with `input_ids` and `input_lengths` holds; its numbers are copied."""
+        """Parse a mapping with `input_ids` and `input_lengths`; its numbers are copied."""
         require_mapping(batch)
         for name in _OTHER_MEDIA:
             media = batch.get(name)
@@ -67,7 +67,7 @@ class PaddedBatch:
         return cls(rows, batch["input_ids"], ids.dtype, pad_id)
 
     def write(self, sampled: Sequence[SampledRow]) -> GenerationOutputSpec:
-        """The rows as arrays, as wide as the longest of them."""
+        """Return the rows as arrays, as wide as the longest of them."""
         lengths = np.array([len(row.log) for row in sampled], dtype=np.int64)
         shape = (len(sampled), int(lengths.max(initial=0)))
         ids = np.full(shape, self.pad_id, dtype=self.dtype)
@@ -98,11 +98,11 @@ class TextBatch:
     rows: list[Row]
     """The rows to sample, one for each prompt."""
     tokenizer: Tokenizer
-    """Encodes prompts and decodes what was sampled."""
+    """Encodes prompts and decodes samples."""
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], tokenizer: Tokenizer) -> Self:
-        """The batch that a mapping with `prompts` holds."""
+        """Parse a mapping with `prompts`."""
         require_mapping(batch)
         prompts = batch.get("prompts")
         if not isinstance(prompts, list | tuple):
@@ -117,7 +117,7 @@ class TextBatch:
         return cls(rows, tokenizer)
 
     def write(self, sampled: Sequence[SampledRow]) -> TextOutputSpec:
-        """The rows as texts."""
+        """Return the rows as texts."""
         return TextOutputSpec(texts=[self._text(row) for row in sampled])
 
     def _text(self, row: SampledRow) -> str:
@@ -125,7 +125,7 @@ class TextBatch:
         text = self.tokenizer.decode([token_id for token_id in row.log.ids[row.start :] if token_id not in special])
         if not isinstance(row.stop, str) or row.text is None:
             return text
-        # The id that completed the string may say more; a string that special tokens are part of is only in `row.text`.
+        # The id that completed the string may have more text; a string with special tokens in it is only in `row.text`.
         end = text.find(row.stop)
         return text[: end + len(row.stop)] if end >= 0 else row.text + row.stop
 
@@ -134,7 +134,7 @@ _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
 def _require_room(dtype: np.dtype[Any], vocabulary: int, pad_id: int) -> None:
-    """What is sampled goes back in the type of the prompts, so that must hold it."""
+    """Check that the type of the prompts can hold the sampled ids, which are returned in it."""
     info = np.iinfo(dtype)
     if not info.min <= min(0, pad_id) or not max(vocabulary - 1, pad_id) <= info.max:
         raise BadBatch(
@@ -148,7 +148,7 @@ def _check_vocabulary(ids: NDArray[Any], lengths: NDArray[Any], vocabulary: int)
     if strange.any():
         row, position = np.argwhere(strange)[0]
         raise BadBatch(
-            f"row {row}: {ids[row, position]} at position {position} is no id of the engine's vocabulary of "
+            f"row {row}: {ids[row, position]} at position {position} is not an id of the engine's vocabulary of "
             f"{vocabulary}: the batch is another tokenizer's. Encode it with that of the engine's model."
         )
 

@@ -1,4 +1,4 @@
-"""Arrays as a trainer holds them, torch or numpy: rows of ids with their padding on the right, read and checked."""
+"""Padded arrays of a trainer, torch or numpy: rows of ids with padding on the right, parsed and checked."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def verify_right_padding(
     pad_value: int = 0,
     raise_error: bool = True,
 ) -> tuple[bool, str | None]:
-    """See that every row is right-padded, as its length says.
+    """Check that every row is right-padded according to its length.
 
     Args:
         data: prompts (`input_ids` and `input_lengths`), outputs (`output_ids` and `unpadded_sequence_lengths`), or
-            both; torch or numpy, shapes [rows, length] and [rows].
+            both;
+            torch or numpy, shapes [rows, length] and [rows].
         pad_value: the id of the padding.
-        raise_error: raise what is wrong instead of returning it.
+        raise_error: raise the fault instead of returning it.
 
     Returns:
-        Whether it is so, and if not, what is wrong and in which row.
+        Whether it is so; otherwise the fault and its row.
 
     Raises:
-        BadBatch: what is wrong, if `raise_error`; it is a ValueError.
-        BadOption: `pad_value` is no id.
+        BadBatch: the fault, if `raise_error`; it is a ValueError.
+        BadOption: `pad_value` is not an id.
     """
     if not isinstance(pad_value, int | np.integer) or isinstance(pad_value, bool):
         raise BadOption(f"pad_value={pad_value!r}: give the id that rows are padded with; a tokenizer may have none.")
@@ -54,7 +55,7 @@ def verify_right_padding(
 
 
 def require_mapping(batch: Any) -> None:
-    """Refuse a batch that has no keys at all."""
+    """Refuse a batch without keys."""
     if not isinstance(batch, Mapping):
         raise BadBatch(f"the batch is a {type(batch).__name__}: give a dictionary.")
 
@@ -62,7 +63,7 @@ def require_mapping(batch: Any) -> None:
 def read_padded(
     data: Mapping[str, Any], ids_name: str, lengths_name: str, *, pad_value: int
 ) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
-    """A batch's ids, shape [rows, length], and the lengths of its rows, shape [rows], where all is as it should be."""
+    """Return a batch's ids, shape [rows, length], and the lengths of its rows, shape [rows], after checking them."""
     for name in (ids_name, lengths_name):
         if name not in data:
             raise BadBatch(f"the batch has no {name}, only {', '.join(map(str, data)) or 'no keys'}.")
@@ -101,7 +102,7 @@ def _check_padding(ids: NDArray[Any], lengths: NDArray[Any], name: str, pad_valu
 
 
 def _advice(row: NDArray[Any], length: int, pad_value: int) -> str:
-    """What seems to have happened, where that can be seen."""
+    """The probable cause, if it can be seen."""
     if np.all(row[: len(row) - length] == pad_value):
         return " It seems to be padded on the left: put its ids first."
     if len(set(row[length:].tolist())) == 1:
@@ -118,7 +119,7 @@ def _others(wrong: NDArray[Any]) -> str:
 
 
 def _as_integers(value: Any, name: str) -> NDArray[np.integer[Any]]:
-    """The same numbers as a numpy array; not copied where they are on the CPU."""
+    """Return the same numbers as a numpy array; not copied if they are on the CPU."""
     if not isinstance(value, np.ndarray) and not _is_torch(value):
         raise BadBatch(f"{name} is a {type(value).__name__}: give a torch tensor or a numpy array.")
     kind = str(value.dtype).removeprefix("torch.")
@@ -128,10 +129,10 @@ def _as_integers(value: Any, name: str) -> NDArray[np.integer[Any]]:
 
 
 def as_kind_of(like: Any, array: NDArray[Any]) -> Any:
-    """`array` as what `like` is: a torch tensor on the same device, or a numpy array."""
+    """Return `array` in the kind of `like`: a torch tensor on the same device, or a numpy array."""
     return sys.modules["torch"].from_numpy(array).to(like.device) if _is_torch(like) else array
 
 
 def _is_torch(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # nobody can hold a tensor of a library that was never loaded
+    torch = sys.modules.get("torch")  # without the library loaded, no value is a tensor
     return torch is not None and isinstance(value, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Rows of a batch while they are sampled: many at once, each handed over as it finishes."""
+"""Rows of a batch during sampling: many at once, each returned as it finishes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Row", "RowSetting", "RunningRows", "SampledRow"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt to be sampled on."""
+    """A prompt to sample on."""
 
     index: int
     """The row's index in the batch."""
@@ -38,29 +38,29 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSetting:
-    """What the rows of one batch have in common."""
+    """The common settings of the rows of one batch."""
 
     engine: Engine
     """The engine that samples them."""
     name: str
     """The batch's name, in errors and logs."""
     sampling: Sampling
-    """How they are sampled, every field set."""
+    """Their sampling, every field set."""
     stop_ids: tuple[int, ...]
     """Ids that end a row."""
     context: int
-    """Bounds prompt and row together."""
+    """Most ids of prompt and row together."""
     seed: tuple[str | int, ...] | None
-    """What the seed of each row follows from, beside its index; None leaves it to the engine."""
+    """The base of each row's seed, combined with its index; None leaves it to the engine."""
     stall_seconds: float | None
-    """Seconds after which an engine that admitted a row and sends nothing has failed."""
+    """Seconds of silence after which an engine that admitted a row has failed."""
     retries: int
-    """How often a row is sampled again after an engine's failure."""
+    """Number of times that a row is sampled again after an engine's failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A row that is finished."""
+    """A finished row."""
 
     index: int
     """The row's index in the batch."""
@@ -69,15 +69,15 @@ class SampledRow:
     start: int
     """The index of the first sampled id."""
     finish: FinishReason
-    """Why the row ended; CONTEXT also where the prompt left no room for a single id."""
+    """The reason why the row ended; CONTEXT also if the prompt left no room for a single id."""
     stop: int | str | None = None
     """The stop id or string that ended it."""
     text: str | None = None
-    """The text before a stop string, where one ended the row; else None."""
+    """The text before a stop string, if one ended the row; otherwise None."""
 
 
 async def _sample_row(row: Row, setting: RowSetting) -> SampledRow:
-    """Sample one row; it is tried again where the engine failed and may do better."""
+    """Sample one row, and again after a failure of the engine that may pass."""
     room = setting.context - len(row.prompt)
     if room < 1:
         log = TokenLog()
@@ -120,19 +120,20 @@ def _request(row: Row, setting: RowSetting, room: int) -> GenerationRequest:
 
 
 class RunningRows:
-    """The rows of one batch while a task of its own samples them; they are had in the order in which they finish.
+    """The rows of one batch while a task of its own samples them, in the order in which they finish.
 
-    A row that fails for good keeps none of the others: its error comes after the last of them. Only where nothing can
-    be sampled any more the others are cut.
+    A row that fails for good does not affect the others: its error comes after the last of them. The others are cut
+    only if
+    nothing can be sampled any more.
     """
 
     def __init__(self, rows: Sequence[Row], setting: RowSetting) -> None:
         self.over = anyio.Event()
-        """Set once nothing is sampled any more, and no request of it is open."""
+        """Set once sampling has ended and no request is open."""
         self._waiting = iter(rows)
         self._missing = len(rows)
         self._setting = setting
-        # Beyond those that are inside the engine only as many wait as keep it full: ten thousand cost no task each.
+        # Besides the rows inside the engine only enough wait to keep it full: ten thousand do not cost a task each.
         self._width = min(len(rows), width_of(setting.engine))
         self._ready: deque[SampledRow] = deque()
         self._news = anyio.Event()
@@ -143,7 +144,7 @@ class RunningRows:
         self._soon = soon_on_this_loop()
 
     async def run(self) -> None:
-        """Sample all of them."""
+        """Sample all rows."""
         try:
             with self._scope:
                 async with anyio.create_task_group() as workers:
@@ -157,12 +158,12 @@ class RunningRows:
         return self
 
     async def __anext__(self) -> SampledRow:
-        """The row that finished next.
+        """Return the next row that finishes.
 
         Raises:
-            StopAsyncIteration: all were had, or they were closed.
+            StopAsyncIteration: all were returned, or they were closed.
             EngineError: rows failed, or the engine died; once, after the rows that did not.
-            RuntimeError: they were cut by somebody else.
+            RuntimeError: other code cut them.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         while not self._ready:
@@ -173,17 +174,17 @@ class RunningRows:
         return self._ready.popleft()
 
     async def aclose(self) -> None:
-        """Cut what is being sampled, and return once no request of it is open."""
+        """Cut pending rows, and return once no request is open."""
         self._closed = True
         self._scope.cancel()
-        # Without a bound: every stream that is left ends within a bound of its own.
+        # Without a limit: every stream that is left ends within a limit of its own.
         with anyio.CancelScope(shield=True):
             await self.over.wait()
 
     def abandon(self) -> None:
-        """Cut what is being sampled, soon: from any thread, from anywhere in it, and when the event loop is gone."""
+        """Cut pending rows soon: usable in any thread, at any point, and after the event loop is closed."""
         if not self.over.is_set():
-            with suppress(RuntimeError):  # of a loop that is closed, where nothing is sampled
+            with suppress(RuntimeError):  # of a closed loop, where nothing is sampled
                 self._soon(self._scope.cancel)
 
     async def _work(self) -> None:
@@ -194,7 +195,9 @@ class RunningRows:
                 self._failures.append(error)
                 if isinstance(error, EngineDead):
                     self._end(error)
-            except Exception as error:  # of any kind: who reads the rows is told, not who opened the task group
+            except (
+                Exception
+            ) as error:  # any error: it is raised to the reader of the rows, not to the owner of the task group
                 self._end(error)
             self._tell()
 
@@ -207,7 +210,7 @@ class RunningRows:
         news.set()
 
     def _ending(self) -> Exception:
-        """What comes after the last row."""
+        """The result after the last row."""
         error = self._fatal or (self._failures[0] if self._failures else None)
         if error is not None and not self._closed:
             further = len(self._failures) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from runner.concurrency.loop_lag import TICK, Blocker, LagMonitor
+from runner.concurrency.loop_lag import TICK_SECONDS, Blocker, LagMonitor
 from runner.concurrency.threads import Workers
 from runner.errors import BadOption
 
@@ -19,7 +19,7 @@ class LoopWatchdog:
         tick: seconds between two checks; a block of less than four ticks is not noticed.
     """
 
-    def __init__(self, seconds: float = 0.2, *, tick: float = TICK) -> None:
+    def __init__(self, seconds: float = 0.2, *, tick: float = TICK_SECONDS) -> None:
         self.seconds = seconds
         """Seconds for which one piece of code may block the loop; may be set before the block is entered."""
         self.blockers: list[Blocker] = []

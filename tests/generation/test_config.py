@@ -126,7 +126,7 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], message: s
 async def test_a_stop_id_of_another_tokenizer_is_refused_when_the_vocabulary_is_known() -> None:
     generation = Generation(ScriptedEngine("unused"), {"stop_token_ids": [10, 151645]})
     with pytest.raises(
-        BadOption, match=r"config\['stop_token_ids'\]: 151645 is no id .* vocabulary of 259: .* tokenizer"
+        BadOption, match=r"config\['stop_token_ids'\]: 151645 is not an id .* vocabulary of 259: .* tokenizer"
     ):
         await generation.__aenter__()
     assert not generation.engine.running
