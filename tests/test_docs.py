@@ -311,7 +311,7 @@ def test_architecture_has_every_package_and_lists_every_module() -> None:
 
 
 def test_no_module_is_longer_than_the_habits_of_this_code_allow() -> None:
-    (most,) = re.findall(r"At (\d+) lines it is two", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    (most,) = re.findall(r"At (\d+) lines it is split", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     long = {
         str(module.relative_to(ROOT)): lines
         for folder in ("runner", "envs", "tests", "examples")

@@ -144,7 +144,7 @@ class RunSettings:
     ] = None
     server_key: Annotated[
         str | None,
-        typer.Option(envvar="DELTARUNNER_SERVER_KEY", help="What lets requests in there.", show_envvar=True),
+        typer.Option(envvar="DELTARUNNER_SERVER_KEY", help="API key of the server.", show_envvar=True),
     ] = None
     api_model: Annotated[
         str | None,
@@ -157,7 +157,7 @@ class RunSettings:
     ] = None
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="DELTARUNNER_API_KEY", help="What lets requests in there.", show_envvar=True),
+        typer.Option(envvar="DELTARUNNER_API_KEY", help="Key of the chat API.", show_envvar=True),
     ] = None
     workers: Annotated[
         str | None,
