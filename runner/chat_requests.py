@@ -1,4 +1,4 @@
-"""A request that a client makes of an episode with its whole history, and the record of what it was found to be."""
+"""Requests of clients with a complete history, and the records of their handling."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Again", "ChatCall", "ChatRequest", "Delivery", "Tolerated", "Unknown
 
 
 class UnknownReference(BadMessage):
-    """A request names a turn by an id that its episode did not give out.
+    """A request names a turn by an id that its episode never returned.
 
     Args:
         given: the id.
-        is_item: whether it is that of an item; else it is that of an earlier response.
+        is_item: whether it is the id of an item; otherwise of an earlier response.
     """
 
     def __init__(self, given: str, *, is_item: bool) -> None:
@@ -29,195 +29,198 @@ class UnknownReference(BadMessage):
 
 
 class Verdict(enum.StrEnum):
-    """What the history of a request is to the turns that the episode has."""
+    """Relation of a request's history to the turns of the episode."""
 
     APPEND = "append"
-    """New messages follow a turn that nothing of its thread followed yet: its segment goes on.
+    """New messages follow a turn that had no successor in its thread: its segment continues.
 
-    Those of a client of another label begin a thread of their own, from the ids up to that turn.
+    Messages of a client with another label begin their own thread, from the ids up to that turn.
     """
     BRANCH = "branch"
-    """New messages follow a turn that another one follows too: a new segment has the ids up to that turn."""
+    """New messages follow a turn that already has a successor: a new segment begins with the ids up to that turn."""
     REWOUND = "rewound"
-    """The client left its last turns behind and goes on from an earlier one; they stay trained where they were sampled.
+    """The client dropped its last turns and continues from an earlier one; dropped turns stay trained in their
+    segments.
 
-    A client that leaves even its first turn behind has its history rendered anew.
+    If the client drops even its first turn, its history is rendered again.
     """
     AGAIN = "again"
-    """It ends exactly where the prompt of a turn ended; `Again` says what was done."""
+    """The history ends exactly where the prompt of a turn ended; `Again` has the handling."""
     CONTINUED = "continued"
-    """It ends with a turn that was cut at its length, which goes on."""
+    """The history ends with a truncated turn, which continues."""
     FOREIGN = "foreign"
-    """It holds an assistant message that nobody sampled: rendered anew, with mask 0."""
+    """The history contains an assistant message that was not sampled: it is rendered again, with mask 0."""
     RETOLD = "retold"
-    """It has as many turns as were sampled, in other words: rendered anew at every turn."""
+    """The history has the sampled number of turns in other words: it is rendered again at every turn."""
     EDITED = "edited"
-    """Its ids name a turn of this thread, and the client changed what stands before that turn: rendered again."""
+    """Ids in the history name a turn of this thread, but messages before it changed: it is rendered again."""
     TOOLS = "tools"
-    """It offers other tools than its past was shown with: rendered anew."""
+    """The request has other tools than its history was rendered with: it is rendered again."""
     NEW = "new"
-    """Nothing of it is known: another thread begins."""
+    """The history is unknown: a new thread begins."""
 
 
 class Again(enum.StrEnum):
-    """What is done with a request whose prompt was asked before."""
+    """Handling of a request whose prompt was already sent."""
 
     NO = ""
-    """It was not asked before."""
+    """The prompt is new."""
     SIBLING = "sibling"
-    """The turn before is in flight or was delivered: another is sampled from the same ids, and both are trained."""
+    """The earlier turn is in flight or was delivered: another turn is sampled from the same ids; both are trained."""
     TAKEN_BACK = "taken_back"
-    """The turn before was cut, since whoever asked went away: it is not trained, and sampled anew from the same ids."""
+    """The earlier turn was cut since its client disconnected: it is not trained, and sampled again from the same ids.
+    """
     REPLAYED = "replayed"
-    """The turn before was finished and never delivered: it is given now, and nothing is sampled."""
+    """The earlier turn was finished but not delivered: it is returned now, and nothing is sampled."""
 
 
 class Tolerated(enum.StrEnum):
-    """A difference between what a client was given and what it sends back, which changes nothing."""
+    """A tolerated difference between the answer that a client received and the history that it sends."""
 
     REASONING_LEFT_OUT = "reasoning_left_out"
-    """A turn's reasoning is missing; the model goes on seeing it."""
+    """The reasoning of a turn is missing; the model still sees it."""
     REASONING_STRIPPED = "reasoning_stripped"
-    """White space at the ends of a turn's reasoning."""
+    """White space at the ends of a turn's reasoning differs."""
     REASONING_IN_CONTENT = "reasoning_in_content"
-    """A turn's reasoning in front of its content, between `<think>` and `</think>` or marks like them."""
+    """The reasoning of a turn is in its content, between `<think>` and `</think>` or similar marks."""
     REASONING_REWRITTEN = "reasoning_rewritten"
-    """A turn's reasoning in other words, beside ids that name the turn; the model goes on seeing its own."""
+    """The reasoning of a turn has other words, but ids name the turn; the model still sees the sampled reasoning."""
     WHITE_SPACE = "white_space"
-    """White space at the ends of a content."""
+    """White space at the ends of a content differs."""
     TEXT_LEFT_OUT = "text_left_out"
-    """A turn's text, or a part of it, is missing beside ids that name the turn; the model goes on seeing it."""
+    """The text of a turn is missing in part or completely, but ids name the turn; the model still sees it."""
     TEXT_REFORMATTED = "text_reformatted"
-    """The words of a turn's text with other white space, punctuation or markup, beside ids that name the turn."""
+    """The text of a turn has other white space, punctuation or markup, but ids name the turn."""
     CALLS_LEFT_OUT = "calls_left_out"
-    """Some of a turn's calls are missing, beside others whose ids name the turn."""
+    """Some calls of a turn are missing, but the ids of others name the turn."""
     CALLS_RENAMED = "calls_renamed"
-    """A call by another name of its tool, with an id that names the turn and the same arguments."""
+    """A call has another name of its tool, but an id that names the turn and the same arguments."""
     ARGUMENTS_CUT = "arguments_cut"
-    """A call's arguments are not a JSON object any more; where its id names a turn, they are those of the turn."""
+    """The arguments of a call are no longer a JSON object; if its id names a turn, that turn's arguments are used."""
     ARGUMENTS_RESPELT = "arguments_respelt"
-    """A call's arguments as other JSON of the same value."""
+    """The arguments of a call are other JSON of the same value."""
     CONTENT_NULL = "content_null"
-    """No content, where it was empty."""
+    """A content is null instead of empty."""
     CONTENT_PARTS = "content_parts"
-    """A content as a list of parts of text."""
+    """A content is a list of text parts."""
     CACHE_MARKS = "cache_marks"
-    """`cache_control` on messages or parts."""
+    """Messages or parts have `cache_control`."""
     EXTRA_KEYS = "extra_keys"
-    """Further keys, which no template reads."""
+    """There are extra keys that no template reads."""
     VOLATILE_LINES = "volatile_lines"
-    """Lines of a system message that differ from request to request; they are taken out."""
+    """Lines of a system message differ between requests; they are removed."""
     JOINED = "joined"
-    """One turn as several messages, which are joined."""
+    """One turn is sent as several messages, which are joined."""
     REORDERED = "reordered"
-    """Results in another order than the calls, or calls of one turn as several messages with results between them."""
+    """Results are in another order than the calls, or calls of one turn are in several messages with results between.
+    """
     CALL_IDS = "call_ids"
-    """Other ids of calls than those that were given; results are matched by their position."""
+    """Calls have other ids than in the answer; results are matched by position."""
     SYSTEM_JOINED = "system_joined"
-    """Several system messages at the beginning, joined into one for a template that takes only one."""
+    """Several system messages at the start are joined, for a template that accepts only one."""
     NOT_TEXT = "not_text"
-    """Content of the past that is not text, such as an image; a note stands in its place."""
+    """Earlier content is not text, such as an image; a note replaces it."""
     REFERENCE = "reference"
-    """A turn, or a whole earlier response, named by its id alone."""
+    """A turn or a complete earlier response is named only by its id."""
     SYSTEM_AS_USER = "system_as_user"
-    """System messages in mid-conversation, which were asked to be put before the model as a user's."""
+    """System messages in mid-conversation are sent to the model as user messages, as the client requested."""
     CUT_ITEMS = "cut_items"
-    """Finished parts of a turn that was cut, which are left out."""
+    """Complete parts of a cut turn are omitted."""
 
 
 class Delivery(enum.StrEnum):
-    """How far the answer to a request came."""
+    """Progress of the answer to a request."""
 
     IN_FLIGHT = "in_flight"
-    """It is being sampled."""
+    """The turn is being sampled."""
     DELIVERED = "delivered"
-    """Whoever asked has it."""
+    """The client received the answer."""
     UNDELIVERED = "undelivered"
-    """It was finished, and whoever asked had gone away."""
+    """The answer was complete, but the client had disconnected."""
     CUT = "cut"
-    """Whoever asked went away, or the episode ended, while it was sampled."""
+    """The client disconnected, or the episode ended, during sampling."""
     REFUSED = "refused"
-    """There is none: a limit was reached, or no prompt could be made."""
+    """No answer: a limit was reached, or no prompt could be built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """What a client asks."""
+    """The request of a client."""
 
     messages: Sequence[Any]
-    """The whole history."""
+    """The complete history."""
     tools: Sequence[Any] = ()
-    """The tools that may be called, in OpenAI's form."""
+    """Tools that may be called, in OpenAI's form."""
     sampling: Sampling | None = None
-    """How it would have the turn sampled."""
+    """Sampling that the client requests."""
     tool_choice: ToolChoice | None = None
-    """Whether the turn may, must or must not call a tool."""
+    """"auto", "required", "none" or the name of a tool."""
     label: str = ""
-    """The client's own name for who asks."""
+    """The client's own name for the requesting agent."""
     train: bool | None = None
-    """Whether a thread that begins with it is trained; None trains those that are offered tools."""
+    """True if a thread that begins with this request is trained; None trains threads with tools."""
     handles: Sequence[str] = ()
-    """What it sends back beside call ids that names a turn."""
+    """Values that the client returns beside call ids and that name a turn."""
     previous: str = ""
-    """The id of an earlier answer, whose history and answer stand before the messages; "" where these are all."""
+    """Id of an earlier answer that precedes the messages, with its history; "" if the messages are complete."""
     own_system: bool = False
-    """Whether the first message is a system message of this request alone, and not of those that go on from it."""
+    """True if the first message is a system message of this request only, not of requests that continue from it."""
     system_as_user: bool = False
-    """Whether system messages in mid-conversation are put before the model as a user's."""
+    """True if system messages in mid-conversation are sent to the model as user messages."""
     as_sent: bool = False
-    """Whether its history is put before the model as the client sends it, rendered anew at every request."""
+    """True if the history is used as the client sent it, and rendered again at every request."""
     form: str = "messages"
-    """The form in which it came."""
+    """API form of the request."""
     client: str = ""
-    """What the client's program calls itself."""
+    """Name of the client program."""
     purpose: str = ""
-    """What the client says that it asks for, in its own word."""
+    """Purpose of the request, in the client's own word."""
     not_granted: Mapping[str, Any] = field(default_factory=dict)
-    """What it asks besides and does not get."""
+    """Requested settings that are not applied."""
 
 
 @dataclass(slots=True, repr=False)
 class ChatRequest:
-    """One request of `Episode.chat` or of an endpoint, and what became of it."""
+    """Record of one request of `Episode.chat` or of an endpoint."""
 
     number: int
-    """The number of the request among those of its episode, from 0."""
+    """Number of the request in its episode, from 0."""
     verdict: Verdict
-    """What its history was to the turns that there were."""
+    """Relation of its history to the existing turns."""
     again: Again = Again.NO
-    """What was done where its prompt had been asked before."""
+    """Handling if its prompt was already sent."""
     label: str = ""
-    """The client's own name for who asks, such as a session or an agent; "" where it has none."""
+    """The client's own name for the requesting agent, such as a session; "" if it has none."""
     form: str = "messages"
-    """The form in which it came."""
+    """API form of the request."""
     client: str = ""
-    """What the client's program calls itself; "" where nothing says so."""
+    """Name of the client program; "" if unknown."""
     purpose: str = ""
-    """What the client says that it asks for, in its own word, such as `compaction`; "" where it says nothing."""
+    """Purpose in the client's own word, such as `compaction`; "" if it sent none."""
     turn: int | None = None
-    """The number of the turn that answered it; None where nothing was sampled for it."""
+    """Number of the turn that answered it; None if nothing was sampled."""
     parent_agent: str = ""
-    """The agent of the turn that it goes on from; "" where it goes on from none."""
+    """Agent of the turn that it continues; "" if it continues none."""
     parent_turn: int | None = None
-    """The number of that turn."""
+    """Number of that turn."""
     tolerated: tuple[Tolerated, ...] = ()
-    """The differences that changed nothing, by name."""
+    """Tolerated differences, by name."""
     volatile: int = 0
-    """How many lines were taken out of system messages."""
+    """Number of lines that were removed from system messages."""
     not_granted: Mapping[str, Any] = field(default_factory=dict)
-    """The sampling that it asked for and did not get."""
+    """Requested sampling that is not applied."""
     messages: int = 0
-    """How many messages it had."""
+    """Number of messages."""
     size: int = 0
-    """How many bytes its messages have as JSON."""
+    """Size of its messages as JSON, in bytes."""
     align_seconds: float = 0.0
-    """How long it took to find where it stands."""
+    """Seconds for matching the history with the turns."""
     seconds: float = 0.0
-    """How long it took from the moment at which it was there until its answer was given, or there was to be none."""
+    """Seconds from the arrival of the request to its answer, or to its refusal."""
     delivery: Delivery = Delivery.IN_FLIGHT
-    """How far its answer came."""
+    """Progress of the answer."""
     error: str = ""
-    """Why there is no answer, or ""."""
+    """Reason for the missing answer; "" if there is an answer."""
 
     def __repr__(self) -> str:
         return f"<ChatRequest {self.number}: {self.verdict}, {self.delivery}>"

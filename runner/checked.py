@@ -1,6 +1,6 @@
-"""Checks of the numbers that a caller gave: of the right kind and within their bounds, or refused with the fix.
+"""Checks of numbers from callers: type and bounds; errors name the fix.
 
-True and False are integers to Python. Here they are none: `group_size=True` is a slip, and no group of one.
+Booleans are refused although they are integers in Python: `group_size=True` is a mistake, not a group of one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ __all__ = ["is_number", "is_whole", "number", "whole"]
 
 
 def is_whole(value: object, *, least: float = float("-inf")) -> TypeGuard[int]:
-    """Whether it is an integer of at least `least`."""
+    """Return whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is an integer or a float, infinity and NaN among them."""
+    """Return whether a value is an integer or a float, including infinity and NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def whole(given: str, value: Any, *, least: int | None = None, most: int | None = None, otherwise: str = "") -> int:
-    """The value, if it is an integer within its bounds.
+    """Return the value if it is an integer within bounds.
 
     Args:
-        given: the value as its caller wrote it, such as "retries=-1"; the message begins with it.
-        value: what was given.
-        least: the smallest that will do; None where any will.
-        most: the largest that will do; None where any will.
-        otherwise: ends the message, such as ", or None for any age".
+        given: the value as the caller wrote it, such as "retries=-1"; the message begins with it.
+        value: the value.
+        least: minimum; None for no minimum.
+        most: maximum; None for no maximum.
+        otherwise: end of the message, such as ", or None for any age".
 
     Raises:
-        BadOption: it is none, or out of its bounds.
+        BadOption: it is not an integer, or out of bounds.
     """
     if is_whole(value) and (least is None or value >= least) and (most is None or value <= most):
         return value
@@ -55,19 +55,19 @@ def number(
     finite: bool = False,
     otherwise: str = "",
 ) -> float:
-    """The value, if it is a number within its bounds; NaN is within none.
+    """Return the value if it is a number within bounds; NaN is never within bounds.
 
     Args:
-        given: the value as its caller wrote it; the message begins with it.
-        value: what was given.
-        least: the smallest that will do.
-        above: what it must be larger than.
-        most: the largest that will do.
-        finite: whether infinity is refused too.
-        otherwise: ends the message, such as ", or None for no limit".
+        given: the value as the caller wrote it; the message begins with it.
+        value: the value.
+        least: minimum.
+        above: exclusive minimum.
+        most: maximum.
+        finite: whether infinity is refused.
+        otherwise: end of the message, such as ", or None for no limit".
 
     Raises:
-        BadOption: it is no number, or out of its bounds.
+        BadOption: it is not a number, or out of bounds.
     """
     if is_number(value) and least <= value <= most and value > above and (math.isfinite(value) or not finite):
         return value

@@ -1,4 +1,4 @@
-"""Decorated methods of an environment's class while its body is executed."""
+"""Check of the decorated methods in a class body while Python executes it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["refuse_duplicate"]
 _MARKS: Final = ("__deltarunner_scorer__", "__deltarunner_tool__")
 """The attributes that the decorators set on a method."""
 
-_NEAREST_FRAMES: Final = 5
-"""The frames between a decorator and the body of the class, at most."""
+_MAX_FRAMES: Final = 5
+"""Most frames between a decorator and the body of the class."""
 
 
 def refuse_duplicate(method: Any, decorator: str) -> None:
-    """Refuse a method whose name a decorated method of the same class body has already.
+    """Refuse a method whose class body already contains a decorated method of the same name.
 
-    Python keeps the last one of a name and drops the others without a word. An override in a subclass is another body.
+    Python would silently keep only the last one. An override in a subclass is in another body and allowed.
 
     Args:
         method: the method that is being decorated.
-        decorator: the name of the decorator.
+        decorator: name of the decorator.
 
     Raises:
-        BadEnvironment: there are two.
+        BadEnvironment: the name occurs twice.
     """
     name, qualified = getattr(method, "__name__", None), getattr(method, "__qualname__", None)
     frame = inspect.currentframe()
-    for _ in range(_NEAREST_FRAMES):
+    for _ in range(_MAX_FRAMES):
         frame = None if frame is None else frame.f_back
         if frame is None:
             return

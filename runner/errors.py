@@ -1,33 +1,33 @@
-"""Every error of deltarunner, in one tree.
+"""All errors of deltarunner, in one tree.
 
-DeltarunnerError                 catch this to catch all of them
-├── BadInput                     something given to us cannot be used; the message names it and the fix
+DeltarunnerError                 base class of all errors
+├── BadInput                     invalid input; the message names it and the fix
 │   ├── BadOption                an option, limit or setting
 │   ├── BadEnvironment           an environment class: unknown, no reward, a wrong tool signature
-│   ├── BadTask                  a task: no id, an id twice, unknown keys
-│   ├── BadMessage               a message: no role or a wrong one, a tool's result that answers no call
+│   ├── BadTask                  a task: no id, a duplicate id, unknown keys
+│   ├── BadMessage               a message: a missing or wrong role, a tool result that answers no call
 │   ├── BadModel                 a model that cannot be found or loaded
-│   ├── BadWeights               weights that do not fit the model; found before the engine was touched
+│   ├── BadWeights               weights that do not fit the model; detected before the engine changes
 │   ├── BadBatch                 a batch that cannot be generated from or trained on
-│   ├── BadControl               a control that cannot be as the engine is now: an update while it sleeps
+│   ├── BadControl               a control call that the engine's state does not allow: an update while it sleeps
 │   └── BadTemplate              a chat template that cannot serve the run
 ├── RunFileError                 the run file
-│   ├── ConfigurationChanged     the file holds a run of another configuration
+│   ├── ConfigurationChanged     the file contains a run with another configuration
 │   ├── NewerRunFile             the file was written by a newer version
 │   └── StorageFailed            the disk is full, the folder read-only, the file damaged or locked
-├── EngineError                  the engine; retried, never the episode's fault
-│   ├── EngineDead               no request can be answered any more
-│   ├── RequestRejected          this one request was refused
-│   │   └── PromptTooLong        the history does not fit the model's context, as its server says
-│   └── EngineStalled            admitted, then silent for `stall_seconds`
+├── EngineError                  the engine; retried, never counted against the episode
+│   ├── EngineDead               the engine cannot answer any further request
+│   ├── RequestRejected          the engine refused this one request
+│   │   └── PromptTooLong        the history does not fit the model's context, according to its server
+│   └── EngineStalled            admitted a request, then sent nothing for `stall_seconds`
 ├── ProgramFailed                an agent program ended with an error; its episode is `env_error`
-├── RunStopped                   the run ended before its work did
-│   ├── TooManyFailures          the error-rate circuit breaker
-│   └── RunStuck                 nothing happened any more; names who waits for what
-├── EpisodeOver                  raised to a `rollout` when its episode can speak no more; may be left uncaught
-│   └── ContextFull              a prompt does not fit the model's context; a shorter history may
-└── ToolError                    raised by a tool: its text is what the model reads
-    └── WrongArguments           the model called a tool with arguments that do not fit
+├── RunStopped                   the run ended before its work was complete
+│   ├── TooManyFailures          the error rate exceeded the limit
+│   └── RunStuck                 no progress; the message lists the waiting parts
+├── EpisodeOver                  raised in a `rollout` whose episode has ended; need not be caught
+│   └── ContextFull              a prompt does not fit the model's context; a shorter history may fit
+└── ToolError                    raised by a tool: the model reads its text
+    └── WrongArguments           the model called a tool with invalid arguments
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ __all__ = [
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """The one error that a group of groups holds; the error itself where it is no group, or holds several.
+    """Return the only error in nested exception groups; the error itself if it is not a group, or contains several.
 
-    Task groups wrap what leaves them, also where it is a single error.
+    Task groups also wrap single errors.
     """
     inner = error
     while isinstance(inner, BaseExceptionGroup):
@@ -80,20 +80,20 @@ def unwrapped(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and all its text, without line breaks; another library's may be pages long."""
+    """Return type and text of an error without line breaks, at most 1000 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its kind where it has none."""
+    """Return the first line of an error's text; its type if it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class DeltarunnerError(Exception):
-    """The base of every error that deltarunner raises on purpose."""
+    """Base class of every error that deltarunner raises on purpose."""
 
     exit_code: ClassVar[int] = 1
-    """The code that the command line ends with when the error reaches it."""
+    """Exit code of the command line for this error."""
 
     def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
         super().__init_subclass__()
@@ -102,23 +102,23 @@ class DeltarunnerError(Exception):
 
 
 class BadInput(DeltarunnerError, exit_code=2):
-    """Something given to deltarunner cannot be used; the message names the thing and the fix."""
+    """Input that cannot be used; the message names it and the fix."""
 
 
 class BadOption(BadInput, ValueError):
-    """An option, a limit or a setting that cannot be."""
+    """An invalid option, limit or setting."""
 
 
 class BadEnvironment(BadInput, exit_code=3):
-    """An environment that cannot be found or cannot be played."""
+    """An environment that cannot be found or played."""
 
 
 class BadTask(BadInput, exit_code=4):
-    """A task that cannot be played: no id, an id twice, keys that nothing reads."""
+    """A task that cannot be played: no id, a duplicate id, unknown keys."""
 
 
 class BadMessage(BadInput, TypeError):
-    """A message that cannot be put before a model; names which one, by its place in what was given."""
+    """An invalid message; the text names its position in the input."""
 
 
 class BadModel(BadInput, exit_code=5):
@@ -126,27 +126,27 @@ class BadModel(BadInput, exit_code=5):
 
 
 class BadWeights(BadInput, exit_code=5):
-    """Weights that do not fit the model; names the tensor. The old weights stay, and so does their version."""
+    """Weights that do not fit the model; the text names the tensor. The old weights and their version are kept."""
 
 
 class BadBatch(BadInput, ValueError):
-    """A batch that cannot be generated from or trained on; names the row."""
+    """A batch that cannot be generated from or trained on; the text names the row."""
 
 
 class BadControl(BadInput, RuntimeError):
-    """What was asked of the engine cannot be as it is now: a resume without a pause, an update while it sleeps."""
+    """A control call that the engine's state does not allow: a resume without a pause, an update while it sleeps."""
 
 
 class BadTemplate(BadInput, exit_code=6):
-    """A chat template that cannot serve the run; names the property that is missing."""
+    """A chat template that cannot serve the run; the text names the missing property."""
 
 
 class RunFileError(DeltarunnerError, exit_code=7):
-    """The run file cannot be used as asked; what it holds is untouched."""
+    """The run file cannot be used; its contents are unchanged."""
 
 
 class ConfigurationChanged(RunFileError):
-    """The file holds a run of another configuration; the message lists what differs."""
+    """The file contains a run with another configuration; the text lists the differences."""
 
 
 class NewerRunFile(RunFileError):
@@ -154,15 +154,15 @@ class NewerRunFile(RunFileError):
 
 
 class StorageFailed(RunFileError, exit_code=8):
-    """The file cannot be opened or written; what was announced is in it."""
+    """The file cannot be opened or written; everything that was reported as stored is in it."""
 
 
 class EngineError(DeltarunnerError, exit_code=9):
-    """The engine failed; the episode is not to blame and may be played again."""
+    """The engine failed. The episode is not the cause and may be played again."""
 
 
 class EngineDead(EngineError):
-    """The engine can answer no request any more."""
+    """The engine cannot answer any further request."""
 
 
 class RequestRejected(EngineError):
@@ -175,17 +175,17 @@ class PromptTooLong(RequestRejected):
     def __init__(self, text: str, *, prompt: int = 0, context: int = 0) -> None:
         super().__init__(text)
         self.prompt = prompt
-        """How many tokens the prompt has, where the server says; else 0."""
+        """Tokens of the prompt if the server reports them; else 0."""
         self.context = context
-        """How many tokens prompt and turn may have together, where the server says; else 0."""
+        """Most tokens of prompt and turn together if the server reports it; else 0."""
 
 
 class EngineStalled(EngineError):
-    """The engine admitted a request and then sent nothing for `stall_seconds`."""
+    """The engine admitted a request, then sent nothing for `stall_seconds`."""
 
 
 class RunStopped(DeltarunnerError, exit_code=10):
-    """The run ended before its work did; what was finished is kept."""
+    """The run ended before its work was complete; finished episodes are kept."""
 
 
 class TooManyFailures(RunStopped):
@@ -193,34 +193,34 @@ class TooManyFailures(RunStopped):
 
 
 class RunStuck(RunStopped, exit_code=11):
-    """Nothing happened any more; the message names who waits for what."""
+    """The run made no progress any more; the text lists the waiting parts."""
 
 
 class ProgramFailed(DeltarunnerError):
-    """An agent program that an environment ran ended with an error; the message has the last lines that it printed."""
+    """An agent program that an environment ran ended with an error; the text has its last lines of output."""
 
 
 class EpisodeOver(DeltarunnerError):
-    """The episode can speak no more: a limit was reached, or its tokens or its engine failed.
+    """The episode has ended: a limit was reached, or its tokens or its engine failed.
 
-    Raised by `Conversation.generate`. Leaving `rollout` with it is normal.
+    Raised by `Conversation.generate`. A `rollout` may end with it.
     """
 
 
 class ContextFull(EpisodeOver):
-    """A prompt does not fit the model's context; a shorter history may."""
+    """A prompt does not fit the model's context; a shorter history may fit."""
 
     def __init__(self, text: str, *, prompt: int, context: int) -> None:
         super().__init__(text)
         self.prompt = prompt
-        """How many ids the prompt has, at least."""
+        """Minimum number of ids of the prompt."""
         self.context = context
-        """How many ids prompt and turn may have together."""
+        """Most ids of prompt and turn together."""
 
 
 class ToolError(DeltarunnerError):
-    """Raise it in a tool: the model reads its text as the tool's result, and play goes on."""
+    """Raise it in a tool: the model reads its text as the tool's result, and the episode continues."""
 
 
 class WrongArguments(ToolError):
-    """The model called a tool with arguments that do not fit; its text tells the model which and why."""
+    """The model called a tool with invalid arguments; the model reads which and why."""

@@ -1,4 +1,4 @@
-"""Messages and tool calls in OpenAI's shape: the view of a conversation that people and templates read."""
+"""Messages and tool calls in the form of OpenAI's API, as people and chat templates read them."""
 
 from __future__ import annotations
 
@@ -27,48 +27,46 @@ __all__ = [
 ]
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-"""Who speaks in a message."""
+"""Speaker of a message."""
 
 
 class FunctionCall(TypedDict):
     """The function part of a tool call inside a message."""
 
     name: str
-    """The tool's name."""
     arguments: Mapping[str, Any]
-    """The arguments as an object, not as text that holds one."""
+    """Arguments as an object, not as JSON text."""
 
 
 class ToolCallMessage(TypedDict):
     """A tool call inside an assistant message."""
 
     id: str
-    """The id that the answering tool message names in its `tool_call_id`."""
+    """Id to which the tool message refers in its `tool_call_id`."""
     type: Literal["function"]
-    """Always "function", as OpenAI's messages have it."""
+    """Always "function"."""
     function: FunctionCall
-    """The tool and its arguments."""
 
 
 class Message(TypedDict, total=False):
     """One message, a plain dict in OpenAI's shape."""
 
     role: Required[Role]
-    """The speaker: system, user, assistant or tool."""
+    """Speaker: system, user, assistant or tool."""
     content: Required[str]
-    """The text; "" for an assistant that only calls tools."""
+    """Text; "" for an assistant that only calls tools."""
     reasoning_content: str
-    """The reasoning of an assistant, apart from what it said."""
+    """Reasoning of an assistant, separate from its content."""
     tool_calls: Sequence[ToolCallMessage]
-    """The calls that an assistant made, in order."""
+    """Calls of an assistant, in order."""
     tool_call_id: str
-    """The id of the call that a tool message answers."""
+    """Id of the call that a tool message answers."""
     name: str
-    """The name of the tool that a tool message comes from."""
+    """Name of the tool that a tool message comes from."""
 
 
 Prompt: TypeAlias = str | Message | Sequence[Message]
-"""What may be put before a model: a message, several, or a string, which is a user message."""
+"""Input for a model: a message, several messages, or a string, which becomes a user message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +74,16 @@ class ToolCall:
     """One call that the model made in a turn."""
 
     id: str
-    """The id by which results refer to the call, unique within its turn: the model's own where it wrote one."""
+    """Id by which results refer to the call, unique within its turn; the model's own id if it wrote one."""
     name: str
-    """The tool's name as the model wrote it; "" where it could not be read."""
+    """Name of the tool as the model wrote it; "" if it could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The arguments as the model gave them, before they are checked."""
+    """Arguments as the model wrote them, before validation."""
     error: str | None = None
-    """What was wrong with a call that does not parse, which is answered and not run; None where it parsed."""
+    """Parsing error of a malformed call, which is answered without running; None if it was parsed."""
 
     def as_message(self) -> ToolCallMessage:
-        """The call as an assistant message holds it."""
+        """Return the call in the form of an assistant message."""
         return {
             "id": self.id,
             "type": "function",
@@ -94,11 +92,11 @@ class ToolCall:
 
 
 def as_messages(prompt: Prompt) -> list[Message]:
-    """The messages that `prompt` stands for; every content is a string, several parts of text are joined to one.
+    """Convert a prompt to messages. Every content becomes a string; text parts are joined.
 
     Raises:
-        BadMessage: it is neither a string, a message nor a sequence of messages, or one of them has a wrong shape, or
-            holds what is no text.
+        BadMessage: `prompt` is not a string, a message or a sequence of messages, or a message has a wrong form or
+            content that is not text.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -110,13 +108,13 @@ def as_messages(prompt: Prompt) -> list[Message]:
 
 
 def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
-    """See that every tool message in `new` answers a call of an assistant message ahead of it, in `new` or `before`.
+    """Check that every tool message in `new` answers a call of an earlier assistant message in `new` or `before`.
 
     Raises:
-        BadMessage: one answers none.
+        BadMessage: a tool message answers no call.
     """
-    spoken: list[Message] = []  # of the new ones, those of assistants
-    known = set[str | None]()  # the ids of their calls
+    spoken: list[Message] = []  # assistant messages of `new`
+    known = set[str | None]()  # ids of their calls
     for index, message in enumerate(new):
         if message["role"] == "assistant":
             spoken.append(message)
@@ -126,7 +124,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
             continue
         ahead = (each for part in (spoken, *reversed(before)) for each in reversed(part) if each["role"] == "assistant")
         calls = next(ahead, _SILENT).get("tool_calls") or ()
-        # Without an id it is taken to answer the assistant message right ahead of it.
+        # Without an id it answers the previous assistant message.
         if answered is None and calls:
             continue
         if not any(call["id"] == answered for call in calls) and not any(
@@ -134,7 +132,7 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
         ):
             raise BadMessage(
                 f"message {index} (tool) answers no call: no assistant message ahead of it has a tool call of the id "
-                f"{answered!r}. Put that message before it, or say it as a user message."
+                f"{answered!r}. Put that message before it, or send it as a user message."
             )
         known.add(answered)
 
@@ -143,37 +141,37 @@ _SILENT: Message = {"role": "assistant", "content": ""}
 
 
 class CallIndex(NamedTuple):
-    """A call, by where it stands, since libraries give calls other ids."""
+    """Position of a call; ids are not unique across libraries."""
 
     message: int
-    """The index of the message that made the call."""
+    """Index of the message with the call."""
     call: int
-    """The call's number in that message."""
+    """Number of the call in that message."""
 
 
 class AnsweredCalls:
-    """Tells of the messages of a history, one after the other, which calls they answer.
+    """Matches the tool messages of a history with the calls that they answer.
 
-    A result without an id answers the next call of the last turn with calls that has no result yet.
+    A result without an id answers the next unanswered call of the last turn with calls.
     """
 
     def __init__(self) -> None:
-        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # in their order
-        self._numbers: dict[str, list[int]] = {}  # of those of an id; the next one last
-        self._latest: dict[str, CallIndex] = {}  # ids may come again in every turn
+        self._unanswered: dict[int, tuple[str, CallIndex]] = {}  # in order
+        self._numbers: dict[str, list[int]] = {}  # numbers per id; the next one last
+        self._latest: dict[str, CallIndex] = {}  # ids may be reused in every turn
 
     def copied(self) -> AnsweredCalls:
-        """The same, to be gone on with."""
+        """Return a copy that can be continued separately."""
         other = AnsweredCalls()
         other._unanswered, other._latest = dict(self._unanswered), dict(self._latest)
         other._numbers = {call_id: list(numbers) for call_id, numbers in self._numbers.items()}
         return other
 
     def by(self, index: int, message: Message) -> CallIndex | None:
-        """The call that the next message answers, or None where it answers none that is known.
+        """Return the call that the next message answers, or None if it answers no known call.
 
         Args:
-            index: where the message stands in the history, as the indices of its own calls have it.
+            index: index of the message in the history.
             message: the message.
         """
         calls = message.get("tool_calls")
@@ -194,16 +192,16 @@ class AnsweredCalls:
         return at
 
     def _next_of(self, call_id: str | None) -> int | None:
-        """The number of the next call of this id that has no result; None as an id stands for any."""
+        """Return the number of the next unanswered call with this id; an id of None matches any call."""
         if call_id is None:
             return next(iter(self._unanswered), None)
         return next(reversed(self._numbers.get(call_id, ())), None)
 
 
 def note_of(part: Mapping[str, Any]) -> str:
-    """The text that stands for a part of a past content that is not text, such as an image or a web search.
+    """Return the text in place of a content part that is not text, such as an image or a web search.
 
-    It names the type and has the short fields; data, signatures and encrypted contents are left out.
+    It contains the type and short fields; data, signatures and encrypted content are omitted.
     """
     kind = str(part.get("type"))
     text = part.get("text", part.get(kind))
@@ -214,28 +212,28 @@ def note_of(part: Mapping[str, Any]) -> str:
     if inner.get("type") == "text" and isinstance(inner.get("data"), str):
         return str(inner["data"])
     said = {name: value for name, value in part.items() if name not in ("type", "cache_control")}
-    shown = canonical_json(_shortened(said, NOTE_DEPTH))
-    if len(shown) > NOTE_LENGTH:
-        shown = shown[:NOTE_LENGTH] + "..."
+    shown = canonical_json(_shortened(said, MAX_NOTE_DEPTH))
+    if len(shown) > MAX_NOTE_LENGTH:
+        shown = shown[:MAX_NOTE_LENGTH] + "..."
     return f"[{kind}: not text, left out]" if shown in ("{}", "null") else f"[{kind}: {shown}]"
 
 
-NOTE_LENGTH = 2_000
-"""The most characters of fields in a note."""
+MAX_NOTE_LENGTH = 2_000
+"""Most characters of fields in a note."""
 
-NOTE_STRING = 500
-"""The most characters of a string in a note; a longer one is data more often than words."""
+MAX_NOTE_STRING = 500
+"""Most characters of a string in a note; longer strings are usually data."""
 
-NOTE_DEPTH = 6
-"""How deep the fields of a note may be nested."""
+MAX_NOTE_DEPTH = 6
+"""Nesting depth of the fields in a note."""
 
 _DATA = frozenset({"data", "encrypted_content", "encrypted_index", "signature", "file_data", "image_url", "source"})
 
 
 def _shortened(value: Any, depth: int) -> Any:
-    """A value of JSON without data and without what says nothing; None where nothing is left."""
+    """Return a JSON value without data and empty values; None if nothing is left."""
     if isinstance(value, str):
-        return value if len(value) <= NOTE_STRING and not value.startswith("data:") else None
+        return value if len(value) <= MAX_NOTE_STRING and not value.startswith("data:") else None
     if isinstance(value, Mapping):
         inner = {} if depth == 0 else {k: _shortened(v, depth - 1) for k, v in value.items() if k not in _DATA}
         return {name: each for name, each in inner.items() if each not in (None, "", [], {})}
@@ -245,10 +243,10 @@ def _shortened(value: Any, depth: int) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-    """`value` as JSON with its own key order, non-ASCII kept: what a model reads and what hashes are made of."""
+    """Return `value` as JSON in its own key order, with non-ASCII characters: for models and for hashes."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str).decode()
-    except orjson.JSONEncodeError:  # models write integers past 64 bits, which orjson does not
+    except orjson.JSONEncodeError:  # models write integers above 64 bits, which orjson refuses
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
@@ -271,7 +269,7 @@ def _checked(index: int, message: Any) -> Message:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """Nothing is an empty text; parts are joined with nothing between them, as chat templates write them."""
+    """Return content as text; None becomes "", parts are joined without separator, as chat templates write them."""
     if content is None:
         return ""
     if not isinstance(content, list | tuple):
@@ -284,11 +282,11 @@ def _text_of_part(part: Any, where: str) -> str:
     if isinstance(text, str) and kind == "text":
         return text
     what = f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else f"{part!r:.60}"
-    raise BadMessage(f"{where} is {what}: only text can be put before a model; give {{'type': 'text', 'text': '...'}}")
+    raise BadMessage(f"{where} is {what}: only text is supported; give {{'type': 'text', 'text': '...'}}")
 
 
 def _with_object_arguments(index: int, call: Any) -> Any:
-    """OpenAI's clients give arguments as JSON text."""
+    """Return a call whose arguments are an object; OpenAI's clients send JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadMessage(f"message {index} (assistant): a tool call has id and function, with name and arguments")

@@ -1,4 +1,4 @@
-"""The options of a run and of a turn: small frozen objects, each field unset until somebody gives it."""
+"""Options of a run and of a turn: small frozen dataclasses whose fields are unset by default."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ class _Unset(enum.Enum):
 
 
 UNSET: Final[Any] = _Unset.UNSET
-"""A field that nobody gave. It is not None: None lifts a limit."""
+"""Value of a field that was not set. It differs from None, which lifts a limit."""
 
 MAX_LOGPROBS: Final = 20
-"""The most ids of a position whose log-probabilities can be asked for: as many as vLLM gives unless told otherwise."""
+"""Most top log-probabilities per position, equal to vLLM's default maximum."""
 
 ToolChoice: TypeAlias = Literal["auto", "required", "none"] | str
-"""Whether the model may, must or must not call a tool; any other string names the tool it must call."""
+""""auto", "required" or "none": the model may, must or must not call a tool. Another string names the required tool."""
 
 
 VLLM_FORMAT: Final = "vllm:"
-"""What the name of a tool format begins with that a tool parser of vLLM's reads."""
+"""Prefix of tool formats that one of vLLM's tool parsers reads."""
 
 
 def check_tool_format(given: Any) -> None:
-    """Refuse what names no tool format; whether vLLM has a parser of that name only vLLM can say."""
+    """Refuse a value that is not a tool format. Only vLLM knows its parsers, so their names are not checked."""
     if given is None or (isinstance(given, str) and given.startswith(VLLM_FORMAT) and given != VLLM_FORMAT):
         return
     raise BadOption(
         f"tool_format={given!r:.60}: give {VLLM_FORMAT}NAME with a tool parser of vLLM's, such as {VLLM_FORMAT}hermes, "
-        "or None for what is learnt from the chat template."
+        "or None for the format learnt from the chat template."
     )
 
 
 class ConstraintKind(enum.StrEnum):
-    """The languages in which an engine can be told what may be sampled."""
+    """Languages in which an engine accepts constraints."""
 
     JSON = "json"
     """A JSON schema."""
@@ -72,28 +72,28 @@ class ConstraintKind(enum.StrEnum):
     GRAMMAR = "grammar"
     """A grammar in xgrammar's EBNF, or in Lark."""
     CHOICE = "choice"
-    """A JSON array of strings, of which the turn is one."""
+    """A JSON array of strings; the turn equals one of them."""
     STRUCTURAL_TAG = "structural_tag"
-    """A structural tag of xgrammar: text is free until a tag opens a part that has a schema."""
+    """A structural tag of xgrammar: text is free until a tag opens a part with a schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What may be sampled in one turn; enforced by the engine's constrained decoding."""
+    """A constraint on the text of one turn, enforced by the engine's constrained decoding."""
 
     kind: ConstraintKind
-    """The language in which `value` is written."""
+    """Language of `value`."""
     value: str
-    """The text in that language."""
+    """The constraint in that language."""
 
 
 class _LayeredOptions:
-    """Options whose set fields win, one by one, over those of a layer below."""
+    """Options that can be layered: each set field overrides the layer below."""
 
     __slots__ = ()
 
     def over(self, base: Self) -> Self:
-        """These options, with every unset field taken from `base`."""
+        """Return these options with every unset field taken from `base`."""
         unset = {
             field.name: getattr(base, field.name)
             for field in dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -102,12 +102,12 @@ class _LayeredOptions:
         return dataclasses.replace(self, **unset) if unset else self  # type: ignore[type-var]  # likewise
 
     def given(self) -> dict[str, Any]:
-        """The fields that somebody gave, by name."""
+        """Return the set fields by name."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]  # as above
         return {name: value for name, value in values.items() if value is not UNSET}
 
     def _check(self, name: str, check: Callable[..., float], *, lifted: bool = False, **bounds: float) -> None:
-        """Check a field that was given with `checked.whole` or `checked.number`; `lifted`: None lifts the limit."""
+        """Check a set field with a function of `checked`; with `lifted`, None is allowed and lifts the limit."""
         value = getattr(self, name)
         if value is UNSET or (lifted and value is None):
             return
@@ -117,68 +117,70 @@ class _LayeredOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(_LayeredOptions):
-    """How one turn is sampled. Precedence: `generate()`, `conversation()`, the `Run`, the environment's class.
+    """Sampling of one turn. Precedence: `generate()`, `conversation()`, the `Run`, the environment's class.
 
-    The model's own generation_config never supplies sampling values.
+    Sampling values of the model's generation_config are ignored.
     """
 
     max_tokens: int = UNSET
-    """The most ids that one turn may have; 1024 by default."""
+    """Most ids of one turn; 1024 by default."""
     min_tokens: int = UNSET
-    """The number of ids that a turn has before anything can stop it, at most `max_tokens`; 0, which is off, by default.
+    """Least ids of a turn, at most `max_tokens`; 0 by default, which is off.
 
-    Until then no stop id can be sampled, and a stop string that is complete does not count.
+    Up to this number, stop ids are not sampled and stop strings do not end the turn.
     """
     temperature: float = UNSET
-    """The temperature that logits are divided by; 0 is greedy, and 1 the default."""
+    """Temperature that logits are divided by; 0 is greedy. 1 by default."""
     top_p: float = UNSET
-    """The probability mass that nucleus sampling keeps; 1, which is off, by default."""
+    """Probability mass that nucleus sampling keeps; 1 by default, which is off."""
     top_k: int = UNSET
-    """The number of likeliest ids that are kept; 0, which is off, by default."""
+    """Number of most likely ids to keep; 0 by default, which is off."""
     min_p: float = UNSET
-    """The fraction of the likeliest id's probability below which an id is dropped; 0, which is off, by default."""
+    """Fraction of the most likely id's probability below which an id is dropped; 0 by default, which is off."""
     repetition_penalty: float = UNSET
-    """What the positive logit of each id of the prompt and the turn is divided by, and a negative one multiplied with.
+    """Divisor of the positive logits, and factor of the negative logits, of each id in the prompt and the turn.
 
-    A number above 0; above 1 it discourages repetition, and 1, which is off, is the default. The prompt is all that the
-    model sees: the system prompt, earlier turns and what the chat template writes.
+    Must be above 0. Values above 1 discourage repetition; 1 by default, which is off. The prompt is everything that the
+    model sees: the system prompt, earlier turns and text of the chat template.
     """
     presence_penalty: float = UNSET
-    """What is taken off the logit of each id that the turn has already; -2 to 2, and 0, which is off, by default."""
+    """Value subtracted from the logit of each id that the turn already contains; -2 to 2, 0 by default, which is off.
+    """
     frequency_penalty: float = UNSET
-    """What is taken off an id's logit for each time that the turn has it; -2 to 2, and 0, which is off, by default."""
+    """Value subtracted from an id's logit for each time it occurs in the turn; -2 to 2, 0 by default, which is off."""
     logit_bias: Mapping[int, float] | None = UNSET
-    """What is added to the logits of some ids, by id; -100 to 100. None, the default, and {} add nothing."""
+    """Values added to the logits of some ids, by id; -100 to 100. None, the default, and {} add nothing."""
     bad_words: tuple[str, ...] = UNSET
     """Words that are not sampled; none by default.
 
-    A word is kept out by the ids that the vocabulary encodes it with, alone and after a space. In other case, or by
-    other ids that spell it, it can still be said.
+    A word is blocked by its ids in the vocabulary, alone and after a space. In other case, or by other ids of the same
+    text, it can still be sampled.
     """
     stop: tuple[str, ...] = UNSET
     """Strings that end a turn. Our own decoder finds them; the text is cut before them, and the ids are kept."""
     stop_ids: tuple[int, ...] = UNSET
-    """Token ids that end a turn, besides those of the model."""
+    """Token ids that end a turn, in addition to those of the model."""
     ignore_eos: bool = UNSET
-    """Whether the stop ids of the model end no turn; False by default.
+    """True if the model's stop ids do not end a turn; False by default.
 
-    A turn then has `max_tokens` ids, unless `stop` or `stop_ids` end it. It counts as cut: an EOS in it is said, as any
-    other id.
+    A turn then has `max_tokens` ids, unless `stop` or `stop_ids` end it. It counts as truncated; an EOS in it is an
+    ordinary id.
     """
     logprobs: int | None = UNSET
-    """The number of likeliest ids whose log-probabilities are kept for each sampled id, at most 20; 0 by default.
+    """Number of most likely ids whose log-probabilities are kept for each sampled id, at most 20; 0 by default.
 
-    They are in `Turn.top_ids` and `Turn.top_logprobs`. 0 and None keep none of them; the log-probability of the sampled
-    id itself is kept in any case.
+    They are in `Turn.top_ids` and `Turn.top_logprobs`. 0 and None keep none; the log-probability of the sampled id
+    itself
+    is always kept.
     """
     schema: dict[str, Any] | None = UNSET
-    """A JSON schema that the turn's text must match."""
+    """JSON schema that the text of the turn must match."""
     regex: str | None = UNSET
-    """A regular expression that the turn's text must match."""
+    """Regular expression that the text of the turn must match."""
     choice: tuple[str, ...] | None = UNSET
-    """Texts of which the turn's text must be one."""
+    """Texts of which the turn must be one."""
     adapter: str | None = UNSET
-    """The name of a LoRA adapter of the engine that samples the turn; None for the model itself."""
+    """Name of the engine's LoRA adapter that samples the turn; None for the model itself."""
 
     def __post_init__(self) -> None:
         self._check("max_tokens", checked.whole, least=1)
@@ -197,7 +199,7 @@ class Sampling(_LayeredOptions):
         self._check_regex()
         if self.ignore_eos is not UNSET and not isinstance(self.ignore_eos, bool):
             raise BadOption(f"Sampling(ignore_eos={self.ignore_eos!r}): give True or False.")
-        # A string is a sequence of strings too, of which every character would end a turn.
+        # A string is a sequence of strings too; each of its characters would end a turn.
         stop: Any = self.stop
         if isinstance(stop, str) or (stop is not UNSET and not all(stop)):
             raise BadOption(f"Sampling(stop={self.stop!r}): give a tuple of strings, none of them empty.")
@@ -210,7 +212,7 @@ class Sampling(_LayeredOptions):
         if least is not UNSET and most is not UNSET and least > most:
             raise BadOption(
                 f"Sampling(min_tokens={least}, max_tokens={most}): a turn cannot have both; give min_tokens of at most "
-                "max_tokens, which is 1024 where nobody gives it."
+                "max_tokens, which is 1024 by default."
             )
 
     def _check_logit_bias(self) -> None:
@@ -224,9 +226,9 @@ class Sampling(_LayeredOptions):
         for token_id, bias in given.items():
             entry = f"Sampling(logit_bias={{{token_id!r:.80}: {bias!r:.80}}})"
             if not checked.is_whole(token_id, least=0):
-                raise BadOption(f"{entry}: {token_id!r:.80} is no token id; give a whole number of at least 0.")
+                raise BadOption(f"{entry}: {token_id!r:.80} is not a token id; give a whole number of at least 0.")
             checked.number(entry, bias, least=-100, most=100)
-        # A copy: what a turn records must not change with the author's dictionary.
+        # A copy, so that later changes of the caller's dictionary do not change the record of a turn.
         object.__setattr__(self, "logit_bias", dict(given))
 
     def _check_bad_words(self) -> None:
@@ -239,23 +241,23 @@ class Sampling(_LayeredOptions):
             )
 
     def _check_logprobs(self) -> None:
-        if self.logprobs is None:  # which elsewhere means none at all: here the sampled id's is always kept
+        if self.logprobs is None:  # elsewhere None disables log-probabilities; here the sampled id's is always kept
             object.__setattr__(self, "logprobs", 0)
         self._check("logprobs", checked.whole, least=0, most=MAX_LOGPROBS)
 
     def shortened(self, max_tokens: int) -> Self:
-        """The same for a turn in which there is room for `max_tokens` ids only; every field is set."""
+        """Return the same for a turn that has room for only `max_tokens` ids; every field is set."""
         return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def all_stop_ids(self, own: Iterable[int]) -> tuple[int, ...]:
-        """The ids that end a turn of a model whose own stop ids are `own`; every field is set."""
+        """Return the ids that end a turn of a model with the stop ids `own`; every field is set."""
         return tuple(dict.fromkeys((*(() if self.ignore_eos else own), *self.stop_ids)))
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuse ids that a vocabulary of `size` ids does not have.
+        """Refuse ids that a vocabulary of `size` ids does not contain.
 
         Raises:
-            BadOption: names the id.
+            BadOption: an id is too large; the text names it.
         """
         for token_id in self.logit_bias or ():
             if token_id >= size:
@@ -269,15 +271,15 @@ class Sampling(_LayeredOptions):
     def _check_regex(self) -> None:
         if self.regex is UNSET or self.regex is None:
             return
-        # The engine's library reads it once more; a slip is to be found before anything is sampled.
+        # The engine's library parses it again; a mistake should be found before sampling.
         try:
             re.compile(self.regex)
         except (re.error, TypeError) as error:
-            raise BadOption(f"Sampling(regex={self.regex!r:.80}): no regular expression ({error}).") from None
+            raise BadOption(f"Sampling(regex={self.regex!r:.80}): not a regular expression ({error}).") from None
 
     @classmethod
     def defaults(cls) -> Self:
-        """Every field set: what is used where nobody gives a value."""
+        """Return the default values, with every field set."""
         return cls(
             max_tokens=1024,
             min_tokens=0,
@@ -303,34 +305,34 @@ class Sampling(_LayeredOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(_LayeredOptions):
-    """What an episode may use. Reaching one is an outcome, not an error; None lifts it.
+    """Limits of an episode. Reaching one is an outcome, not an error; None lifts it.
 
-    The limits of hooks count the author's code: they stand still while an agent is sampled in it.
+    The time limits of hooks are paused while an agent is sampled in the hook.
     """
 
     turns: int | None = UNSET
-    """The most turns of the trained conversations together; None by default."""
+    """Most turns of the trained conversations together; None by default."""
     tokens: int | None = UNSET
-    """The most ids that are sampled in the trained conversations together; None by default."""
+    """Most sampled ids of the trained conversations together; None by default."""
     context: int | None = UNSET
-    """The most ids that one conversation may hold; None, which leaves the engine's own limit, by default."""
+    """Most ids of one conversation; None by default, which leaves the engine's own limit."""
     seconds: float | None = UNSET
-    """The time for the play of an episode; 600 s by default.
+    """Seconds of play of an episode; 600 by default.
 
-    What its agents sample counts; waiting for a place does not.
+    The time of sampling its agents counts; the time of waiting for a slot does not.
     """
     setup_seconds: float | None = UNSET
-    """The time for `setup()` and `prompt()`; 300 s by default."""
+    """Seconds for `setup()` and `prompt()`; 300 by default."""
     step_seconds: float | None = UNSET
-    """The time for one `step()`; 120 s by default."""
+    """Seconds for one `step()`; 120 by default."""
     tool_seconds: float | None = UNSET
-    """The time for one tool call, unless the tool has a limit of its own; 120 s by default."""
+    """Seconds for one tool call, unless the tool has its own limit; 120 by default."""
     reward_seconds: float | None = UNSET
-    """The time for all rewards and metrics of an episode; 300 s by default."""
+    """Seconds for all rewards and metrics of an episode; 300 by default."""
     close_seconds: float | None = UNSET
-    """The time for `close()`, for the exit stack, and for each exit of it that runs in a thread; 30 s by default."""
+    """Seconds for `close()`, for the exit stack, and for each of its exits that runs in a thread; 30 by default."""
     stall_seconds: float | None = UNSET
-    """The time after which an engine that admitted a request and sends nothing has failed; 120 s by default."""
+    """Seconds after which an engine has failed that admitted a request and sends nothing; 120 by default."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "context"):
@@ -341,7 +343,7 @@ class Limits(_LayeredOptions):
 
     @classmethod
     def defaults(cls) -> Self:
-        """Every field set: what is used where nobody gives a value."""
+        """Return the default values, with every field set."""
         return cls(
             turns=None,
             tokens=None,
@@ -356,19 +358,19 @@ class Limits(_LayeredOptions):
         )
 
     def lifted(self) -> Limits:
-        """The same limits with every clock off, for a debugger."""
+        """Return the same limits without any time limit, for a debugger."""
         clocks = {f.name: None for f in dataclasses.fields(self) if f.name.endswith("seconds")}
         return dataclasses.replace(self, **clocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """How wide a run is; it never changes a result."""
+    """Concurrency of a run; it never changes results."""
 
     episodes: int | None = None
-    """The most episodes that are alive at once; None, by default, is twice the engine's places."""
+    """Most episodes that are alive at once; None by default, which is twice the engine's slots."""
     threads: int = 64
-    """The worker threads that the run has for synchronous code; 64 by default."""
+    """Worker threads of the run for synchronous code; 64 by default."""
 
     def __post_init__(self) -> None:
         if self.episodes is not None:
@@ -377,35 +379,35 @@ class Concurrency:
 
 
 class HistoryPolicy(enum.StrEnum):
-    """What is done where a template does not simply append to what was sampled."""
+    """Action if a template does not simply append to the sampled tokens."""
 
     APPEND = "append"
-    """Keep what was sampled, and fork where no exact bridge is proven."""
+    """Keep the sampled tokens, and fork if no exact bridge is proven."""
     FORK = "fork"
-    """Follow the template: where its render of the past differs, a new segment begins."""
+    """Follow the template: if its render of the past differs, begin a new segment."""
     REFUSE = "refuse"
-    """End the episode with `token_error` where no exact bridge is proven."""
+    """End the episode with `token_error` if no exact bridge is proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """How the past of a conversation is kept. A policy's name stands for History(policy=name)."""
+    """Handling of a conversation's past. The name of a policy is short for History(policy=name)."""
 
     policy: HistoryPolicy = HistoryPolicy.APPEND
-    """What is done where a template rewrites the past: append, fork or refuse."""
+    """Action if a template rewrites the past: append, fork or refuse."""
     content_safe: bool = True
-    """Whether control text in what users and tools say is ordinary text, which never becomes control ids."""
+    """True if control text from users and tools is ordinary text, which never becomes control ids."""
     close_reasoning: bool = False
-    """Whether the answer to a turn that was cut inside its reasoning closes that first, as masked context.
+    """True if a turn that was truncated inside its reasoning is continued: the next prompt closes it as masked context.
 
-    False ends the episode there.
+    False ends the episode.
     """
 
     def __post_init__(self) -> None:
         names = ", ".join(HistoryPolicy)
         if self.policy not in list(HistoryPolicy):
             raise BadOption(f"History(policy={self.policy!r}): give one of {names}.")
-        # A name passes as it stands, since a StrEnum's members equal theirs; from here on it is the member.
+        # The name of a policy equals its member; convert it to the member.
         object.__setattr__(self, "policy", HistoryPolicy(self.policy))
         for name in ("content_safe", "close_reasoning"):
             if not isinstance(getattr(self, name), bool):
@@ -413,10 +415,10 @@ class History:
 
     @classmethod
     def of(cls, given: History | str | None) -> History:
-        """The options that `given` stands for; None stands for the defaults.
+        """Convert a policy name or None to options; None is the default.
 
         Raises:
-            BadOption: it is neither a policy's name nor a History.
+            BadOption: `given` is not the name of a policy or a History.
         """
         if given is None or isinstance(given, str):
             return cls(policy=HistoryPolicy.APPEND if given is None else given)  # type: ignore[arg-type]  # checked there

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, which follow ECMA-262, as Python's `re` takes them."""
+"""Translation of the regular expressions of JSON schemas (ECMA-262) to Python's `re`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["BadPattern", "python_pattern"]
 
 
 class BadPattern(ValueError):
-    """A pattern that Python cannot match; the message is a clause that says why."""
+    """A pattern that Python cannot match; the message is a clause with the reason."""
 
 
 @functools.lru_cache(maxsize=4096)
 def python_pattern(pattern: str) -> re.Pattern[str]:
-    r"""The compiled pattern: digits and word characters are ASCII's, `$` is the very end, groups are `(?P<name>...)`.
+    r"""Return the compiled pattern: `\d` and `\w` are ASCII, `$` is the very end, groups are `(?P<name>...)`.
 
     Raises:
         BadPattern: Python has no such pattern, such as `[\p{L}]`.
     """
     parts: list[str] = []
-    inside = False  # of brackets
+    inside = False  # inside brackets
     at = 0
     while at < len(pattern):
         match = _PART.match(pattern, at)

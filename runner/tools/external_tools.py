@@ -1,4 +1,4 @@
-"""Tools of somebody else's loop: schemas that a model is shown, with no function of ours behind them."""
+"""Tools of external agents: schemas for the model, without a function to call."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__ = ["tool_of", "tools_of"]
 
 
 def tools_of(schemas: Sequence[Any]) -> list[Tool]:
-    """The tools of a request, given in OpenAI's form or as `Tool` objects.
+    """Return the tools of a request, given in OpenAI's form or as `Tool` objects.
 
-    Their names may be any text, also one that not every model can write.
+    Any text is allowed as a name, even if some models cannot write it.
 
     Raises:
-        BadOption: one is no function with a name, or two have one name; names which one.
+        BadOption: a tool is not a function with a name, or two have the same name; the text says which one.
     """
     tools = [tool_of(index, each) for index, each in enumerate(schemas)]
     names = set[str]()
     for tool in tools:
         if tool.name in names:
-            raise BadOption(f"two tools are called {tool.name!r}: give one another name.")
+            raise BadOption(f"two tools are named {tool.name!r}: rename one of them.")
         names.add(tool.name)
     return tools
 
 
 def tool_of(index: int, schema: Any) -> Tool:
-    """The tool of that index in a request.
+    """Return the tool with this index in a request.
 
     Raises:
-        BadOption: it is no function with a name; names which one.
+        BadOption: it is not a function with a name; the text says which one.
     """
     if isinstance(schema, Tool):
         return schema
@@ -54,7 +54,7 @@ def tool_of(index: int, schema: Any) -> Tool:
     own = name if is_tool_name(name) else "tool"
     parameters = as_shown(function.get("parameters") or {})
     if not _takes_objects(parameters):
-        parameters["type"] = "object"  # as arguments are, whatever somebody wrote there
+        parameters["type"] = "object"  # arguments are always an object
     try:
         tool = Tool(_not_ours, name=own, description=function.get("description") or "-", parameters=parameters)
     except BadEnvironment as error:
@@ -71,4 +71,4 @@ def _takes_objects(parameters: Mapping[str, Any]) -> bool:
 
 
 def _not_ours(**arguments: object) -> NoReturn:
-    raise RuntimeError("a tool of somebody else's loop was called here: whoever asked is to run it")
+    raise RuntimeError("an external tool was called here; only its client can run it")

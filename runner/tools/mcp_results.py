@@ -1,4 +1,4 @@
-"""Results of the Model Context Protocol as a model reads them, whichever client gives them: told by their form."""
+"""Text of Model Context Protocol results for a model; results of any client are recognized by their form."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _NOTHING: Final = object()
 
 
 def mcp_text(value: Any, as_json: Callable[[Any], str]) -> str | None:
-    """The text of a tool's result, of its content, or of a resource that was read; None for any other value.
+    """Return the text of a tool result, of content blocks, or of a resource that was read; None for other values.
 
-    Text stands as it is, a block in each paragraph. Images, audio and links are named, since a model that reads text
-    can do no more with them. Structured content follows where the text does not say the same.
+    Text is kept, with one paragraph per block. Images, audio and links are described, since a text model cannot use
+    them.
+    Structured content is appended unless the text contains the same.
 
     Raises:
-        ToolError: the server says that the call failed; the error has the result's text.
+        ToolError: the server reports a failed call; the error has the result's text.
     """
     if _is_list(value):
         return _joined(value) if value and all(map(_is_content, value)) else None
@@ -66,13 +67,13 @@ def _of_resource(resource: Any) -> str:
 
 def _media(block: Any) -> str:
     data = _get(block, "data", "blob")
-    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # of base64
+    size = len(data) * 3 // 4 if isinstance(data, str) else 0  # size of base64
     kind = _get(block, "mime_type", "mimeType")
-    return f"{kind if isinstance(kind, str) else 'of no known type'}, {size:,} bytes"
+    return f"{kind if isinstance(kind, str) else 'of unknown type'}, {size:,} bytes"
 
 
 def _says(content: Sequence[Any], structured: Any) -> bool:
-    """Whether the text says what the structured content does; servers wrap what is no object as a `result`."""
+    """Return whether the text equals the structured content; servers wrap values other than objects as `result`."""
     said = list(_values(content))
     wrapped = [structured["result"]] if isinstance(structured, Mapping) and list(structured) == ["result"] else []
     return any(said in ([each], each) for each in (structured, *wrapped))
@@ -88,7 +89,7 @@ def _values(content: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether it is a block of content by itself; an object of an author's own may have a `type` too."""
+    """Return whether a value is a content block; other objects with a `type` are excluded."""
     return _is_block(value) and _get(value, "type") in _KINDS and hasattr(value, "annotations")
 
 
@@ -102,7 +103,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _get(value: Any, *names: str) -> Any:
-    """What stands under the first of these names, in an object or in a mapping."""
+    """Return the value of the first of these names, in an object or in a mapping."""
     for name in names:
         found = value.get(name, _NOTHING) if isinstance(value, Mapping) else getattr(value, name, _NOTHING)
         if found is not _NOTHING:

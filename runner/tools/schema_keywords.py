@@ -1,4 +1,4 @@
-"""The keywords of a JSON schema that say something of the value itself, as shapes, and what each does not allow."""
+"""Shapes of the JSON schema keywords that describe a value itself, and of their negations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.tools.value_shapes import (
 __all__ = ["ALL", "forbidding", "not_own_shapes", "own_shapes", "with_unevaluated", "without"]
 
 ALL: Final = tuple(ValueShape(kind) for kind in KINDS)
-"""The shapes that allow any value."""
+"""Shapes that together allow any value."""
 
 
 def forbidding(name: str) -> ValueShape:
@@ -30,7 +30,7 @@ def forbidding(name: str) -> ValueShape:
 
 
 def without(shape: ValueShape, keyword: str) -> ValueShape:
-    """The shape that says that the keyword is not in it."""
+    """Return the shape with the keyword marked as not expressed."""
     return shape if keyword in shape.unsaid else replace(shape, unsaid=(*shape.unsaid, keyword))
 
 
@@ -40,9 +40,9 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
 
 
 def own_shapes(schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
-    """The shapes that a schema's own keywords allow, without those that apply other schemas to the same value."""
+    """Return the shapes for a schema's own keywords, without those that apply other schemas to the same value."""
     types = set(_types(schema))
-    kinds: dict[Kind, None] = {"number" if each == "integer" else each: None for each in types}  # type: ignore[misc]  # as modern schemas have them
+    kinds: dict[Kind, None] = {"number" if each == "integer" else each: None for each in types}  # type: ignore[misc]  # modern schemas only have these types
     shapes = [_of_kind(kind, schema, "integer" in types and "number" not in types) for kind in KINDS if kind in kinds]
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
@@ -106,10 +106,10 @@ def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> ValueShape
 
 
 def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape:
-    """The shape with what the schema says of members and items that nothing else in it looks at."""
+    """Return the shape with the schema's rules for members and items that no other keyword evaluates."""
     if shape.values is not None:
         return shape
-    # What a keyword looks at that is not said, or forbids, is not known here.
+    # The members that an unexpressed or negated keyword evaluates are unknown.
     unsure = "not" in schema or any(keyword in _APPLYING for keyword in shape.unsaid)
     if shape.kind == "object" and "unevaluatedProperties" in schema:
         if any(part.says_additional for part in shape.objects):
@@ -131,7 +131,7 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
 
 
 def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueShape]:
-    """The values that a keyword does not allow which says something of the value itself."""
+    """Yield the values that a keyword about the value itself forbids."""
     value = schema[keyword]
     match keyword:
         case "type":

@@ -1,8 +1,8 @@
-"""All keywords of a JSON schema together, as shapes: one for each way in which a value of some type may fit.
+"""Shapes of a JSON schema: for each type, the values that satisfy all keywords together.
 
-This is the one place that decides which keywords hold together how. The grammar of a call or an answer is written from
-shapes, untyped text is read by their types, and what a shape cannot say is named in it, for the check that comes after.
-SchemaShapes allow at least what the schema does; what they allow besides is what their `unsaid` keywords forbid.
+Only this module decides how keywords combine. Grammars of calls and answers are written from shapes, and untyped text
+is converted by their types. A shape allows at least what the schema allows; its `unsaid` lists the keywords that it
+does not express and that validation has to check.
 """
 
 from __future__ import annotations
@@ -18,43 +18,42 @@ from runner.tools.modern_schema import modern, resolved
 from runner.tools.schema_keywords import ALL, forbidding, not_own_shapes, own_shapes, with_unevaluated, without
 from runner.tools.value_shapes import KINDS, Conjunction, SchemaPart, ValueShape
 
-__all__ = ["LONGEST_LIST", "SchemaShapes", "shapes_for", "shapes_of", "types_of"]
+__all__ = ["MAX_LISTED", "SchemaShapes", "shapes_for", "shapes_of", "types_of"]
 
-MOST_SHAPES: Final = 64
-"""A keyword that would make more shapes than this is left to the check."""
+MAX_SHAPES: Final = 64
+"""A keyword that would create more shapes than this is left to validation."""
 
-LONGEST_LIST: Final = 256
-"""Integers within bounds are listed, and each is tried, where there are at most so many."""
+MAX_LISTED: Final = 256
+"""Most values of an integer range that are listed and validated one by one."""
 
 
 @functools.lru_cache(maxsize=256)
 def shapes_of(text: str) -> SchemaShapes:
-    """The shapes of a schema of any dialect, given as JSON."""
+    """Return the shapes of a schema of any dialect, given as JSON."""
     return SchemaShapes(modern(json.loads(text)).schema)
 
 
-_KEPT: Final = 512
+_CACHE_ENTRIES: Final = 512
 _by_identity: dict[int, tuple[Any, SchemaShapes]] = {}
 
 
 def shapes_for(schema: Any) -> SchemaShapes:
-    """The same of a schema as an object, which is kept, so that one that is read at every call is looked at once."""
+    """Return the shapes of a schema object; cached by identity, since the same object is used for every call."""
     known = _by_identity.get(id(schema))
     if known is None:
-        if len(_by_identity) >= _KEPT:
+        if len(_by_identity) >= _CACHE_ENTRIES:
             _by_identity.pop(next(iter(_by_identity)))
         known = _by_identity[id(schema)] = (schema, shapes_of(json.dumps(schema, default=str)))
     return known[1]
 
 
 class SchemaShapes:
-    """The shapes of a schema of the dialect 2020-12, and of all schemas in it."""
+    """Shapes of a 2020-12 schema and of all its subschemas."""
 
     def __init__(self, root: Any) -> None:
-        """Of a schema that `modern` made."""
+        """Create the shapes of a schema that `modern` converted."""
         self.root = root
         self.whole: Conjunction = (SchemaPart(root),)
-        """The schema itself."""
         self._texts: dict[int, tuple[Any, str]] = {}
         self._of: dict[Hashable, tuple[ValueShape, ...]] = {}
         self._parts: dict[tuple[str, bool], tuple[ValueShape, ...]] = {}
@@ -63,43 +62,43 @@ class SchemaShapes:
         self._types: dict[str, frozenset[str]] = {}
 
     def key(self, conjunction: Conjunction) -> tuple[str, ...]:
-        """What is equal for equal conjunctions; () where anything fits."""
+        """Return a key that is equal for equal conjunctions; () if any value satisfies them."""
         texts = (f"{'!' if part.negated else ''}{self._text(part.schema)}" for part in conjunction)
         return tuple(sorted({text for text in texts if text not in _TRIVIAL}))
 
     def is_recursive(self, conjunction: Conjunction) -> bool:
-        """Whether references stand in it, so that it may hold itself."""
+        """Return whether a conjunction contains references, so that it may contain itself."""
         return any('"$ref"' in text for text in self.key(conjunction))
 
     def of(self, conjunction: Conjunction) -> tuple[ValueShape, ...]:
-        """The shapes of the values that fit all of these schemas; () where no value does."""
+        """Return the shapes of the values that satisfy all of these schemas; () if there is no such value."""
         return tuple(shape for shape in self._every(conjunction) if self._can_be(shape, frozenset()))
 
     def arguments(self) -> tuple[ValueShape, ...]:
-        """The shapes of a tool's arguments, which are an object."""
+        """Return the shapes of a tool's arguments, which are objects."""
         return tuple(shape for shape in self.of(self.whole) if shape.kind == "object")
 
     def argument(self, name: str) -> tuple[ValueShape, ...]:
-        """The shapes that the argument of this name may have, with whatever others."""
+        """Return the shapes of the argument with this name, in any combination with others."""
         if name not in self._arguments:
             given = (shape for one in self.arguments() for shape in self.of(one.member(name)))
             self._arguments[name] = self._unlike(given)
         return self._arguments[name]
 
     def types_of_argument(self, name: str) -> frozenset[str]:
-        """The types of JSON schema that the argument of this name may have; empty where any type fits."""
+        """Return the JSON schema types of the argument with this name; empty for any type."""
         if name not in self._types:
             self._types[name] = types_of(self.argument(name))
         return self._types[name]
 
     def fits(self, value: Any, conjunction: Conjunction) -> bool:
-        """Whether a value fits all of these schemas, by the check."""
+        """Return whether a value satisfies all of these schemas, by validation."""
         return all(
             self._validator.evolve(schema=part.schema).is_valid(value) is not part.negated for part in conjunction
         )
 
     def is_satisfiable(self, conjunction: Conjunction, above: frozenset[tuple[str, ...]] = frozenset()) -> bool:
-        """Whether some value fits; one that would have to hold itself without end does not."""
+        """Return whether a finite value satisfies these schemas."""
         key = self.key(conjunction)
         if not key:
             return True
@@ -108,7 +107,7 @@ class SchemaShapes:
         if key not in self._satisfiable:
             found = any(self._can_be(each, above | {key}) for each in self._every(conjunction))
             if not found and above:
-                return False  # perhaps only in there
+                return False  # it may be satisfiable elsewhere
             self._satisfiable[key] = found
         return self._satisfiable[key]
 
@@ -123,7 +122,7 @@ class SchemaShapes:
         return self._of[key]
 
     def _can_be(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
-        """Whether some value has this shape, as far as bounds and what is required tell."""
+        """Return whether a value of this shape exists, judging by bounds and required members."""
         if shape.values is not None:
             return True
         if shape.kind == "object":
@@ -137,13 +136,13 @@ class SchemaShapes:
         return True
 
     def _has_room(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
-        """Whether an object may have as many members as it has to."""
+        """Return whether an object may have its minimum number of members."""
         if shape.of_patterns or self.is_satisfiable(shape.others, above):
             return True
         return sum(self.is_satisfiable(shape.member(name), above) for name in shape.named) >= shape.least
 
     def _checked(self, shape: ValueShape, conjunction: Conjunction) -> ValueShape | None:
-        """The shape; values that can be listed are tried, so that nothing is left unsaid of them."""
+        """Return the shape; if its values can be listed, they are validated, so that all keywords are enforced."""
         values = _listed(shape)
         if values is None:
             return shape
@@ -157,7 +156,7 @@ class SchemaShapes:
         return validator_of(self.root)
 
     def _text(self, schema: Any) -> str:
-        # The schema is kept beside its text, so that no other one gets its identity.
+        # Keep a reference to the schema, so that no other object gets its identity.
         known = self._texts.get(id(schema))
         if known is None:
             known = self._texts[id(schema)] = (schema, json.dumps(schema))
@@ -189,12 +188,12 @@ class SchemaShapes:
         )
 
     def _product(self, one: Sequence[ValueShape], other: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
-        """The shapes of what fits both; the first alone, and the keyword unsaid, where there would be too many."""
+        """Return the intersection of two sets of shapes; if it is too large, the first, with the keyword unsaid."""
         if other is ALL or one is ALL:
             return tuple(one if other is ALL else other)
         both = (a.both(b) for a in one for b in other)
         found = self._unlike(each for each in both if each is not None)
-        if len(found) > MOST_SHAPES and len(found) > len(one):
+        if len(found) > MAX_SHAPES and len(found) > len(one):
             kinds = {shape.kind for shape in found}
             return tuple(without(shape, keyword) for shape in one if shape.kind in kinds)
         return found
@@ -227,7 +226,7 @@ class SchemaShapes:
         return tuple(with_unevaluated(shape, schema) for shape in found)
 
     def _applied(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[ValueShape]]]:
-        """What the keywords say that apply other schemas to the same value."""
+        """Yield each keyword that applies other schemas to the same value, with its shapes."""
         if "$ref" in schema:
             yield "$ref", self._positive(resolved(self.root, schema["$ref"]))
         for each in schema.get("allOf", ()):
@@ -247,7 +246,7 @@ class SchemaShapes:
             yield "dependentSchemas", (*self._absent(name), *present)
 
     def _absent(self, name: str) -> tuple[ValueShape, ...]:
-        """Everything but objects that have a member of this name."""
+        """Return the shapes of all values except objects with a member of this name."""
         return (*(shape for shape in ALL if shape.kind != "object"), forbidding(name))
 
     def _if(self, schema: Mapping[str, Any], *, negated: bool) -> tuple[ValueShape, ...]:
@@ -269,13 +268,13 @@ class SchemaShapes:
                         only = self._product(only, self._negative(other), "oneOf")
                 found += only
         exclusive = self._unlike(iter(found))
-        if len(exclusive) <= MOST_SHAPES:
+        if len(exclusive) <= MAX_SHAPES:
             return exclusive
-        # That one of them fits is said, that no other does is not.
+        # The shapes express that one schema is satisfied, but not that no other is.
         return self._unlike(without(shape, "oneOf") for choice in choices for shape in self._positive(choice))
 
     def _may_meet(self, one: ValueShape, other: ValueShape) -> bool:
-        """Whether a value may have both shapes; not where a required member would have to have two values."""
+        """Return whether a value may have both shapes; False if a required member would need two values."""
         both = one.both(other)
         if both is None:
             return False
@@ -286,7 +285,7 @@ class SchemaShapes:
         return True
 
     def _listed_of(self, conjunction: Conjunction) -> frozenset[str] | None:
-        """The values that a schema lists itself, as texts; None where it lists none."""
+        """Return the values that a schema lists itself, as JSON; None if it lists none."""
         for part in conjunction:
             schema = part.schema
             for _ in range(4):
@@ -296,13 +295,13 @@ class SchemaShapes:
                 return frozenset(json.dumps(each, sort_keys=True) for each in schema.get("enum", [schema.get("const")]))
         return None
 
-    # --- what a schema does not allow
+    # --- negation
 
     def _negated_keywords(self, schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
         return self._unlike(shape for keyword in schema for shape in self._not(keyword, schema) if not shape.is_empty)
 
     def _not(self, keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueShape]:
-        """The values that one keyword does not allow."""
+        """Yield the shapes of the values that one keyword forbids."""
         value = schema[keyword]
         match keyword:
             case "$ref":
@@ -333,7 +332,7 @@ class SchemaShapes:
 
 
 def types_of(shapes: Sequence[ValueShape]) -> frozenset[str]:
-    """The types of JSON schema that values of these shapes have; empty where they have any."""
+    """Return the JSON schema types of values of these shapes; empty for any type."""
     found: set[str] = set()
     unlisted: set[str] = set()
     for shape in shapes:
@@ -350,7 +349,7 @@ _TRIVIAL: Final = ("true", "{}", "!false")
 
 
 def _listed(shape: ValueShape) -> tuple[Any, ...] | None:
-    """All values of a shape; None where they are too many."""
+    """Return all values of a shape; None if there are too many."""
     if shape.values is not None:
         return shape.values
     match shape.kind:
@@ -360,6 +359,6 @@ def _listed(shape: ValueShape) -> tuple[Any, ...] | None:
             return (True, False) if shape.unsaid else None
         case "number" if shape.integer:
             low, high = shape.numbers.least, shape.numbers.greatest
-            if low is not None and high is not None and high - low < LONGEST_LIST:
+            if low is not None and high is not None and high - low < MAX_LISTED:
                 return tuple(range(low, high + 1))
     return None

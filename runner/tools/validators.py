@@ -1,4 +1,4 @@
-"""The check of a value against a JSON schema that `modern` made."""
+"""Validators for JSON schemas that `modern` converted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["validator_of"]
 
 
 def validator_of(schema: Any) -> Any:
-    """What finds the problems of a value; it looks at no `format`."""
+    """Return a validator that reports the problems of a value; it ignores `format`."""
     return _validator_class()(schema)
 
 
@@ -21,7 +21,7 @@ def _validator_class() -> Any:
     from jsonschema import Draft202012Validator, ValidationError, validators
 
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
-        # As the schema has it, so that a model reads the author's pattern; Python would take `$` and `\d` otherwise.
+        # The error shows the pattern of the schema; Python's `$` and `\d` differ, so it is matched in translation.
         if validator.is_type(instance, "string") and not python_pattern(wanted).search(instance):
             yield ValidationError(f"{instance!r} does not match {wanted!r}")
 

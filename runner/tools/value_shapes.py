@@ -1,4 +1,4 @@
-"""SchemaShapes: values of one type that a JSON schema allows, and what every keyword of the schema says of them."""
+"""Shapes: sets of values of one type, described by all keywords of a JSON schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: Final[tuple[Kind, ...]] = ("string", "number", "boolean", "null", "array"
 
 
 def kind_of(value: Any) -> Kind:
-    """The kind of a value that came from JSON."""
+    """Return the kind of a value that was read from JSON."""
     match value:
         case None:
             return "null"
@@ -45,14 +45,14 @@ def kind_of(value: Any) -> Kind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaPart:
-    """A schema, or what it does not allow."""
+    """A schema or its negation."""
 
     schema: Any
     negated: bool = False
 
 
 Conjunction: TypeAlias = tuple[SchemaPart, ...]
-"""Schemas that hold together; of () anything fits."""
+"""Schemas that must all be satisfied; () allows anything."""
 
 ANYTHING: Final[Conjunction] = ()
 NOTHING: Final[Conjunction] = (SchemaPart(False),)
@@ -68,7 +68,7 @@ class NumberRange:
     high_excluded: bool = False
 
     def within(self, other: NumberRange) -> NumberRange:
-        """The numbers that are in both."""
+        """Return the intersection of two ranges."""
         low, high = self, self
         if other.low is not None and (
             self.low is None or other.low > self.low or (other.low == self.low and other.low_excluded)
@@ -82,7 +82,7 @@ class NumberRange:
 
     @property
     def least(self) -> int | None:
-        """The smallest integer in it."""
+        """The smallest integer in the range."""
         if self.low is None or math.isinf(self.low):
             return None
         least = math.ceil(self.low)
@@ -90,7 +90,7 @@ class NumberRange:
 
     @property
     def greatest(self) -> int | None:
-        """The largest integer in it."""
+        """The largest integer in the range."""
         if self.high is None or math.isinf(self.high):
             return None
         greatest = math.floor(self.high)
@@ -98,7 +98,7 @@ class NumberRange:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no number is in it."""
+        """The range contains no number."""
         if self.low is None or self.high is None:
             return False
         return self.low > self.high or (self.low == self.high and (self.low_excluded or self.high_excluded))
@@ -106,17 +106,17 @@ class NumberRange:
 
 @dataclass(frozen=True, slots=True)
 class ObjectPart:
-    """What one schema says of the members of an object."""
+    """Rules of one schema for the members of an object."""
 
     properties: Mapping[str, Conjunction] = field(default_factory=dict)
     patterns: Sequence[tuple[str, Conjunction]] = ()
     additional: Conjunction = ANYTHING
-    """What other members have to be."""
+    """Schema of other members."""
     says_additional: bool = False
-    """Whether the schema says something of other members."""
+    """True if the schema describes other members."""
 
     def of(self, name: str) -> Conjunction:
-        """What the member of this name has to be."""
+        """Return the schema of the member with this name."""
         found = self.properties.get(name)
         matching = [each for pattern, each in self.patterns if re.search(pattern, name)]
         if found is None and not matching:
@@ -126,43 +126,43 @@ class ObjectPart:
 
 @dataclass(frozen=True, slots=True)
 class ArrayPart:
-    """What one schema says of the items of an array."""
+    """Rules of one schema for the items of an array."""
 
     first: Sequence[Conjunction] = ()
     rest: Conjunction = ANYTHING
     says_rest: bool = False
 
     def of(self, index: int) -> Conjunction:
-        """What the item at this place has to be."""
+        """Return the schema of the item with this index."""
         return self.first[index] if index < len(self.first) else self.rest
 
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """Values of one kind that fit a schema."""
+    """Values of one kind that satisfy a schema."""
 
     kind: Kind
     values: tuple[Any, ...] | None = None
-    """The only values; None where it lists none."""
+    """All allowed values; None if they are not listed."""
     integer: bool = False
-    """Whether a number is an integer."""
+    """True if numbers must be integers."""
     numbers: NumberRange = NumberRange()
     least: int = 0
-    """The least length, number of items or of members."""
+    """Least length, or number of items or members."""
     most: int | None = None
     patterns: tuple[str, ...] = ()
-    """Patterns that a string has to match."""
+    """Patterns that strings must match."""
     formats: tuple[str, ...] = ()
     objects: tuple[ObjectPart, ...] = ()
     required: tuple[str, ...] = ()
     names: Conjunction = ANYTHING
-    """What every name of a member has to be."""
+    """Schema of every member's name."""
     arrays: tuple[ArrayPart, ...] = ()
     unsaid: tuple[str, ...] = ()
-    """Keywords that hold besides, which nothing here says."""
+    """Keywords that the shape does not express."""
 
     def both(self, other: ValueShape) -> ValueShape | None:
-        """The values that fit both; None where that is none of them."""
+        """Return the intersection of two shapes; None if it is empty."""
         if self.kind != other.kind:
             return None
         values = self.values
@@ -188,7 +188,7 @@ class ValueShape:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is seen at once that no value fits."""
+        """No value satisfies it, judging by listed values and bounds only."""
         if self.values is not None:
             return not self.values
         if self.kind == "number":
@@ -200,27 +200,27 @@ class ValueShape:
 
     @property
     def is_free(self) -> bool:
-        """Whether any value of its kind fits."""
+        """Every value of its kind satisfies it."""
         return self == ValueShape(self.kind)
 
     def member(self, name: str) -> Conjunction:
-        """What the member of this name has to be."""
+        """Return the schema of the member with this name."""
         return tuple(part for each in self.objects for part in each.of(name))
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The names of members that are written out somewhere, in their order."""
+        """Names of members that a schema lists, in order."""
         found = dict.fromkeys(name for each in self.objects for name in each.properties)
         return tuple(found | dict.fromkeys(self.required))
 
     @property
     def others(self) -> Conjunction:
-        """What members have to be that no name and no pattern tells of."""
+        """Schema of members that no name and no pattern covers."""
         return tuple(part for each in self.objects for part in each.additional)
 
     @property
     def of_patterns(self) -> tuple[tuple[str, Conjunction], ...]:
-        """What members have to be whose names match a pattern, pattern by pattern."""
+        """Schemas of the members whose names match a pattern, by pattern."""
         found = []
         for index, each in enumerate(self.objects):
             for pattern, conjunction in each.patterns:
@@ -234,12 +234,12 @@ class ValueShape:
         return tuple(found)
 
     def item(self, index: int) -> Conjunction:
-        """What the item at this place has to be."""
+        """Return the schema of the item with this index."""
         return tuple(part for each in self.arrays for part in each.of(index))
 
     @property
     def listed(self) -> int:
-        """How many first items have a schema of their own."""
+        """Number of first items with their own schema."""
         return max((len(each.first) for each in self.arrays), default=0)
 
 

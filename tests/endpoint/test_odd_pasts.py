@@ -10,7 +10,7 @@ import pytest
 
 from runner import Endpoint
 from runner.chat_requests import Tolerated
-from runner.messages import NOTE_LENGTH, note_of
+from runner.messages import MAX_NOTE_LENGTH, note_of
 from runner.testing import Reply, call
 from tests.endpoint.serving import RUN, http, served
 from tests.verifying import verify
@@ -249,4 +249,4 @@ def test_a_note_is_short_and_has_no_data() -> None:
     deep: Any = {"type": "x"}
     for _ in range(500):
         deep = {"type": "x", "more": deep, "words": ["word"] * 5_000}
-    assert len(note_of(deep)) < NOTE_LENGTH + 100
+    assert len(note_of(deep)) < MAX_NOTE_LENGTH + 100
