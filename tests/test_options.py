@@ -24,7 +24,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(({"logit_bias": value}, r"give a dictionary of numbers by token id") for value in ([(1, 2)], "1=2", 5)),
     *(
-        ({"logit_bias": {key: 1.0}}, "is no token id; give a whole number of at least 0")
+        ({"logit_bias": {key: 1.0}}, "is not a token id; give a whole number of at least 0")
         for key in ("7", -1, 1.5, True)
     ),
     *(({"logit_bias": {7: value}}, "at least -100 and at most 100") for value in (-101, 101, NAN, "1", None)),

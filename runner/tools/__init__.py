@@ -1,1 +1,1 @@
-"""Tools: an author's functions as a model sees them, and the checks of what it passes."""
+"""Tools: schemas of an author's functions, and validation of arguments from a model."""

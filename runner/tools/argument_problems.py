@@ -1,7 +1,7 @@
-"""What is wrong with a tool's arguments, one clause per problem, for the model to read.
+"""Problems of a tool's arguments, one clause each, for the model to read.
 
-Two judges find it: pydantic where a tool has type hints, jsonschema where it has a schema. Neither can do the other's
-work: pydantic refuses what no schema says (3.0 for an int, a date that is none), and a schema is no Python type.
+Pydantic finds them for tools with type hints, jsonschema for tools with a schema. Neither can replace the other:
+pydantic refuses values that no schema excludes (3.0 for an int, an invalid date), and a schema is not a Python type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["schema_problems", "typed_problems"]
 
-# What a model must write for a type, by pydantic's name of the error. Types that are not here keep pydantic's words.
+# Expected values by pydantic's error type, in words for a model. Other types keep pydantic's message.
 _EXPECTED = {
     **dict.fromkeys(("int_type", "int_from_float"), "an integer"),
     "float_type": "a number",
@@ -43,9 +43,9 @@ _EXPECTED = {
 
 
 def typed_problems(errors: Iterable[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    """The clauses for what pydantic found in the arguments that a model gave, `raw`, by whose names positions are told.
+    """Return the clauses for pydantic's errors; paths use the names of the model's arguments `raw`.
 
-    The alternatives of a union that all failed are one problem.
+    The failed alternatives of a union are one problem.
     """
     expected: dict[tuple[str, str], list[str]] = {}
     clauses: dict[str, None] = {}
@@ -70,7 +70,7 @@ def _expectation(error: ErrorDetails) -> str:
 
 
 def _path(location: Sequence[int | str], raw: Any, *, missing: bool = False) -> str:
-    """The path as the model wrote it. Names that pydantic gives to the alternatives of a union are no part of it."""
+    """Return the path as the model wrote it, without pydantic's names for the alternatives of a union."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):
@@ -107,8 +107,8 @@ _JSON_TYPES = {
 
 
 def schema_problems(errors: Iterable[Any]) -> list[str]:
-    """The clauses for what jsonschema found."""
-    # A dict, since two keywords of a schema may find the same problem.
+    """Return the clauses for jsonschema's errors."""
+    # A dict, since two keywords may report the same problem.
     clauses: dict[str, None] = {}
     for error in errors:
         path = re.sub(r"^\.", "", "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in error.absolute_path))

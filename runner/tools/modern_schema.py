@@ -1,7 +1,7 @@
-"""Conversion of JSON schemas of any dialect to 2020-12, with the name of each keyword that had to be left out.
+"""Conversion of JSON schemas of any dialect to 2020-12, with a note for each keyword that is omitted.
 
-Tools come with schemas of draft 4 to 7, of OpenAPI, and of no dialect at all. The converted schema is all that is
-enforced, checked and read: each keyword in it is valid, each reference leads to a schema in it, each pattern compiles.
+Schemas of tools may be of draft 4 to 7, of OpenAPI, or of no dialect. Only the converted schema is enforced, validated
+and read: all its keywords are valid, all its references resolve, all its patterns compile.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ __all__ = ["ModernSchema", "Note", "as_shown", "modern", "resolved"]
 
 
 class Note(NamedTuple):
-    """A keyword that is not taken as it stands."""
+    """A keyword that is omitted or changed."""
 
     path: str
-    """The path of the argument that it is about, such as "options.size"; "" for the whole."""
+    """Path of the affected argument, such as "options.size"; "" for the whole schema."""
     keyword: str
-    """The keyword."""
     why: str
-    """A clause that says why."""
+    """Clause with the reason."""
 
     def __str__(self) -> str:
         return f"{self.keyword} of {self.path or 'the whole'} ({self.why})"
@@ -34,26 +33,26 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModernSchema:
-    """A schema of the dialect 2020-12."""
+    """A schema of dialect 2020-12."""
 
     schema: Any
     """The schema: an object, or True or False. Its references are "#" and "#/$defs/NAME"."""
     notes: tuple[Note, ...]
-    """The keywords that are not checked."""
+    """Keywords that are not enforced."""
 
 
 def modern(schema: Any) -> ModernSchema:
-    """The schema in the dialect 2020-12; nothing in it is refused."""
+    """Convert a schema to dialect 2020-12; invalid keywords are noted and never raise."""
     return _modern_text(json.dumps(schema, default=str))
 
 
 @functools.lru_cache(maxsize=512)
 def _modern_text(text: str) -> ModernSchema:
-    return _Modernizer(json.loads(text)).result()
+    return _SchemaConverter(json.loads(text)).result()
 
 
 def without_nulls(schema: Any) -> Any:
-    """The schema without keywords that are null, which chat templates stumble on; values that are null stay."""
+    """Return the schema without keywords that are null, which break chat templates; null values are kept."""
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -70,7 +69,7 @@ def without_nulls(schema: Any) -> Any:
 
 
 def as_shown(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments as a model is shown it: as it was given, but for what no template can render."""
+    """Return the schema of a tool's arguments for a model: as given, without parts that no template can render."""
     shown: dict[str, Any] = without_nulls(parameters)
     properties = shown.get("properties")
     if isinstance(properties, Mapping):
@@ -106,17 +105,17 @@ _ANY_TYPE: Final = ("any", "mixed", "unknown", "*")
 
 
 @dataclass
-class _Modernizer:
-    """Makes one schema modern."""
+class _SchemaConverter:
+    """Converts one schema."""
 
     root: Any
     _notes: dict[Note, None] = field(default_factory=dict)
     _bases: dict[int, str] = field(default_factory=dict)
-    """The base address of each schema, by its identity."""
+    """Base address of each schema, by identity."""
     _resources: dict[str, Any] = field(default_factory=dict)
     _anchors: dict[tuple[str, str], Any] = field(default_factory=dict)
     _named: dict[int, str] = field(default_factory=dict)
-    """The names of the schemas that references lead to, by their identity."""
+    """Names of referenced schemas, by identity."""
     _defs: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> ModernSchema:
@@ -129,13 +128,13 @@ class _Modernizer:
             self._break_circles(made)
         return ModernSchema(made, tuple(self._notes))
 
-    def _say(self, path: str, keyword: str, why: str) -> None:
+    def _note(self, path: str, keyword: str, why: str) -> None:
         self._notes[Note(path, keyword, why)] = None
 
     # --- references
 
     def _note_addresses(self, value: Any, base: str) -> None:
-        """Note where references may lead: by `$id`, and by anchors."""
+        """Record the targets of references: `$id` and anchors."""
         if isinstance(value, list):
             for each in value:
                 self._note_addresses(each, base)
@@ -159,10 +158,10 @@ class _Modernizer:
                 self._note_addresses(each, base)
 
     def _reference(self, schema: Mapping[str, Any], keyword: str, path: str) -> str | None:
-        """A reference to what this one leads to; None where it leads to nothing that is here."""
+        """Return the converted reference; None if its target is missing."""
         given = schema[keyword]
         if not isinstance(given, str):
-            self._say(path, keyword, f"{given!r:.60} is no reference")
+            self._note(path, keyword, f"{given!r:.60} is not a reference")
             return None
         base, fragment = urldefrag(urljoin(self._bases.get(id(schema), ""), given))
         if given.startswith("#"):
@@ -171,18 +170,18 @@ class _Modernizer:
         if target is None and base == self._bases.get(id(self.root)):
             target = self.root
         if target is None:
-            self._say(path, keyword, f"{given!r} is not in the schema")
+            self._note(path, keyword, f"{given!r} is not in the schema")
             return None
         fragment = unquote(fragment)
         try:
             target = self._anchors[base, fragment] if fragment and fragment[0] != "/" else _at(target, fragment)
         except LookupError:
-            self._say(path, keyword, f"{given!r} leads to nothing in its schema")
+            self._note(path, keyword, f"{given!r} has no target in its schema")
             return None
         if target is self.root:
             return "#"
         if not isinstance(target, dict | bool):
-            self._say(path, keyword, f"{given!r} leads to no schema")
+            self._note(path, keyword, f"{given!r} does not refer to a schema")
             return None
         if isinstance(target, bool):
             name = str(target)
@@ -195,16 +194,16 @@ class _Modernizer:
             while name in self._defs or name in ("True", "False"):
                 name += "_"
             self._named[id(target)] = name
-            self._defs[name] = True  # which is there before the schemas that lead back to it
+            self._defs[name] = True  # defined before the schemas that refer to it
             self._defs[name] = self._schema(target, path)
         return f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"
 
     def _break_circles(self, root: dict[str, Any]) -> None:
-        """Take away references that lead back to themselves without anything between, which nothing could check."""
+        """Remove references that directly refer to themselves, which cannot be validated."""
         done: set[int] = set()
 
         def look(schema: Any, above: tuple[int, ...]) -> bool:
-            """Whether it is part of a circle."""
+            """Return whether the schema is part of a circle."""
             if not isinstance(schema, dict):
                 return False
             if id(schema) in above:
@@ -213,7 +212,7 @@ class _Modernizer:
                 return False
             inside = (*above, id(schema))
             if "$ref" in schema and look(resolved(root, schema["$ref"]), inside):
-                self._say("", "$ref", f"{schema['$ref']!r} leads back to itself")
+                self._note("", "$ref", f"{schema['$ref']!r} refers to itself")
                 del schema["$ref"]
             for key in _IN_PLACE:
                 below = schema.get(key)
@@ -226,7 +225,7 @@ class _Modernizer:
                 )
                 for part in parts:
                     while look(part, inside) and isinstance(part, dict) and "$ref" in part:
-                        self._say("", "$ref", f"{part['$ref']!r} leads back to itself")
+                        self._note("", "$ref", f"{part['$ref']!r} refers to itself")
                         del part["$ref"]
             done.add(id(schema))
             return False
@@ -240,7 +239,7 @@ class _Modernizer:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            self._say(path, "schema", f"{schema!r:.60} is no schema")
+            self._note(path, "schema", f"{schema!r:.60} is not a schema")
             return True
         made: dict[str, Any] = {}
         for key in schema:
@@ -256,7 +255,7 @@ class _Modernizer:
         return made
 
     def _required_properties(self, schema: Mapping[str, Any], path: str, made: dict[str, Any]) -> None:
-        """Properties that say themselves that they are required, as in draft 3."""
+        """Add properties that are marked as required themselves, as in draft 3."""
         properties = schema.get("properties")
         if isinstance(properties, dict):
             named = [
@@ -271,13 +270,13 @@ class _Modernizer:
         for each in given if isinstance(given, list) else [given]:
             name = each.lower() if isinstance(each, str) else each
             if not isinstance(name, str):
-                self._say(path, key, f"{each!r:.60} is no type")
+                self._note(path, key, f"{each!r:.60} is not a type")
                 return
             if name in _ANY_TYPE:
                 return
             if name not in _TYPES:
                 known = _OTHER_TYPES.get(name)
-                self._say(path, key, f"{each!r:.60} is no type" + (f", and read as {known!r}" if known else ""))
+                self._note(path, key, f"{each!r:.60} is not a type" + (f", read as {known!r}" if known else ""))
                 if known is None:
                     return
                 name = known
@@ -300,14 +299,14 @@ class _Modernizer:
     def _list(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if not isinstance(given, list) or not given:
-            self._say(path, key, "it has no list of schemas")
+            self._note(path, key, "it is not a list of schemas")
             return
         made.setdefault(key, []).extend(self._schema(each, path) for each in given)
 
     def _map(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if not isinstance(given, dict):
-            self._say(path, key, f"{given!r:.60} is no object")
+            self._note(path, key, f"{given!r:.60} is not an object")
             return
         below = f"{path}." if path else ""
         found: dict[str, Any] = {}
@@ -316,7 +315,7 @@ class _Modernizer:
                 try:
                     name = python_pattern(name).pattern
                 except BadPattern as error:
-                    self._say(path, key, str(error))
+                    self._note(path, key, str(error))
                     continue
             if key == "properties" and each is None:
                 each = True
@@ -326,19 +325,19 @@ class _Modernizer:
     def _required(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool):
-            return  # of the object around it
+            return  # draft 3: it applies to the enclosing object
         names = [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
         if not isinstance(given, list) or len(names) < len(given):
-            self._say(path, key, f"{given!r:.60} is no list of names")
+            self._note(path, key, f"{given!r:.60} is not a list of names")
         if names:
             made[key] = list(dict.fromkeys(names))
 
     def _bound(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool):
-            return  # of draft 4, which says it of the bound beside it
+            return  # draft 4: it applies to the bound beside it
         if not isinstance(given, int | float):
-            self._say(path, key, f"{given!r:.60} is no number")
+            self._note(path, key, f"{given!r:.60} is not a number")
             return
         exclusive = f"exclusive{key[0].upper()}{key[1:]}"
         if key in ("minimum", "maximum") and schema.get(exclusive) is True:
@@ -348,14 +347,14 @@ class _Modernizer:
     def _count(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool) or not isinstance(given, int | float) or given < 0 or given != int(given):
-            self._say(path, key, f"{given!r:.60} is no number of things")
+            self._note(path, key, f"{given!r:.60} is not a count")
             return
         made[key] = int(given)
 
     def _multiple(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
-            self._say(path, key, f"{given!r:.60} is no number above 0")
+            self._note(path, key, f"{given!r:.60} is not a number above 0")
             return
         made[key] = given
 
@@ -363,10 +362,10 @@ class _Modernizer:
         given = schema[key]
         try:
             if not isinstance(given, str):
-                raise BadPattern(f"{given!r:.60} is no pattern")
+                raise BadPattern(f"{given!r:.60} is not a pattern")
             python_pattern(given)
         except BadPattern as error:
-            self._say(path, key, str(error))
+            self._note(path, key, str(error))
             return
         made[key] = given
 
@@ -374,7 +373,7 @@ class _Modernizer:
         if isinstance(schema[key], list):
             made[key] = schema[key]
         else:
-            self._say(path, key, f"{schema[key]!r:.60} is no list of values")
+            self._note(path, key, f"{schema[key]!r:.60} is not a list of values")
 
     def _same(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         made[key] = schema[key]
@@ -388,7 +387,7 @@ class _Modernizer:
         if reference is None:
             return
         if key != "$ref":
-            self._say(path, key, "it is read as $ref")
+            self._note(path, key, "it is read as $ref")
         if "$ref" in made:
             made.setdefault("allOf", []).append({"$ref": reference})
         else:
@@ -397,13 +396,13 @@ class _Modernizer:
     def _dependent(self, schema: Mapping[str, Any], key: str, path: str, made: dict[str, Any]) -> None:
         given = schema[key]
         if not isinstance(given, dict):
-            self._say(path, key, f"{given!r:.60} is no object")
+            self._note(path, key, f"{given!r:.60} is not an object")
             return
         for name, each in given.items():
             if key == "dependentRequired" or (key == "dependencies" and isinstance(each, list | str)):
                 names = [each] if isinstance(each, str) else each
                 if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-                    self._say(path, key, f"{each!r:.60} is no list of names")
+                    self._note(path, key, f"{each!r:.60} is not a list of names")
                     continue
                 made.setdefault("dependentRequired", {})[name] = list(dict.fromkeys(names))
             else:
@@ -414,28 +413,28 @@ class _Modernizer:
             made[key] = schema[key]
 
 
-_Convert = Callable[[_Modernizer, Mapping[str, Any], str, str, dict[str, Any]], None]
+_Convert = Callable[[_SchemaConverter, Mapping[str, Any], str, str, dict[str, Any]], None]
 _CONVERT: Final[Mapping[str, _Convert]] = {
-    "type": _Modernizer._type,
-    **dict.fromkeys(_SINGLE, _Modernizer._single),
-    **dict.fromkeys(_LISTS, _Modernizer._list),
-    **dict.fromkeys(("properties", "patternProperties"), _Modernizer._map),
-    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), _Modernizer._dependent),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _Modernizer._bound),
-    **dict.fromkeys(_COUNTS, _Modernizer._count),
-    **dict.fromkeys(("$ref", "$dynamicRef", "$recursiveRef"), _Modernizer._ref),
-    "required": _Modernizer._required,
-    "multipleOf": _Modernizer._multiple,
-    "pattern": _Modernizer._pattern,
-    "enum": _Modernizer._enum,
-    "const": _Modernizer._same,
-    "format": _Modernizer._format,
-    "uniqueItems": _Modernizer._unique,
+    "type": _SchemaConverter._type,
+    **dict.fromkeys(_SINGLE, _SchemaConverter._single),
+    **dict.fromkeys(_LISTS, _SchemaConverter._list),
+    **dict.fromkeys(("properties", "patternProperties"), _SchemaConverter._map),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), _SchemaConverter._dependent),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _SchemaConverter._bound),
+    **dict.fromkeys(_COUNTS, _SchemaConverter._count),
+    **dict.fromkeys(("$ref", "$dynamicRef", "$recursiveRef"), _SchemaConverter._ref),
+    "required": _SchemaConverter._required,
+    "multipleOf": _SchemaConverter._multiple,
+    "pattern": _SchemaConverter._pattern,
+    "enum": _SchemaConverter._enum,
+    "const": _SchemaConverter._same,
+    "format": _SchemaConverter._format,
+    "uniqueItems": _SchemaConverter._unique,
 }  # fmt: skip
 
 
 def _nullable(made: dict[str, Any]) -> dict[str, Any]:
-    """The schema that takes null besides, as OpenAPI's `nullable` says."""
+    """Return the schema that also allows null, for OpenAPI's `nullable`."""
     if "type" in made and not any(key in made for key in ("$ref", "const", *_IN_PLACE)):
         types = made["type"] if isinstance(made["type"], list) else [made["type"]]
         wider = {**made, "type": list(dict.fromkeys([*types, "null"]))}
@@ -446,7 +445,7 @@ def _nullable(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """What a reference of a modern schema leads to."""
+    """Return the target of a reference in a converted schema."""
     return _at(root, reference.removeprefix("#"))
 
 
@@ -461,7 +460,7 @@ def _at(value: Any, pointer: str) -> Any:
 
 
 def subschemas(schema: Any) -> Iterator[Any]:
-    """The schemas that stand directly in a modern schema."""
+    """Yield the direct subschemas of a converted schema."""
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():

@@ -1,4 +1,4 @@
-"""Results of tools as a model reads them: text as it is, everything else as JSON."""
+"""Text of tool results for a model: strings unchanged, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from runner.tools.mcp_results import mcp_text
 __all__ = ["result_text"]
 
 _NEVER_MCP: Final = frozenset({int, float, bool, type(None), bytes, set, frozenset})
-"""Kinds of results at which nobody has to look."""
+"""Types that cannot be results of the Model Context Protocol."""
 
 
 def result_text(value: Any) -> str:
-    """A tool's result as the model reads it: strings as they are, everything else as JSON, so None as "null".
+    """Return the text of a tool's result: strings unchanged, everything else as JSON, so None becomes "null".
 
-    The empty string is told as "(empty)", since templates drop a message whose content is empty.
-    Sets are sorted, so that the text is the same in every process. A result of the Model Context Protocol is its text.
+    The empty string becomes "(empty)", since templates drop messages with empty content. Sets are sorted, so that the
+    text
+    is the same in every process. Results of the Model Context Protocol become their text.
 
     Raises:
-        ToolError: the server of such a result says that the call failed.
-        TypeError: JSON cannot say it; the author should return a string.
+        ToolError: the server of such a result reports a failed call.
+        TypeError: the result has no JSON form; the tool should return a string.
     """
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         return value or wording.EMPTY_RESULT
@@ -42,7 +43,7 @@ def result_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """One level of a value that JSON does not know; what is inside comes by in its turn."""
+    """Convert one level of a value that JSON does not support; nested values are converted later."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=result_text)
     if isinstance(value, enum.Enum):

@@ -1,4 +1,4 @@
-"""Schemas of tools: from signature and docstring to JSON schema, from a model's arguments to Python values."""
+"""Schemas of tools: from signatures and docstrings to JSON schemas, and validation of a model's arguments."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from runner.tools.validators import validator_of
 __all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 
 JsonSchema: TypeAlias = dict[str, Any]
-"""A JSON schema, as an object that JSON can hold."""
+"""A JSON schema as a JSON object."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
-"""Arguments as a model gave them -> arguments to call with, or what is wrong with them, one clause per problem."""
+"""Arguments of a model -> arguments for the call, or the problems with them, one clause each."""
 
 _WHOSE = " (inside another type that of typing_extensions, below Python 3.12)" if IS_NEEDED else ""
 
@@ -47,16 +47,16 @@ _UNSUPPORTED = (PydanticUserError, PydanticSchemaGenerationError, PydanticUndefi
 
 
 class FunctionSchema(NamedTuple):
-    """What a model is told of a function, and how its arguments are checked."""
+    """Description, schemas and validation of a function."""
 
     description: str
-    """The text that tells what it does."""
+    """Description for the model."""
     parameters: JsonSchema
-    """The JSON schema of its arguments, of type object, in the order of the signature."""
+    """JSON schema of its arguments, of type object, in the order of the signature."""
     returns: JsonSchema | None
-    """The JSON schema of its result, or None where the signature does not say."""
+    """JSON schema of its result; None if the signature has none."""
     check: Check
-    """What validates and converts arguments."""
+    """Validates and converts arguments."""
 
 
 def function_schema(
@@ -67,17 +67,17 @@ def function_schema(
     namespace: Mapping[str, Any] | None = None,
     description: str | None = None,
 ) -> FunctionSchema:
-    """The schema of a function that a model may call.
+    """Return the schema of a function that a model may call.
 
     Args:
-        function: the function; of a method the first parameter is left out.
-        where: what errors call it, such as "Calculator.add".
-        method: whether it is a method, not yet bound.
-        namespace: further names that its annotations may use.
-        description: used instead of the docstring's.
+        function: the function; the first parameter of a method is skipped.
+        where: name of the function in errors, such as "Calculator.add".
+        method: whether it is an unbound method.
+        namespace: additional names for its annotations.
+        description: replaces the description of the docstring.
 
     Raises:
-        BadEnvironment: the signature cannot be shown to a model; names the parameter and the fix.
+        BadEnvironment: the signature cannot be shown to a model; the text names the parameter and the fix.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     hints = _hints(function, where, namespace)
@@ -85,7 +85,7 @@ def function_schema(
     docstring = docstring_parser.google.parse(inspect.getdoc(function) or "")
     text = (description or docstring.description or "").strip()
     if not text:
-        raise BadEnvironment(f"{where} is a tool without a docstring: its first line tells the model what it does.")
+        raise BadEnvironment(f"{where} is a tool without a docstring: write one for the model.")
     notes = {note.arg_name: note.description or "" for note in docstring.params}
     known = [parameter.name for parameter in parameters]
     for name in notes.keys() - set(known):
@@ -104,18 +104,18 @@ def function_schema(
 def explicit_schema(
     call: Callable[..., Any], where: str, description: str | None, parameters: JsonSchema, *, raw: bool
 ) -> FunctionSchema:
-    """The schema of a function whose author wrote it.
+    """Return the schema of a function with an explicit JSON schema.
 
     Raises:
-        BadEnvironment: the schema is none, nothing describes the function, or it cannot take the arguments.
+        BadEnvironment: the schema is invalid, the description is missing, or the function cannot take the arguments.
     """
     if not description:
-        raise BadEnvironment(f"{where}: give it a description=, which tells the model what it does.")
+        raise BadEnvironment(f"{where}: give it a description= for the model.")
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
-    # An argument that the function does not take is the model's mistake, to be told in words.
+    # An argument that the function does not take is an error of the model, which gets a message.
     parameters = as_shown(parameters)
     if not raw and inspect.Parameter.VAR_KEYWORD not in kinds:
-        # What is required or spoken of anywhere in it is an argument too.
+        # Every property that is required or mentioned anywhere in the schema is an argument too.
         named: JsonSchema = {name: {} for shape in shapes_for(parameters).arguments() for name in shape.named}
         if "additionalProperties" not in parameters and not named.keys() <= parameters.get("properties", {}).keys():
             parameters = {**parameters, "properties": {**named, **parameters.get("properties", {})}}
@@ -123,16 +123,16 @@ def explicit_schema(
     check = check_by_schema(parameters, where)
     if not raw:
         _check_callable_with(call, parameters.get("properties", {}), where)
-    # The model is shown the schema as its author ordered it.
+    # The model sees the schema in the order of its author.
     whole = parameters if "properties" in parameters else {"properties": {}, **parameters}
     return FunctionSchema(description, whole, None, check)
 
 
 def check_by_schema(parameters: JsonSchema, where: str) -> Check:
-    """A check of arguments against a JSON schema of any dialect, as far as that can be checked; nothing is converted.
+    """Return a validator of arguments for a JSON schema of any dialect; values are not converted.
 
     Raises:
-        BadEnvironment: arguments are none of its values, which are objects.
+        BadEnvironment: the schema does not allow objects, which arguments are.
     """
     made = modern(parameters).schema
     kinds = made.get("type") if isinstance(made, Mapping) else None
@@ -147,7 +147,7 @@ def check_by_schema(parameters: JsonSchema, where: str) -> Check:
 
 
 def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: str) -> None:
-    """What it is bound to already may be called as one of its arguments, which shows only in the function itself."""
+    """Check that the function accepts these names; a parameter that is already bound may have the same name."""
     function: Any = call
     given: tuple[Any, ...] = ()
     by_name: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _check_callable_with(call: Callable[..., Any], names: Iterable[str], where: 
 
 
 def _hints(function: Callable[..., Any], where: str, namespace: Mapping[str, Any] | None) -> dict[str, Any]:
-    # The hints of a callable object stand at its class, and those of a decorated function below its decorators.
+    # The hints of a callable object are on its class, those of a decorated function below its decorators.
     target: Any = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else type(target).__call__
     try:
@@ -197,15 +197,15 @@ def _arguments_adapter(
     parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any], where: str
 ) -> TypeAdapter[dict[str, Any]]:
     fields = {p.name: _field(hints[p.name], p.default is p.empty) for p in parameters}
-    # A typed dict, not a model: its keys may be called anything, also `schema`, `copy` or `_x`.
-    typed_dict: Any = TypedDict  # made at run time, which a type checker cannot follow
+    # A typed dict, not a model: its keys may have any name, such as `schema`, `copy` or `_x`.
+    typed_dict: Any = TypedDict  # created at run time, which a type checker cannot follow
     arguments: Any = typed_dict("Arguments", fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
-        adapter.json_schema()  # a type that pydantic can check may still be none that a schema can say
+        adapter.json_schema()  # a type that pydantic can validate may have no JSON schema
     except _UNSUPPORTED:
-        # Asked one by one, to name the parameter.
+        # One by one, to name the parameter.
         for parameter in parameters:
             _check_supported(hints[parameter.name], f"{where}, parameter {parameter.name!r}:")
         raise
@@ -213,7 +213,7 @@ def _arguments_adapter(
 
 
 def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapter[dict[str, Any]], where: str) -> None:
-    """A model is shown the default, so it must be one that it may write."""
+    """Check that defaults satisfy their types, since the model sees them and may write them."""
     for parameter in parameters:
         name, shown = parameter.name, {} if parameter.default is parameter.empty else _default(parameter.default)
         problems = _unfit(name, shown["default"], adapter) if shown else []
@@ -228,7 +228,7 @@ def _check_defaults(parameters: Iterable[inspect.Parameter], adapter: TypeAdapte
 def _unfit(name: str, value: Any, adapter: TypeAdapter[dict[str, Any]]) -> list[str]:
     try:
         adapter.validate_json(json.dumps({name: value}, allow_nan=False), strict=True)
-    except ValueError as error:  # of pydantic, or of JSON, which has no infinity: a default all the same
+    except ValueError as error:  # an error of pydantic, or of JSON for infinity, which is allowed as a default
         errors = error.errors(include_url=False) if isinstance(error, ValidationError) else []
         return typed_problems(
             [one for one in errors if one["loc"][:1] == (name,) and one["type"] != "missing"], {name: value}
@@ -271,7 +271,7 @@ def _parameters_schema(
             schema.setdefault("description", notes[parameter.name])
         if parameter.default is not parameter.empty:
             schema.update(_default(parameter.default))
-    # Without additionalProperties: the check forbids others, and every token of it would be in every prompt.
+    # Without additionalProperties: validation refuses others, and it would cost tokens in every prompt.
     ordered = {"type": "object", "properties": properties}
     return ordered | {key: generated[key] for key in ("required", "$defs") if key in generated}
 
@@ -280,7 +280,7 @@ def _default(value: Any) -> JsonSchema:
     try:
         return {"default": to_jsonable_python(value)}
     except PydanticSerializationError:
-        return {}  # a default that JSON cannot say still applies when the argument is left out
+        return {}  # a default without JSON form still applies when the argument is omitted
 
 
 def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
@@ -289,12 +289,12 @@ def _returns_schema(hints: Mapping[str, Any]) -> JsonSchema | None:
     try:
         schema: JsonSchema = without_titles(TypeAdapter(hints["return"]).json_schema(mode="serialization"))
     except _UNSUPPORTED:
-        return None  # what a tool returns becomes text in any case; the schema is for the reader
+        return None  # results become text anyway; the schema only describes them
     return schema
 
 
 def without_titles(schema: Any) -> Any:
-    """The JSON schema without the titles that pydantic makes from names; properties called "title" stay."""
+    """Return the JSON schema without pydantic's generated titles; properties named "title" are kept."""
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -319,7 +319,7 @@ def _check_by_type(adapter: TypeAdapter[dict[str, Any]]) -> Check:
             text = _FINITE_JSON.encode(raw)
         except ValueError:
             return [wording.not_finite()]
-        # Strict, since "3" for an int is a slip that training should see and remove; only an int for a float passes,
+        # Strict, since "3" for an int is a mistake that training should see and remove; only an int for a float passes,
         # which is the same number. From JSON, since strict Python values would have to be tuples and enum members.
         try:
             return adapter.validate_json(text, strict=True)

@@ -137,7 +137,8 @@ class SchemaShapes:
 
     def _has_room(self, shape: ValueShape, above: frozenset[tuple[str, ...]]) -> bool:
         """Return whether an object may have its minimum number of members."""
-        if shape.of_patterns or self.is_satisfiable(shape.others, above):
+        unnamed = (shape.others, *(each for _, each in shape.of_patterns))
+        if any(self.is_satisfiable(each, above) for each in unnamed):
             return True
         return sum(self.is_satisfiable(shape.member(name), above) for name in shape.named) >= shape.least
 

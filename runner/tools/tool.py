@@ -22,7 +22,7 @@ __all__ = ["Tool", "collect_tools", "is_tool_name", "tool", "with_call"]
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _MARK = "__deltarunner_tool__"
-# Names that calls can be written with, and read back, in the format of every template.
+# Names with which calls can be written and read in the format of every template.
 _NAME = re.compile(r"""[^\s<>{}()\[\]"'`,=|\\]{1,128}""")
 
 
@@ -43,23 +43,23 @@ def tool(
 ) -> _FunctionT | Callable[[_FunctionT], _FunctionT]:
     """Let a model call this method of an environment; it stays an ordinary method.
 
-    The model is told the type hints and the docstring (Google style; its Args describe the parameters).
+    The model sees the type hints and the docstring (Google style; its Args describe the parameters).
 
     Args:
-        function: the method, where the decorator stands without parentheses.
-        name: what the model calls it; the method's name unless given.
-        seconds: how long one call may take; None lifts the limit, unset is `Limits.tool_seconds`.
+        function: the method, for the decorator without parentheses.
+        name: name for the model; the method's name by default.
+        seconds: time limit of one call; None for no limit, unset for `Limits.tool_seconds`.
         parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
-        strict: True holds calls to the schemas while they are sampled, those of all tools beside it too, wherever the
-            model begins one by itself; a required call is held to them anyway.
+        strict: True enforces the schemas while calls are sampled, also in calls that the model begins by itself,
+            and for all tools beside it. Required calls are always enforced.
     """
 
     def mark(function: _FunctionT) -> _FunctionT:
-        given: object = function  # whatever an author without a type checker put there
+        given: object = function  # any object, if the author has no type checker
         if not callable(given) and not isinstance(given, classmethod):
-            raise BadEnvironment(f"@tool goes on a method, not on {given!r:.40}; a name is given as @tool(name=...).")
+            raise BadEnvironment(f"@tool decorates a method, not {given!r:.40}; a name is given as @tool(name=...).")
         refuse_duplicate(function, "tool")
-        # Only noted here: the hints can be read when the class is whole, and may name classes that stand inside it.
+        # Only recorded here: hints can be read when the class is complete, and may name nested classes.
         setattr(function, _MARK, {"name": name, "seconds": seconds, "parallel": parallel, "strict": strict})
         return function
 
@@ -67,50 +67,50 @@ def tool(
 
 
 class Tool:
-    """Something that a model may call.
+    """A function that a model may call.
 
     `Tool(function)` reads type hints and docstring, as `@tool` does. `Tool(call, name=, description=, parameters=)`
-    takes a JSON schema instead and gives `call` the arguments as they came, by name; with `raw=True` as one mapping,
-    whatever they are called.
+    takes
+    a JSON schema instead and passes the arguments unchanged, by name; with `raw=True` as one mapping, under any names.
 
     Args:
         call: the function, sync or async.
-        name: what the model calls it; the function's name unless given.
-        description: what the model is told of it; the docstring unless given, and needed beside `parameters`.
-        parameters: a JSON schema of its arguments, of type object, in place of the type hints.
-        returns: a JSON schema of its result, in place of the type hint.
-        raw: `call` gets its arguments as one mapping; needs `parameters`.
-        seconds: how long one call may take; None lifts the limit, unset is `Limits.tool_seconds`.
+        name: name for the model; the function's name by default.
+        description: description for the model; the docstring by default, required with `parameters`.
+        parameters: JSON schema of the arguments, of type object, in place of type hints.
+        returns: JSON schema of the result, in place of the type hint.
+        raw: pass the arguments to `call` as one mapping; requires `parameters`.
+        seconds: time limit of one call; None for no limit, unset for `Limits.tool_seconds`.
         parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
-        strict: True holds calls to the schemas while they are sampled, those of all tools beside it too, wherever the
-            model begins one by itself; a required call is held to them anyway.
+        strict: True enforces the schemas while calls are sampled, also in calls that the model begins by itself,
+            and for all tools beside it. Required calls are always enforced.
 
     Raises:
-        BadEnvironment: the signature or the schema cannot be used; names the parameter and the fix.
+        BadEnvironment: the signature or the schema cannot be used; the text names the parameter and the fix.
     """
 
     call: Callable[..., Any]
-    """The function that a call of the model runs, as `tool.call(**tool.arguments(raw))`."""
+    """Function that runs for a call of the model, as `tool.call(**tool.arguments(raw))`."""
     name: str
-    """The name by which the model calls it."""
+    """Name for the model."""
     description: str
-    """The text that tells the model what it does."""
+    """Description for the model."""
     parameters: JsonSchema
-    """The JSON schema of its arguments, of type object; what is changed in it later is not enforced."""
+    """JSON schema of its arguments, of type object; later changes of it are not enforced."""
     parameters_text: str
-    """The same as text, since every turn that enforces calls looks its grammar up by it."""
+    """The same as text, the key under which turns with enforced calls find their grammar."""
     returns: JsonSchema | None
-    """The JSON schema of its result, or None where nobody gave one."""
+    """JSON schema of its result; None if unknown."""
     seconds: float | None
-    """The time that one call may take; None has no limit, UNSET stands for `Limits.tool_seconds`."""
+    """Seconds that one call may take; None for no limit, UNSET for `Limits.tool_seconds`."""
     parallel: bool
-    """Whether it may run beside other calls of its turn."""
+    """True if it may run beside other calls of its turn."""
     strict: bool
-    """Whether calls that the model begins by itself are held to the schemas while they are sampled."""
+    """True if the schemas are enforced while the model samples calls that it begins by itself."""
     is_async: bool
-    """Whether `call` returns an awaitable."""
+    """True if `call` returns an awaitable."""
     attribute: str
-    """The name of its method in the environment's class; "" for a tool that was made from a function."""
+    """Name of its method in the environment's class; "" for a tool made from a function."""
     _check: Check
     __slots__ = tuple(__annotations__)
 
@@ -163,20 +163,20 @@ class Tool:
         self.attribute = attribute
 
     def as_openai(self) -> dict[str, Any]:
-        """The tool in OpenAI's shape; "return" inside "function" is the result's schema, where it is known."""
+        """Return the tool in OpenAI's form; "return" inside "function" is the schema of its result, if known."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         if self.returns is not None:
             function["return"] = self.returns
         return {"type": "function", "function": function}
 
     def arguments(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What to call it with: validated and converted; arguments that were left out stay out.
+        """Return the validated and converted arguments for a call; omitted arguments stay omitted.
 
         Args:
-            raw: the arguments as the model gave them.
+            raw: arguments as the model wrote them.
 
         Raises:
-            WrongArguments: they do not fit; its text tells the model why.
+            WrongArguments: they are invalid; the text explains it to the model.
         """
         checked = self._check(raw)
         if isinstance(checked, list):
@@ -184,7 +184,7 @@ class Tool:
         return checked
 
     def bind(self, instance: object) -> Tool:
-        """The same tool as a method of this object; what `collect_tools` found belongs to a class only."""
+        """Return the tool as a method of this object; `collect_tools` returns tools of a class only."""
         return with_call(self, getattr(instance, self.attribute))
 
     def __repr__(self) -> str:
@@ -192,8 +192,8 @@ class Tool:
 
 
 def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
-    """The same tool with another function behind it, of the same colour and with the same arguments."""
-    made = Tool.__new__(Tool)  # a signature is read once for a class, not for each of its episodes
+    """Return the tool with another function, which has the same parameters and is async if the first one is."""
+    made = Tool.__new__(Tool)  # a signature is read once per class, not per episode
     for name in Tool.__slots__:
         setattr(made, name, getattr(tool, name))
     made.call = call
@@ -201,21 +201,21 @@ def with_call(tool: Tool, call: Callable[..., Any]) -> Tool:
 
 
 def collect_tools(cls: type) -> dict[str, Tool]:
-    """The tools of a class by name, those of its bases first, in the order they are written; `bind` before a call.
+    """Return the tools of a class by name, those of its bases first, in source order; `bind` them before a call.
 
-    An override must be decorated again; an attribute that is set to None takes a tool away.
+    An override must be decorated again; an attribute set to None removes a tool.
 
     Raises:
-        BadEnvironment: a signature cannot be shown to a model, or two tools have one name.
+        BadEnvironment: a signature cannot be shown to a model, or two tools have the same name.
     """
-    # A dict keeps each name where it stood first: the order of tools is part of every prompt.
+    # A dict keeps each name at its first position: the order of tools is part of every prompt.
     attributes = {name: None for base in reversed(cls.__mro__) for name, value in vars(base).items() if _mark_of(value)}
     tools: dict[str, Tool] = {}
     for name, value in vars(cls).items():
         if isinstance(value, property) and _mark_of(value.fget):
-            raise BadEnvironment(f"{cls.__name__}.{name} is a property: a tool is called, so take @property away.")
+            raise BadEnvironment(f"{cls.__name__}.{name} is a property: a tool must be callable: remove @property.")
     for attribute in attributes:
-        # Static, since a descriptor of the author's would run.
+        # Static, since a descriptor of the author would run.
         definition = inspect.getattr_static(cls, attribute)
         if definition is None:
             continue
@@ -226,15 +226,15 @@ def collect_tools(cls: type) -> dict[str, Tool]:
         found = _of_method(cls, attribute, definition, mark, where)
         if found.name in tools:
             other = tools[found.name].attribute
-            raise BadEnvironment(f"{where} and {cls.__name__}.{other} are both called {found.name!r}: rename one.")
+            raise BadEnvironment(f"{where} and {cls.__name__}.{other} are both named {found.name!r}: rename one.")
         tools[found.name] = found
     return tools
 
 
 def _mark_of(definition: Any) -> dict[str, Any] | None:
-    """The options of `@tool`, which stand on the function inside a static or class method."""
+    """Return the options of `@tool`; on static and class methods they are on the inner function."""
     mark = getattr(definition, _MARK, None) or getattr(getattr(definition, "__func__", None), _MARK, None)
-    # An object that answers to every attribute, such as a mock, has no mark of ours.
+    # Objects that have every attribute, such as mocks, have no such options.
     return mark if isinstance(mark, dict) else None
 
 
@@ -249,7 +249,7 @@ def _of_method(cls: type, attribute: str, definition: Any, mark: Mapping[str, An
 
 
 def _taking_one_mapping(call: Callable[..., Any]) -> Callable[..., Any]:
-    # Whoever runs tools calls each of them alike, by names.
+    # All tools are called with arguments by name.
     def called(**arguments: Any) -> Any:
         return call(arguments)
 
@@ -260,13 +260,13 @@ def _checked_name(name: str | None, function: Callable[..., Any], where: str) ->
     name = getattr(function, "__name__", None) if name is None else name
     if name is None or not is_tool_name(name):
         raise BadEnvironment(
-            f"{where}: {name!r} is no name for a tool: give a name= of letters, digits, _, ., -, / and :, at most 128."
+            f"{where}: {name!r} is not a tool name: give a name= of letters, digits, _, ., -, / and :, at most 128."
         )
     return name
 
 
 def is_tool_name(name: str) -> bool:
-    """Whether a call of a tool with this name is written and read in the format of every template."""
+    """Return whether every template's format can write and read a call with this name."""
     return _NAME.fullmatch(name) is not None and name.isprintable()
 
 

@@ -1,4 +1,4 @@
-"""Type hints that pydantic can read: below Python 3.12 it takes `TypedDict` of typing_extensions alone."""
+"""Replacement of `typing.TypedDict` in type hints: below Python 3.12, pydantic only accepts typing_extensions' own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typing_extensions
 __all__ = ["IS_NEEDED", "with_readable_typed_dicts"]
 
 IS_NEEDED = sys.version_info < (3, 12)
-"""Whether this Python's `typing.TypedDict` is one that pydantic refuses."""
+"""True if pydantic refuses `typing.TypedDict` in this Python version."""
 
 
 def with_readable_typed_dicts(hint: Any) -> Any:
-    """The same hint, with each `typing.TypedDict` in it as one of typing_extensions.
+    """Return the hint with each `typing.TypedDict` replaced by one of typing_extensions.
 
-    One that refers to itself stays as it is, and so do those inside a dataclass or a model, which are not ours.
+    Recursive ones are kept, and so are those inside dataclasses and models, which the author defines.
     """
     return _HintReader().read(hint) if IS_NEEDED else hint
 
@@ -31,7 +31,7 @@ class _HintReader:
     def read(self, hint: Any) -> Any:
         if typing.is_typeddict(hint):
             if hint not in self._made:
-                self._made[hint] = hint  # while it is made: one that refers to itself cannot be made
+                self._made[hint] = hint  # while its fields are read; a recursive one cannot be replaced
                 self._made[hint] = self._remade(hint)
             return self._made[hint]
         arguments = get_args(hint)
@@ -54,12 +54,12 @@ class _HintReader:
         fields: dict[str, Any] = {}
         for name, hint in typing.get_type_hints(typed_dict, include_extras=True).items():
             origin = get_origin(hint)
-            # What is written at the field; Python does not see it where annotations are strings.
+            # The marker at the field; Python ignores it if annotations are strings.
             is_marked = origin in (typing_extensions.Required, typing_extensions.NotRequired)
             read = self.read(get_args(hint)[0] if is_marked else hint)
             required = origin is typing_extensions.Required or (not is_marked and name in typed_dict.__required_keys__)
             fields[name] = typing_extensions.Required[read] if required else typing_extensions.NotRequired[read]
-        functional: Any = typing_extensions.TypedDict  # made at run time, which a type checker cannot follow
+        functional: Any = typing_extensions.TypedDict  # created at run time, which a type checker cannot follow
         made = functional(typed_dict.__name__, fields)
         for name in ("__doc__", "__module__", "__qualname__", "__pydantic_config__"):
             if hasattr(typed_dict, name):

@@ -484,5 +484,5 @@ class Env(Good):
 """
     result = check(folder, GOOD + env)
     unchecked, unenforced = findings(result)
-    assert "odd(): its schema is not checked completely: type of a ('float' is no type" in unchecked
+    assert "odd(): its schema is not checked completely: type of a ('float' is not a type" in unchecked
     assert "odd(): uniqueItems of b of its schema is not enforced where a call is required" in unenforced

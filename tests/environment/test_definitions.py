@@ -320,7 +320,7 @@ def weigh(self: Any) -> int:
         ({"setup": hook}, "setup yields, so its body would never run"),
         ({"close": hook}, "close yields"),
         ({"lifespan": colored}, "lifespan never yields"),
-        ({"weigh": property(tool(weigh))}, "weigh is a property: a tool is called"),
+        ({"weigh": property(tool(weigh))}, "weigh is a property: a tool must be callable"),
     ],
 )
 def test_a_member_that_cannot_work_is_refused_when_the_class_is_defined(members: dict[str, Any], said: str) -> None:
@@ -330,7 +330,7 @@ def test_a_member_that_cannot_work_is_refused_when_the_class_is_defined(members:
 
 @pytest.mark.parametrize("function", ["name", property(weigh)])
 def test_a_tool_mark_on_what_is_no_method_is_refused(function: Any) -> None:
-    with pytest.raises(BadEnvironment, match=r"@tool goes on a method, .* @tool\(name=\.\.\.\)"):
+    with pytest.raises(BadEnvironment, match=r"@tool decorates a method, .* @tool\(name=\.\.\.\)"):
         tool(function)
 
 

@@ -55,7 +55,7 @@ FILES: dict[str, tuple[bytes | None, str]] = {
     "wrong role": (b'{"id": "a", "prompt": [{"role": "me", "content": "x"}]}\n', r":1: message 0: a message's role"),
     "an image": (
         b'{"id": "a", "prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}\n',
-        r":1: message 0 .*only text can be put before a model",
+        r":1: message 0 .*only text is supported",
     ),
     "list as info": (b'{"id": "a", "prompt": "x", "info": [1]}\n', r":1: info: an object is needed, got \[1\]"),
     "number as answer": (b'{"id": "a", "prompt": "x", "answer": 4}\n', r":1: answer: a string is needed, got 4"),

@@ -272,7 +272,7 @@ async def test_the_same_tools_in_another_order_are_shown_as_they_were() -> None:
         ([user("x"), {"role": "tool", "tool_call_id": "c", "content": "y"}], [], "answers no call"),
         ([user("x"), {"role": "assistant", "content": "y"}], [], "message 1 is the last one and an assistant's"),
         ([user("x")], [{"type": "web_search"}], "tool 0 is of type 'web_search': only functions"),
-        ([user("x")], [RUN, RUN], "two tools are called 'run'"),
+        ([user("x")], [RUN, RUN], "two tools are named 'run'"),
         (user("x"), [], "expected a list of messages"),
     ],
     ids=["none", "role", "answer", "spoken", "kind", "twice", "no list"],

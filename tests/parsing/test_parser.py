@@ -130,7 +130,7 @@ def test_reference_to_nothing_leaves_the_argument_free() -> None:
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/NO"}}, "required": ["a"]}
     tool = Tool(odd, description="Do something.", parameters=parameters)
     assert bundled("hermes").constraint([tool], "required") is not None
-    assert [note.why for note in modern(parameters).notes] == ["'#/$defs/NO' leads to nothing in its schema"]
+    assert [note.why for note in modern(parameters).notes] == ["'#/$defs/NO' has no target in its schema"]
 
 
 def test_argument_that_nothing_fits_is_refused_by_name_where_a_call_is_required() -> None:

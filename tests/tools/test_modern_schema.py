@@ -102,14 +102,14 @@ OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
         taking({"$ref": "#/$defs/NO"}),
         [{"a": 1}],
         [{}],
-        ["$ref of a ('#/$defs/NO' leads to nothing"],
+        ["$ref of a ('#/$defs/NO' has no target"],
     ),
     "reference to elsewhere": (taking({"$ref": "https://x.org/y.json"}), [{"a": 1}], [{}], ["$ref of a ("]),
     "reference to itself": (
         {**taking({"$ref": "#/$defs/x"}), "$defs": {"x": {"$ref": "#/$defs/x"}}},
         [{"a": 1}],
         [{}],
-        ["leads back to itself"],
+        ["refers to itself"],
     ),
     "pattern of Unicode letters in a class": (
         taking({"type": "string", "pattern": r"^[\p{L} ]+$"}),
@@ -160,7 +160,7 @@ OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
         taking({"type": "integer", "minimum": "1"}),
         [{"a": 0}],
         [{"a": "0"}],
-        ["minimum of a ('1' is no number)"],
+        ["minimum of a ('1' is not a number)"],
     ),
     "length that is negative": (
         taking({"type": "string", "minLength": -1}),
@@ -170,7 +170,7 @@ OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
     ),
     "enum that is none": (taking({"enum": "x"}), [{"a": 1}], [{}], ["enum of a"]),
     "anyOf of nothing": (taking({"anyOf": []}), [{"a": 1}], [{}], ["anyOf of a"]),
-    "property that is a word": (taking("string"), [{"a": 1}], [{}], ["schema of a ('string' is no schema)"]),
+    "property that is a word": (taking("string"), [{"a": 1}], [{}], ["schema of a ('string' is not a schema)"]),
     "properties that are a list": ({"type": "object", "properties": ["a"]}, [{}], [], ["properties of the whole"]),
     "arguments that are a text": ({"type": "string"}, [{}], [], []),
 }

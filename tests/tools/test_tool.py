@@ -383,13 +383,13 @@ def test_two_tools_of_one_name_are_refused() -> None:
         def two(self) -> None:
             """Two."""
 
-    with pytest.raises(BadEnvironment, match="both called 'one': rename one"):
+    with pytest.raises(BadEnvironment, match="both named 'one': rename one"):
         collect_tools(Twice)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a(", "a\0"])
 def test_a_name_that_no_format_can_write_is_refused(name: str) -> None:
-    with pytest.raises(BadEnvironment, match="is no name for a tool"):
+    with pytest.raises(BadEnvironment, match="is not a tool name"):
         Tool(nothing, name=name)
 
 
