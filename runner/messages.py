@@ -34,6 +34,7 @@ class FunctionCall(TypedDict):
     """The function part of a tool call inside a message."""
 
     name: str
+    """Name of the tool."""
     arguments: Mapping[str, Any]
     """Arguments as an object, not as JSON text."""
 
@@ -46,6 +47,7 @@ class ToolCallMessage(TypedDict):
     type: Literal["function"]
     """Always "function"."""
     function: FunctionCall
+    """Name and arguments of the call."""
 
 
 class Message(TypedDict, total=False):
