@@ -110,7 +110,7 @@ async def test_a_task_with_fields_of_its_own_and_a_source_that_hears_play(tmp_pa
 
 
 @pytest.mark.anyio
-async def test_the_episode_of_the_page_has_tools_of_its_setup_and_is_compared_in_its_group(tmp_path: Path) -> None:
+async def test_episode_of_the_page_has_tools_of_setup_and_a_group_reward(tmp_path: Path) -> None:
     hunt = defined("Hunt", tmp_path)
     barn, well = call("look", place="barn"), call("look", place="well")
     looks: Replies = [[barn], "Nowhere.", [well], [barn]]
@@ -174,7 +174,7 @@ def documented() -> griffe.Module:
     return loaded
 
 
-def test_the_reference_has_every_public_name_and_what_their_annotations_name_and_no_other(
+def test_reference_has_every_public_name_and_no_other(
     documented: griffe.Module,
 ) -> None:
     public = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
@@ -290,7 +290,7 @@ def rows_of_the_architecture() -> list[list[str]]:
     return [re.findall(r"`([\w/]+)`", row.split(" | ", maxsplit=1)[0]) for row in table.split("\n\n")[0].splitlines()]
 
 
-def test_the_rows_of_the_architecture_are_those_that_lint_imports_checks() -> None:
+def test_architecture_rows_are_those_of_lint_imports() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]

@@ -46,7 +46,7 @@ def trajectories(path: Path) -> Iterator[Trajectory]:
         yield from file.trajectories()
 
 
-async def test_the_run_file_holds_exactly_the_ids_that_were_sent_and_every_prompt_extends_the_last(
+async def test_run_file_holds_the_sent_ids_and_prompts_extend_the_last(
     engine: VllmEngine, sent: dict[str, list[int]], tmp_path: Path
 ) -> None:
     path = tmp_path / "calculator.db"
@@ -93,9 +93,7 @@ async def test_the_same_command_again_plays_nothing_that_is_finished(engine: Vll
         assert sorted(trajectory.id for trajectory in run.stored()) == sorted(first)
 
 
-async def test_every_sampled_id_of_the_real_engine_has_a_log_probability_and_a_weight_version(
-    engine: VllmEngine, tmp_path: Path
-) -> None:
+async def test_real_ids_have_log_probabilities_and_weight_versions(engine: VllmEngine, tmp_path: Path) -> None:
     async with Run(Calculator(questions=4), engine) as run:
         async for trajectory in run:
             assert trajectory.outcome in (Outcome.COMPLETED, Outcome.TURN_LIMIT)

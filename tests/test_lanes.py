@@ -105,7 +105,7 @@ def test_other(n, worker_id):
 
 
 @pytest.mark.parametrize("deadly", [{5}, {19, "3", "39"}], ids=["one of a group", "last of a group and single ones"])
-def test_tests_of_a_process_that_is_killed_are_played_by_others_but_for_the_one_that_killed_it(
+def test_tests_of_a_killed_process_run_elsewhere_except_the_killer(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, deadly: set[object]
 ) -> None:
     pytester.makeconftest(CONFTEST)
@@ -158,7 +158,7 @@ def test_it(n):
 """
 
 
-def test_a_process_that_takes_the_place_of_another_one_and_finds_other_tests_ends_the_run(
+def test_replacement_process_with_other_tests_ends_the_run(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytester.makeconftest(CONFTEST)

@@ -111,7 +111,7 @@ def test_a_tool_result_that_answers_a_call_may_be_added(before: list[Message], n
 
 
 @pytest.mark.anyio
-async def test_a_result_without_a_call_is_an_error_where_it_is_added_and_nothing_is_queued() -> None:
+async def test_result_without_a_call_is_an_error_when_it_is_added() -> None:
     class Answers(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -125,7 +125,7 @@ async def test_a_result_without_a_call_is_an_error_where_it_is_added_and_nothing
 
 
 @pytest.mark.anyio
-async def test_a_prompt_with_a_result_without_a_call_is_env_error_before_anything_is_sampled() -> None:
+async def test_result_without_a_call_in_a_prompt_is_env_error() -> None:
     class Asks(Plain):
         def prompt(self) -> list[Message]:
             return [QUESTION, RESULT]

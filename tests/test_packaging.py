@@ -49,7 +49,7 @@ def megabytes(name: str) -> float:
 
 
 @pytest.mark.parametrize("extra", ["", "[testing]"], ids=["alone", "testing"])
-def test_no_model_library_comes_along_and_it_all_has_less_than_400_megabytes(extra: str) -> None:
+def test_no_model_library_is_installed_and_size_is_below_400_mb(extra: str) -> None:
     names = closure(f"deltarunner{extra}")
     assert {"numpy", "pyarrow", "tokenizers"} <= names
     assert [name for name in sorted(names) if name.startswith(HEAVY)] == []

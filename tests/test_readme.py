@@ -36,7 +36,7 @@ def weather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 
 
 @pytest.mark.anyio
-async def test_the_environment_of_the_readme_rewards_nothing_for_doing_nothing(weather: ModuleType) -> None:
+async def test_readme_environment_rewards_nothing_for_doing_nothing(weather: ModuleType) -> None:
     async with Run(weather.Weather(), ScriptedEngine("It may be anything.")) as run:
         assert {trajectory.reward async for trajectory in run} == {0.0}
 
@@ -55,7 +55,7 @@ def test_the_scripts_of_the_readme_run(
 
 
 @pytest.mark.anyio
-async def test_the_step_of_the_readme_trains_on_what_was_played_and_changes_the_weights(weather: ModuleType) -> None:
+async def test_readme_training_step_changes_the_weights(weather: ModuleType) -> None:
     names: dict[str, Any] = {}
     exec(compile(BLOCKS[3], "README.md", "exec"), names)
     trained: list[TrainingTensors] = []

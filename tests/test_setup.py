@@ -90,7 +90,7 @@ def test_setup_for_cpus_installs_the_versions_of_constraints(engine: str, constr
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
-def test_changed_dependencies_are_installed_by_the_stage_that_is_asked_for(file: str, project: Project) -> None:
+def test_changed_dependencies_are_installed_by_the_requested_stage(file: str, project: Project) -> None:
     project.setup("cpu", "all")
     (project.folder / file).write_text("another\n")
     assert project.setup("cpu", "run") == [".[cpu]"]

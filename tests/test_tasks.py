@@ -89,7 +89,7 @@ class Spends(Environment[Deal]):
         return [float(state(group.task) == state(deal()))] * len(group.trajectories)
 
 
-async def test_an_episode_gets_a_task_of_its_own_and_the_group_sees_the_one_that_was_given() -> None:
+async def test_episode_gets_its_own_task_and_the_group_the_original() -> None:
     given = deal()
     played = await play_all(Spends(given), "Yes", group_size=3)
     assert [(t.outcome, t.rewards) for t in played] == [(Outcome.COMPLETED, {"alike": 1.0, "untouched": 1.0})] * 3
@@ -98,7 +98,7 @@ async def test_an_episode_gets_a_task_of_its_own_and_the_group_sees_the_one_that
     assert state(given) == state(deal())
 
 
-async def test_the_run_file_and_an_episode_that_is_played_again_have_the_task_that_was_given(tmp_path: Path) -> None:
+async def test_run_file_and_replayed_episode_have_the_original_task(tmp_path: Path) -> None:
     class Draws(Environment):
         def setup(self) -> None:
             self.found = self.task.info["deck"].copy()
@@ -141,7 +141,7 @@ class World:
         self.cards = (card for card in self.deck)
 
 
-def test_an_object_that_holds_what_cannot_be_copied_is_copied_but_for_that() -> None:
+def test_object_with_uncopyable_parts_is_copied_without_them() -> None:
     world = World()
     copied = deep_copy({"world": world, "same": world})
     assert copied["world"] is copied["same"]

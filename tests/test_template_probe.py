@@ -184,11 +184,11 @@ MANY_NAMES = (
 )
 
 
-def test_names_that_a_template_sets_itself_are_no_options_unless_it_heeds_them() -> None:
+def test_names_set_by_a_template_are_options_only_if_they_matter() -> None:
     assert profile(MANY_NAMES.replace("{{ content }}", "") + PLAIN).options == ("mood", "tone")
 
 
-def test_an_option_that_only_matters_for_thoughts_of_the_past_is_found() -> None:
+def test_option_for_earlier_thoughts_only_is_found() -> None:
     thought = "{% if keep or loop.last %}" + THOUGHT + "{% endif %}"
     text = "{% if keep is not defined %}{% set keep = false %}{% endif %}" + chatml(thought=thought)
     assert profile(text).options == ("keep",)
@@ -199,7 +199,7 @@ def test_templates_that_add_to_the_list_of_messages_are_rendered_too() -> None:
     assert profile(late).carries_tools
 
 
-def test_a_call_that_is_dropped_while_it_is_the_last_turn_counts_as_shown() -> None:
+def test_dropped_call_in_the_last_turn_counts_as_shown() -> None:
     assert profile(chatml(before="{% if loop.last and m.role == 'assistant' %}{% continue %}{% endif %}")).calls_shown
 
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_used_is_named(text: str, fault: TemplateFault, words: st
         ("messages | length > 2 and messages[1].reasoning_content", "conversations of several turns"),
     ],
 )
-def test_a_template_that_loops_on_some_messages_alone_is_found_before_a_run(test: str, doing: str) -> None:
+def test_template_that_loops_on_some_messages_is_found_before_a_run(test: str, doing: str) -> None:
     text = PLAIN + "{% if " + test + " %}" + ENDLESS + "{% endif %}"
     with pytest.raises(UnusableTemplate, match=f"{doing} after 1 s"):
         probe(ChatTemplate(text, name="tiny"), seconds=1)

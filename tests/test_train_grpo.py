@@ -90,7 +90,7 @@ async def groups(session_engine: VllmEngine) -> Sequence[Group]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_no_question_that_is_held_out_or_shown_in_the_prompt_is_trained_on(seed: int) -> None:
+def test_held_out_and_prompt_questions_are_not_trained_on(seed: int) -> None:
     held_out, training = questions(Settings(seed=seed))
     texts = {task.prompt for task in held_out}
     assert len(held_out) == len(texts) == 128
@@ -155,7 +155,7 @@ async def test_the_gradient_is_that_of_the_loss_on_a_padded_batch(
         assert torch.allclose(mine, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
 
 
-async def test_ratios_ask_the_recorded_log_probabilities_where_other_weights_sampled(
+async def test_ratios_use_recorded_log_probabilities_of_other_weights(
     groups: Sequence[Group], engine: VllmEngine
 ) -> None:
     trainer = Trainer(tiny_model(), GrammarMasks.of_engine(engine), SMALL)
@@ -170,7 +170,7 @@ async def test_ratios_ask_the_recorded_log_probabilities_where_other_weights_sam
     assert trainer.ratios(now, tree, batch.rows.versions, engine.weight_version).unique().tolist() == [1.0]
 
 
-async def test_an_older_id_teaches_until_its_probability_has_moved_by_the_ratio(
+async def test_older_id_teaches_until_its_probability_moved_by_the_ratio(
     groups: Sequence[Group], engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tiny_model(), GrammarMasks.of_engine(engine), SMALL)
@@ -195,7 +195,7 @@ async def test_an_older_id_teaches_until_its_probability_has_moved_by_the_ratio(
     assert np.allclose(moved.grad.numpy(), expected, atol=1e-6)
 
 
-async def test_its_steps_move_the_weights_of_the_engine_and_leave_a_folder_that_plays(
+async def test_trainer_steps_move_the_weights_and_leave_a_usable_folder(
     trained_engine: VllmEngine, tmp_path: Path
 ) -> None:
     engine, settings, output = trained_engine, replace(SMALL, out=tmp_path / "trained"), io.StringIO()
@@ -277,7 +277,7 @@ class Nudged(Trainer):
 
 
 @pytest.mark.whole
-async def test_with_overlap_weights_change_under_the_next_episodes_and_their_ratios_are_told_by_version(
+async def test_overlapping_updates_report_ratios_by_version(
     trained_engine: VllmEngine,
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -309,7 +309,7 @@ async def test_with_overlap_weights_change_under_the_next_episodes_and_their_rat
     assert np.concatenate(gaps)[is_own].mean() < 0.1, "the engine sampled with the weights that its version names"
 
 
-async def test_a_held_out_question_whose_episode_failed_counts_as_one_that_was_not_answered(
+async def test_failed_held_out_question_counts_as_unanswered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards: list[dict[str, float | None]] = [{"exact": 1.0}, {"exact": 0.0}, {}, {"exact": None}]
@@ -323,7 +323,7 @@ async def test_a_held_out_question_whose_episode_failed_counts_as_one_that_was_n
     assert await train_grpo.evaluate(engine, asked) == {"greedy": 0.25, "temperature 1": 0.25}
 
 
-def test_the_proof_is_a_table_that_says_which_seed_did_not_learn_enough() -> None:
+def test_proof_is_a_table_that_names_seeds_that_did_not_learn() -> None:
     good = TrainingRecord(
         title="", steps=(_step(100.0),), held_out={"greedy": (0.8, 0.99), "temperature 1": (0.4, 0.9)}
     )

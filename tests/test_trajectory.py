@@ -25,7 +25,7 @@ class Adds(Plain):
         return a + b
 
 
-async def test_trajectories_turns_and_segments_are_shown_in_one_short_line_whatever_they_hold() -> None:
+async def test_records_have_a_short_repr_whatever_they_hold() -> None:
     trajectory = await play(Talks, lambda asked: "It is so.\n" * 30)
     (segment,) = trajectory.segments
     assert repr(trajectory) == "<Trajectory 't0#0' 'main': completed, reward 1.0, 50 turns, 15050 sampled ids>"

@@ -71,7 +71,7 @@ def play(text: str, id: str = "t") -> None:
         ("plain ångström, 👩‍👧 and 日本", "plain ångström, 👩‍👧 and 日本"),
     ],
 )
-def test_a_result_is_shown_as_the_tools_with_what_a_terminal_would_obey_as_its_code(
+def test_tool_result_is_shown_with_control_characters_as_codes(
     folder: Path, options: tuple[str, ...], said: str, shown: str
 ) -> None:
     play(f"'{said}'")
@@ -79,7 +79,7 @@ def test_a_result_is_shown_as_the_tools_with_what_a_terminal_would_obey_as_its_c
     assert line.removeprefix("tool").strip() == shown
 
 
-def test_a_task_id_with_a_line_break_keeps_its_row_and_its_headline_whole(folder: Path) -> None:
+def test_task_id_with_a_line_break_keeps_its_row_whole(folder: Path) -> None:
     play("'seen'", id="one\ntwo\tthree\u2028four")
     for output in (show(), show("one\ntwo\tthree\u2028four")):
         (line,) = [line for line in output.split("\n") if "completed " in line and "two" in line]

@@ -57,14 +57,14 @@ def test_two_seeds_play_all_cases_and_a_test_without_cases_always() -> None:
     assert {*first} | {*second} == {*cases}
 
 
-def test_of_modules_that_take_turns_one_is_played_whole_and_each_comes_round() -> None:
+def test_modules_in_turns_are_played_whole_one_after_the_other() -> None:
     modules = [[made(f"test_{number}", ENGINES, module=module, own=False) for number in range(3)] for module in "abc"]
     every = [test for module in modules for test in module]
     rounds = [played(every, seed) for seed in range(3)]
     assert sorted(modules.index(each) for each in rounds) == [0, 1, 2]
 
 
-def test_functions_that_take_turns_do_so_with_all_their_cases_and_across_modules() -> None:
+def test_cases_in_turns_rotate_across_functions_and_modules() -> None:
     functions = [
         [made(name, ENDS, case=case, module=module) for case in "xy"]
         for name, module in (("test_1", "a"), ("test_2", "a"), ("test_3", "b"), ("test_4", "b"))

@@ -12,7 +12,7 @@ def played(*episodes: Turns) -> Way:
     return Way(told, [told])
 
 
-def test_a_prompt_that_does_not_begin_with_the_ids_before_it_is_counted() -> None:
+def test_prompt_that_does_not_extend_the_ids_before_is_counted() -> None:
     kept: Turns = [([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 4, 5], [6])]
     encoded_anew: Turns = [([1, 2], [3, 4]), ([1, 2, 34, 5], [6]), ([1, 2, 34, 5, 6, 7], [8])]
     shorter: Turns = [([1, 2], [3]), ([1, 2], [3])]

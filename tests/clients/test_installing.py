@@ -9,7 +9,7 @@ import pytest
 from tests.clients.installing import CLIENTS
 
 
-def test_without_node_the_clients_from_npm_say_how_to_get_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npm_clients_without_node_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     # Another version than was ever installed.
     missing = {name: replace(client, packages=("none==0",)).missing for name, client in CLIENTS.items()}

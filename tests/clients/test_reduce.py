@@ -53,7 +53,7 @@ def shape(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["Mend it.", "  \n one\n\n\ttwo \n", "", " ", "x", "{}", "«3:4» a mark's like"])
-def test_a_text_is_as_long_with_the_white_space_of_its_lines_and_no_word_of_it(text: str) -> None:
+def test_text_length_counts_white_space_of_lines_and_no_words(text: str) -> None:
     (content,) = contents(text)
     assert len(content) == len(text)
     assert [(len(line), len(line.strip())) for line in content.split("\n")] == [
@@ -76,7 +76,7 @@ def test_a_line_that_begins_as_another_one_goes_on_beginning_so() -> None:
     assert whole != begun
 
 
-def test_a_long_text_is_cut_and_stays_another_one_than_one_that_begins_alike() -> None:
+def test_long_text_is_cut_and_differs_from_one_with_the_same_begin() -> None:
     one, other, again = contents("word " * 200 + "one", "word " * 200 + "two", "word " * 200 + "one\n")
     assert len(one) == CAP
     assert one != other
@@ -108,7 +108,7 @@ def test_arguments_stay_json_with_their_keys_numbers_and_spacing() -> None:
     assert said[1][0].isupper()
 
 
-def test_what_names_our_turns_becomes_a_placeholder_and_what_names_a_clients_is_filler() -> None:
+def test_turn_ids_become_placeholders_and_client_ids_filler() -> None:
     answers = [{"role": "tool", "tool_call_id": each, "content": "three"} for each in (f"{HANDLE}_1", "call_their_own")]
     first, second = kept(sent(), sent(*answers, handle="call_ba9876543210"))
     ours, theirs = (each["tool_call_id"] for each in second["body"]["messages"][1:])

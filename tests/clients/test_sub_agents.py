@@ -67,9 +67,7 @@ async def play(name: str, tmp_path: Path, model: Path) -> Played:
 
 
 @pytest.mark.parametrize("name", [param("claude"), param("codex"), param("opencode")])
-async def test_sub_agents_that_begin_alike_and_say_the_same_have_a_thread_each(
-    name: str, tmp_path: Path, demo_model_folder: Path
-) -> None:
+async def test_equal_sub_agents_have_a_thread_each(name: str, tmp_path: Path, demo_model_folder: Path) -> None:
     played = await play(name, tmp_path, demo_model_folder)
     others = [each for each in played.trajectories if each.agent != "main"]
     assert [[request.verdict for request in each.requests] for each in others] == [["new", "append"]] * 2
@@ -78,7 +76,7 @@ async def test_sub_agents_that_begin_alike_and_say_the_same_have_a_thread_each(
 
 
 @pytest.mark.parametrize("name", [param("qwen")])
-async def test_sub_agents_without_a_name_that_begin_alike_share_a_thread_and_each_turn_is_trained_once(
+async def test_unnamed_equal_sub_agents_share_a_thread_without_duplicates(
     name: str, tmp_path: Path, demo_model_folder: Path
 ) -> None:
     played = await play(name, tmp_path, demo_model_folder)

@@ -29,7 +29,7 @@ def programs() -> list[Any]:
 
 @pytest.mark.parametrize("trouble", Trouble, ids=lambda trouble: trouble.name.lower())
 @pytest.mark.parametrize("name", programs())
-async def test_what_goes_wrong_on_the_way_trains_no_turn_twice_and_loses_none(
+async def test_faults_on_the_way_train_no_turn_twice_and_lose_none(
     name: str, trouble: Trouble, tmp_path: Path, demo_model_folder: Path
 ) -> None:
     program = PROGRAMS[name]

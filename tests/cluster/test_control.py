@@ -52,7 +52,7 @@ def asked_of(worker: InProcessWorker, *names: str) -> list[str]:
     return [call for call, _ in worker.calls if call in names]
 
 
-async def test_an_update_reaches_every_worker_and_every_id_says_which_weights_sampled_it() -> None:
+async def test_update_reaches_all_workers_and_ids_have_their_versions() -> None:
     async with fleet(3) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(120)) as run:
         # So many may have been begun before the update that the reader asks for.
         ahead = 2 * engine.driver.fleet.width
@@ -70,7 +70,7 @@ async def test_an_update_reaches_every_worker_and_every_id_says_which_weights_sa
         assert engine.weight_version == "1"
 
 
-async def test_an_episode_that_begins_after_the_update_returned_is_never_of_older_weights() -> None:
+async def test_episode_after_an_update_never_has_older_weights() -> None:
     async with fleet(2) as (engine, _), engine:
         for number in range(1, 4):
             await engine.update_weights("new")
@@ -78,7 +78,7 @@ async def test_an_episode_that_begins_after_the_update_returned_is_never_of_olde
             assert {version for each in got for version in versions(each)} == {str(number)}
 
 
-async def test_weights_that_one_worker_refuses_with_the_others_change_nothing_anywhere() -> None:
+async def test_weights_refused_by_one_of_several_change_nothing() -> None:
     async with fleet(2) as (engine, launcher), engine:
         for worker in launcher.alive:
             worker.fail_in["check_weights"] = BadWeights("tensor 'a' has another shape")
@@ -91,7 +91,7 @@ async def test_weights_that_one_worker_refuses_with_the_others_change_nothing_an
         assert (await engine.update_weights("good")).version == "1"
 
 
-async def test_weights_that_one_worker_alone_refuses_change_nothing_and_it_is_named_and_stays() -> None:
+async def test_weights_refused_by_one_worker_change_nothing_and_name_it() -> None:
     async with fleet(2) as (engine, launcher), engine:
         blind = launcher.workers[1]
         blind.fail_in["check_weights"] = BadWeights("no such folder: /models/new")
@@ -105,7 +105,7 @@ async def test_weights_that_one_worker_alone_refuses_change_nothing_and_it_is_na
         assert (await engine.update_weights("/models/new")).version == "1"
 
 
-async def test_weights_that_were_compared_before_others_are_those_that_are_loaded() -> None:
+async def test_weights_compared_earlier_are_those_that_are_loaded() -> None:
     async with fleet(2) as (engine, launcher), engine:
         first = await engine.check_update("a", version="a")
         await engine.check_update("b", version="b")
@@ -117,9 +117,7 @@ async def test_weights_that_were_compared_before_others_are_those_that_are_loade
     ("stage", "error"),
     [("check_weights", EngineError("its engine hangs")), ("update_weights", BadWeights("its disk is full"))],
 )
-def test_a_worker_that_fails_alone_is_replaced_and_the_next_one_begins_with_the_new_weights(
-    stage: str, error: Exception
-) -> None:
+def test_failed_worker_is_replaced_and_starts_with_the_new_weights(stage: str, error: Exception) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             launcher.workers[1].fail_in[stage] = error
@@ -145,7 +143,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("call", HANGS)
-def test_a_worker_that_hangs_where_another_one_has_answered_is_replaced_and_the_call_returns(call: str) -> None:
+def test_hanging_worker_is_replaced_and_the_call_returns(call: str) -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=40.0) as (engine, launcher), engine:
             launcher.workers[1].held_in[call] = anyio.Event()
@@ -163,7 +161,7 @@ def test_a_worker_that_hangs_where_another_one_has_answered_is_replaced_and_the_
     VirtualClock().run(run)
 
 
-def test_a_worker_whose_turns_are_waited_for_is_not_late_however_long_they_are() -> None:
+def test_worker_that_waits_for_turns_is_never_late() -> None:
     async def run() -> None:
         # Its turn takes twenty times as long as the patience with it.
         talker = ScriptedEngine("word " * 400, latency=Latency(first=1, between=1), tick=1.0, places=2)
@@ -181,7 +179,7 @@ def test_a_worker_whose_turns_are_waited_for_is_not_late_however_long_they_are()
 
 
 @pytest.mark.parametrize("joiners", [1, 6])
-def test_workers_catch_up_side_by_side_and_an_update_waits_for_none_of_them(joiners: int) -> None:
+def test_workers_catch_up_in_parallel_and_updates_do_not_wait(joiners: int) -> None:
     async def run() -> None:
         async with fleet((1, joiners + 1)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == joiners + 1)
@@ -201,7 +199,7 @@ def test_workers_catch_up_side_by_side_and_an_update_waits_for_none_of_them(join
     VirtualClock().run(run)
 
 
-def test_a_worker_that_updates_overtake_again_and_again_is_brought_in_all_the_same() -> None:
+def test_worker_overtaken_again_and_again_is_added_in_the_end() -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -217,7 +215,7 @@ def test_a_worker_that_updates_overtake_again_and_again_is_brought_in_all_the_sa
     VirtualClock().run(run)
 
 
-def test_a_worker_that_is_overtaken_as_it_joins_has_the_adapters_that_are_left() -> None:
+def test_worker_overtaken_while_starting_has_the_remaining_adapters() -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -248,7 +246,7 @@ def load_slowly(worker: InProcessWorker, seconds: float) -> None:
     worker.worker.catch_up = slower
 
 
-def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_before_its_first_episode() -> None:
+def test_new_worker_has_newest_state_before_its_first_episode() -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -272,9 +270,7 @@ def test_a_worker_that_joins_late_has_the_newest_weights_adapters_and_state_befo
 
 @settings(max_examples=sweeps.times(100, 5))
 @given(kills=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=4), updates=st.integers(1, 4))
-def test_versions_never_go_back_within_a_worker_and_nothing_is_lost_whatever_dies_under_updates(
-    kills: list[tuple[int, int]], updates: int
-) -> None:
+def test_versions_never_decrease_whatever_dies_under_updates(kills: list[tuple[int, int]], updates: int) -> None:
     async def run() -> None:
         async with fleet(3) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(40), retries=9) as run:
 
@@ -319,7 +315,7 @@ def test_an_update_that_too_few_workers_survive_ends_the_run_by_name() -> None:
     VirtualClock().run(run)
 
 
-def test_an_episode_too_far_behind_is_dropped_and_played_again_also_on_workers() -> None:
+def test_stale_episode_is_dropped_and_replayed_also_on_workers() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, _), Run(Dice, engine, tasks=game_tasks(12), max_version_lag=0) as run:
             got = []
@@ -334,7 +330,7 @@ def test_an_episode_too_far_behind_is_dropped_and_played_again_also_on_workers()
     VirtualClock().run(run)
 
 
-async def test_pause_keeps_what_is_sampled_and_resume_goes_on_on_every_worker() -> None:
+async def test_pause_keeps_samples_and_resume_continues_on_all_workers() -> None:
     async with fleet(2) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(20)) as run:
         alone = compared(await played(Dice, dice_engine(), tasks=game_tasks(20)))
         got = []
@@ -351,9 +347,7 @@ async def test_pause_keeps_what_is_sampled_and_resume_goes_on_on_every_worker() 
 
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("parts", [[], ["weights"]])
-def test_a_worker_that_joins_a_fleet_asleep_sleeps_as_the_others_do_and_wakes_with_them(
-    parts: list[str], paused: bool
-) -> None:
+def test_new_worker_of_a_sleeping_fleet_sleeps_and_wakes_with_it(parts: list[str], paused: bool) -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -384,7 +378,7 @@ async def test_sleep_and_wake_reach_every_worker() -> None:
         assert await engine.devices() == []
 
 
-async def test_a_version_that_was_there_is_refused_before_any_worker_is_asked() -> None:
+async def test_existing_version_is_refused_before_any_worker_is_called() -> None:
     async with fleet(2) as (engine, launcher), engine:
         await engine.update_weights("new", version="a")
         with pytest.raises(BadOption, match="version='a'"):
@@ -392,7 +386,7 @@ async def test_a_version_that_was_there_is_refused_before_any_worker_is_asked() 
         assert [asked_of(worker, "check_weights") for worker in launcher.alive] == [["check_weights"]] * 2
 
 
-def test_an_adapter_that_is_removed_is_there_for_no_worker_nor_for_one_that_joins_later() -> None:
+def test_removed_adapter_is_gone_on_all_workers_and_new_ones() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             await engine.add_adapter("poet", "folder")

@@ -94,7 +94,7 @@ async def begun(engine: HostedEngine, session: Session) -> AsyncIterator[None]:
         yield
 
 
-def test_what_a_process_that_died_held_of_a_shared_engine_is_given_to_the_others() -> None:
+def test_resources_of_a_dead_process_of_a_shared_engine_are_freed() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         engine: Any = owner.host.engine
         async with begun(guest, guest.session()):
@@ -183,7 +183,7 @@ def test_a_word_that_comes_late_brings_nobody_back() -> None:
     shared(play)
 
 
-def test_a_cut_may_come_before_its_stream_and_one_that_comes_after_is_forgotten() -> None:
+def test_cut_before_its_stream_works_and_a_late_one_is_forgotten() -> None:
     async def play(owner: HostedHere, guest: Guest) -> None:
         host = owner.host
         name = guest._name

@@ -164,7 +164,7 @@ def assigned(fleet: Fleet, *assignments: Assignment) -> list[int]:
     return [assignment.slot.number for assignment in assignments if assignment.slot is not None]
 
 
-def test_an_episode_goes_to_the_worker_with_the_smallest_share_of_its_places_taken() -> None:
+def test_episode_goes_to_the_least_loaded_worker() -> None:
     fleet = ready(8, 2)
     where = [number for n in range(10) for number in assigned(fleet, Assignment(group=n))]
     assert Counter(where) == {0: 8, 1: 2}
@@ -185,7 +185,7 @@ def test_the_episodes_of_a_task_keep_company_until_that_is_unfair() -> None:
     assert max(Counter(where).values()) - min(Counter(where).values()) <= MAX_AFFINITY_IMBALANCE + 1
 
 
-def test_who_was_on_a_worker_that_died_goes_first_and_who_has_no_other_chance_before_that() -> None:
+def test_episodes_of_dead_workers_go_first_after_last_chances() -> None:
     fleet = ready(1)
     first = Assignment()
     waiting = [Assignment(), Assignment(again=True), Assignment(again=True, last_chance=True)]
@@ -229,7 +229,7 @@ def test_last_tries_take_every_worker_where_nobody_else_waits() -> None:
     assert sorted(assigned(fleet, *(Assignment(again=True, last_chance=True) for _ in range(4)))) == [0, 1, 2]
 
 
-def test_a_fourth_of_the_workers_is_kept_for_last_tries_while_others_wait() -> None:
+def test_quarter_of_the_workers_is_kept_for_last_tries() -> None:
     fleet = ready(*(2 for _ in range(8)))
     last = [Assignment(again=True, last_chance=True) for _ in range(5)]
     assigned(fleet, *last, *(Assignment(group=n) for n in range(20)))
@@ -247,7 +247,7 @@ def test_a_worker_is_no_longer_kept_once_its_last_try_is_given_up() -> None:
     assert fleet.give_out() == [fresh]
 
 
-def test_a_seat_waits_longer_after_each_death_and_rests_after_too_many_until_the_hour_is_over() -> None:
+def test_slot_waits_longer_after_each_death_and_rests_for_an_hour() -> None:
     fleet = Fleet(1, 1)
     (slot,) = fleet.slots
     now, waits = 0.0, []
@@ -287,7 +287,7 @@ def test_there_are_enough_workers_when_the_least_are_ready() -> None:
     assert (fleet.enough, fleet.hopeless) == (False, False)
 
 
-def test_workers_that_wait_for_weights_count_among_the_least_while_one_plays() -> None:
+def test_workers_that_wait_for_weights_count_while_one_plays() -> None:
     fleet = Fleet(2, 3)
     slots = fleet.to_start(0.0)
     fleet.waits(slots[0])

@@ -45,7 +45,7 @@ async def asking() -> AsyncIterator[Asking]:
         yield Asking(launcher)
 
 
-async def test_workers_share_a_limit_and_get_in_in_the_order_in_which_they_asked(asking: Asking) -> None:
+async def test_workers_share_a_limit_in_the_order_of_requests(asking: Asking) -> None:
     for held in ((0, 0), (1, 0), (0, 1), (2, 0)):
         await asking.acquire(*held, limit=2)
     assert asking.answers == {(0, 0): True, (1, 0): True}
@@ -53,14 +53,14 @@ async def test_workers_share_a_limit_and_get_in_in_the_order_in_which_they_asked
     assert list(await asking.settled(asking.limiter_service.release(0, 0)))[3:] == [(2, 0)]
 
 
-async def test_a_lease_that_is_given_up_while_it_waits_is_refused_and_takes_no_place(asking: Asking) -> None:
+async def test_lease_abandoned_while_waiting_takes_no_place(asking: Asking) -> None:
     for worker in range(3):
         await asking.acquire(worker, 0)
     assert await asking.settled(asking.limiter_service.release(1, 0)) == {(0, 0): True, (1, 0): False}
     assert await asking.settled(asking.limiter_service.release(0, 0)) == {(0, 0): True, (1, 0): False, (2, 0): True}
 
 
-async def test_a_worker_that_is_forgotten_gives_back_what_it_held_and_waits_no_more(asking: Asking) -> None:
+async def test_forgotten_worker_releases_its_leases_and_waits_no_more(asking: Asking) -> None:
     for held in ((0, 0), (0, 1), (1, 0)):
         await asking.acquire(*held)
     assert await asking.settled(asking.limiter_service.forget(0)) == {(0, 0): True, (0, 1): False, (1, 0): True}
@@ -101,7 +101,7 @@ async def test_who_is_cancelled_while_it_waits_takes_no_place() -> None:
         assert list(door._held) == ["third"]
 
 
-async def test_a_block_is_not_entered_when_its_worker_was_given_up_while_it_waited() -> None:
+async def test_block_of_a_dismissed_worker_is_not_entered() -> None:
     async with in_process() as launcher:
         leases = itertools.count()
         doors = [LeasedLimiter(InProcessDesk(launcher), leases, RUN, worker, "door", 1) for worker in (0, 1)]

@@ -43,7 +43,7 @@ class WaitingAtFirst(Waiting):
         await (Dice if EVENTS else Waiting).rollout(self, conversation)
 
 
-async def test_drain_begins_nothing_more_and_plays_what_was_begun_to_its_end() -> None:
+async def test_drain_begins_nothing_and_finishes_what_was_begun() -> None:
     async with fleet(2) as (engine, _), Run(Dice, engine, tasks=game_tasks(200)) as run:
         got = []
         async for trajectory in run:
@@ -53,7 +53,7 @@ async def test_drain_begins_nothing_more_and_plays_what_was_begun_to_its_end() -
     assert {each.outcome for each in got} == {Outcome.COMPLETED}
 
 
-async def test_an_episode_that_is_cut_comes_back_with_what_it_has_and_is_played_again_by_the_next_run(
+async def test_cut_episode_is_partial_and_the_next_run_plays_it_again(
     tmp_path: Any,
 ) -> None:
     file = tmp_path / "run.db"
@@ -137,7 +137,7 @@ def test_a_fleet_without_workers_waits_and_goes_on_when_one_comes() -> None:
     VirtualClock().run(run)
 
 
-def test_workers_that_die_as_they_start_end_the_start_by_name_after_a_few() -> None:
+def test_workers_that_die_at_start_end_the_start_by_name() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
             launcher.on_start = lambda worker: worker.fail_in.update(join=WorkerLost("its machine has no memory left"))
@@ -159,7 +159,7 @@ def test_a_fleet_that_no_machine_has_room_for_ends_the_start_by_name() -> None:
     VirtualClock().run(run)
 
 
-def test_why_a_worker_was_not_started_is_told_once_a_reason_while_it_is_tried_again() -> None:
+def test_reason_of_a_failed_start_is_reported_once() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=100) as (engine, launcher):
             reasons = iter(["its machine is full"] * 3 + ["its machine is gone"] * 200)
@@ -175,7 +175,7 @@ def test_why_a_worker_was_not_started_is_told_once_a_reason_while_it_is_tried_ag
     VirtualClock().run(run)
 
 
-def test_a_reason_that_comes_back_after_a_worker_was_started_is_told_again() -> None:
+def test_reason_that_returns_after_a_start_is_reported_again() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
             launcher.on_start = lambda worker: worker.kill("its machine is full") if worker.worker.number == 1 else None
@@ -236,7 +236,7 @@ class Noted:
         EVENTS.append("close")
 
 
-async def test_lifespan_is_entered_once_in_each_worker_and_once_where_the_run_is() -> None:
+async def test_lifespan_is_entered_once_per_worker_and_once_in_the_run() -> None:
     async with fleet(3) as (engine, _):
         await played(Shared, engine)
     assert EVENTS.count("open") == EVENTS.count("close") == 4
@@ -305,7 +305,7 @@ async def test_the_reader_finds_the_very_task_that_it_gave() -> None:
     assert {id(each.task) for each in got} == {id(task) for task in given}
 
 
-async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends() -> None:
+async def test_sampled_ids_of_workers_are_counted_while_the_fleet_ends() -> None:
     async with fleet(2) as (engine, _):
         async with engine:
             driver = engine.driver
@@ -316,7 +316,7 @@ async def test_what_workers_have_sampled_is_still_counted_while_the_fleet_ends()
         assert driver.sampled_by_the_gone >= said
 
 
-def test_a_worker_that_falls_silent_while_it_joins_is_dismissed_and_holds_up_nobody() -> None:
+def test_worker_silent_while_starting_is_dismissed_without_a_delay() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             await engine.update_weights("new")
@@ -342,7 +342,7 @@ def test_a_worker_that_falls_silent_while_it_joins_is_dismissed_and_holds_up_nob
 
 
 @pytest.mark.parametrize("stage", ["lifespan", "catch_up"])
-def test_a_worker_that_joins_without_end_holds_up_neither_the_trainer_nor_the_end_of_the_run(stage: str) -> None:
+def test_endless_start_delays_neither_trainer_nor_end_of_the_run(stage: str) -> None:
     async def run() -> None:
         async with fleet((1, 2), stall_seconds=60) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -407,7 +407,7 @@ async def test_a_worker_is_heard_while_its_environment_is_slow_to_construct() ->
     assert {each.outcome for each in got} == {Outcome.COMPLETED}
 
 
-def test_a_run_that_ends_while_a_worker_that_joins_sets_it_up_is_left_there_too() -> None:
+def test_run_that_ends_during_a_workers_setup_is_closed_there_too() -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)

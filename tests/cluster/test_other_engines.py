@@ -41,7 +41,7 @@ class Slow(Judge):
         return await super().__aenter__()
 
 
-async def test_workers_enter_the_engines_of_other_agents_and_the_process_that_drives_them_does_not() -> None:
+async def test_workers_enter_other_agents_engines_and_the_driver_does_not() -> None:
     judge = Judge("Fine.")
     async with fleet(3) as (engine, _):
         got = await played(Judged, engine, engines={"judge": judge, "jury": judge})
@@ -51,7 +51,7 @@ async def test_workers_enter_the_engines_of_other_agents_and_the_process_that_dr
     assert not judge.running
 
 
-async def test_a_run_keeps_of_an_engine_elsewhere_what_it_keeps_of_one_that_it_has_entered(tmp_path: Path) -> None:
+async def test_run_keeps_the_same_of_an_engine_elsewhere(tmp_path: Path) -> None:
     def engines() -> Any:
         api = ChatEngine("a-model", base_url="http://127.0.0.1:1/v1", api_key="none")
         return {"judge": dice_engine(template="hermes", context=600), "jury": api}
@@ -64,7 +64,7 @@ async def test_a_run_keeps_of_an_engine_elsewhere_what_it_keeps_of_one_that_it_h
         assert two.header.engines == one.header.engines
 
 
-async def test_the_figures_of_a_run_are_read_while_workers_have_its_other_engines() -> None:
+async def test_figures_are_read_while_workers_have_other_engines() -> None:
     async with fleet(2) as (engine, _), Run(Judged, engine, engines={"judge": Judge("Fine.")}) as run:
         async for _ in run:
             pass
@@ -72,7 +72,7 @@ async def test_the_figures_of_a_run_are_read_while_workers_have_its_other_engine
 
 
 @pytest.mark.parametrize("workers", [None, 2])
-async def test_an_agent_that_no_episode_opened_is_said_and_one_that_spoke_is_not(workers: int | None) -> None:
+async def test_agent_that_no_episode_opened_is_reported(workers: int | None) -> None:
     engines = {"judge": Judge("Fine."), "jury": Judge("Fine.")}
 
     async def play(engine: Any) -> list[str]:
@@ -89,7 +89,7 @@ async def test_an_agent_that_no_episode_opened_is_said_and_one_that_spoke_is_not
     assert faults == ["engines: agent 'jury' never had a turn"]
 
 
-async def test_one_that_does_not_start_on_a_worker_ends_the_start_by_its_error_and_the_workers_name() -> None:
+async def test_failed_start_on_a_worker_ends_the_start_and_names_it() -> None:
     async with fleet(2) as (engine, _):
         with pytest.raises(BadModel, match=r"^There is no model folder '/models/judge'\. \(worker \d on [^ ]+\)$"):
             await played(Judged, engine, engines={"judge": Unread("Fine.")})

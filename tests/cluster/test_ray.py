@@ -107,9 +107,7 @@ def announcing(file: Path, workers: int, tasks: int = 12, *, stderr: Any = None)
 
 
 @pytest.mark.in_turns("on Ray", 3)
-async def test_kill_9_of_the_driver_at_a_random_moment_ends_its_workers_and_the_same_command_goes_on_with_other_ones(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_kill_9_of_the_driver_ends_workers_and_the_run_resumes(cluster: Standing, tmp_path: Path) -> None:
     file, moment = tmp_path / "run.db", random_of("kill of a driver")
     with announcing(file, 2) as driver:
         assert driver.stdout is not None
@@ -233,9 +231,7 @@ def endless(script: Path, diary: Path, file: Path) -> Iterator[subprocess.Popen[
 
 
 @pytest.mark.in_turns("on Ray", 3)
-async def test_ctrl_c_drains_the_workers_and_a_second_one_keeps_what_they_play_as_partial(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_first_ctrl_c_drains_the_workers_and_a_second_one_cuts(cluster: Standing, tmp_path: Path) -> None:
     diary, file = tmp_path / "diary", tmp_path / "run.db"
     diary.touch()
     with endless(tmp_path / "endless.py", diary, file) as process:
@@ -276,7 +272,7 @@ def command(**options: Any) -> int:
 
 @pytest.mark.in_turns("on Ray", 3)
 @pytest.mark.parametrize("kind", ["class", "program"])
-def test_deltarunner_run_with_workers_plays_what_lies_in_a_file_and_agent_programs(
+def test_run_with_workers_plays_files_and_agent_programs(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -360,7 +356,7 @@ async def test_an_engine_that_does_not_pickle_is_refused(cluster: Standing) -> N
     await refused(Holds(1), BadOption, r"ScriptedEngine cannot be pickled", engine)
 
 
-async def test_a_class_that_workers_cannot_import_is_refused_with_what_to_do(
+async def test_class_that_workers_cannot_import_is_refused_with_the_fix(
     cluster: Standing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await refused(ghost(), BadEnvironment, r"worker \d on \S+ cannot import .*a_module_of_this_process.*runtime_env")
@@ -377,7 +373,7 @@ async def test_an_address_where_nothing_answers_is_refused(cluster: Standing) ->
         await played(Crowd(1), RayEngines(crowd(), workers=1, address="127.0.0.1:1"))
 
 
-async def test_more_processors_or_gpus_than_there_are_are_refused_with_both_numbers(cluster: Standing) -> None:
+async def test_too_many_processors_or_gpus_are_refused_with_both_numbers(cluster: Standing) -> None:
     await refused(Holds(1), BadOption, "2 workers of 9 CPU each need 18, and the cluster has 16", cpus=9)
     await refused(Holds(1), BadOption, "2 workers of 1 GPU each need 2, and the cluster has 0", gpus=1)
 
@@ -394,9 +390,7 @@ async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path)
 
 
 @pytest.mark.in_turns("on Ray", 3)
-async def test_a_lifespan_is_entered_once_on_each_worker_and_on_the_driver_and_left_again(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_lifespan_is_entered_once_per_worker_and_on_the_driver(cluster: Standing, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     trajectories = await played(Sworn(str(diary)), RayEngines(ScriptedEngine("hi"), workers=2))
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 8

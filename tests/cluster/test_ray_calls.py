@@ -48,7 +48,7 @@ async def test_calls_of_one_tick_go_together_and_each_has_its_own_answer(worker:
             await worker.send("double", 1)
 
 
-async def test_what_goes_wrong_with_a_call_is_told_to_its_caller_and_the_others_are_answered(worker: RayWorker) -> None:
+async def test_error_of_a_call_is_its_callers_and_others_are_answered(worker: RayWorker) -> None:
     with anyio.fail_after(WATCHDOG):
         refused, failed, unsent = worker.send("refuse"), worker.send("fail"), worker.send("lock")
         fine = worker.send("double", 4)
@@ -96,7 +96,7 @@ async def test_of_a_caller_that_left_nothing_is_kept(worker: RayWorker) -> None:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(["take", "answers", "take", "part"])])
-async def test_a_caller_that_left_is_forgotten_in_whatever_order_ray_delivers(order: tuple[str, ...]) -> None:
+async def test_caller_that_left_is_forgotten_in_any_order_of_delivery(order: tuple[str, ...]) -> None:
     actor = Counting()
     with anyio.fail_after(WATCHDOG):
         async with anyio.create_task_group() as group:

@@ -48,7 +48,7 @@ def left_by(worker: int) -> list[Path]:
     return left
 
 
-async def test_two_real_engines_take_new_weights_under_episodes_and_one_that_is_killed_leaves_nothing(
+async def test_two_real_engines_take_weights_and_a_dead_one_leaves_nothing(
     cluster: Standing, small_model_folder: Path
 ) -> None:
     from safetensors.torch import load_file
@@ -117,9 +117,7 @@ def talking(model: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
 
 
-async def test_kill_9_of_a_driver_with_real_engines_leaves_no_process_no_folder_and_no_shared_memory(
-    cluster: Standing, small_model_folder: Path
-) -> None:
+async def test_kill_9_with_real_engines_leaves_nothing_behind(cluster: Standing, small_model_folder: Path) -> None:
     with anyio.fail_after(START), talking(small_model_folder) as driver:
         assert driver.stdout is not None
         workers, first = [await anyio.to_thread.run_sync(driver.stdout.readline) for _ in range(2)]

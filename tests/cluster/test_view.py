@@ -75,7 +75,7 @@ def trouble_of(fleet: FleetStats) -> dict[int, list[Trouble]]:
 LONG = Limits.defaults().lifted()
 
 
-async def test_figures_count_the_workers_and_name_what_their_episodes_wait_for() -> None:
+async def test_figures_count_workers_and_name_waits_of_episodes() -> None:
     async with in_process() as launcher, Run(Waiting, fleet_of(launcher, 2), limits=LONG) as run:
         reader = StatsReader()
         await until_pulses(run)
@@ -98,7 +98,7 @@ async def test_figures_count_the_workers_and_name_what_their_episodes_wait_for()
         run.cancel()
 
 
-async def test_while_an_update_waits_for_one_worker_the_others_are_seen_with_their_new_weights() -> None:
+async def test_others_are_seen_with_new_weights_while_one_worker_updates() -> None:
     async with in_process() as launcher, Run(Waiting, engine := fleet_of(launcher, 3), limits=LONG) as run:
         reader = StatsReader()
         await until_pulses(run)
@@ -118,7 +118,7 @@ async def test_while_an_update_waits_for_one_worker_the_others_are_seen_with_the
         run.cancel()
 
 
-async def test_a_worker_that_joined_and_said_nothing_since_is_seen_to_be_silent() -> None:
+async def test_worker_without_a_heartbeat_since_its_start_is_silent() -> None:
     async with in_process() as launcher:
 
         def mute(worker: InProcessWorker) -> None:
@@ -170,7 +170,7 @@ async def test_a_worker_that_is_being_ended_does_not_play_any_more() -> None:
         run.cancel()
 
 
-async def test_a_worker_that_no_machine_takes_is_without_one_between_two_tries_as_well() -> None:
+async def test_worker_that_no_machine_takes_stays_unplaced_between_tries() -> None:
     async with in_process() as launcher:
         launcher.on_start = lambda worker: worker.kill("its machine is full") if worker.worker.number else None
         async with Run(Waiting, fleet_of(launcher, (1, 2)), limits=LONG) as run:
@@ -180,7 +180,7 @@ async def test_a_worker_that_no_machine_takes_is_without_one_between_two_tries_a
             run.cancel()
 
 
-async def test_a_worker_that_is_lost_is_news_once_and_a_fault_of_the_summary() -> None:
+async def test_lost_worker_is_reported_once_and_in_the_summary() -> None:
     async with in_process() as launcher, Run(Waiting, fleet_of(launcher, (1, 2)), limits=LONG) as run:
         reader = StatsReader()
         await until_pulses(run)
@@ -245,7 +245,7 @@ async def test_while_a_fleet_starts_it_is_said_what_is_waited_for(workers: int |
     assert reporter.said[-1] == f", {told} ({absent})"
 
 
-async def test_a_fleet_where_nothing_happens_is_stuck_and_says_on_which_worker_who_waits_for_what() -> None:
+async def test_idle_fleet_is_stuck_and_names_workers_and_waits() -> None:
     async def play() -> None:
         async with in_process() as launcher, Run(Waiting, fleet_of(launcher, 2), limits=LONG) as run:
             async for _ in run:
@@ -255,7 +255,7 @@ async def test_a_fleet_where_nothing_happens_is_stuck_and_says_on_which_worker_w
         await play()
 
 
-async def test_what_stands_still_on_a_worker_does_not_seem_to_move_with_a_pulse_that_comes_late() -> None:
+async def test_paused_episode_does_not_seem_to_move_with_a_late_heartbeat() -> None:
     heard: list[float] = []
 
     class Attempt:

@@ -50,7 +50,7 @@ async def play_on(workers: int, stall: float, seconds: float, fails: Exception |
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_is_not_stuck_while_its_fleet_waits_for_workers_as_long_as_it_was_told(workers: int) -> None:
+def test_run_is_not_stuck_while_its_fleet_waits_within_the_limit(workers: int) -> None:
     async def run() -> None:
         assert await play_on(workers, 3600, 900) == 60
 
@@ -68,7 +68,7 @@ def test_machines_that_are_gone_are_waited_for_as_long_as_was_told() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_start_of_an_engine_takes_the_time_that_it_takes_later_as_at_the_beginning(workers: int) -> None:
+def test_late_start_of_an_engine_may_take_as_long_as_the_first(workers: int) -> None:
     async def run() -> None:
         assert await play_on(workers, 600, 2000) == 60
 
@@ -107,7 +107,7 @@ class Idle(Dice):
         await anyio.sleep_forever()
 
 
-def test_a_run_whose_workers_are_there_and_play_nothing_further_is_stuck() -> None:
+def test_run_whose_workers_play_nothing_more_is_stuck() -> None:
     async def run() -> None:
         async with fleet(2, stall_seconds=3600) as (engine, _):
             with pytest.raises(RunStuck, match="nothing happened for 600 s; 8 episodes in flight"):

@@ -65,7 +65,7 @@ async def finished(environment: Environment[Any], **options: Any) -> tuple[list[
         return [trajectory async for trajectory in run], list(run.summary.faults)
 
 
-async def test_what_a_synchronous_setup_entered_is_left_in_a_thread_the_last_first() -> None:
+async def test_contexts_of_a_sync_setup_are_exited_in_a_thread_in_order() -> None:
     class Synchronous(Opens):
         def setup(self) -> None:
             stack = self.episode.exit_stack
@@ -83,7 +83,7 @@ async def test_what_a_synchronous_setup_entered_is_left_in_a_thread_the_last_fir
     ]  # fmt: skip
 
 
-async def test_what_an_asynchronous_setup_entered_is_left_on_the_loop_unless_a_thread_entered_it() -> None:
+async def test_contexts_of_an_async_setup_are_exited_on_the_loop() -> None:
     class Asynchronous(Opens):
         async def setup(self) -> None:
             stack = self.episode.exit_stack
@@ -147,7 +147,7 @@ class Hangs(Opens):
         self.release.wait()
 
 
-async def test_an_exit_that_hangs_is_named_and_left_behind_and_the_others_are_left(
+async def test_hanging_exit_is_named_and_abandoned_and_others_run(
     clock: trio.testing.MockClock, release: threading.Event
 ) -> None:
     seen: list[Any] = []
@@ -157,7 +157,7 @@ async def test_an_exit_that_hangs_is_named_and_left_behind_and_the_others_are_le
     assert [what for what, _ in seen] == ["t0 is left", "t1 is left", "t2 is left"]
 
 
-async def test_an_episode_that_was_cut_is_kept_as_such_though_its_exit_hangs(
+async def test_cut_episode_is_kept_as_cut_though_its_exit_hangs(
     clock: trio.testing.MockClock, release: threading.Event
 ) -> None:
     class Cut(Hangs):
@@ -172,7 +172,7 @@ async def test_an_episode_that_was_cut_is_kept_as_such_though_its_exit_hangs(
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_an_exit_that_blocks_the_loop_is_named_with_its_episode_and_what_to_do(anyio_backend: str) -> None:
+async def test_exit_that_blocks_the_loop_is_named_with_its_episode(anyio_backend: str) -> None:
     class Blocks(Plain):
         async def setup(self) -> None:
             self.episode.exit_stack.callback(time.sleep, 0.4)

@@ -38,7 +38,7 @@ def test_a_job_that_was_called_off_before_it_began_never_runs() -> None:
     assert (called, job.abandoned, job.done) == ([], False, False)
 
 
-async def test_a_job_whose_caller_was_cancelled_is_left_behind_and_its_place_is_free() -> None:
+async def test_job_of_a_cancelled_caller_is_abandoned_and_frees_its_place() -> None:
     began, release = threading.Event(), threading.Event()
     workers = Workers(1)
     job = Job(partial(hang, began, release), "hanging")
@@ -57,7 +57,7 @@ async def test_a_job_whose_caller_was_cancelled_is_left_behind_and_its_place_is_
         release.set()
 
 
-async def test_what_a_thread_computed_for_others_before_is_not_held_against_a_job_that_waits() -> None:
+async def test_earlier_processor_time_of_a_thread_does_not_count() -> None:
     began, release = threading.Event(), threading.Event()
     workers = Workers(1)
 
@@ -75,7 +75,7 @@ async def test_what_a_thread_computed_for_others_before_is_not_held_against_a_jo
             release.set()
 
 
-async def test_an_exit_travels_as_a_value_and_is_raised_where_it_is_waited_for() -> None:
+async def test_exit_is_passed_as_a_value_and_raised_at_the_wait() -> None:
     def exits() -> None:
         raise SystemExit(3)
 
@@ -87,7 +87,7 @@ variable: ContextVar[str] = ContextVar("variable", default="unset")
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
-async def test_code_in_a_thread_goes_back_to_its_loop_with_the_variables_of_its_task(anyio_backend: str) -> None:
+async def test_thread_calls_its_loop_with_the_variables_of_its_task(anyio_backend: str) -> None:
     async def on_the_loop(word: str) -> tuple[str, str, int]:
         await anyio.lowlevel.checkpoint()
         return word, variable.get(), threading.get_ident()
@@ -130,7 +130,7 @@ async def test_code_in_a_thread_hears_that_nobody_waits_for_it_any_more() -> Non
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_threads_end_with_their_workers_and_one_that_was_left_behind_with_its_job(
+async def test_threads_end_with_their_workers_and_abandoned_ones_later(
     anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "IDLE_SECONDS", 0.1)  # what the one that was left behind has after its job

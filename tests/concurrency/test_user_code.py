@@ -28,9 +28,7 @@ def failing(file: str, source: str, **names: Any) -> BaseException:
         ("uvloop/handles/process.pyx", "uvloop/handles/process.pyx"),
     ],
 )
-def test_an_error_in_a_library_names_the_authors_line_first_and_the_librarys_beside_it(
-    library: str, shown: str
-) -> None:
+def test_error_in_a_library_names_the_authors_line_first(library: str, shown: str) -> None:
     inside: dict[str, Any] = {}
     exec(compile("def move():\n    raise KeyError('x')\n", library, "exec"), inside)
     error = failing("/home/me/game.py", "def fail():\n    move()\n", move=inside["move"])

@@ -77,9 +77,7 @@ def test_a_template_is_bridged_as_exactly_as_ever(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistralai-Codestral-22B-v0.1", "BAAI-BGE-VL-MLLM-S1"], ids=["refused", "no right"])
-def test_a_refusal_that_names_another_property_is_not_what_was_recorded(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_refusal_with_another_property_differs_from_the_record(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     right = Bridger.bridge
 
     def bridge(*given: Any, **named: Any) -> Bridge:
@@ -101,7 +99,7 @@ def test_what_was_recorded_has_nothing_wrong_in_it() -> None:
 
 
 @pytest.mark.parametrize("name", HISTORY_DEPENDENT)
-def test_a_tail_that_depends_on_the_history_is_that_of_the_whole_history(name: str) -> None:
+def test_tail_that_depends_on_the_history_uses_the_whole_history(name: str) -> None:
     assert depends_on_history(named(name))
     deep = [o for o in play(named(name)) if o.past is Past.ROUNDS and o.scenario.needs_tools]
     assert any(o.verdict is Verdict.EXACT for o in deep)
@@ -223,7 +221,7 @@ def test_every_kind_of_argument_is_shown_to_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", PASSES_OVER)
-def test_a_template_that_passes_over_references_shows_few_schemas_as_written(name: str) -> None:
+def test_template_without_references_shows_few_schemas_as_written(name: str) -> None:
     shown = look(named(name))
     assert shown.fitted
     assert shown.unseen == ()
@@ -231,9 +229,7 @@ def test_a_template_that_passes_over_references_shows_few_schemas_as_written(nam
 
 
 @pytest.mark.whole
-def test_the_published_page_and_the_record_are_what_a_fresh_sweep_gives(
-    outcomes: list[Outcome], tallies: list[Tally]
-) -> None:
+def test_published_page_and_record_equal_a_fresh_sweep(outcomes: list[Outcome], tallies: list[Tally]) -> None:
     text = page(outcomes, tallies, look_all(processes=2))
     assert PAGE.read_text(encoding="utf-8") == text, "run python -m tests.conformance --write"
     assert read() == {row.name: row for row in rows_of(outcomes, processes=2)}, "the same"

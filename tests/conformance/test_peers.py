@@ -29,7 +29,7 @@ def test_the_page_is_what_the_records_say() -> None:
     assert (DOCS / "tool-parsers.md").read_text(encoding="utf-8") == page(ROWS, THOUGHTS)
 
 
-def test_what_a_template_writes_is_read_no_worse_than_by_any_parser_of_vllms() -> None:
+def test_template_output_is_read_as_well_as_by_vllms_parsers() -> None:
     assert [kind for kind in better_kinds(ROWS) if kind.is_written] == []
     for row in THOUGHTS:
         for misses in row.readers.values():
@@ -66,7 +66,7 @@ def test_what_comes_of_a_way_to_mark_thoughts_is_what_the_record_says(row: thoug
 
 
 @pytest.mark.whole
-def test_the_records_have_every_format_of_calls_and_every_way_to_mark_thoughts() -> None:
+def test_records_have_every_call_format_and_thought_mark() -> None:
     turns = learnt(processes=1)
     for key, rows in ((calls.key, ROWS), (thoughts.marks, THOUGHTS)):
         groups = grouped(turns, key)
@@ -132,9 +132,7 @@ def test_an_error_an_id_and_what_is_raised_are_judged() -> None:
 
 
 @pytest.mark.parametrize(("types", "fault"), [({}, None), ({"type": "integer"}, Fault.TYPE)])
-def test_what_the_template_writes_in_the_same_way_is_right_where_the_schema_allows_it(
-    types: dict[str, str], fault: Fault | None
-) -> None:
+def test_same_text_of_a_template_is_right_if_the_schema_allows_it(types: dict[str, str], fault: Fault | None) -> None:
     form = format_of("GLM-4.6").calls
     assert form is not None
     said = ProbeCall("f", {"a": 5})

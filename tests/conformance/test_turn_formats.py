@@ -36,7 +36,7 @@ def test_the_page_of_models_has_the_counts_of_the_record() -> None:
 
 
 @pytest.mark.whole
-def test_the_page_of_models_counts_the_templates_that_carry_no_tools_by_what_is_missing() -> None:
+def test_model_page_counts_templates_without_tools_by_reason() -> None:
     templates, models = Counter[str](), Counter[str]()
     for entry in corpus():
         missing = missing_tool_property(entry.renderer())
@@ -55,5 +55,5 @@ def test_what_is_learnt_of_a_template_is_what_the_record_says(row: turn_formats.
 
 
 @pytest.mark.whole
-def test_the_record_has_every_template_that_can_serve_an_environment_with_tools() -> None:
+def test_record_has_every_template_that_serves_tools() -> None:
     assert [entry.name for entry in turn_formats.capable()] == [row.template for row in ROWS]

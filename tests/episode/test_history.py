@@ -131,7 +131,7 @@ async def test_an_answer_to_a_turn_cut_inside_its_reasoning_ends_the_episode_as_
     assert (trajectory.outcome, trajectory.limit, len(trajectory.turns)) == (Outcome.TOKEN_LIMIT, "max_tokens", 1)
 
 
-async def test_a_turn_cut_inside_its_reasoning_is_closed_as_masked_context_where_that_is_wanted() -> None:
+async def test_turn_cut_inside_its_reasoning_can_be_closed_as_masked() -> None:
     engine = recording(["<think>\nCarry the one", "42"], template=template(THINKING))
     trajectory = await talked(cut_while_thinking, engine, history=History(close_reasoning=True))
     assert (trajectory.outcome, len(trajectory.segments)) == (Outcome.COMPLETED, 1)

@@ -130,7 +130,7 @@ async def blockers_until_named(
     return [blocker for blocker in run.lag.blockers() if name in blocker.where]
 
 
-async def test_a_synchronous_tool_that_computes_is_named_by_the_lag_report_with_what_to_do_about_it() -> None:
+async def test_sync_tool_that_computes_is_named_by_the_lag_report() -> None:
     engine = ScriptedEngine([call("compute"), "done"])
     (blocker, *_) = await blockers_until_named(Computing, "Computing.compute", engine)
     assert blocker.thread
@@ -138,7 +138,7 @@ async def test_a_synchronous_tool_that_computes_is_named_by_the_lag_report_with_
     assert "anyio.to_process" in blocker.advice
 
 
-async def test_an_async_hook_that_blocks_the_loop_is_named_with_what_to_do_about_it() -> None:
+async def test_async_hook_that_blocks_the_loop_is_named_with_the_fix() -> None:
     (blocker, *_) = await blockers_until_named(BlockingTheLoop, "BlockingTheLoop.step", ScriptedEngine("hi"))
     assert not blocker.thread
     assert "make the method synchronous" in blocker.advice

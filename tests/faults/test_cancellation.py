@@ -37,7 +37,7 @@ def shared_by(environment: Environment, engine: ScriptedEngine) -> RunShared:
 
 
 @pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils, Crowd])
-async def test_cancelling_at_every_suspension_point_of_an_episode_leaves_no_open_request(
+async def test_cancelling_an_episode_anywhere_leaves_no_open_request(
     environment: type[Environment],
 ) -> None:
     async with ScriptedEngine(

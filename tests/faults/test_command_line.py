@@ -81,7 +81,7 @@ def outcomes(file: Path) -> dict[Outcome, int]:
         return run_file.outcomes()
 
 
-def test_an_over_long_prompt_is_that_episode_alone_and_its_message_names_the_task(folder: Path) -> None:
+def test_overlong_prompt_fails_alone_and_names_the_task(folder: Path) -> None:
     done = deltarunner(folder, "run", "mine.py:OneLong", "--file", "run.db")
     assert done.returncode == 0, done.stderr
     assert outcomes(folder / "run.db") == {Outcome.COMPLETED: 8, Outcome.CONTEXT_LIMIT: 1}
@@ -107,7 +107,7 @@ def test_a_run_file_that_does_not_fit_is_refused_and_left_as_it_is(folder: Path,
     assert file.read_bytes() == before
 
 
-def test_a_disk_that_is_full_loses_nothing_and_the_same_command_goes_on(folder: Path) -> None:
+def test_full_disk_loses_nothing_and_the_same_command_continues(folder: Path) -> None:
     command = ["run", "mine.py:Greeting", "--set", "count=400", "--file", "run.db"]
 
     def use_up_the_quota() -> None:
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_loses_nothing_and_the_same_command_goes_on(folder: 
 # --- ending
 
 
-def test_the_process_ends_soon_after_its_last_episode_also_with_a_thread_that_hangs_for_an_hour(folder: Path) -> None:
+def test_process_ends_soon_despite_a_thread_that_hangs(folder: Path) -> None:
     done = deltarunner(folder, "run", "mine.py:Hanging", "--file", "run.db")
     assert done.returncode == 0, done.stderr
     assert outcomes(folder / "run.db") == {Outcome.COMPLETED: 7, Outcome.ENV_ERROR: 1}

@@ -116,7 +116,7 @@ EVERYWHERE = [
 
 @pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
 @pytest.mark.parametrize(("environment", "hook", "deed"), sweeps.part(EVERYWHERE, 3))
-async def test_what_goes_wrong_in_an_episode_fails_alone_while_63_siblings_come_out_byte_identical(
+async def test_fault_in_an_episode_fails_alone_beside_63_equal_siblings(
     environment: type[Pupils], hook: str, deed: Deed
 ) -> None:
     suspect = environment(hook, deed)
@@ -133,7 +133,7 @@ async def test_what_goes_wrong_in_a_rollout_fails_alone(deed: Deed) -> None:
 
 
 @each(TOO_LONG_ASYNC)
-async def test_a_rollout_that_takes_too_long_is_cut_by_the_episodes_time_alone(deed: Deed) -> None:
+async def test_slow_rollout_is_cut_by_the_episodes_time_alone(deed: Deed) -> None:
     played, _ = await play(AsyncPupils("rollout", deed), Limits(seconds=400))
     bad = played.pop(BAD)
     assert by_key(played.values()) == await undisturbed(AsyncPupils)
@@ -168,7 +168,7 @@ async def test_a_constructor_that_fails_once_fails_one_episode(deed: Deed) -> No
 
 @pytest.mark.parametrize("hook", HOOKS)
 @each(TOO_LONG_ASYNC)
-async def test_waiting_for_ever_and_swallowing_a_hundred_cancellations_fail_alone(hook: str, deed: Deed) -> None:
+async def test_endless_wait_and_swallowed_cancellations_fail_alone(hook: str, deed: Deed) -> None:
     suspect = AsyncPupils(hook, deed)
     played, faults = await play(suspect)
     await assert_fails_alone(played, faults, suspect)
@@ -176,7 +176,7 @@ async def test_waiting_for_ever_and_swallowing_a_hundred_cancellations_fail_alon
 
 @pytest.mark.parametrize("hook", HOOKS)
 @each(TOO_LONG_SYNC)
-async def test_hanging_in_sync_code_fails_alone_and_its_thread_is_left_behind(hook: str, deed: Deed) -> None:
+async def test_hang_in_sync_code_fails_alone_and_abandons_its_thread(hook: str, deed: Deed) -> None:
     suspect = SyncPupils(hook, deed)
     played, faults = await play(suspect)
     await assert_fails_alone(played, faults, suspect)

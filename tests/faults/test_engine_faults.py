@@ -54,7 +54,7 @@ async def read(run: Run, into: list[Trajectory]) -> None:
 
 
 @pytest.mark.parametrize("environment", [SyncPupils, AsyncPupils])
-async def test_engine_death_ends_every_episode_in_flight_with_one_cause_and_keeps_what_was_finished(
+async def test_engine_death_ends_all_episodes_and_keeps_finished_ones(
     tmp_path: Path, environment: type[Pupils]
 ) -> None:
     file = tmp_path / "run.db"
@@ -80,7 +80,7 @@ async def test_engine_death_ends_every_episode_in_flight_with_one_cause_and_keep
         assert not run_file.complete
 
 
-async def test_after_engine_death_the_same_run_on_a_new_engine_completes_exactly_the_rest(tmp_path: Path) -> None:
+async def test_after_engine_death_the_same_run_completes_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
     dying = ScriptedEngine(speak, faults={60: Fault.death(at=3)})
     played, _ = await play_until_death(Run(AsyncPupils(), dying, file=file, concurrency=Concurrency(episodes=16)))
@@ -111,7 +111,7 @@ class Silent(Environment):
         return True
 
 
-async def test_engine_death_is_noticed_while_no_episode_asks_the_engine_for_anything() -> None:
+async def test_engine_death_is_noticed_while_the_engine_is_idle() -> None:
     class AllSilent(Silent):
         waiting = 0
 
@@ -151,7 +151,7 @@ async def test_a_rejected_request_hurts_only_its_episode() -> None:
     assert "too odd" in bad["error"]
 
 
-async def test_a_stalled_request_is_an_engine_error_of_its_episode_and_is_played_again() -> None:
+async def test_stalled_request_is_an_engine_error_and_is_played_again() -> None:
     stalls = iter([Fault.stall(at=2)])
 
     def stalls_once(call: ModelCall) -> Fault | None:

@@ -46,7 +46,7 @@ def finished(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", sweeps.part(range(2), 2))
-def test_kill_9_loses_no_announced_episode_and_resuming_completes_exactly_the_rest(tmp_path: Path, seed: int) -> None:
+def test_kill_9_loses_no_announced_episode_and_resume_completes(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     file = tmp_path / "run.db"
     announced: list[bytes] = []

@@ -61,7 +61,7 @@ async def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     assert sizes[EPISODES] - sizes[EPISODES // 2] < GROWTH
 
 
-async def test_no_more_trajectories_live_than_episodes_are_in_flight_or_wait_to_be_read() -> None:
+async def test_live_trajectories_are_bounded_by_episodes_in_flight() -> None:
     def living() -> int:
         return sum(type(thing) is Trajectory for thing in gc.get_objects())
 

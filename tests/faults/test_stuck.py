@@ -64,7 +64,7 @@ def doing(run: Run) -> set[str]:
     return {play.activity for play in run.plays}
 
 
-async def test_no_event_in_the_whole_run_for_10_minutes_names_who_waits_for_what_and_ends_the_run(
+async def test_ten_minutes_without_an_event_end_the_run_and_name_waits(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "run.db"

@@ -55,7 +55,7 @@ class Hearing:
 
 @pytest.mark.parametrize("deed", [raises, exits, recurses])
 @pytest.mark.parametrize("source", [synchronous, asynchronous, Hearing])
-async def test_a_source_that_fails_ends_the_run_with_one_error_and_keeps_what_was_finished(
+async def test_failing_source_ends_the_run_and_keeps_finished_episodes(
     tmp_path: Path, source: Callable[[Any], Any], deed: Callable[[], Any]
 ) -> None:
     file = tmp_path / "run.db"
@@ -83,7 +83,7 @@ async def cancelled() -> None:
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_tasks_that_let_out_a_cancellation_end_the_run_with_its_reason(anyio_backend: str) -> None:
+async def test_tasks_that_raise_a_cancellation_end_the_run_with_its_reason(anyio_backend: str) -> None:
     class Cut(Plain):
         async def tasks(self) -> AsyncIterator[Task]:  # type: ignore[override]  # of the other colour
             yield Task(id="a", prompt="x")
@@ -96,7 +96,7 @@ async def test_tasks_that_let_out_a_cancellation_end_the_run_with_its_reason(any
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_source_that_lets_out_a_cancellation_when_it_hears_ends_the_run(anyio_backend: str) -> None:
+async def test_source_that_raises_a_cancellation_ends_the_run(anyio_backend: str) -> None:
     class Source(list[Task]):
         async def finished(self, trajectory: Any) -> None:
             await cancelled()

@@ -57,7 +57,7 @@ async def test_two_runs_on_one_loop_do_not_touch_each_other(shared: bool) -> Non
     assert together == alone
 
 
-async def test_a_run_that_fails_or_is_left_early_does_not_touch_the_one_beside_it() -> None:
+async def test_failing_run_does_not_affect_the_one_beside_it() -> None:
     alone: dict[Any, Any] = {}
     await results(Run(AsyncPupils(), ScriptedEngine(speak)), alone)
     beside: dict[Any, Any] = {}

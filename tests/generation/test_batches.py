@@ -48,7 +48,7 @@ def _is_list(values: object) -> bool:
     return isinstance(values, list)
 
 
-async def test_log_probabilities_and_weight_versions_stand_where_their_ids_do() -> None:
+async def test_log_probabilities_and_versions_are_aligned_with_ids() -> None:
     async with generating() as (generation, engine):
         output = await generation.generate(padded(["ab", "cde", "f"]))
     for row, prompt in enumerate(("ab", "cde", "f")):
@@ -125,7 +125,7 @@ async def test_stop_strings_of_configuration_and_sample_are_merged(chunks: Any) 
     assert asked["b"] == asked["c"] == ("! f", "fi")
 
 
-async def test_ids_up_to_the_one_that_completes_a_stop_string_are_kept_though_it_says_more() -> None:
+async def test_ids_up_to_the_end_of_a_stop_string_are_kept() -> None:
     tokenizer = ByteTokenizer(added_tokens=["bZ"])
     more = tokenizer.token_id("bZ")
     async with generating("xxabZyy", {"stop_strings": ["ab"]}, tokenizer=tokenizer, chunks="whole") as (
@@ -161,7 +161,7 @@ def drawn(asked: ModelCall) -> str:
     return str(asked.rng.random())
 
 
-async def test_with_a_seed_samples_do_not_depend_on_how_many_are_sampled_at_once() -> None:
+async def test_samples_with_a_seed_do_not_depend_on_the_number_of_rows() -> None:
     said = []
     for places in (1, 4, 64):
         async with generating(drawn, {"seed": 5}, places=places, latency=Latency(jitter=3)) as (generation, _):
@@ -188,7 +188,7 @@ async def test_a_seed_of_the_batch_counts_whatever_was_generated_before() -> Non
 # --- room
 
 
-async def test_a_row_without_room_for_a_single_id_comes_back_as_it_is_and_is_not_truncated() -> None:
+async def test_row_without_room_returns_unchanged_and_not_truncated() -> None:
     prompts = ["abc", "x" * 8, "y" * 9, "z" * 7]
     async with generating(lambda _: "much too long", context=8) as (generation, engine):
         output = await generation.generate(padded(prompts))
@@ -244,7 +244,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_bad_batch_is_one_error_that_names_the_row_and_nothing_is_sampled(batch: Any, message: str) -> None:
+async def test_bad_batch_is_one_error_that_names_the_row(batch: Any, message: str) -> None:
     async with generating() as (generation, engine):
         with pytest.raises(BadBatch, match=message):
             generation.generate_async(batch)
@@ -277,7 +277,7 @@ async def test_further_keys_of_a_trainer_are_not_read() -> None:
     assert texts_of(output) == ["ABC", "DE"]
 
 
-async def test_what_the_caller_does_to_its_tensors_afterwards_changes_nothing() -> None:
+async def test_later_changes_of_the_callers_tensors_have_no_effect() -> None:
     batch = padded(["ab", "c"], kind="torch")
     async with generating() as (generation, _), generation.generate_async(batch) as results:
         batch["input_ids"].zero_()
@@ -288,7 +288,7 @@ async def test_what_the_caller_does_to_its_tensors_afterwards_changes_nothing() 
 # --- faults
 
 
-async def test_a_row_that_the_engine_failed_is_sampled_again_with_the_same_seed() -> None:
+async def test_row_failed_by_the_engine_is_sampled_again_with_its_seed() -> None:
     faults = {0: Fault.error(at=1), 2: Fault.error(), 3: Fault.error(at=2)}
     async with generating(drawn, {"seed": 1}, faults=faults, places=1) as (generation, engine):
         output = await generation.generate(padded(["a", "b", "c"]))
@@ -302,7 +302,7 @@ def of(prompt: str, fault: Fault) -> Any:
     return lambda asked: fault if asked.prompt == prompt else None
 
 
-async def test_a_row_that_fails_for_good_is_named_and_takes_no_other_with_it() -> None:
+async def test_row_that_fails_for_good_is_named_and_fails_alone() -> None:
     batch = padded(["a", "b", "c"])
     async with generating(faults=of("b", Fault.error(message="no memory")), retries=1) as (generation, engine):
         with pytest.raises(EngineError, match=r"row 1: the engine failed: no memory"):
@@ -345,7 +345,7 @@ async def test_an_engine_that_falls_silent_has_failed() -> None:
         assert engine.stats().open == 0
 
 
-async def test_what_a_function_that_plays_the_model_raises_reaches_who_asked() -> None:
+async def test_error_of_a_function_that_plays_the_model_is_raised() -> None:
     def broken(_: ModelCall) -> str:
         raise ZeroDivisionError("in the script")
 

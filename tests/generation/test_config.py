@@ -104,7 +104,7 @@ def test_top_k_is_off_as_nemo_rl_writes_it(value: int | None) -> None:
     ],
     ids=str,
 )
-def test_a_configuration_that_cannot_be_is_refused_by_its_key_with_the_fix(config: Any, message: str) -> None:
+def test_invalid_configuration_is_refused_by_its_key_with_the_fix(config: Any, message: str) -> None:
     with pytest.raises(BadOption, match=message):
         Generation(ScriptedEngine("unused"), config)
 
@@ -123,7 +123,7 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], message: s
 
 
 @pytest.mark.anyio
-async def test_a_stop_id_of_another_tokenizer_is_refused_when_the_vocabulary_is_known() -> None:
+async def test_stop_id_of_another_tokenizer_is_refused() -> None:
     generation = Generation(ScriptedEngine("unused"), {"stop_token_ids": [10, 151645]})
     with pytest.raises(
         BadOption, match=r"config\['stop_token_ids'\]: 151645 is not an id .* vocabulary of 259: .* tokenizer"

@@ -65,7 +65,7 @@ async def watched(config: Any, **settings: Any) -> AsyncIterator[tuple[Generatio
         assert_nothing_open(engine)
 
 
-async def test_a_colocated_engine_sleeps_between_phases_and_forgets_its_cache() -> None:
+async def test_colocated_engine_sleeps_between_phases_and_clears_its_cache() -> None:
     async with watched(COLOCATED) as (generation, engine):
         for _ in range(2):
             assert await generation.prepare_for_generation()
@@ -114,7 +114,7 @@ async def test_a_part_that_no_engine_has_is_refused() -> None:
             await generation.prepare_for_generation(["cache"])
 
 
-async def test_a_batch_for_an_engine_that_sleeps_is_refused_and_not_waited_for() -> None:
+async def test_batch_for_a_sleeping_engine_is_refused() -> None:
     async with watched(COLOCATED) as (generation, engine):
         await generation.finish_generation()
         for generate in (generation.generate(BATCH), generation.generate_text({"prompts": ["a"]})):
@@ -147,7 +147,7 @@ async def in_flight(
         yield said
 
 
-async def test_rows_in_flight_when_the_engine_goes_to_sleep_are_sampled_anew_and_none_is_lost() -> None:
+async def test_rows_in_flight_at_sleep_are_sampled_again_without_loss() -> None:
     batch = padded(["a long prompt", "b", "another one"])
     async with watched(COLOCATED | {"seed": 3}, latency=SLOWLY, chunks=1, places=2) as (generation, engine):
         async with in_flight(generation, engine, batch, ids=5) as said:

@@ -232,7 +232,7 @@ async def test_results_that_nobody_holds_any_more_are_ended_without_a_block(leav
         assert len(aborted) == len(engine.calls) - 1
 
 
-async def test_results_that_are_held_end_with_the_block_of_the_generation_and_say_so() -> None:
+async def test_held_results_end_with_the_generation_and_say_so() -> None:
     async with ScriptedEngine(loudly, faults=silent_but_first) as engine:
         async with Generation(engine) as generation:
             results = generation.generate_async(BATCH)
@@ -244,7 +244,7 @@ async def test_results_that_are_held_end_with_the_block_of_the_generation_and_sa
             await anext(results)
 
 
-async def test_rows_that_were_ready_when_the_block_was_left_can_still_be_had() -> None:
+async def test_rows_ready_at_the_end_of_the_block_can_still_be_read() -> None:
     async with Generation(ScriptedEngine(in_turn)) as generation:
         results = generation.generate_async(BATCH)
         await anext(results)
@@ -258,7 +258,7 @@ async def boom_in_a_generation(engine: ScriptedEngine) -> None:
         raise Boom
 
 
-async def test_an_exception_that_leaves_the_block_of_the_generation_is_not_wrapped() -> None:
+async def test_exception_that_leaves_the_generation_is_not_wrapped() -> None:
     async with ScriptedEngine(loudly, faults=silent_but_first) as engine:
         with pytest.raises(Boom):
             await boom_in_a_generation(engine)

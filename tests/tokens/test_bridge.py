@@ -30,7 +30,7 @@ def test_two_trailing_stops_leave_one_newline(made: Bridger) -> None:
     assert text.startswith("\n<|im_start|>user\n")
 
 
-def test_a_close_written_before_another_stop_is_seen_behind_a_call_too(made: Bridger) -> None:
+def test_close_before_another_stop_is_seen_after_a_call_too(made: Bridger) -> None:
     text, _ = answer(made, "[add(a=1, b=2)]<|im_end|>\n", "<|endoftext|>", says("", {"a": 1, "b": 2}), result("3"))
     assert text.startswith(("<|im_start|>tool\n3", "<|im_start|>user\n<tool_response>\n3"))
 
@@ -96,7 +96,7 @@ def test_a_turn_that_was_cut_gets_the_whole_close_masked(made: Bridger) -> None:
     assert bridge.junction.seam is Seam.SPECIAL
 
 
-def test_a_turn_cut_after_a_complete_call_gets_the_close_and_no_part_of_a_call(made: Bridger) -> None:
+def test_turn_cut_after_a_complete_call_gets_only_the_close(made: Bridger) -> None:
     text, bridge = answer(made, "[add(a=1, b=2)] and", None, says("", {"a": 1, "b": 2}), result("3"))
     assert text.startswith(("<|im_end|>\n<|im_start|>tool\n3", "<|im_end|>\n<|im_start|>user\n<tool_response>\n3"))
     assert bridge.junction.close is Close.MASKED
@@ -158,7 +158,7 @@ def test_several_stop_ids_are_each_anchored_where_they_stand() -> None:
     assert shown == "<|im_start|>tool\n3<|eot|><|im_start|>assistant\n"
 
 
-def test_a_stop_of_another_kind_of_turn_stands_where_the_templates_own_would() -> None:
+def test_stop_of_another_kind_of_turn_replaces_the_templates() -> None:
     body = "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}"
     text = chatml(close="", body=body + "{{ '<|eom|>' if m.tool_calls else '<|eot|>' }}")
     made = bridger(text, ByteTokenizer(["<|eot|>", "<|eom|>"]), stops=["<|eot|>", "<|eom|>"])
@@ -168,7 +168,7 @@ def test_a_stop_of_another_kind_of_turn_stands_where_the_templates_own_would() -
 
 
 @pytest.mark.parametrize("content", ["And twice that?", "<|endoftext|> is the end"])
-def test_a_stop_that_the_template_never_writes_stands_where_its_close_would(content: str) -> None:
+def test_stop_that_the_template_never_writes_replaces_its_close(content: str) -> None:
     made = bridger(chatml(), stops=["<|im_end|>", "<|endoftext|>"])
     text, bridge = answer(made, "42", "<|endoftext|>", says("42"), {"role": "user", "content": content})
     assert text == f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
@@ -192,7 +192,7 @@ RETURNS = chatml(
 )
 
 
-def test_a_close_that_history_writes_otherwise_is_not_written_behind_the_sampled_stop() -> None:
+def test_close_of_history_is_not_added_after_the_sampled_stop() -> None:
     made = bridger(RETURNS, ByteTokenizer(["<|return|>", "<|end|>"]), stops=["<|return|>"])
     text, bridge = answer(made, "42", "<|return|>", says("42"), MORE)
     assert text == "<|im_start|>user\nAnd twice that?<|end|><|im_start|>assistant\n"
@@ -226,7 +226,7 @@ def test_whatever_a_message_says_the_bridge_is_the_templates_own(made: Bridger, 
     assert bridge.junction.anchor is Anchor.STOP
 
 
-def test_reasoning_that_the_template_strips_from_history_does_not_matter() -> None:
+def test_reasoning_stripped_from_history_does_not_matter() -> None:
     # As Qwen3's: reasoning is shown until a user follows.
     body = (
         "{% if m.reasoning_content and messages[-1].role != 'user' %}<think>{{ m.reasoning_content }}"
@@ -237,7 +237,7 @@ def test_reasoning_that_the_template_strips_from_history_does_not_matter() -> No
     assert text == "\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_words_that_the_template_writes_twice_within_the_turn_do_not_matter() -> None:
+def test_words_written_twice_within_the_turn_do_not_matter() -> None:
     made = bridger(chatml(body="{{ m.content }}{{ ' (' + m.content + ')' if m.role == 'assistant' }}"))
     text, _ = answer(made, "42", "<|im_end|>", says("42"), MORE)
     assert text == "\n<|im_start|>user\nAnd twice that?<|im_end|>\n<|im_start|>assistant\n"
@@ -257,7 +257,7 @@ def test_content_that_the_template_trims_or_escapes_is_seen() -> None:
     assert '\n"  é said \\"no\\"\\n"<|im_end|>' in escaped
 
 
-def test_the_sentinel_is_in_no_message_and_the_same_for_the_same_messages() -> None:
+def test_sentinel_is_in_no_message_and_reproducible() -> None:
     first = absent([QUESTION])
     assert first.isalnum()
     assert first.isascii()
@@ -327,7 +327,7 @@ def test_a_control_token_further_on_makes_no_seam_special(vocabulary: Vocabulary
     assert bridge.junction.seam is Seam.UNVERIFIED, "the letter may merge with the cat"
 
 
-def test_a_turn_cut_before_its_first_id_has_a_known_seam_only_next_to_a_control_token(
+def test_turn_cut_before_its_first_id_has_a_seam_at_control_tokens(
     vocabulary: VocabularyTokenizer,
 ) -> None:
     history = [QUESTION, says("")]

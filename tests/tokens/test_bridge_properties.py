@@ -98,9 +98,7 @@ def spoken(renderer: Renderer, history: Sequence[Message], turn: Message, tools:
 @pytest.mark.parametrize("ids", ["canonical", "split"])
 @settings(max_examples=sweeps.times(60, 20), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_prompts_extend_what_was_sampled_and_read_as_the_template_renders(
-    made: Bridger, ids: str, data: st.DataObject
-) -> None:
+def test_prompts_extend_samples_and_equal_the_templates_text(made: Bridger, ids: str, data: st.DataObject) -> None:
     conversation = data.draw(conversations())
     messages, tools, tokenizer, stop = conversation.first, conversation.tools, made.tokenizer, made.tokenizer.eos_id
     assert stop is not None

@@ -36,14 +36,14 @@ def test_a_template_that_gives_no_exact_bridge_is_refused_by_name(name: str) -> 
     assert caught.value.explanation in str(caught.value)
 
 
-def test_a_first_prompt_that_asks_for_nothing_or_raises_is_refused_by_name() -> None:
+def test_first_prompt_without_a_request_is_refused_by_name() -> None:
     with pytest.raises(Unbridgeable, match="generation_prompt_missing"):
         bridger(REFUSALS["generation_prompt_missing"]).first_prompt([QUESTION])
     with pytest.raises(Unbridgeable, match=r"template_raises: .*no tools"):
         bridger(REFUSALS["template_raises"]).first_prompt([QUESTION, result("3")])
 
 
-def test_a_template_that_announces_an_empty_content_is_bridged_all_the_same() -> None:
+def test_template_that_announces_an_empty_content_is_bridged() -> None:
     body = "{{ '[empty]' if not m.content }}{{ m.content }}"
     text, _ = answer(bridger(chatml(body=body)), "x", "<|im_end|>", says("x"), result(""))
     assert text == "\n<|im_start|>tool\n[empty]<|im_end|>\n<|im_start|>assistant\n"
@@ -52,7 +52,7 @@ def test_a_template_that_announces_an_empty_content_is_bridged_all_the_same() ->
     assert text == "\n<|im_start|>no tool\n<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_turn_cut_after_a_call_is_closed_as_a_turn_without_calls_would_be() -> None:
+def test_turn_cut_after_a_call_is_closed_as_one_without_calls() -> None:
     made = Bridger(ByteTokenizer(), ChatTemplate.load("pythonic").renderer(), [])
     text, bridge = answer(made, "[add(a=1)] and", None, says("", {"a": 1}), result("3"))
     assert text == "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
@@ -71,7 +71,7 @@ THINKS = chatml(
 )
 
 
-def test_a_turn_cut_inside_its_reasoning_is_refused_unless_it_may_be_closed() -> None:
+def test_turn_cut_inside_its_reasoning_is_refused_by_default() -> None:
     tokenizer = ByteTokenizer()
     sampled = tokenizer.encode("<think>\nCarry the")
     history, stops = [QUESTION, says("", reasoning="Carry the")], tokenizer.encode("<|im_end|>")
@@ -116,7 +116,7 @@ REMEMBERS = {
 
 
 @pytest.mark.parametrize("remark", ["in capitals", "its length", "its beginning"])
-def test_a_template_that_remarks_on_the_last_turn_behind_it_is_refused_by_name(remark: str) -> None:
+def test_template_that_comments_on_the_last_turn_is_refused_by_name(remark: str) -> None:
     made = bridger(chatml().replace("{% if add_generation_prompt", REMEMBERS[remark] + "{% if add_generation_prompt"))
     with pytest.raises(Unbridgeable, match="marker_in_tail"):
         answer(made, "42", "<|im_end|>", says("42"), MORE)
@@ -140,7 +140,7 @@ def test_a_template_that_opens_the_answer_twice_is_refused_by_name(opener: str) 
 
 
 @pytest.mark.parametrize("role", ["system", "user"])
-def test_a_switch_that_the_template_takes_out_of_a_message_hides_nothing(role: str) -> None:
+def test_switch_removed_by_the_template_hides_nothing(role: str) -> None:
     made = bridger(chatml(body="{{ m.content | replace('/no_think', '') }}"))
     message: Any = {"role": role, "content": "You help. /no_think"}
     prompt = made.tokenizer.decode(made.first_prompt([message, QUESTION]))
@@ -149,7 +149,7 @@ def test_a_switch_that_the_template_takes_out_of_a_message_hides_nothing(role: s
     assert text == "\n<|im_start|>user\nMore. <|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_switch_in_an_earlier_message_is_looked_for_in_the_whole_history() -> None:
+def test_switch_in_an_earlier_message_is_searched_in_all_history() -> None:
     text = chatml() + (
         "{% for m in messages if '/no_think' in m.content %}{% if loop.first and add_generation_prompt %}"
         "{{ '<think></think>' }}{% endif %}{% endfor %}"
@@ -174,7 +174,7 @@ def test_a_first_message_that_the_template_hides_is_named() -> None:
         made.first_prompt([{"role": "system", "content": "You help."}, QUESTION])
 
 
-def test_a_message_of_nothing_but_a_switch_is_not_hidden_where_the_template_takes_the_switch_out() -> None:
+def test_message_of_only_a_switch_is_not_hidden() -> None:
     made = bridger(chatml(body="{{ m.content | replace('/no_think', '') }}"))
     only: Message = {"role": "system", "content": "/no_think"}
     assert made.tokenizer.decode(made.first_prompt([only, QUESTION])).startswith("<|im_start|>system\n<|im_end|>\n")

@@ -148,7 +148,7 @@ async def test_two_tool_results_of_an_episode_share_one_block() -> None:
 # --- templates that rewrite the past
 
 
-def test_reasoning_that_qwen3_strips_at_the_next_user_turn_stays_as_it_was_sampled() -> None:
+def test_reasoning_stripped_by_qwen3_later_stays_as_sampled() -> None:
     # slime #2213
     made = model("qwen3")
     turns = [
@@ -191,7 +191,7 @@ async def test_an_episode_keeps_the_reasoning_that_qwen3_would_strip() -> None:
 # --- an open <think> in the prompt
 
 
-def test_a_newline_sampled_behind_an_open_think_does_not_fuse_with_the_prompts() -> None:
+def test_newline_sampled_after_an_open_think_does_not_merge() -> None:
     # tinker #877
     made = model("qwen3-thinking")
     prompt = list(made.bridger().first_prompt([QUESTION], [ADD]))
@@ -234,7 +234,7 @@ THINKS = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", THINKS)
-async def test_a_turn_cut_inside_its_reasoning_ends_the_episode_at_every_cut(name: str) -> None:
+async def test_turn_cut_inside_its_reasoning_ends_the_episode(name: str) -> None:
     # renderers #139
     made = model(name)
     ids = made.tokenizer.encode(THINKS[name])
@@ -259,7 +259,7 @@ async def test_a_turn_cut_inside_its_reasoning_ends_the_episode_at_every_cut(nam
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-thinking", "qwen3.6"])
-async def test_a_turn_cut_inside_its_reasoning_is_closed_as_masked_context_where_that_is_wanted(name: str) -> None:
+async def test_turn_cut_inside_its_reasoning_can_be_closed_as_masked(name: str) -> None:
     # renderers #139
     made = model(name)
     cut = made.tokenizer.encode(THINKS[name].partition(" one")[0])
@@ -287,7 +287,7 @@ def test_a_turn_that_ended_by_length_gets_its_close_masked(name: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "gpt-oss", "llama-3.2", "gemma-4"])
-async def test_a_turn_that_ended_by_length_and_one_that_goes_on_are_told_apart(name: str) -> None:
+async def test_turn_that_ended_by_length_differs_from_a_continued_one(name: str) -> None:
     async def talk(conversation: Conversation) -> None:
         first = await conversation.generate(sampling=Sampling(max_tokens=2))
         assert (first.finish, first.stop) == (FinishReason.LENGTH, "max_tokens")

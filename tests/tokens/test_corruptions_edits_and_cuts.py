@@ -43,7 +43,7 @@ EDITS = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "llama-3.1", "devstral"])
 @pytest.mark.parametrize("kind", EDITS)
-async def test_a_history_that_a_harness_changes_is_rendered_anew_and_never_joined(name: str, kind: str) -> None:
+async def test_history_changed_by_a_harness_is_rendered_again(name: str, kind: str) -> None:
     edit: Any = EDITS[kind]
     asked: list[Message] = []
 
@@ -100,7 +100,7 @@ def test_a_shrunk_history_is_told_from_one_that_is_asked_again() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_turn_that_is_asked_again_starts_from_the_very_ids_of_its_prompt() -> None:
+async def test_repeated_turn_starts_from_the_same_prompt_ids() -> None:
     made = model("qwen3")
     newline = made.tokenizer.encode("\n")
 
@@ -156,9 +156,7 @@ async def test_a_stop_string_cuts_the_text_and_not_the_ids(name: str, chunks: An
 
 @pytest.mark.parametrize("behind", ["\n", "\n\n", " \n", "\n<"])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_a_turn_cut_behind_a_call_and_white_space_does_not_get_the_end_of_the_call_again(
-    name: str, behind: str
-) -> None:
+def test_turn_cut_after_a_call_and_space_gets_no_second_call_end(name: str, behind: str) -> None:
     made = model(name)
     said = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
     history = [QUESTION, says("", called({"a": 17, "b": 25}))]
@@ -167,7 +165,7 @@ def test_a_turn_cut_behind_a_call_and_white_space_does_not_get_the_end_of_the_ca
 
 
 @pytest.mark.parametrize("lost", ["\x1d", "\x1d\x1d x", "\x1d words"])
-def test_white_space_that_a_vocabulary_cannot_write_is_refused_by_name(lost: str) -> None:
+def test_unwritable_white_space_of_a_vocabulary_is_refused_by_name(lost: str) -> None:
     made = model("smollm2")
     assert "\x1d" not in made.tokenizer.decode(made.tokenizer.encode(lost))
     with pytest.raises(Unbridgeable) as caught:
@@ -251,9 +249,7 @@ TWO = [
 
 
 @pytest.mark.parametrize(("name", "close", "stop"), TWO)
-def test_a_close_and_then_another_stop_are_kept_and_the_close_is_not_written_again(
-    name: str, close: str, stop: str
-) -> None:
+def test_close_and_another_stop_are_kept_without_a_second_close(name: str, close: str, stop: str) -> None:
     made = model(name)
     sampled = made.sampled(f"42{close}", stop)
     text, bridge = made.after(sampled, [QUESTION, says("42")], MORE)
@@ -297,7 +293,7 @@ def test_a_turn_that_a_template_hides_is_refused_by_name() -> None:
         assert caught.value.property == "no_sentinel"
 
 
-def test_a_template_that_wants_calls_with_null_content_and_text_arguments_is_given_both() -> None:
+def test_template_gets_null_content_and_text_arguments_if_it_needs() -> None:
     made = model("deepseek-v3")
     wide, bar = "\uff5c", "\u2581"
     shown = made.render([QUESTION, says("", SUM)], generation_prompt=False)

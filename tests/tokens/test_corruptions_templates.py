@@ -60,9 +60,7 @@ def anyio_backend() -> str:
         (None, Anchor.NONE, Close.MASKED),
     ],
 )
-def test_gpt_oss_history_writes_end_for_return_and_neither_is_written_twice(
-    stop: str | None, anchor: Anchor, close: Close
-) -> None:
+def test_gpt_oss_end_for_return_is_not_written_twice(stop: str | None, anchor: Anchor, close: Close) -> None:
     made = model("gpt-oss")
     said = "<|channel|>analysis<|message|>Carry.<|end|><|start|>assistant<|channel|>final<|message|>42"
     history = [QUESTION, says("42")]
@@ -174,7 +172,7 @@ def test_a_system_message_that_moves_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_follows_a_system_message_that_moves_and_says_so_at_its_start() -> None:
+async def test_run_follows_a_moving_system_message_and_says_so() -> None:
     class Told(Plain):
         system_prompt = "Be brief."
 
@@ -195,7 +193,7 @@ async def test_a_run_follows_a_system_message_that_moves_and_says_so_at_its_star
 # --- Gemma 4
 
 
-def test_gemma_stops_with_the_opener_of_the_result_which_names_the_tool() -> None:
+def test_gemma_stops_with_the_result_opener_that_names_the_tool() -> None:
     made = model("gemma-4")
     said = "<|tool_call>call:add{a:17,b:25}<tool_call|>"
     text, bridge = made.after(made.sampled(said, "<|tool_response>"), [QUESTION, says("", SUM)], result("42"))
@@ -209,7 +207,7 @@ def test_gemma_stops_with_the_opener_of_the_result_which_names_the_tool() -> Non
     assert text.startswith("response:subtract{")
 
 
-def test_gemma_cut_behind_its_call_gets_the_opener_of_the_result_masked() -> None:
+def test_gemma_cut_after_its_call_gets_the_result_opener_masked() -> None:
     made = model("gemma-4")
     sampled = made.sampled("<|tool_call>call:add{a:17,b:25}<tool_call|>", None)
     text, bridge = made.after(sampled, [QUESTION, says("", SUM)], result("42"), cut=True)
@@ -217,7 +215,7 @@ def test_gemma_cut_behind_its_call_gets_the_opener_of_the_result_masked() -> Non
     assert bridge.junction.close is Close.MASKED
 
 
-def test_gemma_turn_ended_before_its_result_was_opened_is_refused_by_name() -> None:
+def test_gemma_turn_without_a_result_opener_is_refused_by_name() -> None:
     made = model("gemma-4")
     sampled = made.sampled("<|tool_call>call:add{a:17,b:25}<tool_call|>", "<turn|>")
     with pytest.raises(Unbridgeable) as caught:
@@ -225,7 +223,7 @@ def test_gemma_turn_ended_before_its_result_was_opened_is_refused_by_name() -> N
     assert caught.value.property == "stop_not_in_tail"
 
 
-def test_gemma_turn_that_opened_a_result_where_a_user_speaks_is_refused_by_name() -> None:
+def test_gemma_result_opener_before_a_user_is_refused_by_name() -> None:
     made = model("gemma-4")
     with pytest.raises(Unbridgeable) as caught:
         made.after(made.sampled("42", "<|tool_response>"), [QUESTION, says("42")], MORE)
@@ -277,7 +275,7 @@ def test_no_empty_think_block_is_put_into_a_turn_that_had_none() -> None:
     assert "think" not in text
 
 
-def test_an_empty_think_block_of_the_prompt_stands_there_once_at_each_turn() -> None:
+def test_empty_think_block_of_the_prompt_occurs_once_per_turn() -> None:
     # SkyRL #438, with enable_thinking=False: the block is the prompt's, with mask 0.
     made = model("qwen3", enable_thinking=False)
     block = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -293,7 +291,7 @@ def test_an_empty_think_block_of_the_prompt_stands_there_once_at_each_turn() -> 
 @pytest.mark.parametrize(
     ("name", "words"), [("qwen2.5", "You are Qwen"), ("mistral-small", "You are Mistral"), ("smollm2", "named SmolLM")]
 )
-def test_a_default_system_prompt_is_in_the_first_prompt_once_and_in_no_bridge(name: str, words: str) -> None:
+def test_default_system_prompt_is_in_the_first_prompt_only(name: str, words: str) -> None:
     # verl #6501
     made, stop = model(name), FAMILIES[name].stops[0]
     first = made.tokenizer.decode(made.bridger().first_prompt([QUESTION]))
@@ -405,7 +403,7 @@ def test_a_template_exists_that_takes_an_empty_list_for_tools() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("finish", ["length", "stop"])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-async def test_an_unterminated_call_block_stays_as_it_was_sampled_and_is_no_call(name: str, finish: Any) -> None:
+async def test_unterminated_call_block_stays_as_sampled_and_is_no_call(name: str, finish: Any) -> None:
     class Tools(Plain):
         @tool
         def add(self, a: int, b: int) -> int:

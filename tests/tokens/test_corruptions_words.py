@@ -93,7 +93,7 @@ async def test_how_a_call_is_spelled_stays_as_it_was_sampled(kind: str) -> None:
         assert said not in again, "the template writes it in the same way, so nothing is shown here"
 
 
-def test_a_false_that_the_template_writes_as_python_does_stays_as_it_was_sampled() -> None:
+def test_python_false_of_a_template_stays_as_sampled() -> None:
     # Half of all rollouts of one run: the model wrote false, and history said False.
     made = model("qwen3-coder")
     turn = says("", called({"a": 17, "b": False}))
@@ -108,7 +108,7 @@ def test_a_false_that_the_template_writes_as_python_does_stays_as_it_was_sampled
 
 
 @pytest.mark.anyio
-async def test_an_episode_with_a_call_of_false_is_one_segment_with_what_was_sampled() -> None:
+async def test_episode_with_a_call_of_false_is_one_segment() -> None:
     # Half of all rollouts of one run: the model wrote false, and history said False.
     class Flags(Plain):
         @tool
@@ -170,7 +170,7 @@ async def test_an_episode_keeps_ids_that_encoding_would_merge(name: str) -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("chunks", [1, 2, "whole"])
-async def test_a_character_split_over_deltas_is_whole_in_the_text_and_split_in_the_ids(chunks: Any) -> None:
+async def test_character_split_over_deltas_is_whole_in_the_text(chunks: Any) -> None:
     made = model("qwen3")
     said = "👩‍👩‍👧 ꙮ 𓂀 é ﷽"
     ids = made.tokenizer.encode(said)
@@ -274,7 +274,7 @@ OTHER_STOPS = [
 
 
 @pytest.mark.parametrize(("name", "stop"), OTHER_STOPS)
-def test_a_stop_that_is_pad_or_another_eos_stands_where_the_templates_close_would(name: str, stop: str) -> None:
+def test_stop_that_is_pad_or_another_eos_replaces_the_close(name: str, stop: str) -> None:
     # TRL #7039, AReaL #846
     made = model(name)
     text, bridge = made.after(made.sampled("42", stop), [QUESTION, says("42")], MORE)
@@ -321,9 +321,7 @@ def first_only() -> VocabularyTokenizer:
 @pytest.mark.parametrize("stop", ["</s>", "<unk>", None], ids=["own", "other", "cut"])
 @pytest.mark.parametrize("scheme", ["first", "every stretch"])
 @pytest.mark.parametrize("name", ["mistralai-Mistral-7B-Instruct-v0.2", "mistralai-Mistral-7B-Instruct-v0.3"])
-def test_a_suffix_encoded_apart_has_the_ids_of_the_whole_on_sentencepiece(
-    name: str, scheme: str, stop: str | None
-) -> None:
+def test_suffix_encoded_apart_equals_the_whole_on_sentencepiece(name: str, scheme: str, stop: str | None) -> None:
     # Miles #1319: a SentencePiece vocabulary writes a space before a text, and a suffix is none.
     tokenizer = first_only() if scheme == "first" else vocabulary("mistral_sentencepiece")
     entry = next(entry for entry in corpus() if entry.name == name)
@@ -365,7 +363,7 @@ async def test_midnight_changes_no_prompt_of_a_run(name: str, monkeypatch: pytes
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("chunks", [1, 2, 5, "whole", (1, 3)])
-async def test_a_delta_of_several_ids_with_the_stop_among_them_ends_at_the_stop(chunks: Any) -> None:
+async def test_delta_with_a_stop_inside_ends_at_the_stop(chunks: Any) -> None:
     # vLLM #28635
     made = model("qwen3")
     ids = [*made.sampled("42", "<|im_end|>"), *made.tokenizer.encode("\nand more")]

@@ -82,7 +82,7 @@ SENTENCEPIECE = words({"type": "Sequence", "decoders": [*FALLBACK, STRIP]})
         st.one_of(st.integers(256, 261).map(lambda i: [i]), st.text("é你🙂", max_size=3).map(str.encode).map(list))
     )
 )
-def test_pieces_joined_are_the_text_of_a_vocabulary_that_is_not_byte_level(words: list[list[int]]) -> None:
+def test_joined_pieces_are_the_text_without_byte_level_vocabulary(words: list[list[int]]) -> None:
     assert SENTENCEPIECE.pieces is None
     assert SENTENCEPIECE.words is not None
     ids = [token_id for word in words for token_id in word]

@@ -38,7 +38,7 @@ def occurrences(made: Bridger, messages: list[Message]) -> int:
 
 @pytest.mark.parametrize("name", ["NVIDIA-Nemotron-Nano-v2", "Neelectric-Ministral-8B-Instruct-2410_SFT_mathv00.01"])
 @pytest.mark.parametrize("said", [f"/no_think {EVIL}", f"Twice {EVIL}", f"{EVIL} /think {EVIL}"])
-def test_control_text_is_told_from_the_templates_whatever_the_template_looks_for(name: str, said: str) -> None:
+def test_control_text_is_distinguished_in_any_template(name: str, said: str) -> None:
     made = public(name)
     messages: list[Message] = [
         {"role": "user", "content": said},
@@ -65,7 +65,7 @@ def test_what_cannot_be_located_is_refused_by_name() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_episode_whose_first_prompt_cannot_be_told_from_control_text_ends_alone() -> None:
+async def test_episode_with_control_text_in_its_first_prompt_ends_alone() -> None:
     async def talk(conversation: Conversation) -> None:
         conversation.add(f"word {EVIL}")
         await conversation.generate()
@@ -77,7 +77,7 @@ async def test_an_episode_whose_first_prompt_cannot_be_told_from_control_text_en
     assert "content_not_located" in trajectory.error
 
 
-def test_a_template_that_counts_letters_still_has_its_contents_located() -> None:
+def test_template_that_counts_letters_has_its_contents_located() -> None:
     made = bridger(COUNTED)
     messages: list[Message] = [{"role": "user", "content": f"word {EVIL} word"}]
     assert occurrences(made, messages) == 1  # the template's own close

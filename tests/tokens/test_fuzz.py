@@ -245,7 +245,7 @@ AS_OFTEN = settings(
 @pytest.mark.parametrize("name", [*BUNDLED, *REAL, *TALK_ONLY])
 @AS_OFTEN
 @given(data=st.data())
-def test_a_bridge_is_the_templates_own_tail_with_no_control_id_of_a_content(name: str, data: st.DataObject) -> None:
+def test_bridge_is_the_templates_tail_without_control_ids_of_content(name: str, data: st.DataObject) -> None:
     own = speaker(name)
     history, new = data.draw(conversations(name))
     said = data.draw(ORDINARY)
@@ -288,7 +288,7 @@ def test_a_first_prompt_is_the_render_with_no_control_id_of_a_content(name: str,
 @pytest.mark.parametrize("name", FORMATS)
 @AS_OFTEN
 @given(data=st.data())
-def test_a_turn_cut_at_any_id_reads_as_the_template_would_have_closed_it(name: str, data: st.DataObject) -> None:
+def test_turn_cut_at_any_id_reads_as_the_template_would_close_it(name: str, data: st.DataObject) -> None:
     own = speaker(name)
     history, new = data.draw(conversations(name))
     turn = history[-1]
@@ -305,7 +305,7 @@ def test_a_turn_cut_at_any_id_reads_as_the_template_would_have_closed_it(name: s
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_cut_at_every_id_get_what_the_model_did_not_write_of_their_end(name: str, count: int) -> None:
+def test_calls_cut_at_every_id_get_the_rest_of_their_end(name: str, count: int) -> None:
     own = speaker(name)
     calls = [called({"a": number, "b": LAST_WORD}, call_id=f"call{number:05}") for number in range(count)]
     past: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -361,9 +361,7 @@ def _read(own: Speaker, text: str) -> tuple[Message, bool]:
 )
 @AS_OFTEN
 @given(data=st.data())
-def test_whatever_was_sampled_the_next_prompt_begins_with_it_or_the_refusal_has_a_name(
-    name: str, data: st.DataObject
-) -> None:
+def test_next_prompt_begins_with_all_samples_or_is_refused_by_name(name: str, data: st.DataObject) -> None:
     # Ids of any kind, control ids among them, ended by any of the stops or by none.
     own = speaker(name)
     history, new = data.draw(conversations(name))

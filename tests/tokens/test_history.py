@@ -67,7 +67,7 @@ def test_anything_but_one_step_back_is_shrunk(length: int) -> None:
     assert (alignment.kind, alignment.index, alignment.appended) == (AlignmentKind.SHRUNK, length, ())
 
 
-def test_a_question_that_was_not_answered_yet_and_is_left_out_is_shrunk() -> None:
+def test_omitted_unanswered_question_is_shrunk() -> None:
     assert compare([*STORED, THANKS], STORED).kind is AlignmentKind.SHRUNK
 
 
@@ -114,7 +114,7 @@ def test_an_edit_is_found_where_it_stands(index: int, changes: Dict) -> None:
     assert len(alignment.appended) == len(STORED) - index
 
 
-def test_a_result_without_a_name_that_answers_another_call_is_an_edit_of_its_call() -> None:
+def test_unnamed_result_of_another_call_is_an_edit_of_its_call() -> None:
     alignment = compare(STORED, [*STORED[:3], result("call00001", "3"), *STORED[4:]])
     assert (alignment.kind, alignment.index) == (AlignmentKind.EDITED, 3)
 

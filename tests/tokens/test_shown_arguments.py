@@ -91,7 +91,7 @@ def test_the_authors_schema_stays_as_it_was() -> None:
     assert json.dumps(kinds()["model of models"]) == before
 
 
-def test_what_is_shown_of_a_tool_does_not_depend_on_the_tools_beside_it() -> None:
+def test_shown_tool_does_not_depend_on_the_tools_beside_it() -> None:
     made = renderer(TYPES)
     several = [kinds()[kind] for kind in ("nested model", "int or str", "str")]
     assert made.shown(several) == [made.shown([tool])[0] for tool in several]

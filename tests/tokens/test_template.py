@@ -94,7 +94,7 @@ def test_pythonic_signature_types_come_from_the_json_schema(
     assert f"\nf(value: {annotation})<|im_end|>" in text
 
 
-def test_pythonic_signature_follows_references_and_stops_at_recursive_ones(pythonic: Renderer) -> None:
+def test_pythonic_signature_follows_references_without_recursion(pythonic: Renderer) -> None:
     tool = function("f", node={"$ref": "#/$defs/Node"})
     node = {"type": "object", "properties": {"value": INTEGER, "next": {"$ref": "#/$defs/Node"}}}
     tool["function"]["parameters"]["$defs"] = {"Node": node}

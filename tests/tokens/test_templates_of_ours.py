@@ -29,7 +29,7 @@ def bridger(template: ChatTemplate, tokenizer: VocabularyTokenizer) -> Bridger:
     return Bridger(tokenizer, named.renderer(), [eos])
 
 
-def test_nemos_own_template_moves_the_tools_and_ours_keeps_them_in_place(tekken: VocabularyTokenizer) -> None:
+def test_nemos_template_moves_the_tools_and_ours_does_not(tekken: VocabularyTokenizer) -> None:
     text = next(entry.text for entry in corpus() if entry.name == "0xA50C1A1-Mistral-Nemo-Instruct-2407-Heretic-v2")
     own = bridger(ChatTemplate(text, name="Mistral-Nemo"), tekken)
     ours = bridger(ChatTemplate.load("mistral_nemo"), tekken)

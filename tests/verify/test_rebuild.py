@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
 @pytest.mark.parametrize("vocabulary", ["bytes", "smollm2"])
-def test_a_file_that_nobody_touched_follows_from_its_messages_and_sampled_ids(
+def test_untouched_file_follows_from_messages_and_sampled_ids(
     tmp_path: Path, template: str, vocabulary: str, demo_model_folder: Path
 ) -> None:
     path = tmp_path / "run.db"
@@ -106,7 +106,7 @@ THINKING = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 
 
-def test_a_turn_that_was_cut_inside_its_reasoning_is_verified_with_what_closed_it(tmp_path: Path) -> None:
+def test_turn_cut_inside_its_reasoning_is_verified_with_its_close(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
 
     async def ponder() -> None:
@@ -176,7 +176,7 @@ EDITS = [(turn_clock, "clock"), (edit_template, "template.text"), (edit_template
 
 
 @pytest.mark.parametrize(("edit", "name"), EDITS, ids=[name for _, name in EDITS])
-def test_a_configuration_that_is_not_the_one_the_run_was_begun_with_is_named(path: Path, edit: Any, name: str) -> None:
+def test_configuration_that_differs_from_the_runs_first_is_named(path: Path, edit: Any, name: str) -> None:
     change_header(path, edit, launches=False)
     told = verdict(path)
     assert (told["verified"], told["exit_code"], told["trajectories"]) == (False, 7, 0)
@@ -188,7 +188,7 @@ def test_a_configuration_that_is_not_the_one_the_run_was_begun_with_is_named(pat
 
 
 @pytest.mark.parametrize(("edit", "name"), EDITS, ids=[name for _, name in EDITS])
-def test_a_configuration_that_was_changed_everywhere_is_found_in_the_prompts(path: Path, edit: Any, name: str) -> None:
+def test_configuration_changed_everywhere_is_found_in_the_prompts(path: Path, edit: Any, name: str) -> None:
     change_header(path, edit, launches=True)
     told = verdict(path)
     agent = "judge" if name.startswith("judge") else "main"
@@ -237,9 +237,7 @@ def test_a_missing_file_and_one_that_is_no_run_file_end_with_7(tmp_path: Path) -
         assert (told["verified"], told["error"]["kind"], told["exit_code"]) == (False, "RunFileError", 7)
 
 
-def test_a_model_that_is_not_here_or_has_another_vocabulary_ends_with_5(
-    tmp_path: Path, demo_model_folder: Path
-) -> None:
+def test_missing_model_or_another_vocabulary_exits_with_5(tmp_path: Path, demo_model_folder: Path) -> None:
     path = tmp_path / "run.db"
     anyio.run(partial(play, tokenizer=load_tokenizer(demo_model_folder)), path, "pythonic")
     other = tmp_path / "other"
@@ -369,9 +367,7 @@ def test_a_turn_that_was_asked_something_else_is_not_played_again(retried: Path)
 
 
 @pytest.mark.anyio
-async def test_what_the_real_engine_played_follows_from_its_messages_and_sampled_ids(
-    engine: VllmEngine, tmp_path: Path
-) -> None:
+async def test_real_episodes_follow_from_messages_and_sampled_ids(engine: VllmEngine, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     async with Run(Calculator(questions=8), engine, sampling=Sampling(max_tokens=64), file=path) as run:
         ids = [trajectory.id async for trajectory in run]

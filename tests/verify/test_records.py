@@ -418,7 +418,7 @@ def test_what_was_changed_is_found_and_named(path: Path, tampering: str) -> None
     assert f"{kind}: {found['explanation']}" in printed.output
 
 
-def test_a_turn_that_ended_by_what_is_not_to_end_one_is_found_also_where_no_prompt_follows(tmp_path: Path) -> None:
+def test_turn_ended_by_a_wrong_stop_is_found_without_a_next_prompt(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
 
     async def once() -> None:
