@@ -1,4 +1,4 @@
-"""Best of n, tree search and retries from the middle, each exact: branches go on from the very ids of a turn."""
+"""Best of n, tree search and retries from the middle: branches continue from the exact ids of a turn."""
 
 import anyio
 
@@ -34,7 +34,7 @@ class BestOfN(Rhymes):
 
 
 class TreeSearch(Rhymes):
-    """A beam of two: each goes on in two ways at once, and the best two stay; every branch is a trajectory."""
+    """Beam search with two beams: each continues in two ways, and the best two stay; every branch is a trajectory."""
 
     async def rollout(self, conversation: Conversation) -> None:
         beam = [conversation]

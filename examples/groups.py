@@ -1,4 +1,4 @@
-"""What a trainer does with groups: advantages from the rewards of the episodes of one task."""
+"""Use of groups by a trainer: advantages from the rewards of the episodes of one task."""
 
 import statistics
 

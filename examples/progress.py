@@ -1,4 +1,4 @@
-"""How training is shown: a line for each step, a curve that grows on a terminal, a PNG of it at the end."""
+"""Progress of a training: a line per step, a growing curve on a terminal, and a PNG at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PHASES = ("rollout", "batch", "train", "update")
-"""What a step spends its time on, in order."""
+"""Phases of a step, in order."""
 
 HEAD = (
     f"{'step':>4} {'reward':>7} {'exact':>6} {'groups':>6} {'ids':>6} {'tree':>6} {'gap':>6} "
@@ -90,7 +90,7 @@ async def started_before(console: Console, engine: BaseEngine) -> AsyncIterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """What is told of one step."""
+    """Figures of one step."""
 
     number: int
     """The number of the step, from 1."""
@@ -103,7 +103,7 @@ class TrainingStep:
     ids: int
     """The number of sampled ids that were trained on."""
     saving: float
-    """How many ids of rows one computed node stands for."""
+    """Number of ids of rows per computed node."""
     gap: float
     """The difference of an id's log-probability in the trainer from the recorded one, in nats, mean over ids.
 
@@ -133,10 +133,10 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
-    """What is kept of a training run."""
+    """Record of a training run."""
 
     title: str
-    """What was trained."""
+    """Model that was trained."""
     steps: tuple[TrainingStep, ...]
     """The steps in order."""
     held_out: Mapping[str, tuple[float, float]]
@@ -168,7 +168,7 @@ class TrainingRecord:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """What `save` wrote there."""
+        """Load the record that `save` wrote."""
         told = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         return cls(
             title=told["title"],
@@ -182,7 +182,7 @@ class TrainingProgress:
     """Shows steps as they are done: `with TrainingProgress(console) as progress: progress.add(step)`."""
 
     console: Console
-    """Where steps are shown; a curve is drawn only on a terminal."""
+    """Display of the steps; a curve only on a terminal."""
     steps: list[TrainingStep] = field(default_factory=list)
     """The steps so far."""
     _live: Live | None = None

@@ -41,7 +41,7 @@ TURNS, NODES = 3, 4096  # of an episode: two calls and the answer; of a token tr
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What can be chosen; `tasks` questions with `group_size` episodes each make a step."""
+    """Settings; `tasks` questions with `group_size` episodes each make a step."""
 
     seed: int = 0
     steps: int = 60
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step learns from: groups with spread as token trees, each with its grammar's masks."""
+    """Data of one step: groups with different rewards as token trees, each with its grammar's masks."""
 
     rows: Selection
     trees: list[TokenTree]
@@ -90,7 +90,7 @@ class Trainer:
         return Batch(rows, trees, masks, grpo(rows.rewards, rows.group_of)[rows.trajectory_of])
 
     def learn(self, batch: Batch, version: str) -> list[float]:
-        """One step of the optimizer, from weights that the engine calls `version`; gives what `gradient` gives."""
+        """Do one optimizer step from the weights `version`; return the result of `gradient`."""
         gaps = self.gradient(batch, version)
         if batch.trees:  # else every group was solved by all its episodes, or by none
             torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
@@ -100,7 +100,7 @@ class Trainer:
         return gaps
 
     def gradient(self, batch: Batch, version: str) -> list[float]:
-        """Add that of the batch's loss to the parameters; gives how far each log-probability is from the engine's."""
+        """Add the gradient of the batch's loss; return the difference of each log-probability from the engine's."""
         gaps = []
         for tree, masks in zip(batch.trees, batch.masks, strict=True):
             now = self.logprobs(tree, masks)
@@ -136,7 +136,7 @@ def questions(settings: Settings) -> tuple[list[Question], Iterator[Question]]:
     """The held-out questions, all different, and as many others as are wanted: none is among those held out."""
     different = {task.prompt: task for task in map(question, range(HELD_OUT, HELD_OUT + 2 * settings.held_out))}
     held_out = dict(itertools.islice(different.items(), settings.held_out))
-    others = map(question, itertools.count((settings.seed + 1) * 1_000_000))  # behind those of `deltarunner run`
+    others = map(question, itertools.count((settings.seed + 1) * 1_000_000))  # after those of `deltarunner run`
     return list(held_out.values()), (task for task in others if task.prompt not in held_out)
 
 
@@ -154,7 +154,7 @@ async def play(
 
 
 async def evaluate(engine: VllmEngine, tasks: Sequence[Question], console: Console | None = None) -> dict[str, float]:
-    """The share of held-out questions that is answered right; an episode that failed is none of them."""
+    """Share of held-out questions with the right answer; a failed episode counts as wrong."""
     shares = {}
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
         shown = None
@@ -215,7 +215,7 @@ class Loop:
             batch = await anyio.to_thread.run_sync(self.trainer.batch, groups)
         with watch("train"):
             gaps = await anyio.to_thread.run_sync(self.trainer.learn, batch, self.engine.weight_version)
-        with watch("update"):  # `keep`: what is being sampled stands still, and goes on with the new weights
+        with watch("update"):  # `keep`: turns in flight are paused, and continue with the new weights
             proof = await self.proof()
             update = await self.engine.update_weights(self.trainer.model.state_dict(), mode="keep", proof=proof)
         return TrainingStep(

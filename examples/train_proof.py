@@ -18,7 +18,7 @@ GOAL, MINUTES = 0.95, 5.0
 
 
 def proved(record: TrainingRecord) -> bool:
-    """Whether enough held-out questions were answered right, greedily, after so much training."""
+    """True if enough held-out questions were answered right, greedily, within the time."""
     return record.held_out["greedy"][1] >= GOAL and record.seconds <= 60 * MINUTES
 
 

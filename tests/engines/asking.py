@@ -1,4 +1,4 @@
-"""What tests of the scripted engine ask it, and what they read of its answers."""
+"""Requests and readers of answers for tests of the scripted engine."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ def request(name: str = "episode/main/0", *, max_tokens: int = 1000, **fields: A
 
 @dataclass
 class Said:
-    """What one request was answered."""
+    """Answer to one request."""
 
     deltas: list[Delta]
     stream: DeltaStream

@@ -35,7 +35,7 @@ MEET_SECONDS = 60
 
 @dataclass
 class Meeting(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Where all ranks meet, as NCCL's."""
+    """Address where all ranks connect, as in NCCL's."""
 
     master_address: str
     master_port: int
@@ -45,7 +45,7 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not type
 
 @dataclass
 class Tensors(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not typed
-    """What is broadcast, in this order."""
+    """Tensors in the order of the broadcast."""
 
     names: list[str]
     dtype_names: list[str]
@@ -99,7 +99,7 @@ class BroadcastEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is no
 
 @dataclass
 class BroadcastTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """Where a trainer meets the others, as NCCL's."""
+    """Address where a trainer connects, as in NCCL's."""
 
     backend: ClassVar[str] = BACKEND
     master_address: str

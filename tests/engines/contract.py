@@ -1,4 +1,4 @@
-"""What plays the contract of engines: an entry for each of ours, and how a promise is played on it."""
+"""Entries of the engine contract: one for each engine of ours."""
 
 from __future__ import annotations
 

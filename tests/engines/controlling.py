@@ -1,4 +1,4 @@
-"""What tests of engine control have in common: a slow engine, and requests that are being answered."""
+"""Helpers for tests of engine control: a slow engine, and open requests."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["as_it_was"]
 PATIENCE = 60.0
 
 _first_words: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-"""What each engine said before any test had it."""
+"""Output of each engine before any test used it."""
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def as_it_was(engine: Any) -> AsyncIterator[None]:
 
 
 async def _words(engine: Any) -> list[int]:
-    """What the model as it is goes on with; nothing is cached, so that it is the same bit for bit."""
+    """Continuation by the unchanged model, without caches, so that it is equal bit for bit."""
     await engine.reset_prefix_cache()
     sampling = dataclasses.replace(Sampling.defaults(), max_tokens=8, temperature=0.0)
     request = GenerationRequest(name="as it was", prompt=list(range(1000, 1040)), sampling=sampling)

@@ -36,7 +36,7 @@ SHAPES = {
 
 
 class FakeVllm:
-    """What the book asks of vLLM; `fails` is raised when an adapter is added."""
+    """Stand-in for vLLM; `fails` is raised when an adapter is added."""
 
     masks = True
 

@@ -235,7 +235,7 @@ async def test_update_during_a_turn_has_exact_spans_and_calls_listeners() -> Non
 
 
 async def updated_in_the_midst() -> int:
-    """How many ids of a request were sampled by the old weights, where they were exchanged between two deltas."""
+    """Number of ids that the old weights sampled, if they were exchanged between two deltas."""
     async with ScriptedEngine(TEXT, chunks=8, latency=Latency(between=1)) as engine, saying(engine) as said:
         clock = engine.runtime.tick_clock
         begun = clock.now

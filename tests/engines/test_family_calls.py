@@ -74,7 +74,7 @@ class Adder(Environment):
 
 
 def ending_thoughts(form: TurnFormat, engine: VllmEngine) -> Sampling:
-    """What makes a model that knows nothing end its thoughts at once, whoever opens them."""
+    """Sampling that makes a random model end its reasoning at once."""
     closes = NEXT_MESSAGE if form.harmony else form.reasoning.close.strip() if form.reasoning else ""
     return Sampling(max_tokens=400, logit_bias=dict.fromkeys(engine.tokenizer.encode(closes)[:1], 100.0))
 
@@ -134,7 +134,7 @@ async def test_strict_call_begun_by_the_model_is_read(name: str, engine: VllmEng
 
 
 def forced_ids(reply: Reply, encoder: ReplyEncoder, engine: VllmEngine) -> list[int]:
-    """What has to be sampled for a reply: some formats end a call with what ends the turn."""
+    """Ids of a reply; some formats end a call with the stop id."""
     ids = list(encoder.encode(reply).ids)
     assert reply.stop is not None
     return ids if ids[-1] in engine.stop_ids else [*ids, reply.stop]

@@ -33,7 +33,7 @@ def deltarunner(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def brief(of: Family, model: Path) -> list[str]:
-    """What makes a model that knows nothing end its thoughts at once, whoever opens them, and any number."""
+    """Sampling that makes a random model end its reasoning at once."""
     encode = load_tokenizer(model).encode
     thought = of.form.reasoning
     closes = NEXT_MESSAGE if of.form.harmony else thought.close.strip() if thought else ""

@@ -1,4 +1,4 @@
-"""When a request is sent again: the policy, its waits and its budget, without any HTTP."""
+"""Retries of requests: policy, waits and budget, without HTTP."""
 
 from datetime import UTC, datetime
 

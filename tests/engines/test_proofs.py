@@ -112,7 +112,7 @@ def test_scores_that_are_not_finite_hold_no_proof() -> None:
 
 SIZE = 400
 WIDE = ProofTolerance(0.08, 2.0)
-"""That of bfloat16."""
+"""Rounding of bfloat16."""
 
 
 class Update:
@@ -172,7 +172,7 @@ def test_a_change_that_the_engine_rounds_away_is_not_missing() -> None:
 
 
 def test_rounding_in_the_proof_itself_is_not_a_missing_change() -> None:
-    """What a trainer in bfloat16 calls a change is its own rounding for the most part, and no engine shows that."""
+    """Most of a bfloat16 trainer's change is its own rounding, which no engine shows."""
     update = Update(0.02, 0.02, dtype="bfloat16")
     assert update.judged(drawn(4, SIZE, 0.002)) == (None, "")
     large = Update(0.05, 0.01, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""What befalls a request on its way to a server that stands in for another, whatever the server speaks."""
+"""Faults of a request to a stand-in server, in any protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 __all__ = ["Trouble", "hangs_up", "hangs_up_after_the_head", "hangs_up_in_a_line", "never_begins"]
 
 Trouble = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-"""What befalls a request before it is answered; None lets it through."""
+"""Fault before the answer; None for no fault."""
 
 
 async def hangs_up(request: web.Request) -> web.StreamResponse:

@@ -14,7 +14,7 @@ from runner.tokens.log import Source, TokenLog, VersionSpan
 __all__ = ["Piece", "group", "groups", "made", "pieces", "prompt", "retried", "said"]
 
 Piece = tuple[Source, Sequence[int], Sequence[float], str]
-"""Where ids came from, the ids, their log-probabilities, and the weight version."""
+"""Source of ids, the ids, their log-probabilities, and the weight version."""
 
 
 def prompt(*ids: int) -> Piece:

@@ -331,7 +331,7 @@ async def test_a_run_file_and_a_resumed_run_give_equal_batches(tmp_path: Path) -
 
 
 def pages_names() -> dict[str, Any]:
-    """What the page's Python blocks define."""
+    """Names that the page's Python blocks define."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), names)

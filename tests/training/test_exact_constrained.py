@@ -43,7 +43,7 @@ PAGE = DOCS / "constrained-training.md"
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """What the page on constrained turns defines."""
+    """Names that the page on constrained turns defines."""
     names: dict[str, Any] = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), names)
@@ -73,7 +73,7 @@ class Difference:
 
 @pytest.fixture
 def compare(page: dict[str, Any], hugging_face_model: Any, float32_engine: Any) -> Compare:
-    """What a trainer does, from trajectories to log-probabilities, by the page."""
+    """A trainer's steps from trajectories to log-probabilities, as on the page."""
     import torch
 
     grammar = GrammarMasks.of_engine(float32_engine)
@@ -181,7 +181,7 @@ TAGS = {"type": "triggered_tags", "triggers": ["<n"], "tags": [TAG], "at_least_o
 
 
 def written() -> dict[str, Constraint]:
-    """What no field of `Sampling` stands for."""
+    """Constraint without a field of `Sampling`."""
     hermes = bundled("hermes").constraint([Tool(add)], "required")
     form = learnt(CLASSES["raw strings"])
     assert hermes is not None

@@ -1,4 +1,4 @@
-"""Whether the ratio of probabilities is exact, and at which temperature it is computed."""
+"""Exactness of the ratio of probabilities, and the temperature for it."""
 
 from __future__ import annotations
 

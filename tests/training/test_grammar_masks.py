@@ -73,7 +73,7 @@ def masks_of(text: str, constraint: Constraint) -> TokenMasks:
 
 
 def written(mask: Sequence[bool]) -> str:
-    """What a mask allows; "$" stands for the stop id."""
+    """Texts that a mask allows; "$" stands for the stop id."""
     return "".join("$" if token_id == STOP else chr(token_id) for token_id in np.flatnonzero(mask))
 
 
@@ -315,7 +315,7 @@ def test_forbidden_id_is_named_with_turn_and_position(
         bytewise().masks_of(trajectory.turns[0])
     with pytest.raises(BadBatch, match=f"^task#3/main/0: {told}"):
         bytewise().masks_for_row(row_of(trajectory))
-    assert capfd.readouterr().err == ""  # xgrammar has its own words, which nobody asked for
+    assert capfd.readouterr().err == ""  # without xgrammar's own output
 
 
 @pytest.mark.parametrize(

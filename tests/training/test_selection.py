@@ -1,4 +1,4 @@
-"""Which trajectories are trained on: groups, failed episodes, bad input; from real runs and by hand."""
+"""Selection for training: groups, failed episodes, bad input; from real runs and by hand."""
 
 from __future__ import annotations
 

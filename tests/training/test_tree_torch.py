@@ -1,4 +1,4 @@
-"""What models are given for a token tree, which of them are refused, what comes back, and the page about it."""
+"""Token trees with models: inputs, refused models, outputs, and the page."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_the_difference_shows_a_model_that_does_not_see_trees() -> None:
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """What a page's Python blocks define."""
+    """Names that a page's Python blocks define."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
         exec(compile(block, page, "exec"), names)

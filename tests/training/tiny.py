@@ -109,7 +109,7 @@ def in_its_own_dtype(model: Any) -> Any:
 
 
 def gradients(model: Any, loss: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What `loss` returns, and the gradients it leaves."""
+    """Result of `loss`, and its gradients."""
     model.zero_grad(set_to_none=True)
     return loss(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""What runs on an API play in tests: a sum with a tool for it, and an API that knows it."""
+"""Environment and API for chat tests: a sum with a tool, and an API that answers it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def played(environment: Any, engine: Any, **options: Any) -> list[Trajecto
 
 
 async def all_agents(file: Path, environment: Any, engine: Any, **options: Any) -> list[Trajectory]:
-    """What all agents of a run said, those included that a run does not tell of."""
+    """Texts of all agents of a run, also of untrained ones."""
     await played(environment, engine, file=file, **options)
     with RunFile(file) as run_file:
         return [run_file.trajectory(row) for row in run_file.rows(trained=None)]

@@ -28,14 +28,14 @@ QUICK = RetryPolicy(attempts=4, first_seconds=0.001, longest_seconds=0.01)
 
 @dataclass(frozen=True)
 class Says:
-    """What is answered to one request."""
+    """Answer to one request."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
     """Names and arguments, as text."""
     finish: str | None = None
-    """Why it ended; None for what follows from the rest."""
+    """Finish reason; None to derive it."""
     stop: str | None = None
     """The stop string that vLLM's servers name."""
     usage: dict[str, Any] | None = field(default_factory=lambda: {"prompt_tokens": 7, "completion_tokens": 3})

@@ -1,4 +1,4 @@
-"""What befalls an API of messages and the way to it: each thing ends a turn, an episode or a run as it should."""
+"""Faults of a chat API and its connection: each ends a turn, an episode or a run as it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a run on an API of messages, what is said of it afterwards, and the command line."""
+"""Records of a run on a chat API, tools that read them, and the command line."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Standing:
     failures: deque[HttpFailure] = field(default_factory=deque)
     """They come one a request, in their order."""
     sent: list[float] = field(default_factory=list)
-    """When it was asked."""
+    """Time of the request."""
     open: int = 0
     most_open: int = 0
     url: str = "http://standing/v1"
@@ -91,7 +91,7 @@ def standing(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Stand
     server = Standing(**settings)
 
     class Entered:
-        """What the engine takes for its server."""
+        """Stand-in for the engine's server."""
 
         url, software = server.url, server.software
 

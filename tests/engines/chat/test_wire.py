@@ -1,4 +1,4 @@
-"""What is sent to an API of messages, and what is read of its answers."""
+"""Requests to a chat API, and the reader of its answers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["Behind", "engine_over", "output_of"]
 
 
 def output_of(delta: Delta, version: str) -> TokenOutput:
-    """What an engine of ours said, as a function says it."""
+    """Output of an engine of ours as a function's output."""
     top = None
     if delta.top is not None:
         rows = zip(delta.top.id_rows().tolist(), delta.top.logprob_rows().tolist(), strict=True)
@@ -29,7 +29,7 @@ class Behind:
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.sessions: dict[str, Session] = {}
-        """What the engine has of each conversation, by the name that the function was given."""
+        """Sessions of the engine by the id that the function received."""
 
     def _request(self, prompt: list[int], sampling: TokenSampling, session: str) -> Any:
         inner = self.sessions.setdefault(session, self.inner.session())

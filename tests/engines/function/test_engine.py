@@ -66,7 +66,7 @@ async def play(engine: Engine, **options: Any) -> list[Trajectory]:
 
 
 def told(trajectories: list[Trajectory]) -> list[Any]:
-    """What was sampled, with what probability, and what came of it."""
+    """Sampled ids with their probabilities, and the outcome."""
     return [
         (each.outcome, [(s.log.ids, s.log.mask(), str(s.log.logprobs)) for s in each.segments], each.reward)
         for each in trajectories

@@ -1,4 +1,4 @@
-"""What a function of token ids may not give: one error each, which names the thing."""
+"""Invalid outputs of a token function: each is one error that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the remote engine have in common: a server with an engine that asks it, and requests."""
+"""Helpers for tests of the remote engine: a server with an engine, and requests."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ async def read(engine: RemoteEngine, request: GenerationRequest | None = None) -
 
 
 def text_of(deltas: list[Delta]) -> str:
-    """What they say, without the stop id."""
+    """Text of the deltas, without the stop id."""
     return bytes(token_id for delta in deltas for token_id in delta.token_ids if token_id < 256).decode()

@@ -46,18 +46,18 @@ class Loopback:
     troubles: list[Trouble] = field(default_factory=list)
     key: str | None = None
     raw: bool = False
-    """Whether its log-probabilities are the model's own."""
+    """True if its log-probabilities are the model's own."""
     developed: bool = True
-    """Whether it has what a trainer asks for (vLLM's development mode)."""
+    """True if it has control calls (vLLM's development mode)."""
     incremental: bool = False
-    """Whether SGLang sends only what is new."""
+    """True if SGLang sends only new ids."""
     cut_after: int | None = None
     """Ids after which the connection of every request breaks off."""
     tokenize: Callable[[str], list[int]] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """The requests that sample, in their order, the first one for one id left out."""
     chunks: list[dict[str, Any]] = field(default_factory=list)
-    """What was answered to them."""
+    """Answers to the requests."""
     open: int = 0
     """Requests that are being answered."""
     most_open: int = 0

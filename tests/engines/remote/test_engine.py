@@ -1,4 +1,4 @@
-"""What a remote engine makes of a server: whole episodes, log-probabilities, weight versions, adapters, its header."""
+"""Remote engine: whole episodes, log-probabilities, weight versions, adapters, header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What befalls a server and the way to it: each thing ends a request, an episode or a run as it should, and no more."""
+"""Faults of a server and its connection: each ends a request, an episode or a run as it should."""
 
 from __future__ import annotations
 

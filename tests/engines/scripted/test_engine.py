@@ -295,7 +295,7 @@ async def test_random_chunks_follow_from_the_seed_of_the_request() -> None:
 
 @dataclass
 class Clock:
-    """When each delta came, in ticks of one second."""
+    """Time of each delta, in ticks of one second."""
 
     started: float
 

@@ -1,4 +1,4 @@
-"""What a Sampling means to a scripted engine: lengths, likeliest ids, and nothing where logits are needed."""
+"""Sampling of a scripted engine: lengths and most likely ids; fields that need logits have no effect."""
 
 from __future__ import annotations
 

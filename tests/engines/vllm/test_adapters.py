@@ -132,7 +132,7 @@ def turn(adapter: str | None, length: int = LENGTH) -> GenerationRequest:
 async def say(
     engine: PooledEngine, adapter: str | None = None, between: Callable[[], Awaitable[Any]] | None = None
 ) -> Said:
-    """What one turn says; `between` is called once, when it has begun."""
+    """Text of one turn; `between` is called once, after it began."""
     ids: list[int] = []
     logprobs: list[float] = []
     async with engine.stream(turn(adapter)) as deltas:

@@ -241,7 +241,7 @@ def test_sleep_forgets_the_cache_and_wakes_part_by_part(on_engine: Any) -> None:
 
 
 def greedy_by_transformers(folder: Path, count: int) -> list[int]:
-    """What another implementation makes of the same weights and prompt."""
+    """Output of another implementation for the same weights and prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 

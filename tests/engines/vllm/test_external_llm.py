@@ -59,7 +59,7 @@ async def play(engine: Engine, **sampling: Any) -> list[Trajectory]:
 
 
 def told(trajectories: list[Trajectory]) -> list[Any]:
-    """What was sampled, bit for bit, with its probabilities and weight versions."""
+    """Sampled ids, bit for bit, with their probabilities and weight versions."""
     return [
         (each.outcome, [(s.log.ids, s.log.sources, s.log.logprobs.tobytes(), s.log.versions) for s in each.segments])
         for each in trajectories
@@ -304,7 +304,7 @@ def stand_in(
     processors: Sequence[Any] | None = None,
     backend: str = "auto",
 ) -> Any:
-    """What is asked of an `AsyncLLM` before anything is sampled."""
+    """Stand-in for an `AsyncLLM` before anything is sampled."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model="a folder",

@@ -67,7 +67,7 @@ TWO_RANKS = {"data_parallel_size": 2}
 
 @pytest.fixture
 def around() -> Iterator[Path]:
-    """Where an engine makes its folder; the address of a socket is too short for the folder of a test."""
+    """Parent of an engine's folder; a test's own folder is too long for the address of a socket."""
     with tempfile.TemporaryDirectory(prefix="test-") as folder:
         yield Path(folder)
 
@@ -101,7 +101,7 @@ def _session(pid: int) -> int | None:
 
 
 def assert_no_engine_process_is_left() -> None:
-    """Those that an engine of ours started name us in their environment."""
+    """Processes that an engine of ours started, found by their environment."""
     assert_gone([process for process in psutil.process_iter() if _parent(process) == parent_watch.own_process_name()])
 
 

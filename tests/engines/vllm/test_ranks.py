@@ -167,7 +167,7 @@ def on(engine: VllmEngine, rank: int) -> Session:
 
 
 async def say(engine: VllmEngine, rank: int, **fields: Any) -> tuple[list[int], Finish]:
-    """What a rank says to the same prompt, greedily unless told otherwise."""
+    """Output of a rank for the same prompt, greedy by default."""
     extra, seed = fields.pop("extra", {}), fields.pop("seed", None)
     sampling = dataclasses.replace(Sampling.defaults(), **{"max_tokens": 8, "temperature": 0.0, **fields})
     name, session = f"rank {rank}, {next(_names)}", on(engine, rank)

@@ -71,7 +71,7 @@ class Collector:
 
 
 class Llm:
-    """What is asked of it, in order; answers at once, or as it is told to."""
+    """Stand-in that records calls in order; it answers at once, or as configured."""
 
     def __init__(self, *, kind: str = "cpu", sleep_mode: bool = False, profiler: str | None = None) -> None:
         self.errored = False

@@ -35,7 +35,7 @@ _names = itertools.count()
 
 @dataclasses.dataclass
 class Said:
-    """What came of a request."""
+    """Result of a request."""
 
     ids: list[int]
     logprobs: list[float]

@@ -1,4 +1,4 @@
-"""What the schedulers count: several cores, rates, and who waits for news."""
+"""Counts of the schedulers: several cores, rates, and tasks that wait for a step."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

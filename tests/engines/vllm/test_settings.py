@@ -1,4 +1,4 @@
-"""What is asked of vLLM, without vLLM."""
+"""Settings for vLLM, tested without vLLM."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What an engine leaves behind at its end: nothing that is in the way, and no alarm about what was asked for."""
+"""Shutdown of an engine: nothing remains, and an expected end logs no warning."""
 
 import logging
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class EngineDeadError(Exception):
 
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
-    """What vLLM's log shows."""
+    """Messages in vLLM's log."""
     shown: list[str] = []
 
     class Listener(logging.Handler):

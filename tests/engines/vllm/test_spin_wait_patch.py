@@ -1,4 +1,4 @@
-"""How the processes of an engine wait for one another: asleep on a CPU, in no other place, and they miss nothing."""
+"""Patched wait of an engine's processes: they sleep on a CPU only, and miss no message."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WATCHDOG = 600.0
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         shm_broadcast.SpinCondition, "wait", shm_broadcast.SpinCondition.wait
-    )  # put back behind the test
+    )  # restored after the test
     spin_wait_patch.patch_spin_wait()
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows whenever somebody asks again at once whether a message is there."""
+    """Grows with each immediate poll for a message."""
     times: list[int] = []
     monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: times.append(len(times)))
     return times

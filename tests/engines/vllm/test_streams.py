@@ -60,7 +60,7 @@ async def test_normal_end_keeps_ids_logprobs_and_versions(engine: VllmEngine) ->
 
 
 class Boom(Exception):
-    """What an author's code raises."""
+    """Exception of an author's code."""
 
 
 async def leave_by_break(engine: VllmEngine, stream: DeltaStream, read: list[Delta]) -> None:

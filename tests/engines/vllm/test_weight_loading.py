@@ -54,7 +54,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def weights(model: Path) -> AsyncIterator[VllmWeights]:
-    """What brings new weights into it."""
+    """Loader of new weights for it."""
     yield VllmWeights(Llm(model), "the model")
     gc.collect()
     assert list(open_memories()) == [], "every state dict was given back"
@@ -363,7 +363,7 @@ async def test_cancelled_check_stops_and_frees_its_memory(
     weights: VllmWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tensor(torch.Tensor):  # type: ignore[misc]  # torch is not typed here
-        """Cancels whoever copies it."""
+        """Tensor that cancels the task that copies it."""
 
         def detach(self) -> torch.Tensor:
             anyio.from_thread.run_sync(scope.cancel)

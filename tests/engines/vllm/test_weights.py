@@ -179,7 +179,7 @@ async def test_update_cancelled_in_its_check_changes_nothing(
     first, version = await say(engine), engine.weight_version
 
     class Cancelling(torch.Tensor):  # type: ignore[misc]  # torch is not typed here
-        """Cancels whoever copies it."""
+        """Tensor that cancels the task that copies it."""
 
         def detach(self) -> Any:
             anyio.from_thread.run_sync(scope.cancel)
