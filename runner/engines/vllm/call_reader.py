@@ -107,7 +107,7 @@ class VllmCallReader:
             begun = self._kept_back(said, streamed.content)
             if not begun:
                 return CallsReading(said, [])
-            calls = [ReadCall("", error=f"a call begins with {begun!r}, and {self.name} read none")]
+            calls = [ReadCall("", error=f"a call is begun with {begun!r}, and {self.name} read none")]
         if streamed.error is not None:
             calls = [*calls, ReadCall("", error=f"{self.name} raised {one_line(streamed.error)}")]
         return CallsReading(streamed.content.strip(), calls)

@@ -26,4 +26,4 @@ def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()
-    assert any("BadModel" in line and "put what it runs under `if __name__ == '__main__':`" in line for line in last)
+    assert any("BadModel" in line and "put its code under `if __name__ == '__main__':`" in line for line in last)
