@@ -1,4 +1,4 @@
-"""Numbers that callers give: what passes, and what the refusal says."""
+"""Numbers from callers: accepted values, and the text of refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.errors import BadOption
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None], ids=repr)
-def test_what_is_no_integer_is_no_whole_number(value: Any) -> None:
+def test_values_other_than_integers_are_refused(value: Any) -> None:
     assert not checked.is_whole(value)
     with pytest.raises(BadOption, match=r"^n: give a whole number\.$"):
         checked.whole("n", value)
@@ -30,7 +30,7 @@ def test_what_is_no_integer_is_no_whole_number(value: Any) -> None:
         (checked.number, -1, {"least": 0, "otherwise": ", or None"}, "give a number of at least 0, or None."),
     ],
 )
-def test_a_number_out_of_its_bounds_is_refused_with_them(
+def test_number_out_of_bounds_is_refused_with_the_bounds(
     check: Any, value: Any, bounds: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BadOption) as refused:
@@ -39,6 +39,6 @@ def test_a_number_out_of_its_bounds_is_refused_with_them(
     assert str(refused.value) == f"Limits(x=?): {message}"
 
 
-def test_what_fits_is_returned() -> None:
+def test_valid_number_is_returned() -> None:
     assert checked.whole("n", 3, least=3) == 3
     assert checked.number("n", float("inf"), above=0) == float("inf")

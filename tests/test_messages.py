@@ -1,4 +1,4 @@
-"""Messages: what may be put before a model, and which of several is refused for what."""
+"""Messages: accepted forms, and errors with the index of a refused one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "call00000",
         (42, "expected a string, a message or a list of messages, got int"),
     ],
 )
-def test_a_message_of_a_wrong_shape_is_refused_by_its_place(given: Any, says: str) -> None:
+def test_message_of_a_wrong_form_is_refused_with_its_index(given: Any, says: str) -> None:
     with pytest.raises(BadMessage, match=says):
         as_messages(given)
 
@@ -55,14 +55,14 @@ def test_a_message_of_a_wrong_shape_is_refused_by_its_place(given: Any, says: st
     ids=["one", "two", "a string among them", "none"],
 )
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_parts_that_are_all_text_are_joined_as_templates_join_them(role: str, content: Any, text: str) -> None:
+def test_text_parts_are_joined_like_in_templates(role: str, content: Any, text: str) -> None:
     given: Any = {"role": role, "content": content}
     assert as_messages(given) == [{"role": role, "content": text}]
     assert given["content"] is content
 
 
 @pytest.mark.anyio
-async def test_a_conversation_holds_text_whatever_parts_it_was_given() -> None:
+async def test_conversation_stores_parts_as_text() -> None:
     parts: Any = [{"role": "user", "content": [TEXT, {"type": "text", "text": "17?"}]}]
 
     class Parts(Plain):
@@ -76,7 +76,7 @@ async def test_a_conversation_holds_text_whatever_parts_it_was_given() -> None:
     assert [message["content"] for message in trajectory.messages] == ["What is 17?", "21", "What is 17?", "42"]
 
 
-def test_no_content_is_an_empty_one() -> None:
+def test_missing_content_is_empty() -> None:
     given: Any = {"role": "assistant", "content": None}
     assert as_messages(given) == [{"role": "assistant", "content": ""}]
 
@@ -91,7 +91,7 @@ def test_no_content_is_an_empty_one() -> None:
     ],
     ids=["nothing before it", "no call before it", "another call", "an answer before it"],
 )
-def test_a_tool_result_that_answers_no_call_is_refused_by_its_place(new: list[Message]) -> None:
+def test_result_without_a_call_is_refused_with_its_index(new: list[Message]) -> None:
     with pytest.raises(BadMessage, match=rf"message {len(new) - 1} \(tool\) answers no call"):
         check_answers(new)
 
@@ -106,12 +106,12 @@ def test_a_tool_result_that_answers_no_call_is_refused_by_its_place(new: list[Me
     ],
     ids=["in one", "a call of the past", "without an id", "a late result"],
 )
-def test_a_tool_result_that_answers_a_call_may_be_added(before: list[Message], new: list[Message]) -> None:
+def test_result_of_a_call_may_be_added(before: list[Message], new: list[Message]) -> None:
     check_answers(new, before)
 
 
 @pytest.mark.anyio
-async def test_result_without_a_call_is_an_error_when_it_is_added() -> None:
+async def test_adding_a_result_without_a_call_raises_at_once() -> None:
     class Answers(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -125,7 +125,7 @@ async def test_result_without_a_call_is_an_error_when_it_is_added() -> None:
 
 
 @pytest.mark.anyio
-async def test_result_without_a_call_in_a_prompt_is_env_error() -> None:
+async def test_prompt_with_a_result_without_a_call_is_env_error() -> None:
     class Asks(Plain):
         def prompt(self) -> list[Message]:
             return [QUESTION, RESULT]
@@ -135,7 +135,7 @@ async def test_result_without_a_call_in_a_prompt_is_env_error() -> None:
     assert "message 1 (tool) answers no call" in trajectory.error
 
 
-def test_arguments_in_json_text_become_the_object_that_templates_read() -> None:
+def test_arguments_in_json_text_become_an_object() -> None:
     given: Any = {
         **CALL,
         "tool_calls": [{**CALL["tool_calls"][0], "function": {"name": "add", "arguments": '{"a": 17}'}}],
@@ -144,13 +144,13 @@ def test_arguments_in_json_text_become_the_object_that_templates_read() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "17", ["a"]])
-def test_arguments_that_are_no_object_are_refused_by_their_place(arguments: Any) -> None:
+def test_arguments_other_than_objects_are_refused(arguments: Any) -> None:
     given: Any = {**CALL, "tool_calls": [{"id": "x", "function": {"name": "add", "arguments": arguments}}]}
     with pytest.raises(BadMessage, match=r"message 1 \(assistant\): the arguments of a call are a JSON object"):
         as_messages([QUESTION, given])
 
 
-def test_a_call_without_a_function_is_refused_by_its_place() -> None:
+def test_call_without_a_function_is_refused_with_its_index() -> None:
     given: Any = {**CALL, "tool_calls": [{"id": "x"}]}
     with pytest.raises(BadMessage, match=r"message 0 \(assistant\): a tool call has id and function"):
         as_messages(given)

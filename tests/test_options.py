@@ -1,4 +1,4 @@
-"""What a Sampling refuses, each with the field and the fix, and how its layers go together."""
+"""Sampling: refused values with field and fix, and the combination of layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "fix"), REFUSED, ids=str)
-def test_a_value_that_cannot_be_is_refused_by_its_field_with_the_fix(given: dict[str, Any], fix: str) -> None:
+def test_invalid_value_is_refused_with_field_and_fix(given: dict[str, Any], fix: str) -> None:
     with pytest.raises(BadOption, match=rf"^Sampling\({next(iter(given))}=.*{fix}"):
         Sampling(**given)
 
@@ -64,41 +64,41 @@ def test_a_value_that_cannot_be_is_refused_by_its_field_with_the_fix(given: dict
     ],
     ids=str,
 )
-def test_a_value_at_its_bounds_is_taken(given: dict[str, Any]) -> None:
+def test_value_at_its_bounds_is_accepted(given: dict[str, Any]) -> None:
     assert Sampling(**given).given() == given
 
 
-def test_every_field_has_a_default_that_is_taken() -> None:
+def test_default_of_every_field_is_valid() -> None:
     defaults = Sampling.defaults()
     assert UNSET not in defaults.given().values()
     assert defaults.given().keys() == {field.name for field in dataclasses.fields(Sampling)}
 
 
-def test_no_likeliest_ids_are_asked_for_by_none_as_by_0() -> None:
+def test_logprobs_none_equals_zero() -> None:
     assert Sampling(logprobs=None) == Sampling(logprobs=0)
     assert Sampling(logprobs=None).over(Sampling(logprobs=5)).logprobs == 0
 
 
-def test_fields_of_a_layer_win_one_by_one() -> None:
+def test_set_fields_override_lower_layers() -> None:
     below = Sampling(min_tokens=2, bad_words=("moon",), logit_bias={7: 1.0}, logprobs=3, ignore_eos=True)
     above = Sampling(bad_words=(), logit_bias={8: 2.0}, ignore_eos=False, presence_penalty=0.5).over(below)
     assert (above.min_tokens, above.bad_words, above.logit_bias) == (2, (), {8: 2.0})
     assert (above.logprobs, above.ignore_eos, above.presence_penalty) == (3, False, 0.5)
 
 
-def test_a_least_length_above_the_most_of_another_layer_is_refused() -> None:
+def test_min_tokens_above_max_tokens_of_a_layer_is_refused() -> None:
     with pytest.raises(BadOption, match=r"Sampling\(min_tokens=2000, max_tokens=1024\)"):
         Sampling(min_tokens=2000).over(Sampling.defaults())
 
 
-def test_a_dictionary_that_changes_later_changes_no_sampling() -> None:
+def test_later_changes_of_logit_bias_have_no_effect() -> None:
     bias = {7: 1.0}
     sampling = Sampling(logit_bias=bias)
     bias[8] = 2.0
     assert sampling.logit_bias == {7: 1.0}
 
 
-def test_ids_that_a_vocabulary_has_not_are_refused_by_their_number() -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     Sampling(logit_bias={9: 1.0}, logprobs=10).check_vocabulary(10)
     with pytest.raises(BadOption, match=r"Sampling\(logit_bias=\{10: \.\.\.\}\): the model's ids are 0 to 9"):
         Sampling(logit_bias={9: 1.0, 10: 1.0}).check_vocabulary(10)
@@ -106,6 +106,6 @@ def test_ids_that_a_vocabulary_has_not_are_refused_by_their_number() -> None:
         Sampling(logprobs=11).check_vocabulary(10)
 
 
-def test_where_there_is_less_room_the_least_length_gives_way() -> None:
+def test_min_tokens_shrinks_with_the_available_room() -> None:
     short = Sampling(min_tokens=50).over(Sampling.defaults()).shortened(8)
     assert (short.min_tokens, short.max_tokens) == (8, 8)

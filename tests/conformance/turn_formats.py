@@ -137,23 +137,23 @@ def page(rows: Sequence[Row]) -> str:
     usable = [row for row in rows if row.verdict != FormatVerdict.REFUSED]
     families = sorted({entries[row.template].family for row in rows}, key=str.lower)
     return "\n".join([
-        "# Tool calls and thoughts, template by template",
+        "# Tool calls and reasoning by template",
         "",
         "Written by `python -m tests.conformance --formats --write`; tests compare it with a fresh run.",
         "",
         f"{_count(rows, models)} show tools, calls and results.",
-        "How each writes a call and a thought is learnt from its renders, and checked against it with other words:",
+        "The format of calls and reasoning is learnt from renders of each template, and checked with other words:",
         "every type of value, awkward strings, names with signs, no arguments, several calls, content beside them.",
-        "What is written has to stand in the render, character for character.",
+        "The written text must be in the render, character for character.",
         "",
         f"{_count(usable, models)} can be used with tools.",
-        f"{_count([row for row in rows if row.enforced], models)} can be made to call a tool.",
-        f"{_count([row for row in rows if row.strict], models)} can have their own calls held to the schemas.",
-        f"{_count([row for row in rows if row.streamed], models)} say the same read piece by piece.",
+        f"{_count([row for row in rows if row.enforced], models)} can enforce a required call.",
+        f"{_count([row for row in rows if row.strict], models)} can enforce schemas in voluntary calls.",
+        f"{_count([row for row in rows if row.streamed], models)} are read the same in pieces.",
         "",
-        "- *exact*: what is read is what was meant, whatever its values.",
-        "- *limited*: the same, but for what its traits name.",
-        "- *refused*: calls cannot be read; the property that is missing is named.",
+        "- *exact*: calls are read exactly, with any values.",
+        "- *limited*: the same, except for its traits.",
+        "- *refused*: calls cannot be read; the unmet property is named.",
         "",
         "## By family, templates / models",
         "",
@@ -176,7 +176,7 @@ def page(rows: Sequence[Row]) -> str:
             for missing, _ in Counter(row.missing for row in rows if row.missing).most_common()
         ]),
         "",
-        "## Thoughts, by their marks",
+        "## Reasoning, by its marks",
         "",
         *table(["opens", "closes", "who opens it", "templates / models"], [
             (*_cells(thought), _share([row for row in rows if row.thought == thought], models))

@@ -1,4 +1,4 @@
-"""Tools, formats of every class, and what the real xgrammar accepts of them."""
+"""Tools and formats of every class, and acceptance of text by the real xgrammar."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ ADD = TOOLS[:1]
 
 
 def json_text() -> CallFormat:
-    """Arguments as OpenAI's messages have them; no template of the corpus writes them so."""
+    """Arguments as JSON text, as in OpenAI's messages; no template of the corpus writes them this way."""
     return replace(form_of("JSON object"), arguments=WholeArguments(JsonText(Json(ascii=True))))
 
 
@@ -97,7 +97,7 @@ def indented_json_text() -> CallFormat:
 
 
 def html() -> CallFormat:
-    """Strings with entities; no template of the corpus writes them so."""
+    """Strings with entities; no template of the corpus writes them this way."""
     form = form_of("raw strings")
     assert isinstance(form.arguments, TaggedArguments)
     styles = {**form.arguments.styles, "string": replace(form.arguments.styles["string"], notation=Html())}
@@ -148,11 +148,11 @@ def accepts(enforced: Constraint, text: str) -> bool:
 
 
 Call: TypeAlias = tuple[str, Mapping[str, Any]]
-"""The name of a tool and its arguments."""
+"""Name and arguments of a call."""
 
 
 def written(form: CallFormat, *calls: Call) -> str:
-    """The turn with these calls."""
+    """Return the text of a turn with these calls."""
     said = [
         WrittenCall(name, arguments, id_for(form, name, n) or f"callabc{n:02}")
         for n, (name, arguments) in enumerate(calls)

@@ -1,4 +1,4 @@
-"""Published templates by family, what ends their turns, and the episode that tests play on each."""
+"""Published templates by family, the ends of their turns, and the episode that tests play on each."""
 
 from __future__ import annotations
 
@@ -53,31 +53,31 @@ TEMPLATES: Final = {
     "EXAONE 4": "LGAI-EXAONE-EXAONE-4.0-32B",
     "Command A": "Cohere2MoE",
 }
-"""Those whose format is learnt."""
+"""Families whose format is learnt."""
 
 FAMILIES: Final = {**TEMPLATES, "gpt-oss": "openai-gpt-oss-120b"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A published template, and how it writes a turn."""
+    """A published template and its turn format."""
 
     template: ChatTemplate
     form: TurnFormat
     ends: tuple[str, str]
-    """The control tokens that end an answer, and a turn with calls."""
+    """Control tokens at the end of an answer, and of a turn with calls."""
     tokenizer: ByteTokenizer
-    """Bytes, and all control tokens of the template."""
+    """Bytes and all control tokens of the template."""
 
     @property
     def stop_ids(self) -> tuple[int, int]:
-        """The ids of what ends an answer, and a turn with calls."""
+        """Return the ids at the end of an answer, and of a turn with calls."""
         answer, calls = (self.tokenizer.encode(each)[0] for each in self.ends)
         return answer, calls
 
     def scripted(self, replies: Sequence[Reply]) -> ScriptedEngine:
-        """An engine that says these replies."""
-        # A byte is an id, so that the schemas of many tools need a long context.
+        """Return an engine with these replies."""
+        # Every byte is an id, so the schemas of many tools need a long context.
         return ScriptedEngine(
             replies, template=self.template, tokenizer=self.tokenizer, stop_ids=self.stop_ids, context=1 << 20
         )
@@ -85,24 +85,24 @@ class Family:
 
 @functools.cache
 def family(name: str) -> Family:
-    """One of `FAMILIES`."""
+    """Load one of `FAMILIES`."""
     text = next(entry.text for entry in corpus() if entry.name == FAMILIES[name])
     template = ChatTemplate(text, name=FAMILIES[name], variables=VARIABLES)
     renderer = template.renderer(now=CLOCK)
     form = cached_format(renderer).format
-    # In a history gpt-oss ends all messages alike, and no turn.
+    # In a history, gpt-oss ends all messages alike and no turn.
     ends = ("<|return|>", "<|call|>") if form.harmony else _ends(renderer, form)
     tokenizer = ByteTokenizer(list(dict.fromkeys((*control_tokens(renderer.written()), *ends))))
     return Family(template, form, ends, tokenizer)
 
 
 def _ends(renderer: Renderer, form: TurnFormat) -> tuple[str, str]:
-    """What ends an answer, and what ends a turn with calls."""
+    """Return the end of an answer, and of a turn with calls."""
     assert form.calls is not None
     turns = [QUESTION, ANSWER, QUESTION]
     end = _first_control(renderer.render(turns, generation_prompt=False).partition(ANSWERED)[2])
     if renderer.render([QUESTION], generation_prompt=False).partition(ASKED)[0].rstrip().endswith(end):
-        # Nothing ends a turn but what opens the next one, which is another one behind calls.
+        # Only the begin of the next turn ends a turn; after calls it is another one.
         called = renderer.render([QUESTION, CALL, result()], tools=TOOLS, generation_prompt=False)
         return end, _first_control(called.partition(VALUE)[2].partition(form.calls.close)[2])
     return end, form.calls.stop or end
@@ -118,7 +118,7 @@ HARD = 'a "quoted" word,\nit\'s <b>bold</b> & {braces} \\'
 
 
 class Library(Environment):
-    """Asks for two rounds of look-ups."""
+    """An environment that requests two rounds of look-ups."""
 
     def tasks(self) -> list[Task]:
         return [Task("where", prompt="Where is it?")]
@@ -149,19 +149,19 @@ class Library(Environment):
 
 @dataclass(frozen=True)
 class Played:
-    """What the model says, and the calls that must have been read of its first turns."""
+    """Output of the model, and the calls of its first turns."""
 
     replies: list[Reply]
     calls: list[list[tuple[str, Mapping[str, Any]]]]
 
 
 def played(form: TurnFormat, stop: int, call_stop: int) -> Played:
-    """Two rounds of calls, a malformed call and an answer, each behind a thought where there are thoughts.
+    """Return two rounds of calls, a malformed call and an answer, each after reasoning if the format has it.
 
     Args:
-        form: how turns are written.
-        stop: the id that ends an answer.
-        call_stop: the id that ends a turn with calls.
+        form: turn format.
+        stop: id at the end of an answer.
+        call_stop: id at the end of a turn with calls.
     """
     assert form.calls is not None
     thought = ""
@@ -179,13 +179,13 @@ def played(form: TurnFormat, stop: int, call_stop: int) -> Played:
 
 
 def _opening(form: TurnFormat) -> str:
-    """How a call of a tool begins where nothing announces it."""
+    """Return the begin of a call in a format without a trigger."""
     assert form.calls is not None
     return "".join("look_up" if isinstance(piece, str) else piece.text for piece in form.calls.call[:3])
 
 
 def assert_played(trajectory: Trajectory, said: Played, form: TurnFormat) -> None:
-    """All of it was read as it was meant."""
+    """Check that everything was read as intended."""
     assert trajectory.outcome.scored, trajectory.error
     assert trajectory.reward == 1
     assert_exact(trajectory)

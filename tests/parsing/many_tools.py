@@ -1,4 +1,4 @@
-"""Two hundred tools, no two of which take the same, and an environment with all of them."""
+"""Two hundred tools with different parameters, and an environment with all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["MANY_TOOLS", "ManyTools", "arguments_of"]
 
 
 def arguments_of(number: int) -> dict[str, Any]:
-    """Arguments of the tool of that number, of every kind that it takes."""
+    """Return arguments of the tool with this number, of every type that it takes."""
     return {
         f"path_{number}": "some path",
         "text": "some text\nthat goes on",
@@ -38,7 +38,7 @@ def _act(number: int) -> Tool:
     return Tool(act, name=f"act_{number}", description=f"Act in way {number}.", parameters=schema)
 
 
-# The names of some are how the names of others begin.
+# Some names are prefixes of others.
 MANY_TOOLS = [_act(number) for number in range(200)]
 
 

@@ -1,4 +1,4 @@
-"""Parsers of bundled templates, as episodes have them."""
+"""Parsers of bundled templates, as in episodes."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ __all__ = ["bundled"]
 
 @functools.cache
 def bundled(name: str) -> TurnParser:
-    """The parser of the template that comes with the package under that name."""
+    """Return the parser of the bundled template with this name."""
     return TurnParser(cached_format(ChatTemplate.load(name).renderer()).format)

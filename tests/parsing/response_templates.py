@@ -1,4 +1,4 @@
-"""Response templates as checkpoints ship them: one for a public template whose calls cannot be learnt, one plain."""
+"""Response templates as in checkpoints: one for a public template whose calls cannot be learnt, and a plain one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conformance.corpus import VARIABLES, corpus
 __all__ = ["HERMES", "UNLEARNABLE", "changed", "said", "unlearnable", "vocabulary"]
 
 UNLEARNABLE: Final = "SvalTek-Q3-CharThink-9B-temp"
-"""It escapes the mark that closes a parameter where its value is a string, a list or an object, and so only there."""
+"""It escapes the mark that closes a parameter only in strings, lists and objects."""
 
 _CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -34,7 +34,7 @@ READS_IT: Final[dict[str, Any]] = {
         },
     },
 }
-"""Reads what that template writes, with the schema of the tool for what is no JSON."""
+"""Reads text of that template; the tool's schema decides the type of values that are not JSON."""
 
 HERMES: Final[dict[str, Any]] = {
     "start_anchor": "<|im_start|>assistant\n",
@@ -52,13 +52,13 @@ HERMES: Final[dict[str, Any]] = {
 
 
 def changed(**tool_calls: Any) -> dict[str, Any]:
-    """The one that reads the public template, with another field for its calls."""
+    """The response template for the public template, with another field for its calls."""
     fields = READS_IT["fields"]
     return {**READS_IT, "fields": {**fields, "tool_calls": {**fields["tool_calls"], **tool_calls}}}
 
 
 def unlearnable(response_template: dict[str, Any] | None = READS_IT) -> ChatTemplate:
-    """The public template, with a response template."""
+    """The public template with a response template."""
     text = next(entry.text for entry in corpus() if entry.name == UNLEARNABLE)
     return ChatTemplate(text, UNLEARNABLE, VARIABLES, response_template)
 
@@ -68,7 +68,7 @@ def vocabulary() -> ByteTokenizer:
 
 
 def said(query: str, limit: int) -> str:
-    """A call as the public template writes it; `query` is written as JSON writes a string."""
+    """Return a call as the public template writes it; `query` is written as JSON writes a string."""
     return (
         f"<tool_call>\n<function=look_up>\n<parameter=query>\n{query}\n&lt;/parameter&gt;\n"
         f"<parameter=limit>\n{limit}\n</parameter>\n</function>\n</tool_call>"

@@ -1,4 +1,4 @@
-"""Schemas as people and programs write them for tools, and random ones."""
+"""Schemas that people and programs write for tools, and random ones."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SUITE: Final = [
         (Path(__file__).parents[1] / "tools" / "json_schema_suite" / "cases.json").read_text(encoding="utf-8")
     )
 ]
-"""The cases of its draft 2020-12."""
+"""Cases of the draft 2020-12."""
 
 _STRING: Final = {"type": "string"}
 _INTEGER: Final = {"type": "integer"}
 
 PUBLIC: Final[dict[str, tuple[Any, list[Any], list[Any]]]] = {
-    # The shape, arguments that fit it, and some that do not: MCP servers, pydantic, zod, OpenAPI.
+    # Schema, valid arguments, and invalid ones: MCP servers, pydantic, zod, OpenAPI.
     "one of two required, beside properties (image tools of MCP)": (
         {"type": "object", "properties": {"prompt": _STRING}, "required": ["prompt"],
          "oneOf": [{"required": ["url"]}, {"required": ["data"]}]},
@@ -199,7 +199,7 @@ def _with(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def schemas() -> st.SearchStrategy[Any]:
-    """Random schemas of the dialect 2020-12, with references to themselves and to two others."""
+    """Generate random schemas of dialect 2020-12, with references to themselves and to two others."""
     inner = st.recursive(_LEAVES, _with, max_leaves=6)
     roots = _with(inner)
     return st.tuples(roots, inner, inner).map(lambda all: {**all[0], "$defs": {"one": all[1], "two": all[2]}})

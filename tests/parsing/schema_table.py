@@ -1,6 +1,6 @@
-"""The table of the page on JSON schemas: for each keyword, whether each notation enforces it, by trying."""
+"""The table of the page on JSON schemas: tries for each keyword and notation whether it is enforced."""
 
-# ruff: noqa: E501  # a row of the table is a line
+# ruff: noqa: E501  # one line per table row
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["IGNORED", "PROBES", "keywords", "table"]
 
 
 class Probe(NamedTuple):
-    """A schema with a keyword, a value that only this keyword forbids, and what the table says besides."""
+    """Schema with a keyword, a value that only this keyword forbids, and a note for the table."""
 
     schema: Any
     wrong: Any
@@ -135,13 +135,13 @@ IGNORED: Final = {
     "$id", "$schema", "$anchor", "$dynamicAnchor", "$vocabulary", "$comment", "$defs", "title", "description", "default",
     "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding", "contentMediaType", "contentSchema",
 }  # fmt: skip
-"""What forbids nothing; where references lead is found by the first of them."""
+"""Keywords that forbid nothing; the first ones only define targets of references."""
 
 NOTATIONS: Final = {"JSON": "JSON object", "strings without quotes": "raw strings", "own notation": "own notation"}
 
 
 def keywords() -> set[str]:
-    """Every keyword of the dialect 2020-12, as its meta schemas have them."""
+    """All keywords of dialect 2020-12, from its meta schemas."""
     found: set[str] = set()
     for address in REGISTRY:
         if "/draft/2020-12/meta/" in address:
@@ -150,7 +150,7 @@ def keywords() -> set[str]:
 
 
 def table() -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     lines = ["| keyword | " + " | ".join(NOTATIONS) + " | an answer | |", "|---" * (len(NOTATIONS) + 3) + "|"]
     for keyword, probe in PROBES.items():
         cells = [_of_call(form_of(name), keyword, probe) for name in NOTATIONS.values()]

@@ -1,4 +1,4 @@
-"""What the grammars of learnt formats let through, by the real xgrammar."""
+"""Text that the grammars of learnt formats accept, according to the real xgrammar."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ANYTHING = st.recursive(
 
 
 def fields(needed: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with their keys in the order of the schema; the optional ones may be left out."""
+    """Generate objects with keys in the order of the schema; optional keys may be missing."""
     names = [*needed, *optional]
     return st.fixed_dictionaries(needed, optional=optional).map(
         lambda values: {name: values[name] for name in names if name in values}
@@ -107,7 +107,7 @@ CALLS = st.sampled_from(sorted(ARGUMENTS)).flatmap(lambda name: st.tuples(st.jus
 
 
 def holds_its_end(form: CallFormat, value: Any) -> bool:
-    """A string in it holds what ends it, which no format can tell that writes it as it is."""
+    """Return whether a string contains its own end, which no format without quotes can express."""
     if isinstance(value, Mapping):
         return any(holds_its_end(form, each) for each in value.values())
     if isinstance(value, list):
@@ -125,7 +125,7 @@ def forbidden(form: CallFormat) -> Sequence[str]:
 @every_class
 @settings(max_examples=sweeps.times(150, 25))
 @given(calls=st.lists(CALLS, min_size=1, max_size=3))
-def test_all_calls_that_fit_are_accepted_as_their_template_writes_them(
+def test_valid_calls_are_accepted_as_the_template_writes_them(
     name: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     form = form_of(name)
@@ -139,7 +139,7 @@ def test_all_calls_that_fit_are_accepted_as_their_template_writes_them(
 SWEEP = sweeps.part([entry.name for entry in corpus()], 16)
 
 
-def test_every_learnt_format_can_be_enforced_and_accepts_what_it_writes() -> None:
+def test_every_learnt_format_is_enforceable_and_accepts_its_text() -> None:
     source = sweeps.random_of("enforcing")
     for name in SWEEP:
         form = learnt(name)
@@ -163,7 +163,7 @@ def test_every_learnt_format_can_be_enforced_and_accepts_what_it_writes() -> Non
 
 
 def wrong_texts(form: CallFormat, right: str) -> list[str]:
-    """What comes close to a call of `add` and is none."""
+    """Generate text that resembles a call of `add` but is not one."""
     calls: list[Call] = [
         ("subtract", {"a": 1, "b": 2}),
         ("add", {"a": 1}),
@@ -181,7 +181,7 @@ def wrong_texts(form: CallFormat, right: str) -> list[str]:
 
 
 @every_class
-def test_whatever_is_no_call_that_fits_is_refused(name: str) -> None:
+def test_text_other_than_valid_calls_is_refused(name: str) -> None:
     form = form_of(name)
     right = written(form, ("add", {"a": 1, "b": 2}))
     assert accepts(required(form, TOOLS, parallel=False), right)
@@ -193,7 +193,7 @@ CLOSING = set(b")]}>\"'\n")
 
 
 def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
-    """A random text of the grammar: any allowed byte, past `length` one that closes something."""
+    """Return random text of the grammar: any allowed byte, after `length` bytes one that closes something."""
     matcher = xgrammar.GrammarMatcher(compiled(enforced))
     mask = xgrammar.allocate_token_bitmask(1, END + 1)
     text = bytearray()
@@ -202,7 +202,7 @@ def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
         words = [int(word) & 0xFFFFFFFF for word in mask[0]]
         allowed = [byte for byte in range(END + 1) if words[byte // 32] >> byte % 32 & 1]
         assert allowed, f"a dead end behind {bytes(text)!r}"
-        # No half of a character, unless a literal wants one.
+        # Not half a character, unless a literal needs it.
         allowed = [byte for byte in allowed if byte == 10 or 32 <= byte < 127 or byte == END] or allowed
         closing = [byte for byte in allowed if byte in CLOSING or byte == END]
         byte = rng.choice(closing if closing and len(text) > length and rng.random() < 0.7 else allowed)
@@ -212,14 +212,14 @@ def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
         if byte == END:
             return text.decode()
         text.append(byte)
-        if len(text) > 4000:  # a random text rarely finds the end of a plain string
+        if len(text) > 4000:  # random text rarely finds the end of a plain string
             return ""
 
 
 @every_class
 @settings(max_examples=sweeps.times(60, 15))
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 100), index=st.integers(0, len(TOOLS) - 1))
-def test_what_is_accepted_reads_as_calls_that_validate(name: str, seed: int, length: int, index: int) -> None:
+def test_accepted_text_is_read_as_valid_calls(name: str, seed: int, length: int, index: int) -> None:
     form, tool = form_of(name), TOOLS[index]
     text = walk(required(form, [tool]), random.Random(seed), length)
     assume(text)
@@ -233,7 +233,7 @@ def test_what_is_accepted_reads_as_calls_that_validate(name: str, seed: int, len
 
 
 @every_class
-def test_without_parallel_calls_a_turn_has_one(name: str) -> None:
+def test_turn_without_parallel_calls_has_one_call(name: str) -> None:
     form = form_of(name)
     call = ("add", {"a": 1, "b": 2})
     one = written(form, call)
@@ -245,17 +245,17 @@ def test_without_parallel_calls_a_turn_has_one(name: str) -> None:
 
 
 @every_class
-def test_a_named_tool_is_the_only_one(name: str) -> None:
+def test_named_tool_is_the_only_allowed_one(name: str) -> None:
     form = form_of(name)
     assert accepts(required(form, TOOLS, "stop"), written(form, ("stop", {})))
     assert not accepts(required(form, TOOLS, "stop"), written(form, ("add", {"a": 1, "b": 2})))
 
 
-# --- text that stays free
+# --- free text
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "JSON object without a trigger"])
-def test_auto_frees_the_text_and_holds_a_call_to_a_tool_and_its_schema(name: str) -> None:
+def test_auto_allows_any_text_and_enforces_schemas_of_calls(name: str) -> None:
     form = form_of(name)
     enforced = required(form, ADD, "auto")
     assert enforced.kind is ConstraintKind.STRUCTURAL_TAG
@@ -273,7 +273,7 @@ def test_auto_frees_the_text_and_holds_a_call_to_a_tool_and_its_schema(name: str
     assert not accepts(required(form, ADD, "auto", parallel=False), f"{one} and {one}")
 
 
-def test_nothing_is_enforced_where_nothing_tells_that_a_call_begins() -> None:
+def test_auto_without_a_trigger_enforces_nothing() -> None:
     bare = form_of("JSON object without a trigger")
     assert constraint(bare, TOOLS, "auto") is None
     assert constraint(bare, TOOLS, "required") is not None
@@ -282,7 +282,7 @@ def test_nothing_is_enforced_where_nothing_tells_that_a_call_begins() -> None:
 
 
 @every_class
-def test_a_required_call_waits_for_the_end_of_an_open_thought(name: str) -> None:
+def test_required_call_follows_the_end_of_open_reasoning(name: str) -> None:
     form = form_of(name)
     enforced = required(form, ADD, thought=ReasoningFormat("<think>", "\n</think>\n\n", opened_by_prompt=True))
     one = written(form, ("add", {"a": 1, "b": 2}))
@@ -293,7 +293,7 @@ def test_a_required_call_waits_for_the_end_of_an_open_thought(name: str) -> None
 
 
 @every_class
-def test_a_model_that_begins_its_thoughts_itself_may_think_before_a_required_call(name: str) -> None:
+def test_model_may_reason_before_a_required_call(name: str) -> None:
     form = form_of(name)
     enforced = required(form, ADD, thought=BY_ITSELF)
     one = written(form, ("add", {"a": 1, "b": 2}))
@@ -310,7 +310,7 @@ def test_a_model_that_begins_its_thoughts_itself_may_think_before_a_required_cal
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one"])
-def test_in_auto_nothing_in_a_thought_that_the_model_begins_itself_begins_a_call(parallel: bool) -> None:
+def test_auto_ignores_triggers_in_reasoning_of_the_model(parallel: bool) -> None:
     form = form_of("JSON object")
     enforced = required(form, ADD, "auto", parallel=parallel, thought=BY_ITSELF)
     call = written(form, ("add", {"a": 1, "b": 2}))
@@ -332,7 +332,7 @@ def test_in_auto_nothing_in_a_thought_that_the_model_begins_itself_begins_a_call
         assert not accepts(enforced, text), text
 
 
-def test_in_auto_nothing_in_an_open_thought_begins_a_call() -> None:
+def test_auto_ignores_triggers_in_reasoning_of_the_prompt() -> None:
     form = form_of("JSON object")
     enforced = required(form, ADD, "auto", thought=OPENED)
     one = written(form, ("add", {"a": 1, "b": 2}))
@@ -341,16 +341,16 @@ def test_in_auto_nothing_in_an_open_thought_begins_a_call() -> None:
     assert not accepts(enforced, f"so</think>{form.trigger}words")
 
 
-# --- what engines do with it
+# --- grammars in engines
 
 
-def test_the_grammar_of_a_format_and_its_tools_is_written_once() -> None:
+def test_grammar_of_a_format_and_its_tools_is_built_once() -> None:
     form = form_of("raw strings")
     again = replace(form)
     assert constraint(form, TOOLS, "required").value is constraint(again, TOOLS, "required").value  # type: ignore[union-attr]  # there is one
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports warns
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # imports of vLLM warn
 @every_class
 def test_vllm_takes_every_grammar_and_structural_tag(name: str) -> None:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams

@@ -1,4 +1,4 @@
-"""Calls read in the formats that templates write, where what stands around them is less than a template writes."""
+"""Calls in learnt formats whose surrounding text is incomplete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def calls_of(name: str) -> CallFormat:
     return form
 
 
-def test_a_call_ends_where_one_without_arguments_follows() -> None:
+def test_call_ends_before_one_without_arguments() -> None:
     form = calls_of(MINIMAX)
     said = [WrittenCall("f", {"a": "x"}, ""), WrittenCall("g", {}, ""), WrittenCall("h", {"a": "y"}, "")]
     reading = CallReader(form).read(write_calls(form, said))
@@ -28,7 +28,7 @@ def test_a_call_ends_where_one_without_arguments_follows() -> None:
 
 
 @pytest.mark.parametrize("name", [MINIMAX, "moonshotai-Kimi-K2-Instruct", "deepseek-ai-DeepSeek-V3.2"])
-def test_a_section_that_was_left_open_at_the_end_of_the_turn_has_its_calls(name: str) -> None:
+def test_unclosed_section_at_the_end_of_a_turn_keeps_its_calls(name: str) -> None:
     form = calls_of(name)
     text = write_calls(form, [WrittenCall("f", {"a": "x"}, "functions.f:0")])
     last = form.post.strip()
@@ -47,7 +47,7 @@ UNCLOSED = {
 
 
 def closed_and_not(what: str) -> tuple[CallReader, str, str]:
-    """What reads a format, a call in it, and the same without its close."""
+    """Reader of a format, a call in it, and the same call without its close."""
     name, close = UNCLOSED[what]
     form = calls_of(name)
     text = write_calls(form, [WrittenCall("f", {"a": "x"}, "functions.f:0")]).rstrip()
@@ -63,25 +63,25 @@ CALL = ("f", {"a": "x"}, None)
 
 
 @pytest.mark.parametrize("what", UNCLOSED)
-def test_a_whole_call_is_one_where_the_turn_ends_without_its_close(what: str) -> None:
+def test_complete_call_without_close_at_the_end_of_a_turn_is_read(what: str) -> None:
     reader, closed, unclosed = closed_and_not(what)
     assert said(reader.read(unclosed)) == ("", [CALL])
     assert said(reader.read(f"{closed}so\n{unclosed}\n")) == ("so", [CALL, CALL])
 
 
 @pytest.mark.parametrize("what", ["JSON", "JSON list", "name and JSON"])
-def test_a_whole_call_is_one_where_the_next_begins_without_its_close(what: str) -> None:
+def test_complete_call_without_close_before_the_next_is_read(what: str) -> None:
     reader, closed, unclosed = closed_and_not(what)
     assert said(reader.read(f"{unclosed}\n{closed}")) == ("", [CALL, CALL])
 
 
 @pytest.mark.parametrize("what", UNCLOSED)
-def test_a_call_without_its_close_is_none_where_words_go_on(what: str) -> None:
+def test_call_without_close_before_more_words_is_an_error(what: str) -> None:
     reader, _, unclosed = closed_and_not(what)
     assert reader.read(f"{unclosed} so").calls[0].error is not None
 
 
-def test_a_call_to_which_an_argument_may_still_come_is_not_whole() -> None:
+def test_call_that_may_get_more_arguments_is_incomplete() -> None:
     form = calls_of("GLM-4.6")
     text = write_calls(form, [WrittenCall("f", {"a": "x"}, "")]).removesuffix("\n</tool_call>")
     (call,) = CallReader(form).read(text).calls

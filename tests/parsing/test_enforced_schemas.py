@@ -1,4 +1,4 @@
-"""What grammars of learnt formats make of JSON schemas, and which tools a format cannot write."""
+"""JSON schemas in grammars of learnt formats, and tools that a format cannot write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def schema_tool(name: str, parameters: dict[str, Any]) -> Tool:
     [{"minimum": 1, "maximum": 3}, {"exclusiveMinimum": 0, "exclusiveMaximum": 4}],
     ids=["inclusive", "exclusive"],
 )
-def test_an_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> None:
+def test_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -> None:
     tool = schema_tool("pick", {"properties": {"number": {"type": "integer", **bounds}}, "required": ["number"]})
     form, enforced = form_of(name), required(form_of(name), [tool])
     taken = [number for number in range(-1, 12) if accepts(enforced, written(form, ("pick", {"number": number})))]
@@ -44,7 +44,7 @@ def test_an_integer_stays_within_its_bounds(name: str, bounds: dict[str, int]) -
 
 
 @every_class
-def test_equal_reference_names_of_two_tools_are_not_mixed_up(name: str) -> None:
+def test_equal_reference_names_of_two_tools_stay_separate(name: str) -> None:
     form = form_of(name)
     tools = [
         schema_tool(
@@ -65,7 +65,7 @@ def test_equal_reference_names_of_two_tools_are_not_mixed_up(name: str) -> None:
 
 
 @every_class
-def test_other_arguments_are_taken_where_a_schema_says_so(name: str) -> None:
+def test_additional_arguments_are_accepted_if_the_schema_allows(name: str) -> None:
     form = form_of(name)
     named = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "boolean"}}
     enforced = required(form, [schema_tool("f", named)])
@@ -90,7 +90,7 @@ def test_keys_and_values_of_an_enum_are_written_exactly(name: str) -> None:
 
 
 @every_class
-def test_members_stand_in_the_order_in_which_the_template_writes_them(name: str) -> None:
+def test_members_are_in_the_order_of_the_template(name: str) -> None:
     inner = {
         "type": "object",
         "properties": {"z": {"type": "integer"}, "B": {"type": "integer"}},
@@ -104,7 +104,7 @@ def test_members_stand_in_the_order_in_which_the_template_writes_them(name: str)
     assert (text.index("area") < text.index("zone")) is (name == "own notation")
 
 
-def test_a_plain_string_cannot_hold_its_own_end_and_may_come_close() -> None:
+def test_plain_string_cannot_contain_its_own_end() -> None:
     form = form_of("raw strings")
     (end,) = ends_of_strings(form)
     enforced = required(form, TOOLS, "note")
@@ -137,7 +137,7 @@ LONGER = (
 
 
 @every_class
-def test_masks_allow_exactly_the_ids_that_are_accepted_those_past_the_end_of_a_string_too(name: str) -> None:
+def test_masks_equal_accepted_ids_past_the_end_of_strings_too(name: str) -> None:
     form = form_of(name)
     ids = [*BYTES, *(longer.encode() for longer in LONGER), b""]
     vocabulary = xgrammar.TokenizerInfo(ids, vocab_size=len(ids), stop_token_ids=[len(ids) - 1])
@@ -162,10 +162,10 @@ def taken(matcher: Any, number: int) -> bool:
     return True
 
 
-# --- what cannot be enforced
+# --- not enforceable
 
 
-def test_a_choice_without_a_tool_says_which_there_are() -> None:
+def test_choice_without_a_tool_lists_the_tools() -> None:
     form = form_of("JSON object")
     with pytest.raises(BadOption, match=r"tool_choice='fly': no such tool may be called here. Tools: add."):
         constraint(form, ADD, "fly")
@@ -179,7 +179,7 @@ def tagged(**changes: Any) -> CallFormat:
     return replace(form, arguments=replace(form.arguments, **changes))
 
 
-def test_what_a_template_cannot_write_is_refused_by_its_name() -> None:
+def test_argument_that_a_template_cannot_write_is_named() -> None:
     styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
     without = tagged(styles={kind: style for kind, style in styles.items() if kind != "integer"})
     with pytest.raises(BadOption, match="the argument a of add has a type that its chat template cannot write"):
@@ -191,13 +191,13 @@ def test_what_a_template_cannot_write_is_refused_by_its_name() -> None:
         constraint(form_of("JSON object"), [nothing], "required")
 
 
-def test_an_optional_argument_that_cannot_be_written_is_left_out() -> None:
+def test_unwritable_optional_argument_is_omitted() -> None:
     styles = form_of("raw strings").arguments.styles  # type: ignore[union-attr]  # they are tagged
     form = tagged(styles={kind: style for kind, style in styles.items() if kind != "array"})
     assert accepts(required(form, TOOLS, "note"), written(form, ("note", {"text": "a", "done": True})))
 
 
-def test_a_format_in_which_nothing_ends_a_string_is_not_enforceable() -> None:
+def test_format_without_an_end_of_strings_is_not_enforceable() -> None:
     endless = replace(tagged(separator="", tail=""), close="", between=None)
     assert enforceable(endless) == "its chat template writes no text that ends a string"
     with pytest.raises(NoGrammar) as refused:

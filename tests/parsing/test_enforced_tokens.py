@@ -1,4 +1,4 @@
-"""Enforced calls in a vocabulary that has the marks of a format as single ids: those ids, and never their letters."""
+"""Enforced calls in a vocabulary with the marks of a format as single ids: only those ids are accepted, not letters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens_of(form: CallFormat) -> dict[str, int]:
 
 
 class Vocabulary:
-    """All bytes, and control tokens behind them."""
+    """All bytes, followed by control tokens."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
@@ -44,7 +44,7 @@ class Vocabulary:
         return [i for part in parts for i in ([self.tokens[part]] if part in self.tokens else list(part.encode()))]
 
     def accepts(self, enforced: Constraint, ids: Sequence[int]) -> bool:
-        """Whether each id is in the mask in front of it, the end of the turn too."""
+        """Return whether each id, and the end of the turn, is in the mask before it."""
         if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
             compiled = self._compiler.compile_structural_tag(enforced.value)
         else:
@@ -61,14 +61,14 @@ class Vocabulary:
 
 
 def spellings(ids: Sequence[int], tokens: Mapping[str, int]) -> list[list[int]]:
-    """The same ids with one control token each in letters."""
+    """Yield the same ids, with one control token at a time as letters."""
     names = {token_id: name for name, token_id in tokens.items()}
     return [[*ids[:at], *names[each].encode(), *ids[at + 1 :]] for at, each in enumerate(ids) if each in names]
 
 
 @every_class
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one"])
-def test_a_required_call_is_its_marks_and_not_their_letters(name: str, parallel: bool) -> None:
+def test_required_call_accepts_mark_ids_and_not_their_letters(name: str, parallel: bool) -> None:
     form = form_of(name)
     vocabulary = Vocabulary(tokens_of(form))
     enforced = constraint(form, TOOLS, "required", parallel=parallel, control_tokens=vocabulary.tokens)
@@ -81,7 +81,7 @@ def test_a_required_call_is_its_marks_and_not_their_letters(name: str, parallel:
 
 
 @every_class
-def test_behind_an_open_thought_its_close_is_an_id_too(name: str) -> None:
+def test_close_of_open_reasoning_must_be_an_id(name: str) -> None:
     form = form_of(name)
     vocabulary = Vocabulary({**tokens_of(form), "</think>": FIRST + len(tokens_of(form))})
     enforced = constraint(form, TOOLS, "required", thought=OPENED, control_tokens=vocabulary.tokens)
@@ -92,7 +92,7 @@ def test_behind_an_open_thought_its_close_is_an_id_too(name: str) -> None:
         assert not vocabulary.accepts(enforced, spelt)
 
 
-def test_the_message_in_front_of_a_call_of_gpt_oss_ends_with_an_id() -> None:
+def test_message_before_a_harmony_call_ends_with_an_id() -> None:
     vocabulary = Vocabulary(
         {name: FIRST + n for n, name in enumerate(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])}
     )
@@ -100,7 +100,7 @@ def test_the_message_in_front_of_a_call_of_gpt_oss_ends_with_an_id() -> None:
     assert enforced is not None
     ids = vocabulary.ids(f"<|channel|>analysis<|message|>I add.{NEXT_MESSAGE}{written(CALLS, CALLED[0])}")
     assert vocabulary.accepts(enforced, ids)
-    for spelt in spellings(ids, vocabulary.tokens)[2:]:  # those of the thought's own header are text, as all of it is
+    for spelt in spellings(ids, vocabulary.tokens)[2:]:  # the marks of the reasoning's own header are plain text
         assert not vocabulary.accepts(enforced, spelt)
 
 
@@ -109,7 +109,7 @@ STRICT = [name for name in (*CLASSES,) if form_of(name).trigger in tokens_of(for
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one"])
 @pytest.mark.parametrize("name", STRICT)
-def test_a_trigger_in_a_thought_that_the_model_begins_with_an_id_begins_nothing(name: str, parallel: bool) -> None:
+def test_trigger_id_inside_reasoning_does_not_begin_a_call(name: str, parallel: bool) -> None:
     form = form_of(name)
     own = tokens_of(form)
     vocabulary = Vocabulary({**own, "<think>": FIRST + len(own), "</think>": FIRST + len(own) + 1})
@@ -126,9 +126,7 @@ def test_a_trigger_in_a_thought_that_the_model_begins_with_an_id_begins_nothing(
 
 @pytest.mark.parametrize("thought", [None, "</think>"], ids=["alone", "behind a thought"])
 @pytest.mark.parametrize("name", STRICT)
-def test_a_trigger_that_is_spelt_is_free_text_and_one_that_is_an_id_begins_a_strict_call(
-    name: str, thought: str | None
-) -> None:
+def test_trigger_id_begins_a_strict_call_and_its_letters_do_not(name: str, thought: str | None) -> None:
     form = form_of(name)
     vocabulary = Vocabulary({**tokens_of(form), "</think>": FIRST + len(tokens_of(form))})
     tokens = vocabulary.tokens
@@ -140,5 +138,5 @@ def test_a_trigger_that_is_spelt_is_free_text_and_one_that_is_an_id_begins_a_str
     assert vocabulary.accepts(enforced, [*begin, *b"I add. ", *call])
     assert not vocabulary.accepts(enforced, [*begin, tokens[form.trigger], *b"you see"])
     assert not vocabulary.accepts(enforced, [*begin, *call[: len(call) // 2], *b"!!"])
-    if thought is not None:  # inside a thought it begins nothing
+    if thought is not None:  # inside reasoning it does not begin a call
         assert vocabulary.accepts(enforced, [*b"So ", tokens[form.trigger], *b" is one."])

@@ -1,4 +1,4 @@
-"""What a grammar lets through does not depend on the grammars that were compiled before it."""
+"""A compiled grammar does not depend on the grammars that were compiled before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def let_through(compiler: Any, grammar: str) -> set[int]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_grammars_that_differ_in_ids_alone_are_told_apart(name: str) -> None:
+def test_grammars_that_only_differ_in_ids_stay_separate(name: str) -> None:
     compiler = TokenGrammarCompiler(own())
     for token_id in (5, 6, 7, 5):
         grammar = GRAMMARS[name](token_id)
@@ -45,13 +45,13 @@ def test_grammars_that_differ_in_ids_alone_are_told_apart(name: str) -> None:
         assert let_through(compiler, grammar) == let_through(own(), grammar)
 
 
-def test_the_library_itself_takes_one_for_the_other() -> None:
+def test_xgrammar_itself_confuses_such_grammars() -> None:
     compiler = own()
     first, second = (let_through(compiler, GRAMMARS["an id"](token_id)) for token_id in (5, 6))
     assert first == second, "it was mended there: take ours away"
 
 
-def test_a_grammar_that_was_compiled_is_kept() -> None:
+def test_compiled_grammar_is_cached() -> None:
     compiler = TokenGrammarCompiler(own())
     for grammar in ('root ::= Token(5) "b"', 'root ::= "ab"'):
         first, second = compiler.compile_grammar(grammar), compiler.compile_grammar(grammar)
@@ -59,7 +59,7 @@ def test_a_grammar_that_was_compiled_is_kept() -> None:
     assert compiler.compile_grammar('root ::= Token(5) "b"') is compiler.compile_grammar('root ::= Token(5) "b"')
 
 
-def test_text_and_schemas_are_compiled_by_the_library_as_ever() -> None:
+def test_grammars_without_ids_are_compiled_by_xgrammar() -> None:
     compiler = TokenGrammarCompiler(own())
     assert not holds_token_ids('root ::= "Token" "(5)"')
     assert let_through(compiler, 'root ::= "b" | "c"') == {1, 2}
@@ -67,7 +67,7 @@ def test_text_and_schemas_are_compiled_by_the_library_as_ever() -> None:
     assert compiler.compile_regex("[bc]") is not None
 
 
-def test_vllms_backend_compiles_so_in_processes_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_backend_uses_the_compiler_in_our_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = pytest.importorskip("vllm.v1.structured_output.backend_xgrammar")
     from runner.engines.vllm.worker.grammar_patch import patch_grammar_compiler
 

@@ -1,4 +1,4 @@
-"""Every grammar of every template can end, for the stop ids that an engine has, and never leaves nothing to sample."""
+"""Every grammar of every template can reach its end with the stop ids of an engine, and its mask is never empty."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R7B = "CohereForAI-c4ai-command-r7b-12-2024-tool_use"
 
 
 def ends_of(name: str, form: CallFormat) -> set[str]:
-    """The control tokens that end a turn of this template, as a model's generation_config names them."""
+    """Return the control tokens that end a turn of this template, as in a model's generation_config."""
     entry = next(entry for entry in corpus() if entry.name == name)
     special = frozenset(token for token in every_control_token() if is_special(token))
     marks = CutPoints(frozenset(every_control_token()))
@@ -47,7 +47,7 @@ class Walker:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
     def ends(self, enforced: Constraint, rng: random.Random, most: int = 3000) -> bool:
-        """Whether a walk comes to a stop id; an empty mask on the way fails the test."""
+        """Return whether a walk reaches a stop id; an empty mask fails the test."""
         if enforced.kind is ConstraintKind.STRUCTURAL_TAG:
             compiled = self._compiler.compile_structural_tag(enforced.value)
         else:
@@ -63,7 +63,7 @@ class Walker:
             assert allowed, f"nothing is left behind {bytes(b for b in said if b < 256)!r}"
             if set(allowed) & set(self._stops):
                 return True
-            # Control tokens and whatever closes something come first: random letters rarely find the end of a text.
+            # Control tokens and closing characters come first, since random letters rarely end a text.
             closing = [each for each in allowed if each >= len(BYTES) or each in b")]}>\"'\n0|<"]
             each = rng.choice(closing if closing and rng.random() < 0.8 else allowed)
             assert matcher.accept_token(each)
@@ -72,7 +72,7 @@ class Walker:
 
 
 def assert_every_grammar_ends(name: str, form: CallFormat, rng: random.Random) -> int:
-    """Walk through all grammars of a format; how many there are."""
+    """Walk through all grammars of a format; return their number."""
     stops = ends_of(name, form)
     texts = TurnFormat(form, None, ContentFormat("", "")).texts()
     tags = sorted({mark for text in texts for mark in CutPoints(frozenset(every_control_token())).split(text)})
@@ -98,7 +98,7 @@ def assert_every_grammar_ends(name: str, form: CallFormat, rng: random.Random) -
 
 
 def begins_with_a_stop(form: CallFormat, stops: set[str]) -> bool:
-    """Whether what ends any turn stands in front of calls too, as GigaChat 3 writes them: no engine can have both."""
+    """Return whether the end of turns also precedes calls, as in GigaChat 3: no engine can support both."""
     return any(mark in form.begin for mark in stops)
 
 

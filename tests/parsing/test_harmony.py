@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: as its templates write it, and as models spell it."""
+"""Harmony, the format of gpt-oss, as templates and models write it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prober(entry: Entry) -> FormatProber:
 
 
 @pytest.mark.parametrize("entry", HARMONY, ids=lambda entry: entry.name)
-def test_its_templates_are_known_and_written_and_read_as_they_do(entry: Entry) -> None:
+def test_harmony_templates_are_recognized_written_and_read(entry: Entry) -> None:
     form = learn_harmony(entry.renderer())
     assert form == CALLS
     assert differences(prober(entry), form, read) == []
@@ -48,7 +48,7 @@ def test_its_templates_are_known_and_written_and_read_as_they_do(entry: Entry) -
 
 
 @pytest.mark.parametrize("entry", HARMONY, ids=lambda entry: entry.name)
-def test_a_render_is_read_as_what_was_said(entry: Entry) -> None:
+def test_render_is_read_as_its_messages(entry: Entry) -> None:
     for string in STRINGS.values():
         said = ProbeCall("look_up", {"query": string, "more": [1, {"a": None}]})
         for content in ("", "I look it up."):
@@ -56,7 +56,7 @@ def test_a_render_is_read_as_what_was_said(entry: Entry) -> None:
                 text = prober(entry).turn(said, content=content, followed=followed)
                 assert text is not None
                 written = text.partition(START)[2].partition("<|start|>functions.")[0]
-                # The templates know of no content beside a call, and take it for a thought.
+                # The templates have no content beside a call and write it as reasoning.
                 assert read_harmony(written) == TurnReading(content, "", [ReadCall(said.name, said.arguments)])
     answer = prober(entry).turn(content="It is 42.", thought={"thinking": "Well."})
     assert answer is not None
@@ -65,11 +65,11 @@ def test_a_render_is_read_as_what_was_said(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", sweeps.part(OTHERS, 12), ids=lambda entry: entry.name)
-def test_no_other_template_is_taken_for_it(entry: Entry) -> None:
+def test_other_templates_are_not_taken_for_harmony(entry: Entry) -> None:
     assert learn_harmony(entry.renderer()) is None
 
 
-def test_it_is_known_by_what_is_rendered_and_not_by_a_name() -> None:
+def test_harmony_is_recognized_by_its_render_and_not_by_name() -> None:
     text = next(entry.text for entry in HARMONY if entry.name == "openai-gpt-oss-120b")
     spelt = text.replace('else "json")', 'else "<|constrain|>json")')
     assert spelt != text
@@ -101,7 +101,7 @@ CALL = [ReadCall("f", {"a": 1})]
     ],
 )
 @pytest.mark.parametrize("end", ["<|call|>", "", "\n<|call|>\n", "<|end|>", "<|return|>"])
-def test_a_header_may_be_spelt_as_models_do(header: str, end: str) -> None:
+def test_header_variants_of_models_are_read(header: str, end: str) -> None:
     assert read_harmony(f'{header}{{"a": 1}}{end}') == TurnReading("", "", CALL)
     before = f"<|channel|>analysis<|message|>hm<|end|>{START}"
     assert read_harmony(f'{before}{header}{{"a": 1}}{end}') == TurnReading("hm", "", CALL)
@@ -141,7 +141,7 @@ def test_a_header_may_be_spelt_as_models_do(header: str, end: str) -> None:
         ("<|channel|>fin", TurnReading("", "", [])),
     ],
 )
-def test_a_turn_is_its_messages(text: str, expected: TurnReading) -> None:
+def test_messages_of_a_turn_are_read(text: str, expected: TurnReading) -> None:
     assert read_harmony(text) == expected
 
 
@@ -156,19 +156,19 @@ def test_a_turn_is_its_messages(text: str, expected: TurnReading) -> None:
         " to=functions.f<|channel|>comm",
     ],
 )
-def test_a_call_that_cannot_be_read_has_an_error_and_its_name(text: str) -> None:
+def test_unreadable_call_has_an_error_and_its_name(text: str) -> None:
     (call,) = read_harmony(text).calls
     assert call.error is not None
     assert call.name == "f"
 
 
-def test_what_stands_behind_a_call_that_cannot_be_read_is_read() -> None:
+def test_text_after_an_unreadable_call_is_read() -> None:
     reading = read_harmony(f" to=functions.f<|message|>{{a<|call|>{START}<|channel|>final<|message|>so")
     assert [call.error is None for call in reading.calls] == [False]
     assert reading.content == "so"
 
 
-# --- while it is sampled
+# --- streaming
 
 MESSAGES = st.one_of(
     st.sampled_from(["Well.", "\n a <b \n<|en", "", " to=f"]).map(lambda text: f"<|channel|>analysis<|message|>{text}"),
@@ -185,7 +185,7 @@ TEXTS = st.lists(st.tuples(MESSAGES, ENDS), max_size=4).map(lambda parts: "".joi
 
 @settings(max_examples=sweeps.times(2000, 300), deadline=None)
 @given(text=TEXTS, cut=st.floats(0, 1), seed=st.integers(0, 2**32))
-def test_any_cutting_tells_what_reading_the_whole_gives(text: str, cut: float, seed: int) -> None:
+def test_pieces_give_the_same_events_as_the_complete_text(text: str, cut: float, seed: int) -> None:
     text = text[: int(len(text) * cut)] if seed % 2 else text
     source, at = random.Random(seed), 0
     stream, events = HarmonyStream(), list[Event]()
@@ -204,7 +204,7 @@ def test_any_cutting_tells_what_reading_the_whole_gives(text: str, cut: float, s
 
 @settings(max_examples=sweeps.times(200, 30), deadline=None)
 @given(arguments=st.dictionaries(st.sampled_from(["a", "b"]), VALUES))
-def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(arguments: dict[str, object]) -> None:
+def test_truncated_turn_has_no_invented_call(arguments: dict[str, object]) -> None:
     call = write_calls(CALLS, [WrittenCall("f", arguments, "")])
     text = f"{THOUGHT}{call}<|call|>"
     stream, told = HarmonyStream(), list[Event]()
@@ -215,7 +215,7 @@ def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(arguments: dict[str, ob
     assert told[-1] == FinishedCall(ReadCall("f", arguments))
 
 
-def test_a_call_is_told_when_its_end_comes() -> None:
+def test_call_is_emitted_when_its_end_arrives() -> None:
     stream = HarmonyStream()
     assert stream.feed("<|channel|>analysis<|message|>hm, ") == [ReasoningPiece("hm,")]
     assert stream.feed(f"so<|end|>{START} to=functions.f<|mess") == [ReasoningPiece(" so")]
@@ -241,7 +241,7 @@ def add(a: int, b: int = 0) -> int:
         ("<|channel|>final<|message|>no", False),
     ],
 )
-def test_a_call_behind_a_thought_is_enforced(text: str, accepted: bool) -> None:
+def test_call_after_reasoning_is_enforced(text: str, accepted: bool) -> None:
     enforced = harmony_constraint(CALLS, [Tool(add)], "required")
     assert enforced is not None
     stop = 256
@@ -253,13 +253,13 @@ def test_a_call_behind_a_thought_is_enforced(text: str, accepted: bool) -> None:
     assert (matcher.accept_string(text) and matcher.is_terminated()) == accepted
 
 
-def test_a_turn_has_one_call_to_be_written() -> None:
+def test_harmony_turn_has_only_one_call() -> None:
     call = WrittenCall("f", {}, "")
     with pytest.raises(Unwritable):
         write_calls(CALLS, [call, call])
 
 
-def test_a_scripted_content_beside_a_call_is_a_message_of_its_own() -> None:
+def test_scripted_content_beside_a_call_is_its_own_message() -> None:
     of = family("gpt-oss")
     ids = ReplyEncoder(of.tokenizer, of.template).encode(Reply("Let me see.", calls=[call("look_up", query="x")])).ids
     reading = read_harmony(of.tokenizer.decode(list(ids)))

@@ -1,4 +1,4 @@
-"""Calls in the hermes form: what is read, what is content, what is a malformed call."""
+"""Calls in the hermes format: calls, content and malformed calls."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_several_calls_are_read_in_order() -> None:
     ],
     ids=["canonical", "other order", "other spacing", "encoded twice"],
 )
-def test_all_spellings_of_a_call_are_the_same_call(body: str) -> None:
+def test_all_variants_of_a_call_are_the_same_call(body: str) -> None:
     assert parse(f"<tool_call>{body}</tool_call>").calls == [ToolCall("call_0", "add", {"a": 1})]
 
 
@@ -51,7 +51,7 @@ def test_arguments_may_be_absent(arguments: str) -> None:
     assert parse(f'<tool_call>{{"name": "add"{arguments}}}</tool_call>').calls == [ToolCall("call_0", "add", {})]
 
 
-def test_the_closing_tag_may_stand_in_a_string() -> None:
+def test_closing_tag_inside_a_string_is_text() -> None:
     call = ToolCall("call_0", "add", {"a": "</tool_call> and <tool_call>"})
     assert parse(bundled("hermes").render([call]) + "after") == ParsedText("after", "", [call])
 
@@ -80,26 +80,26 @@ def test_integers_of_any_size_stay_exact() -> None:
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "half of a surrogate pair"),
     ],
 )
-def test_a_call_that_does_not_parse_says_what_is_wrong(text: str, error: str) -> None:
+def test_malformed_call_has_an_error_text(text: str, error: str) -> None:
     (call,) = parse(text).calls
     assert call.error is not None
     assert error in call.error
 
 
-def test_a_malformed_call_hides_no_later_one() -> None:
+def test_calls_after_a_malformed_one_are_read() -> None:
     parsed = parse('a<tool_call>{</tool_call>b<tool_call>{"name": "add"}</tool_call>c')
     assert parsed.content == "a\nb\nc"
     assert [(call.name, call.error is None) for call in parsed.calls] == [("", False), ("add", True)]
 
 
-def test_with_tool_choice_none_or_without_tools_text_is_never_a_call() -> None:
+def test_no_calls_with_tool_choice_none_or_without_tools() -> None:
     text = bundled("hermes").render([ToolCall("", "add")])
     assert bundled("hermes").parse(text, tools=TOOLS, tool_choice="none") == ParsedText(text, "", [])
     assert bundled("hermes").parse(text, tools=[]) == ParsedText(text, "", [])
 
 
 @pytest.mark.parametrize("text", ["", " text\n", "a </tool_call> alone", "<tool>x</tool>"])
-def test_text_without_calls_is_content_as_it_is(text: str) -> None:
+def test_text_without_calls_is_unchanged_content(text: str) -> None:
     assert parse(text) == ParsedText(text, "", [])
 
 
@@ -121,11 +121,11 @@ def test_a_megabyte_of_garbage_is_one_malformed_call(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_many_malformed_calls_are_all_told() -> None:
+def test_many_malformed_calls_are_all_reported() -> None:
     assert all(call.error for call in parse("<tool_call>{</tool_call>\n" * 20_000).calls)
 
 
-def test_an_id_that_a_model_makes_up_brings_no_control_text_into_later_prompts() -> None:
+def test_invented_id_adds_no_control_text_to_later_prompts() -> None:
     form = bundled("hermes").format
     assert form.calls is not None
     assert form.calls.container is not None

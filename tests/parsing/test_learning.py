@@ -1,4 +1,4 @@
-"""How a template writes calls is learnt from its renders alone, the same each time, and what it cannot do is proven."""
+"""Call formats are learnt from renders alone, deterministically, with proven limitations."""
 
 from __future__ import annotations
 
@@ -52,31 +52,31 @@ def calls_of(name: str) -> CallFormat:
 
 @functools.cache
 def settled_prober_of(name: str) -> FormatProber:
-    """One that has found what the template wants around a call before it shows it."""
+    """Return a prober whose settings for calls are determined."""
     prober = learnt_format.prober_of(renderer_of(name))
     learn_calls(prober)
     return prober
 
 
 def prober_of(name: str) -> FormatProber:
-    """One that has all its renders left."""
+    """Return a prober with all its renders left."""
     return replace(settled_prober_of(name), renders=0)
 
 
 @pytest.mark.parametrize("name", sweeps.part(LEARNT, 12))
-def test_no_word_that_a_template_was_asked_with_stands_in_what_was_learnt(name: str) -> None:
+def test_learnt_format_contains_no_word_of_the_probes(name: str) -> None:
     assert "zq" not in json.dumps(learnt_of(name).as_json()["format"])
 
 
 @pytest.mark.parametrize("name", sweeps.part(LEARNT, 12))
-def test_learning_again_gives_the_same_and_takes_no_more_renders_than_it_may(name: str) -> None:
+def test_learning_is_deterministic_and_bounded_in_renders(name: str) -> None:
     again = learn_format(renderer_of(name))
     assert again == learnt_of(name)
     assert again.renders <= MAX_RENDERS
     assert LearntFormat.from_json(again.as_json()) == again
 
 
-# It writes instructions behind every turn, which no model says, and indents behind what Unicode has for a line's end.
+# It writes instructions after every turn, and indents after Unicode line ends.
 OWN_INSTRUCTIONS = {"CohereForAI-c4ai-command-r-plus-tool_use"}
 UNICODE_BREAKS = set("\x85\u2028\u2029")
 
@@ -85,13 +85,13 @@ def text_of(arguments: dict[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-# What no JSON can hold: half of a surrogate pair.
+# Half a surrogate pair cannot be in JSON.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,11}", fullmatch=True)
 
 
 def values(form: CallFormat) -> st.SearchStrategy[Any]:
-    """All that JSON has, with control characters, and with the format's own marks in strings."""
+    """Generate any JSON value, with control characters, and with the format's own marks in strings."""
     marks = [each for each in (form.begin, form.trigger, form.close, form.close.strip(), form.between) if each]
     signs = [
         *marks,
@@ -137,7 +137,7 @@ def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[ProbeCall]]:
 @pytest.mark.parametrize("name", sweeps.part(EXACT, 16))
 @settings(max_examples=sweeps.times(50, 20))
 @given(data=st.data())
-def test_what_an_exact_template_renders_is_read_as_what_was_said(name: str, data: st.DataObject) -> None:
+def test_renders_of_exact_templates_are_read_exactly(name: str, data: st.DataObject) -> None:
     form, prober, whole = calls_of(name), prober_of(name), learnt_of(name).format
     said = data.draw(said_in(form, name))
     rendered = RenderedTurns(prober, whole.reasoning).said(*said)
@@ -145,7 +145,7 @@ def test_what_an_exact_template_renders_is_read_as_what_was_said(name: str, data
     written = write_calls(
         form, [WrittenCall(each.name, each.arguments, prober.id_of(each, n)) for n, each in enumerate(said)]
     )
-    # Where templates take arguments as text, that is ours, which has such an exponent without its zero.
+    # Templates with arguments as text use our encoder, which writes such an exponent without its zero.
     assert written.replace("e-0", "e-") in rendered.replace("e-0", "e-")
     reading = TurnReader(whole).read(rendered, {each.name: {} for each in said})
     assert [(call.name, call.error) for call in reading.calls] == [(each.name, None) for each in said]
@@ -157,9 +157,9 @@ UNTYPED = [row.template for row in ROWS if CallLimitation.UNTYPED in row.traits]
 
 
 @pytest.mark.parametrize("name", sweeps.part(UNTYPED, 8))
-def test_where_nothing_tells_types_two_inputs_have_one_render(name: str) -> None:
+def test_untyped_template_renders_two_inputs_alike(name: str) -> None:
     number, text = (prober_of(name).turn(ProbeCall("look_up", {"query": value})) for value in (5, "5"))
-    assert number == text != None  # noqa: E711  # one comparison says both
+    assert number == text != None  # noqa: E711  # one comparison checks both
 
 
 CLOSING = [row.template for row in ROWS if CallLimitation.CLOSING_IN_STRING in row.traits]
@@ -167,8 +167,8 @@ SEVERAL = [row.template for row in ROWS if row.template in CLOSING and CallLimit
 
 
 @pytest.mark.parametrize("name", sweeps.part(SEVERAL, 8))
-def test_where_a_string_may_hold_what_ends_calls_two_inputs_have_one_render(name: str) -> None:
-    # Some write a string otherwise where "<" is in it, and then all of them have to.
+def test_end_of_calls_in_a_string_renders_two_inputs_alike(name: str) -> None:
+    # Some templates write strings with "<" in another form, so all strings here have one.
     one, other = ProbeCall("look_up", {"query": "<zqone"}), ProbeCall("look_up", {"query": "<zqother"})
     both = prober_of(name).turn(one, other)
     assert both is not None
@@ -177,7 +177,7 @@ def test_where_a_string_may_hold_what_ends_calls_two_inputs_have_one_render(name
 
 
 @pytest.mark.parametrize("name", ["Cohere2MoE", "CohereLabs-command-a-plus-05-2026-w4a4"])
-def test_what_stands_in_front_of_an_answer_is_none_of_it_though_the_prompt_opens_a_thought(name: str) -> None:
+def test_text_before_an_answer_is_skipped_after_open_reasoning(name: str) -> None:
     form = learnt_of(name).format
     assert form.reasoning is not None
     assert form.reasoning.opened_by_prompt
@@ -185,13 +185,13 @@ def test_what_stands_in_front_of_an_answer_is_none_of_it_though_the_prompt_opens
     assert (reading.reasoning, reading.content) == ("Hm.", "Done.")
 
 
-def test_the_end_of_a_thought_is_not_what_stands_in_front_of_an_answer() -> None:
+def test_close_of_reasoning_is_not_text_before_an_answer() -> None:
     form = learnt_of("meituan-longcat-LongCat-2.0").format
     assert form.reasoning is not None
     assert form.content.open == ""
 
 
-def test_a_format_is_that_of_a_templates_options() -> None:
+def test_format_depends_on_template_options() -> None:
     text = (
         "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}"
         "{%- if m.tool_calls %}{% for c in m.tool_calls %}"
@@ -219,7 +219,7 @@ TURNED_ROUND = [
 
 
 @pytest.mark.parametrize(("name", "option"), TURNED_ROUND)
-def test_a_published_template_that_an_option_turns_round_is_learnt_both_ways(name: str, option: str) -> None:
+def test_template_is_learnt_under_both_values_of_an_option(name: str, option: str) -> None:
     renderer = renderer_of(name)
     on, off = (
         learn_format(renderer.template.renderer({**renderer.options, option: value}, renderer.now)).format
@@ -233,7 +233,7 @@ def test_a_published_template_that_an_option_turns_round_is_learnt_both_ways(nam
     assert on.reasoning is not None
     assert on.reasoning.opened_by_prompt
     assert (thinking.reasoning, thinking.content) == ("Hm.", "")
-    # Where the prompt has closed the thought already, all that is said is said.
+    # If the prompt already closed the reasoning, everything is content.
     assert off.reasoning is None or not off.reasoning.opened_by_prompt
     assert (plain.reasoning, plain.content) == ("", "")
     for reading in (thinking, plain):
@@ -243,7 +243,7 @@ def test_a_published_template_that_an_option_turns_round_is_learnt_both_ways(nam
 
 
 @pytest.mark.parametrize("name", ["NousResearch-Hermes-4-14B", "NousResearch-Hermes-4.3-36B"])
-def test_what_calls_can_do_is_that_of_a_published_templates_options(name: str) -> None:
+def test_call_limitations_depend_on_template_options(name: str) -> None:
     renderer = renderer_of(name)
     traits = [
         learn_format(renderer.template.renderer({**renderer.options, "thinking": value}, renderer.now)).traits
@@ -271,7 +271,7 @@ REFUSED = {
 }
 
 
-def test_a_header_in_the_line_before_it_is_no_part_of_what_opens_a_thought() -> None:
+def test_header_on_an_earlier_line_does_not_open_reasoning() -> None:
     text = (
         "{% for m in messages %}{% if m.reasoning_content %}<|thoughts|>\n<think>{{ m.reasoning_content }}</think>"
         "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -281,14 +281,14 @@ def test_a_header_in_the_line_before_it_is_no_part_of_what_opens_a_thought() -> 
     assert (reasoning.open, reasoning.close) == ("<think>", "</think>")
 
 
-def test_an_id_that_holds_the_name_is_one_slot() -> None:
+def test_id_that_contains_the_name_is_one_slot() -> None:
     assert [each for each in calls_of(CLASSES["name in the id"]).call if isinstance(each, Slot)] == [
         Slot.ID,
         Slot.ARGUMENTS,
     ]
 
 
-def test_a_mark_behind_every_call_ends_the_call_and_not_the_turn() -> None:
+def test_mark_after_every_call_ends_the_call_and_not_the_turn() -> None:
     body = '<|call|>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}<|end_call|>'
     calls = learn_format(ChatTemplate(LOOP.replace("BODY", body), name="marked").renderer()).format.calls
     assert calls is not None
@@ -296,7 +296,7 @@ def test_a_mark_behind_every_call_ends_the_call_and_not_the_turn() -> None:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_learnt_is_refused_by_the_property_that_is_missing(what: str) -> None:
+def test_unlearnable_template_is_refused_with_its_requirement(what: str) -> None:
     body, missing = REFUSED[what]
     learnt = learn_format(ChatTemplate(LOOP.replace("BODY", body), name=what).renderer())
     assert learnt.verdict is FormatVerdict.REFUSED

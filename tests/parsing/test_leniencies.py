@@ -1,4 +1,4 @@
-"""What is forgiven of how a model writes a call, each by its name, as the page of models has them; and what is not."""
+"""Tolerated deviations of models, by the names on the page of models, and deviations that are errors."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ FORGIVEN: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", FORGIVEN)
-def test_what_is_forgiven_is_read_as_it_was_meant(name: str) -> None:
+def test_tolerated_deviations_are_read_as_intended(name: str) -> None:
     for template, text, arguments in FORGIVEN[name]:
         (call,) = read(template, text)
         assert (call.error, call.name, call.arguments) == (None, "f", arguments)
 
 
-def test_where_the_next_call_begins_the_one_before_needs_no_close() -> None:
+def test_call_before_another_one_needs_no_close() -> None:
     unclosed = hermes('{"a": 1}').removesuffix("</tool_call>")
     assert [call.arguments for call in read(HERMES, unclosed + hermes('{"a": 2}'))] == [{"a": 1}, {"a": 2}]
 
@@ -97,12 +97,12 @@ HEADERS = [
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_the_headers_of_harmony_may_say_what_they_say_in_any_order(header: str) -> None:
+def test_parts_of_a_harmony_header_may_be_in_any_order(header: str) -> None:
     (call,) = read_harmony(f'{header}{{"a": 1}}<|call|>').calls
     assert (call.error, call.name, call.arguments) == (None, "f", {"a": 1})
 
 
-def test_the_page_of_models_names_what_is_forgiven() -> None:
+def test_models_page_names_the_tolerated_deviations() -> None:
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"\| forgiven \|.*?\n\n", page, re.DOTALL)
     names = [line.split("|")[1].strip() for line in listed.splitlines()[2:] if line]
@@ -156,14 +156,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_with_a_call_is_said(what: str) -> None:
+def test_errors_of_calls_name_the_problem(what: str) -> None:
     template, text, why = WRONG[what]
     (call,) = read(template, text)
     assert call.error == why
 
 
 @pytest.mark.parametrize("text", ["007", "1_2", "+49 30 1", "+49"])
-def test_what_may_be_text_is_no_number_where_the_schema_does_not_say_so(text: str) -> None:
+def test_possible_text_is_a_number_only_if_the_schema_says_so(text: str) -> None:
     (call,) = read(
         CODER, f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>", {}
     )

@@ -1,4 +1,4 @@
-"""Parsers of the bundled templates: calls are written, read and enforced as the templates have them."""
+"""Parsers of the bundled templates: calls are written, read and enforced as in the templates."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("name", ["pythonic", "hermes"])
-def test_a_format_writes_calls_exactly_as_its_template_does(name: str) -> None:
+def test_format_writes_calls_exactly_like_its_template(name: str) -> None:
     message: Message = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in CALLS]}
     rendered = ChatTemplate.load(name).renderer().render([{"role": "user", "content": "go"}, message])
     assert bundled(name).render(CALLS) in rendered
@@ -50,7 +50,7 @@ def test_a_format_writes_calls_exactly_as_its_template_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pythonic", "hermes"])
-def test_the_demo_models_own_tokens_of_a_call_are_allowed(name: str, demo_model_folder: Path) -> None:
+def test_call_tokens_of_the_demo_model_are_allowed(name: str, demo_model_folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(demo_model_folder / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     vocabulary = [tokenizer.id_to_token(token) or "" for token in range(size)]
@@ -66,7 +66,7 @@ def test_the_demo_models_own_tokens_of_a_call_are_allowed(name: str, demo_model_
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
-def test_nothing_is_enforced_unless_a_call_is_required_or_a_tool_is_strict(choice: str) -> None:
+def test_only_required_calls_and_strict_tools_are_enforced(choice: str) -> None:
     assert bundled("pythonic").constraint([ADD], choice) is None
 
 
@@ -78,7 +78,7 @@ def test_the_same_tools_get_the_same_constraint() -> None:
 
 
 @pytest.mark.parametrize(("tools", "choice"), [([], "required"), ([ADD], "subtract")])
-def test_requiring_a_tool_that_is_not_there_is_refused_by_name(tools: list[Tool], choice: str) -> None:
+def test_requiring_an_unknown_tool_is_refused_with_its_name(tools: list[Tool], choice: str) -> None:
     with pytest.raises(BadOption, match=f"tool_choice='{choice}'"):
         bundled("hermes").constraint(tools, choice)
 
@@ -89,7 +89,7 @@ def test_parsing_loads_no_engine() -> None:
     assert not {"torch", "vllm", "transformers", "xgrammar", "jsonschema"} & set(modules.stdout.split())
 
 
-def test_a_strict_tool_holds_calls_that_the_model_begins_by_itself() -> None:
+def test_strict_tool_enforces_voluntary_calls() -> None:
     strict = bundled("hermes").constraint([Tool(add, strict=True), SAY], "auto")
     assert strict is not None
     assert strict.kind is ConstraintKind.STRUCTURAL_TAG
@@ -97,7 +97,7 @@ def test_a_strict_tool_holds_calls_that_the_model_begins_by_itself() -> None:
 
 
 @pytest.mark.parametrize("ids", [["call_2", None], ["call_3", "call_3"], [None, "call_2", None], ["x", "x", "x"]])
-def test_no_two_calls_of_a_turn_have_one_id(ids: list[str | None]) -> None:
+def test_calls_of_a_turn_have_different_ids(ids: list[str | None]) -> None:
     form = dataclasses.replace(bundled("hermes").format)
     number = CallNumbers(form, before=2)
     calls = [number(ReadCall("add", {"a": index}, call_id)) for index, call_id in enumerate(ids)]
@@ -105,25 +105,25 @@ def test_no_two_calls_of_a_turn_have_one_id(ids: list[str | None]) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "  "])
-def test_a_call_of_no_name_is_one_that_cannot_be_read(name: str) -> None:
+def test_call_without_a_name_is_unreadable(name: str) -> None:
     (call,) = bundled("hermes").parse(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', [ADD]).calls
     assert (call.name, call.error) == ("", "the name of a tool is missing")
 
 
 @pytest.mark.parametrize("other", ["True", "true", "'x'"])
-def test_a_character_that_is_escaped_in_two_halves_is_one_whatever_stands_beside_it(other: str) -> None:
+def test_escaped_surrogate_pair_is_one_character(other: str) -> None:
     text = f'<tool_call>{{"name": "say", "arguments": {{"text": "\\ud83d\\ude00", "flag": {other}}}}}</tool_call>'
     (call,) = bundled("hermes").parse(text, [SAY]).calls
     assert (call.error, call.arguments["text"]) == (None, "\N{GRINNING FACE}")
 
 
-def test_half_of_such_a_character_is_an_error_that_names_the_tool() -> None:
+def test_half_a_surrogate_pair_is_an_error_with_the_tool() -> None:
     text = '<tool_call>{"name": "say", "arguments": {"text": "\\ud83d"}}</tool_call>'
     (call,) = bundled("hermes").parse(text, [SAY]).calls
     assert (call.name, call.error) == ("say", "a string in it contains half of a surrogate pair")
 
 
-def test_reference_to_nothing_leaves_the_argument_free() -> None:
+def test_unresolved_reference_allows_any_argument() -> None:
     def odd(a: Any) -> None:
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ def test_reference_to_nothing_leaves_the_argument_free() -> None:
     assert [note.why for note in modern(parameters).notes] == ["'#/$defs/NO' has no target in its schema"]
 
 
-def test_argument_that_nothing_fits_is_refused_by_name_where_a_call_is_required() -> None:
+def test_unsatisfiable_argument_of_a_required_call_is_refused() -> None:
     def odd(a: Any) -> None:
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Calls in the pythonic form: what is read, what is content, what is a malformed call."""
+"""Calls in the pythonic format: calls, content and malformed calls."""
 
 import random
 import warnings
@@ -28,11 +28,11 @@ def parse(text: str, **options: Any) -> ParsedText:
     return bundled("pythonic").parse(text, **{"tools": TOOLS, **options})
 
 
-def test_a_call_is_read() -> None:
+def test_call_is_read() -> None:
     assert parse("[add(a=17, b=25)]") == ParsedText("", "", [ToolCall("call_0", "add", {"a": 17, "b": 25})])
 
 
-def test_ids_count_on_from_the_given_start() -> None:
+def test_ids_continue_from_the_given_number() -> None:
     parsed = parse("[add(a=1, b=2), add(a=3, b=4)]", before=5)
     assert [call.id for call in parsed.calls] == ["call_5", "call_6"]
 
@@ -84,12 +84,12 @@ def test_positional_arguments_get_the_names_of_the_parameters() -> None:
     assert parse("[add(17, b=25)]").calls[0].arguments == {"a": 17, "b": 25}
 
 
-def test_white_space_may_stand_anywhere_but_in_names_and_values() -> None:
+def test_white_space_is_allowed_outside_names_and_values() -> None:
     text = "[ add( a = 1 ,\n b=2 , ) ]"
     assert parse(text).calls == [ToolCall("call_0", "add", {"a": 1, "b": 2})]
 
 
-def test_a_value_without_a_name_is_that_of_the_first_parameter_that_is_free() -> None:
+def test_unnamed_value_belongs_to_the_first_free_parameter() -> None:
     assert parse("[add(a=1, 2)]").calls[0].arguments == {"a": 1, "b": 2}
 
 
@@ -113,7 +113,7 @@ def test_brackets_without_calls_are_content(text: str) -> None:
     assert parse(text) == ParsedText(text, "", [])
 
 
-def test_a_tool_that_is_not_there_is_a_call_that_can_be_answered() -> None:
+def test_call_of_an_unknown_tool_can_be_answered() -> None:
     assert parse("[divide(a=1, b=2)]").calls == [ToolCall("call_0", "divide", {"a": 1, "b": 2})]
 
 
@@ -140,18 +140,18 @@ def test_a_tool_that_is_not_there_is_a_call_that_can_be_answered() -> None:
         (r"[note(value='\ud800')]", "a string in it contains half of a surrogate pair"),
     ],
 )
-def test_a_call_that_does_not_parse_says_what_is_wrong(text: str, error: str) -> None:
+def test_malformed_call_has_an_error_text(text: str, error: str) -> None:
     assert parse(text).calls[-1].error == error
 
 
-def test_complete_calls_of_a_cut_turn_are_read() -> None:
+def test_complete_calls_of_a_truncated_turn_are_read() -> None:
     first, second = parse("[add(a=1, b=2), add(a=3, b=").calls
     assert first == ToolCall("call_0", "add", {"a": 1, "b": 2})
     assert second.name == "add"
     assert second.error == "the value of b: it is missing"
 
 
-def test_with_tool_choice_none_or_without_tools_text_is_never_a_call() -> None:
+def test_no_calls_with_tool_choice_none_or_without_tools() -> None:
     text = "[add(a=1, b=2)]"
     assert parse(text, tool_choice="none") == ParsedText(text, "", [])
     assert parse(text, tools=[]) == ParsedText(text, "", [])
@@ -175,7 +175,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("text", HUGE.values(), ids=HUGE.keys())
-def test_a_megabyte_of_garbage_is_content_or_one_malformed_call(text: str) -> None:
+def test_megabyte_of_garbage_is_content_or_one_malformed_call(text: str) -> None:
     parsed = parse(text)
     assert parsed.content == text or len(parsed.calls) == 1
     assert all(call.error for call in parsed.calls)

@@ -1,4 +1,4 @@
-"""The checkpoint's own response template reads turns whose calls cannot be learnt, where it passes the same check."""
+"""The checkpoint's own response template reads turns whose calls cannot be learnt, if it passes the same check."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def learnt(template: ChatTemplate) -> LearntFormat:
     return learn_format(template.renderer())
 
 
-# --- what is tried, and when
+# --- selection of the reader
 
 
-def test_calls_that_cannot_be_learnt_are_read_as_the_checkpoint_says() -> None:
+def test_unlearnable_calls_are_read_by_the_response_template() -> None:
     assert learnt(unlearnable(None)).verdict is FormatVerdict.REFUSED
     told = learnt(unlearnable())
     assert (told.source, told.verdict) == (FormatSource.RESPONSE_TEMPLATE, FormatVerdict.LIMITED)
@@ -67,7 +67,7 @@ def test_calls_that_cannot_be_learnt_are_read_as_the_checkpoint_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["pythonic", "hermes"])
-def test_what_can_be_learnt_is_read_as_it_was_learnt(name: str) -> None:
+def test_learnt_format_has_precedence(name: str) -> None:
     template = replace(ChatTemplate.load(name), response_template=HERMES)
     told = learnt(template)
     assert told.source is FormatSource.LEARNT
@@ -86,9 +86,7 @@ def test_what_can_be_learnt_is_read_as_it_was_learnt(name: str) -> None:
     ],
     ids=["one call", "no arguments", "contradiction", "no thought", "no fields", "another format"],
 )
-def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
-    response_template: dict[str, Any], case: str
-) -> None:
+def test_response_template_that_fails_is_refused_with_the_case(response_template: dict[str, Any], case: str) -> None:
     told = learnt(unlearnable(response_template))
     assert told.verdict is FormatVerdict.REFUSED
     assert told.missing is FormatRequirement.VALUES
@@ -98,25 +96,25 @@ def test_one_that_fails_the_battery_is_refused_with_the_case_that_failed(
     assert case in told.why
 
 
-def test_without_a_transformers_that_reads_it_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_template_needs_a_recent_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
     assert "transformers, which reads by it, is not installed or too old" in learnt(unlearnable()).why
 
 
-def test_what_was_found_is_the_same_when_it_has_been_a_document() -> None:
+def test_learnt_format_survives_a_json_round_trip() -> None:
     told = learnt(unlearnable())
     document = json.loads(json.dumps(told.as_json()))
     assert LearntFormat.from_json(document) == told
     assert (document["source"], document["verdict"]) == ("response_template", "limited")
 
 
-def test_what_was_learnt_says_nothing_of_response_templates() -> None:
+def test_document_of_a_learnt_format_omits_response_templates() -> None:
     document = learnt(ChatTemplate.load("hermes")).as_json()
     assert "response" not in document["format"]
     assert LearntFormat.from_json(document) == learnt(ChatTemplate.load("hermes"))
 
 
-def test_a_model_s_folder_says_its_response_template(demo_model_folder: Path, tmp_path: Path) -> None:
+def test_response_template_is_read_from_the_model_folder(demo_model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(demo_model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "response_template": HERMES}))
@@ -127,7 +125,7 @@ def test_a_model_s_folder_says_its_response_template(demo_model_folder: Path, tm
     assert chat_template(ResolvedModel("own", str(demo_model_folder), demo_model_folder)).response_template is None
 
 
-# --- what is read
+# --- reading
 
 
 PLAIN = ResponseTemplateReader(ResponseFormat(HERMES, "<|im_end|>\n<|im_start|>assistant\n"))
@@ -145,12 +143,12 @@ READ = ReadCall("look_up", {"query": "a", "limit": 2})
     ],
     ids=["an answer", "content and a call", "two calls", "no arguments"],
 )
-def test_content_and_calls_are_told_apart(text: str, content: str, calls: list[ReadCall]) -> None:
+def test_content_and_calls_are_separated(text: str, content: str, calls: list[ReadCall]) -> None:
     reading = PLAIN.read(text, LOOK_UP)
     assert (reading.content, reading.calls) == (content, calls)
 
 
-def test_a_thought_that_the_prompt_opened_is_read_with_the_calls() -> None:
+def test_reasoning_opened_by_the_prompt_is_read_with_calls() -> None:
     parser = TurnParser(cached_format(unlearnable().renderer()).format)
     tools = Library().bound_tools()
     written = said(json.dumps('it is "x"'), 2)
@@ -160,7 +158,7 @@ def test_a_thought_that_the_prompt_opened_is_read_with_the_calls() -> None:
     assert (found.id, found.name, found.arguments) == ("call_0", "look_up", {"query": 'it is "x"', "limit": 2})
 
 
-def test_without_tools_nothing_is_a_call() -> None:
+def test_nothing_is_a_call_without_tools() -> None:
     parser = TurnParser(cached_format(unlearnable().renderer()).format)
     text = said('"x"', 2)
     read = parser.parse(f"Hm.</think>\n\n{text}", [])
@@ -178,7 +176,7 @@ def test_without_tools_nothing_is_a_call() -> None:
     ],
     ids=["broken JSON behind a call", "no name", "a number for a name", "a list", "no number"],
 )
-def test_what_cannot_be_read_is_a_call_with_an_error(text: str, read: list[ReadCall], error: str) -> None:
+def test_unreadable_text_is_a_call_with_an_error(text: str, read: list[ReadCall], error: str) -> None:
     reading = PLAIN.read(text, LOOK_UP)
     assert reading.calls[:-1] == read
     assert error in (reading.calls[-1].error or "")
@@ -186,7 +184,7 @@ def test_what_cannot_be_read_is_a_call_with_an_error(text: str, read: list[ReadC
     assert reading.content == ("First." if read else "")
 
 
-def test_no_cut_of_a_turn_is_a_call_that_was_not_said() -> None:
+def test_truncated_turn_has_no_invented_call() -> None:
     response = learnt(unlearnable()).format.response
     assert response is not None
     thinking = f"Hm.</think>{said(json.dumps('two words'), 20)}{said(json.dumps('x'), 1)}"
@@ -198,7 +196,7 @@ def test_no_cut_of_a_turn_is_a_call_that_was_not_said() -> None:
             assert read == whole[: len(read)], text[:cut]
 
 
-# --- whole episodes
+# --- episodes
 
 
 REPLIES = [
@@ -232,7 +230,7 @@ async def test_an_episode_with_tools_is_played_and_verified(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_a_run_is_resumed_only_as_it_was_read(tmp_path: Path) -> None:
+async def test_run_is_resumed_only_with_the_same_reader(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     for _ in range(2):
         async with Run(Library, engine(), file=path) as run:
@@ -266,9 +264,7 @@ class Strict(Library):
     ("environment", "asked"),
     [(Required, "tool_choice='required'"), (Named, "tool_choice='refresh'"), (Strict, "@tool(strict=True)")],
 )
-async def test_what_would_have_to_be_written_is_refused_before_anything_is_sampled(
-    environment: type[Library], asked: str
-) -> None:
+async def test_enforced_calls_are_refused_before_sampling(environment: type[Library], asked: str) -> None:
     playing = ScriptedEngine(REPLIES, template=unlearnable(), tokenizer=vocabulary(), record=True)
     with pytest.raises(BadOption, match=re.escape(f"{asked}: the model's response_template reads calls")):
         async with Run(environment, playing):
@@ -276,7 +272,7 @@ async def test_what_would_have_to_be_written_is_refused_before_anything_is_sampl
     assert playing.calls == []
 
 
-async def test_a_turn_that_is_heard_while_it_is_sampled_is_refused_with_the_fix() -> None:
+async def test_streaming_is_refused_with_the_fix() -> None:
     class Hears(Library):
         async def rollout(self, conversation: Conversation) -> None:
             async with conversation.stream(tool_choice="none") as stream:
@@ -293,7 +289,7 @@ async def test_a_turn_that_is_heard_while_it_is_sampled_is_refused_with_the_fix(
     assert len(trajectory.turns) == 1
 
 
-async def test_a_mark_that_the_model_spells_with_letters_is_prose() -> None:
+async def test_mark_spelled_with_letters_is_prose() -> None:
     tokenizer = ByteTokenizer(["<think>", "</think>"], added_tokens=["<tool_call>"])
     text = f"Hm.</think>Write {said(json.dumps('x'), 2)}"
     spelt = [each for char in text for each in tokenizer.encode(char)]
@@ -312,12 +308,12 @@ async def test_a_mark_that_the_model_spells_with_letters_is_prose() -> None:
     assert (first.text, first.tool_calls) == (text.removeprefix("Hm.</think>"), [])
 
 
-def test_a_scripted_model_is_told_to_write_such_calls_as_text() -> None:
+def test_scripted_engine_asks_for_such_calls_as_text() -> None:
     with pytest.raises(BadOption, match=r"its response_template only reads them.*write the call as text"):
         ScriptedEngine([Reply("", calls=(call("refresh"),))], template=unlearnable())
 
 
-async def test_a_template_that_nothing_reads_is_refused_with_what_is_missing_and_what_to_do() -> None:
+async def test_unreadable_template_is_refused_with_requirement_and_fix() -> None:
     with pytest.raises(BadTemplate, match="values_told_apart") as refused:
         async with Run(Library, engine(unlearnable(None))):
             pass
@@ -328,7 +324,7 @@ async def test_a_template_that_nothing_reads_is_refused_with_what_is_missing_and
 
 @pytest.fixture
 def model(demo_model_folder: Path, tmp_path: Path) -> Path:
-    """The demo model, with the template and the response template of another."""
+    """The demo model with another chat template and response template."""
     folder = tmp_path / "model"
     shutil.copytree(demo_model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     template = unlearnable()
@@ -340,7 +336,7 @@ def model(demo_model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_check_template_says_where_the_format_comes_from(model: Path) -> None:
+def test_check_template_shows_the_source_of_the_format(model: Path) -> None:
     done = CliRunner().invoke(app, ["check-template", str(model), "--json"])
     told = json.loads(done.stdout)
     assert (told["turn"]["source"], told["turn"]["verdict"]) == ("response_template", "limited")

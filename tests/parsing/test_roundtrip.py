@@ -1,4 +1,4 @@
-"""What a format cannot carry of some tools' calls, by writing and reading them in formats of every class."""
+"""Losses in a round trip of calls through formats of every class."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turn(calls: CallFormat) -> TurnFormat:
 
 
 def named(*names: str, required: tuple[str, ...] = (), schema: Any = None) -> Tool:
-    """A tool that has arguments of these names."""
+    """Return a tool with arguments of these names."""
     parameters = {
         "type": "object",
         "properties": dict.fromkeys(names, {"type": "string"} if schema is None else schema),
@@ -44,42 +44,42 @@ def tagged(form: CallFormat, **changes: Any) -> TurnFormat:
     return turn(replace(form, arguments=replace(form.arguments, **changes)))
 
 
-# --- what does not come back
+# --- losses
 
 
 @every_class
-def test_what_python_functions_take_is_carried_in_every_class_of_formats(name: str) -> None:
+def test_types_of_python_functions_survive_in_every_format_class(name: str) -> None:
     assert list(losses(turn(form_of(name)), TOOLS)) == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_and_by_every_family(name: str) -> None:
+def test_types_of_python_functions_survive_in_every_family(name: str) -> None:
     assert list(losses(family(name).form, TOOLS)) == []
 
 
 @every_class
-def test_names_of_arguments_that_a_format_cannot_carry_are_those_that_it_writes_without_quotes(name: str) -> None:
+def test_only_unquoted_argument_names_are_lost(name: str) -> None:
     form = form_of(name)
     lost = list(losses(turn(form), [named(*UNUSUAL, *USUAL, required=UNUSUAL[:1])]))
     without_quotes = isinstance(form.arguments, TaggedArguments)
     assert [loss.argument for loss in lost] == (list(UNUSUAL) if without_quotes else [])
-    # Only without an argument that is required can a tool not be called at all.
+    # A tool is only uncallable if the lost argument is required.
     assert [loss.uncallable for loss in lost] == [loss.argument == UNUSUAL[0] for loss in lost]
     assert all("Rename it: letters, digits and _" in loss.what for loss in lost)
 
 
-def test_names_that_are_said_to_be_carried_everywhere_are() -> None:
+def test_supported_names_survive_in_every_format() -> None:
     assert all(map(SUPPORTED_NAME.fullmatch, USUAL))
     assert not any(map(SUPPORTED_NAME.fullmatch, UNUSUAL))
 
 
-def test_harmony_is_read_by_its_own_reader() -> None:
+def test_harmony_round_trip_uses_its_own_reader() -> None:
     form = TurnFormat(CALLS, None, ContentFormat("", ""), harmony=True)
     assert list(losses(form, [*TOOLS, named(*UNUSUAL, *USUAL, required=UNUSUAL)])) == []
 
 
 @pytest.mark.parametrize("missing", ["array", "null", "object"])
-def test_a_type_that_a_format_cannot_write_is_named(missing: ValueType) -> None:
+def test_unwritable_type_is_named(missing: ValueType) -> None:
     form = form_of("raw strings")
     assert isinstance(form.arguments, TaggedArguments)
     styles = {kind: style for kind, style in form.arguments.styles.items() if kind != missing}
@@ -93,14 +93,14 @@ def test_a_type_that_a_format_cannot_write_is_named(missing: ValueType) -> None:
     assert half.what.startswith(f"its argument 'a' cannot be of type {missing} (")
 
 
-def test_null_is_not_missed_where_the_argument_can_be_left_out() -> None:
+def test_lost_null_of_an_optional_argument_is_ignored() -> None:
     form = form_of("raw strings")
     assert isinstance(form.arguments, TaggedArguments)
     styles = {kind: style for kind, style in form.arguments.styles.items() if kind != "null"}
     assert list(losses(tagged(form, styles=styles), [named("a", schema={"type": ["string", "null"]})])) == []
 
 
-def test_a_call_without_arguments_that_cannot_be_written_is_named() -> None:
+def test_unwritable_call_without_arguments_is_named() -> None:
     poor = tagged(form_of("raw strings"), none=None)
     (never,) = losses(poor, [named()])
     assert never.uncallable
@@ -111,7 +111,7 @@ def test_a_call_without_arguments_that_cannot_be_written_is_named() -> None:
 
 
 @every_class
-def test_one_of_two_hundred_tools_is_found(name: str) -> None:
+def test_loss_in_one_of_two_hundred_tools_is_found(name: str) -> None:
     form, tools = form_of(name), list(MANY_TOOLS)
     assert list(losses(turn(form), tools)) == []
     tools.insert(100, named("first name", required=("first name",)))
@@ -121,7 +121,7 @@ def test_one_of_two_hundred_tools_is_found(name: str) -> None:
     )
 
 
-# --- what looks alike
+# --- ambiguous types
 
 
 class Mixed(enum.Enum):
@@ -167,13 +167,13 @@ def taking(kind: Any) -> Tool:
 
 
 @pytest.mark.parametrize("what", UNCLEAR)
-def test_a_string_beside_what_looks_like_one_is_ambiguous(what: str) -> None:
+def test_string_beside_a_lookalike_type_is_ambiguous(what: str) -> None:
     kind, told = UNCLEAR[what]
     assert [str(each) for each in ambiguities([taking(kind)])] == [f"put(value: {told})"]
 
 
 @pytest.mark.parametrize("what", CLEAR)
-def test_what_cannot_be_mistaken_is_not_ambiguous(what: str) -> None:
+def test_distinct_types_are_not_ambiguous(what: str) -> None:
     assert list(ambiguities([taking(CLEAR[what])])) == []
 
 
@@ -181,7 +181,7 @@ WORDS: list[Any] = ["5", "2.5", "true", "[1]", '{"a": 1}', "1", "auto", "five", 
 
 
 @pytest.mark.parametrize("what", [*UNCLEAR, *CLEAR])
-def test_an_argument_is_ambiguous_where_a_string_that_it_takes_is_read_as_something_else(what: str) -> None:
+def test_argument_with_a_string_of_another_type_is_ambiguous(what: str) -> None:
     kind = UNCLEAR[what][0] if what in UNCLEAR else CLEAR[what]
     tool, form = taking(kind), form_of("raw strings")
     adapter = TypeAdapter(kind)
@@ -195,12 +195,12 @@ def test_an_argument_is_ambiguous_where_a_string_that_it_takes_is_read_as_someth
         assert call.error is None
         if call.arguments["value"] != word:
             changed.append(word)
-    # Of any string, or null, the word "null" is lost and nothing else; listed, it was meant.
+    # For a free string, only the word "null" is lost; a listed one is intended.
     listed = what == "the word null, or null"
     assert (changed not in ([], ["null"]) or (listed and changed == ["null"])) == (what in UNCLEAR)
 
 
-def test_arguments_that_a_schema_does_not_name_are_ambiguous_where_they_may_be_anything() -> None:
+def test_unnamed_arguments_of_any_type_are_ambiguous() -> None:
     def free(more: Any) -> Tool:
         schema = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": more}
         return Tool(lambda given: str(given), name="put", description="Put.", parameters=schema, raw=True)
@@ -215,5 +215,5 @@ def test_arguments_that_a_schema_does_not_name_are_ambiguous_where_they_may_be_a
     assert call.arguments == {"b": "5"}
 
 
-def test_a_reference_to_nothing_stops_nobody() -> None:
+def test_unresolved_reference_does_not_raise() -> None:
     assert [str(each) for each in ambiguities([named("a", schema={"$ref": "#/$defs/nothing"})])] == ["look_up(a: any)"]

@@ -1,4 +1,4 @@
-"""Grammar and check of one schema: what one lets through the other accepts, or the difference is named."""
+"""Grammar and validation of a schema agree, or the difference is documented."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fits(schema: Any, value: Any) -> bool:
 
 
 def walks(schema: Any, seeds: range) -> Iterator[str]:
-    """Texts that the grammar of an answer lets through."""
+    """Generate texts that the grammar of an answer allows."""
     try:
         enforced = answer_constraint(schema)
     except BadOption:
@@ -46,11 +46,11 @@ def walks(schema: Any, seeds: range) -> Iterator[str]:
     yield from filter(None, (walk(enforced, random.Random(seed), 20) for seed in seeds))
 
 
-# --- an answer
+# --- answers
 
 
 def is_written_otherwise(value: Any, schema: Any) -> bool:
-    """Differences that the page of schemas names: order, closed objects and lists, equal numbers, formats."""
+    """Documented differences: order, closed objects and lists, equal numbers, formats."""
     text = as_json(schema)
     kept = {"properties", "required", "prefixItems", "dependent", "unevaluated", "patternProperties", "format", "const"}
     return any(f'"{word}' in text for word in kept) or has_whole_float(value)
@@ -80,7 +80,7 @@ def test_grammar_of_an_official_case_agrees_with_its_check(case: SuiteCase) -> N
 
 @settings(max_examples=sweeps.times(3000, 60), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
-def test_random_grammar_lets_through_what_its_check_accepts(schema: Any, seed: int) -> None:
+def test_random_grammar_allows_all_valid_values(schema: Any, seed: int) -> None:
     told = not_enforced(schema)
     for text in walks(schema, range(seed, seed + 2)):
         assert told or fits(schema, json.loads(text)), (text, told)
@@ -88,7 +88,7 @@ def test_random_grammar_lets_through_what_its_check_accepts(schema: Any, seed: i
 
 @settings(max_examples=sweeps.times(3000, 60), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
-def test_random_value_that_fits_has_a_shape(schema: Any, seed: int) -> None:
+def test_random_valid_value_has_a_shape(schema: Any, seed: int) -> None:
     made = modern(schema).schema
     shapes = shapes_of(as_json(schema))
     for value in (None, True, 1, 2.5, "a", [], [1], {}, {"a": 1}, random_value(made, random.Random(seed))):
@@ -103,7 +103,7 @@ def kind_named(value: Any) -> str:
 
 
 @public
-def test_grammar_of_a_public_shape_writes_what_fits_and_nothing_else(name: str) -> None:
+def test_grammar_of_a_public_schema_allows_only_valid_values(name: str) -> None:
     schema, right, wrong = PUBLIC[name]
     enforced = answer_constraint(schema)
     assert not_enforced(schema) == []
@@ -118,14 +118,14 @@ def test_grammar_of_a_public_shape_writes_what_fits_and_nothing_else(name: str) 
         assert fits(schema, json.loads(text)), text
 
 
-def test_schema_that_nothing_fits_is_refused_by_name() -> None:
+def test_unsatisfiable_schema_is_refused_by_name() -> None:
     impossible = {"allOf": [{"type": "string"}, {"type": "integer"}]}
     for schema in (False, impossible, {"type": "integer", "minimum": 2, "maximum": 1}):
         with pytest.raises(BadOption, match=r"Sampling\(schema=\.\.\.\): the whole has a schema that allows nothing"):
             answer_constraint(schema)
 
 
-# --- a call
+# --- calls
 
 
 def tool_of(schema: Any) -> Tool:
@@ -135,7 +135,7 @@ def tool_of(schema: Any) -> Tool:
 
 @pytest.mark.parametrize("shape", PUBLIC)
 @every_class
-def test_call_of_a_public_shape_is_held_to_it(name: str, shape: str) -> None:
+def test_call_of_a_public_schema_is_enforced(name: str, shape: str) -> None:
     form, (schema, right, wrong) = form_of(name), PUBLIC[shape]
     tool = tool_of(schema)
     enforced, told = required(form, [tool], parallel=False), not_enforced_of_tool(form, tool)
@@ -147,7 +147,7 @@ def test_call_of_a_public_shape_is_held_to_it(name: str, shape: str) -> None:
 
 
 def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
-    """Whether the format cannot tell them from what would be right, as 5 from "5" where strings are bare."""
+    """Return whether the format cannot distinguish the arguments from valid ones, such as 5 from an unquoted "5"."""
     (call,) = CallReader(form).read(written(form, ("f", arguments)), {"f": schema}).calls
     return call.arguments != arguments
 
@@ -155,7 +155,7 @@ def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
 @every_class
 @settings(max_examples=sweeps.times(300, 8), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
-def test_random_call_that_is_let_through_passes_the_check(name: str, schema: Any, seed: int) -> None:
+def test_random_call_of_a_grammar_passes_validation(name: str, schema: Any, seed: int) -> None:
     form, tool = form_of(name), tool_of({**schema, "type": "object"})
     try:
         enforced = required(form, [tool], parallel=False)
@@ -183,7 +183,7 @@ NOTHING_FITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", NOTHING_FITS, ids=as_json)
-def test_a_schema_that_no_object_fits_is_refused(schema: dict[str, Any]) -> None:
+def test_schema_without_valid_objects_is_refused(schema: dict[str, Any]) -> None:
     whole = {**schema, "type": "object"}
     with pytest.raises(BadOption, match="no object fits its schema"):
         required(form_of("JSON object, escaped"), [tool_of(whole)], parallel=False)
@@ -207,7 +207,7 @@ READ: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "value"), READ, ids=str)
-def test_bare_text_is_read_by_all_keywords_together(schema: Any, value: Any) -> None:
+def test_bare_text_is_converted_by_all_keywords_together(schema: Any, value: Any) -> None:
     form = form_of("raw strings")
     parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"number": {"type": "integer"}}}
     (call,) = CallReader(form).read(written(form, ("f", {"a": "5"})), {"f": parameters}).calls

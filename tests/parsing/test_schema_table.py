@@ -1,4 +1,4 @@
-"""The page on JSON schemas says of each keyword what the code does."""
+"""The page on JSON schemas describes each keyword as the code handles it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.parsing.schema_table import IGNORED, PROBES, keywords, table
 from tests.repository import DOCS
 
 
-def test_page_has_the_table_that_trying_gives() -> None:
+def test_page_has_the_measured_table() -> None:
     page = (DOCS / "json-schemas.md").read_text(encoding="utf-8")
     assert "\n".join(table()) in page
 

@@ -1,4 +1,4 @@
-"""A name of a control token that a model spelt with letters is no control token, wherever it stands."""
+"""A name of a control token that a model spelled with letters is plain text everywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ parts = st.lists(st.tuples(st.sampled_from([*NAMES, "é", "a ", "<", "_call>", *
 
 
 @given(parts)
-def test_only_names_that_were_sampled_as_one_id_are_left_whole(said: list[tuple[str, bool]]) -> None:
+def test_only_names_sampled_as_one_id_stay_whole(said: list[tuple[str, bool]]) -> None:
     ids: list[int] = []
     for text, spelt in said:
         ids += letters(text) if spelt or text not in TOKENS else [TOKENS[text]]
@@ -39,7 +39,7 @@ def test_only_names_that_were_sampled_as_one_id_are_left_whole(said: list[tuple[
     assert spelling.restored(spelling.text) == text
 
 
-def test_a_streamed_text_is_broken_and_healed_alike() -> None:
+def test_streamed_text_is_broken_up_and_restored_alike() -> None:
     text = "a\ufdd0 <tool_call>b\ufdd0\ufdd0"
     spelling = SpelledTokenStream(TOKENS)
     broken = "".join(spelling.feed(piece, -1) for piece in text)
@@ -48,13 +48,13 @@ def test_a_streamed_text_is_broken_and_healed_alike() -> None:
     assert spelling.restored({"a": [broken, 1]}) == {"a": [text, 1]}
 
 
-def test_what_was_escaped_is_no_sign_of_ours() -> None:
+def test_escaped_noncharacter_is_not_our_sign() -> None:
     text = 'The <tool_call> is {"a": "x\\ufdd0y"}'
     spelling = SpelledTokens(text, letters(text), TOKENS, TOKENIZER)
     assert spelling.restored("x\ufdd0y") == "x\ufdd0y"
 
 
-def test_a_turn_of_many_marks_and_a_spelt_one_is_decoded_once() -> None:
+def test_turn_with_many_marks_is_decoded_once() -> None:
     class Counting(ByteTokenizer):
         decoded = 0
 
@@ -81,7 +81,7 @@ OPEN, CLOSE = (VOCABULARY.encode(mark)[0] for mark in MARKS)
 
 
 def read(template: str, ids: list[int]) -> list[tuple[str, object, str | None]]:
-    """The calls of a turn, as an episode reads them."""
+    """Return the calls of a turn, read as in an episode."""
     parser = TurnParser(format_of(template), dict(zip(MARKS, (OPEN, CLOSE), strict=True)))
     text = VOCABULARY.decode(ids)
     spelling = SpelledTokens(text, ids, parser.marker_tokens, VOCABULARY)
@@ -89,7 +89,7 @@ def read(template: str, ids: list[int]) -> list[tuple[str, object, str | None]]:
     return [(call.name, spelling.restored(call.arguments), call.error) for call in parsed.calls]
 
 
-def test_inside_a_call_the_text_decides_so_that_a_close_that_was_spelt_closes_it() -> None:
+def test_spelled_close_inside_a_call_ends_it() -> None:
     call = '{"name": "echo", "arguments": {"text": "a </tool_call> b"}}'
     for close in ([CLOSE], letters("</tool_call>")):
         ids = [OPEN, *letters(f"\n{call}\n"), *close, *letters(" so")]
@@ -97,7 +97,7 @@ def test_inside_a_call_the_text_decides_so_that_a_close_that_was_spelt_closes_it
     assert read("Qwen-Qwen3-0.6B", letters(f"<tool_call>\n{call}\n</tool_call>")) == []
 
 
-def test_a_string_without_quotes_ends_where_all_that_ends_a_call_is_spelt_in_it() -> None:
+def test_unquoted_string_ends_at_a_spelled_end_of_the_call() -> None:
     ends = "\n</parameter>\n</function>\n</tool_call>"
     ids = [OPEN, *letters(f"\n<function=echo>\n<parameter=text>\na{ends} b\n</parameter>\n</function>\n"), CLOSE]
     assert read("Qwen-Qwen3-Coder-30B-A3B-Instruct", ids) == [("echo", {"text": "a"}, None)]

@@ -1,4 +1,4 @@
-"""Turns read while they are sampled: the same as reading the whole, and nothing that was not said."""
+"""Streamed turns have the same result as complete ones, and no invented parts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def joined(events: Sequence[Event], kind: type[ContentPiece] | type[ReasoningPie
 
 
 def spoilt(text: str, form: TurnFormat, how: int, seed: int) -> str:
-    """`text`, cut somewhere, or with something wrong in it."""
+    """Generate `text` truncated or damaged at some position."""
     source = random.Random(seed)
     at = source.randrange(len(text) + 1)
     assert form.calls is not None
@@ -103,7 +103,7 @@ any_turn = given(turn=turns, how=st.integers(0, 3), known=st.booleans(), seed=st
 @every_class
 @settings(max_examples=sweeps.times(100, 30), deadline=None)
 @any_turn
-def test_any_cutting_tells_what_reading_the_whole_gives(
+def test_pieces_give_the_same_events_as_the_complete_text(
     name: str, turn: WrittenTurn, how: int, known: bool, seed: int
 ) -> None:
     assert_told_as_read(format_of(name), turn, how, known, seed)
@@ -112,7 +112,7 @@ def test_any_cutting_tells_what_reading_the_whole_gives(
 @pytest.mark.slow
 @settings(max_examples=sweeps.times(60, 30), deadline=None)
 @any_turn
-def test_any_cutting_tells_the_same_in_the_formats_of_the_corpus(
+def test_pieces_give_the_same_events_in_formats_of_the_corpus(
     turn: WrittenTurn, how: int, known: bool, seed: int
 ) -> None:
     for form in formats(one_in=12).values():
@@ -136,19 +136,19 @@ def assert_nothing_unsaid(form: TurnFormat, turn: WrittenTurn, seed: int) -> Non
 @every_class
 @settings(max_examples=sweeps.times(50, 15), deadline=None)
 @given(turn=turns, seed=st.integers(0, 2**32))
-def test_no_cut_of_a_turn_tells_a_call_that_was_not_said(name: str, turn: WrittenTurn, seed: int) -> None:
+def test_truncated_turn_has_no_invented_call(name: str, turn: WrittenTurn, seed: int) -> None:
     assert_nothing_unsaid(format_of(name), turn, seed)
 
 
 @pytest.mark.slow
 @settings(max_examples=sweeps.times(40, 15), deadline=None)
 @given(turn=turns, seed=st.integers(0, 2**32))
-def test_no_cut_tells_one_in_the_formats_of_the_corpus(turn: WrittenTurn, seed: int) -> None:
+def test_truncated_turn_of_the_corpus_has_no_invented_call(turn: WrittenTurn, seed: int) -> None:
     for form in formats(one_in=12).values():
         assert_nothing_unsaid(form, turn, seed)
 
 
-def test_white_space_in_a_trigger_is_read_alike_in_pieces() -> None:
+def test_white_space_in_a_trigger_is_read_the_same_in_pieces() -> None:
     form = dataclasses.replace(
         TOOL_CALL,
         begin='<call of="',
@@ -196,14 +196,14 @@ def stream_of(
     return TurnStream(TurnReader(TurnFormat(calls, reasoning, ContentFormat(content_open, ""))), {"f": {}})
 
 
-def test_only_what_may_begin_a_mark_is_held_back() -> None:
+def test_only_a_possible_begin_of_a_mark_is_held_back() -> None:
     stream = stream_of()
     assert stream.feed("I look <tool") == [ContentPiece("I look")]
     assert stream.feed("s up, a <") == [ContentPiece(" <tools up, a")]
     assert stream.feed(" b") == [ContentPiece(" < b")]
 
 
-def test_a_call_is_told_when_its_close_comes() -> None:
+def test_call_is_emitted_when_its_close_arrives() -> None:
     stream = stream_of()
     assert stream.feed('so\n<tool_call>\nf{"a": 1}\n</tool_call') == [ContentPiece("so")]
     assert stream.feed(">") == [FinishedCall(ReadCall("f", {"a": 1}))]
@@ -212,13 +212,13 @@ def test_a_call_is_told_when_its_close_comes() -> None:
     assert stream.reading.content == "so\nand"
 
 
-def test_a_call_that_a_close_in_a_string_seems_to_end_goes_on() -> None:
+def test_close_inside_a_string_does_not_end_a_call() -> None:
     stream = stream_of()
     assert stream.feed('<tool_call>\nf{"a": "</tool_call>') == []
     assert stream.feed(' b"}\n</tool_call>') == [FinishedCall(ReadCall("f", {"a": "</tool_call> b"}))]
 
 
-def test_a_call_that_cannot_be_read_is_told_at_the_end() -> None:
+def test_unreadable_call_is_emitted_at_the_end() -> None:
     stream = stream_of()
     assert stream.feed("<tool_call>\nf{a</tool_call> so") == []
     told_then = stream.finish()
@@ -227,14 +227,14 @@ def test_a_call_that_cannot_be_read_is_told_at_the_end() -> None:
     assert joined(told_then, ContentPiece) == "so"
 
 
-def test_a_turn_that_is_cut_in_its_call_tells_that_it_cannot_be_read() -> None:
+def test_turn_truncated_inside_a_call_reports_an_error() -> None:
     stream = stream_of()
     assert stream.feed('<tool_call>\nf{"a": ') == []
     (call,) = calls_of(stream.finish())
     assert call.error is not None
 
 
-def test_a_thought_is_told_piece_by_piece_without_its_marks() -> None:
+def test_reasoning_is_emitted_in_pieces_without_marks() -> None:
     stream = stream_of()
     assert stream.feed("\n<thi") == []
     assert stream.feed("nk>\nhm, ") == [ReasoningPiece("hm,")]
@@ -244,27 +244,27 @@ def test_a_thought_is_told_piece_by_piece_without_its_marks() -> None:
     assert stream.finish() == [ContentPiece(" ")]
 
 
-def test_a_thought_that_the_prompt_opened_needs_no_mark() -> None:
+def test_reasoning_opened_by_the_prompt_needs_no_mark() -> None:
     assert stream_of(reasoning=OPENED).feed("hm</think>yes") == [ReasoningPiece("hm"), ContentPiece("yes")]
 
 
-def test_a_call_inside_a_thought_is_none() -> None:
+def test_call_inside_reasoning_is_ignored() -> None:
     stream = stream_of(reasoning=OPENED)
     events = [*stream.feed('hm <tool_call>\nf{"a": 1}\n</tool_call>'), *stream.finish()]
     assert calls_of(events) == []
 
 
-def test_a_close_that_nothing_opened_is_dropped() -> None:
+def test_close_without_an_opening_mark_is_dropped() -> None:
     assert stream_of().feed("</think>\n\nyes") == [ContentPiece("yes")]
 
 
-def test_the_mark_in_front_of_a_content_is_no_part_of_it() -> None:
+def test_mark_before_content_is_not_part_of_it() -> None:
     stream = stream_of(content_open="<|START|>")
     assert stream.feed("<think>hm</think><|STA") == [ReasoningPiece("hm")]
     assert stream.feed("RT|>yes") == [ContentPiece("yes")]
 
 
-def test_where_nothing_opens_a_thought_its_close_tells_that_it_was_one() -> None:
+def test_reasoning_without_opening_mark_is_found_by_its_close() -> None:
     closed = ReasoningFormat("", "[BEGIN]", opened_by_prompt=False)
     stream = stream_of(reasoning=closed)
     assert stream.feed("hm [BEG") == []
@@ -286,13 +286,13 @@ BARE = dataclasses.replace(
 BARE_CALL = '[{"name": "f", "arguments": {"a": 1}}]'
 
 
-def test_calls_that_nothing_announces_are_told_at_the_end() -> None:
+def test_calls_without_trigger_are_emitted_at_the_end() -> None:
     stream = stream_of(BARE)
     assert stream.feed("so\n" + BARE_CALL) == [ContentPiece("so")]
     assert stream.finish() == [FinishedCall(ReadCall("f", {"a": 1}))]
 
 
-def test_a_tool_that_is_named_in_a_line_may_begin_calls_that_nothing_announces() -> None:
+def test_name_of_a_tool_in_a_line_may_begin_calls() -> None:
     stream = stream_of(BARE)
     assert stream.feed("so [1] [ {") == [ContentPiece("so [1]")]
     assert stream.feed('"name": "fo') == [ContentPiece(' [ {"name": "fo')]
@@ -309,7 +309,7 @@ def test_a_tool_that_is_named_in_a_line_may_begin_calls_that_nothing_announces()
     ],
     ids=["JSON", "raw"],
 )
-def test_a_long_argument_full_of_marks_is_read_in_linear_time(
+def test_long_argument_full_of_marks_takes_linear_time(
     arguments: WholeArguments | TaggedArguments, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tagged = isinstance(arguments, TaggedArguments)

@@ -1,4 +1,4 @@
-"""Thoughts told apart from what was said, by the marks of a template."""
+"""Reasoning is separated from content by the marks of a template."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from runner.parsing.turn_reader import USUAL, ends_in_thought, split_thought
         ("the tag <think> is content here</think>", False, ("", "the tag <think> is content here</think>")),
     ],
 )
-def test_a_thought_is_split_from_what_is_said(text: str, opened: bool, expected: tuple[str, str]) -> None:
+def test_reasoning_is_split_from_content(text: str, opened: bool, expected: tuple[str, str]) -> None:
     assert split_thought(text, replace(USUAL, opened_by_prompt=opened)) == expected
 
 
@@ -35,7 +35,7 @@ def test_a_thought_is_split_from_what_is_said(text: str, opened: bool, expected:
         ("the answer", ("", "the answer")),
     ],
 )
-def test_where_nothing_opens_a_thought_its_close_tells(text: str, expected: tuple[str, str]) -> None:
+def test_close_alone_marks_reasoning_without_opening_mark(text: str, expected: tuple[str, str]) -> None:
     assert split_thought(text, ReasoningFormat("", "[BEGIN]", opened_by_prompt=False)) == expected
 
 
@@ -49,5 +49,5 @@ def test_where_nothing_opens_a_thought_its_close_tells(text: str, expected: tupl
         ("an answer", False, False),
     ],
 )
-def test_a_turn_may_end_inside_its_thought(text: str, opened: bool, inside: bool) -> None:
+def test_turn_may_end_inside_its_reasoning(text: str, opened: bool, inside: bool) -> None:
     assert ends_in_thought(text, replace(USUAL, opened_by_prompt=opened)) is inside

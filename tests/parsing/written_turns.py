@@ -1,4 +1,4 @@
-"""Formats that templates of the corpus write turns in, and turns written in them."""
+"""Turn formats of templates of the corpus, and turns written in them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["WrittenTurn", "format_of", "formats", "schemas_of", "turns", "write_
 
 @functools.cache
 def format_of(name: str) -> TurnFormat:
-    """What the template of that name writes."""
+    """Return the format of the template with this name."""
     return learn_format(next(entry for entry in corpus() if entry.name == name).renderer()).format
 
 
 @functools.cache
 def formats(one_in: int) -> Mapping[str, TurnFormat]:
-    """The distinct formats whose calls can be read, by template: of every n-th, or of all in a whole sweep."""
+    """Return the distinct readable formats by template: of every n-th, or of all in a complete sweep."""
     found: dict[str, TurnFormat] = {}
     for entry in sweeps.part(corpus(), one_in):
         if missing_tool_property(entry.renderer()) is None:
@@ -40,7 +40,7 @@ def formats(one_in: int) -> Mapping[str, TurnFormat]:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """What an assistant says."""
+    """An assistant's turn."""
 
     calls: tuple[tuple[str, Mapping[str, Any]], ...]
     content: str = ""
@@ -62,7 +62,7 @@ turns = st.builds(
 
 
 def write_turn(form: TurnFormat, turn: WrittenTurn) -> str:
-    """The text of a turn, without what its format cannot write."""
+    """Return the text of a turn, without parts that its format cannot write."""
     thought, marks = "", form.reasoning or USUAL
     if marks.opened_by_prompt or turn.thought is not None:
         thought = f"{'' if marks.opened_by_prompt else marks.open}{turn.thought or ''}{marks.close}\n\n"
@@ -86,7 +86,7 @@ def write_turn(form: TurnFormat, turn: WrittenTurn) -> str:
 
 
 def schemas_of(turn: WrittenTurn) -> dict[str, Any]:
-    """What the tools of a turn take: each key what it was given."""
+    """Return schemas of the tools of a turn, with the type of each given value."""
     schemas: dict[str, Any] = {}
     for name, arguments in turn.calls:
         properties = schemas.setdefault(name, {"type": "object", "properties": {}})["properties"]

@@ -1,4 +1,4 @@
-"""Tools made by hand, from a function and a JSON schema: how the function is called, and what is refused."""
+"""Tools made from a function and a JSON schema: the call of the function, and refused definitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOOK = {"type": "object", "properties": {"name": {"type": "string"}, "self": {"t
 
 
 class Server:
-    """Somebody else's tools, called by name."""
+    """Tools of a third party, called by name."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"{name} {dict(arguments)}"
@@ -36,7 +36,7 @@ def book(call: Callable[..., Any], **options: Any) -> Tool:
 
 
 @pytest.mark.anyio
-async def test_a_raw_tool_gets_one_mapping_whatever_its_arguments_are_called() -> None:
+async def test_raw_tool_gets_one_mapping_with_any_names() -> None:
     class Hotel(Plain):
         def setup(self) -> None:
             self.tools.append(book(partial(Server().call, "book"), raw=True))
@@ -45,7 +45,7 @@ async def test_a_raw_tool_gets_one_mapping_whatever_its_arguments_are_called() -
     assert trajectory.messages[-2]["content"] == "book {'name': 'Ada', 'self': 1}"
 
 
-def test_a_raw_tool_checks_arguments_as_any_other() -> None:
+def test_raw_tool_validates_arguments() -> None:
     tool = book(partial(Server().call, "book"), raw=True)
     assert (tool.is_async, tool.arguments({"name": "Ada"})) == (True, {"name": "Ada"})
     with pytest.raises(Exception, match=r"name must be a string, got 3\."):
@@ -57,7 +57,7 @@ def test_a_raw_tool_checks_arguments_as_any_other() -> None:
     [partial(Server().spread, "book"), Server().spread, Server().one, lambda name: name],
     ids=["filled already", "would fill self", "lacks one", "lacks one too"],
 )
-def test_a_function_that_cannot_take_its_arguments_is_refused_with_the_fix(function: Callable[..., Any]) -> None:
+def test_function_that_cannot_take_its_arguments_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(BadEnvironment, match=r"Tool book: .*'(name|self)'.*give raw=True"):
         book(function)
 
@@ -78,7 +78,7 @@ def test_the_schema_of_the_result_can_be_given() -> None:
     assert Tool(find).returns == {"type": "string"}
 
 
-# --- two of one name
+# --- equal names
 
 
 def rooms(number: int) -> list[int]:
@@ -103,7 +103,7 @@ class ForAnother(Plain):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("environment", [InSetup, ByReplace, ForAnother])
-async def test_two_tools_of_one_name_are_refused_by_it(environment: type[Plain]) -> None:
+async def test_two_tools_with_one_name_are_refused_with_the_name(environment: type[Plain]) -> None:
     trajectory = await play(environment, ["Done"])
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "two tools are called 'rooms': give one another name, Tool(..., name=)" in trajectory.error
@@ -116,11 +116,11 @@ class Colour(enum.Enum):
     RED = "red"
 
 
-def none(limit: int = None) -> None:  # type: ignore[assignment]  # noqa: RUF013  # what is refused
+def none(limit: int = None) -> None:  # type: ignore[assignment]  # noqa: RUF013  # refused
     """List."""
 
 
-def text(limit: int = "ten") -> None:  # type: ignore[assignment]  # what is refused
+def text(limit: int = "ten") -> None:  # type: ignore[assignment]  # refused
     """List."""
 
 
@@ -128,7 +128,7 @@ def below(limit: Annotated[int, Field(ge=1)] = 0) -> None:
     """List."""
 
 
-def another(order: Literal["up", "down"] = "side") -> None:  # type: ignore[assignment]  # what is refused
+def another(order: Literal["up", "down"] = "side") -> None:  # type: ignore[assignment]  # refused
     """List."""
 
 
@@ -141,9 +141,7 @@ def another(order: Literal["up", "down"] = "side") -> None:  # type: ignore[assi
         (another, "parameter 'order': its default 'side' does not fit its type: order must be 'up' or 'down', got"),
     ],
 )
-def test_a_default_that_a_model_could_not_write_is_refused_with_the_fix(
-    function: Callable[..., Any], problem: str
-) -> None:
+def test_default_that_a_model_cannot_write_is_refused(function: Callable[..., Any], problem: str) -> None:
     with pytest.raises(BadEnvironment) as caught:
         Tool(function)
     assert problem in str(caught.value)
@@ -152,11 +150,11 @@ def test_a_default_that_a_model_could_not_write_is_refused_with_the_fix(
     )
 
 
-def test_defaults_that_a_model_can_write_are_taken_however_python_has_them() -> None:
+def test_defaults_that_a_model_can_write_are_accepted() -> None:
     def many(
         number: float = 1,
         words: Sequence[str] = (),
-        several: set[int] = frozenset(),  # type: ignore[assignment]  # what is refused
+        several: set[int] = frozenset(),  # type: ignore[assignment]  # refused
         colour: Colour = Colour.RED,
         unlimited: float = float("inf"),
         nothing: int | None = None,

@@ -1,4 +1,4 @@
-"""Results of the Model Context Protocol: what a model reads of them, from a real server and from others' forms."""
+"""Results of the Model Context Protocol from a real server and from other clients, as text for a model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class OfAnotherClient:
         ({"content": [{"type": "text", "text": "Sunny."}], "isError": False}, "Sunny."),
         (CallToolResult(content=[TEXT]).model_dump(), "Sunny."),
         (CallToolResult(content=[TEXT]).model_dump(by_alias=True), "Sunny."),
-        # An author's own values that look a little like it.
+        # Values of an author that resemble it.
         ([{"type": "resource", "name": "iron"}], '[{"type": "resource", "name": "iron"}]'),
         ([{"type": "text", "text": "x"}], '[{"type": "text", "text": "x"}]'),
         ({"content": ["a"], "type": "text"}, '{"content": ["a"], "type": "text"}'),
@@ -94,7 +94,7 @@ class OfAnotherClient:
         ([], "[]"),
     ],
 )
-def test_a_result_is_what_it_says(value: object, text: str) -> None:
+def test_mcp_result_becomes_its_text(value: object, text: str) -> None:
     assert result_text(value) == text
 
 
@@ -106,7 +106,7 @@ def test_a_result_is_what_it_says(value: object, text: str) -> None:
         {"content": [{"type": "text", "text": "Sunny."}], "isError": True},
     ],
 )
-def test_a_failed_call_is_an_error_that_the_model_reads(value: object) -> None:
+def test_failed_mcp_call_is_an_error_for_the_model(value: object) -> None:
     with pytest.raises(ToolError, match=r"^Sunny\.$"):
         result_text(value)
 
@@ -131,7 +131,7 @@ class Remote(Environment):
         return "3" in self.episode.text
 
 
-async def test_a_real_server_answers_in_text_and_its_failures_are_told() -> None:
+async def test_real_mcp_server_answers_and_reports_failures() -> None:
     trajectory = await play(Remote, [call("add", a=1, b=2), call("fail"), "3"])
     said = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
     assert said[0] == "3"
@@ -139,6 +139,6 @@ async def test_a_real_server_answers_in_text_and_its_failures_are_told() -> None
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0)
 
 
-def test_no_client_of_the_protocol_is_imported_for_it() -> None:
+def test_mcp_results_import_no_mcp_client() -> None:
     program = "import sys, runner.tools.results as r; r.result_text({'a': [1]}); sys.exit('mcp' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,4 @@
-"""Schemas of other dialects, and of none: taken as well as they can be, and what is not checked is named."""
+"""Schemas of other dialects and of none are converted, and unchecked keywords are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def taking(schema: Any, *, required: bool = True) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": schema}, "required": ["a"] if required else []}
 
 
-# schema, arguments that fit, arguments that do not, words of the notes
+# schema, valid arguments, invalid arguments, words of the notes
 OTHER_DIALECTS: dict[str, tuple[Any, list[Any], list[Any], list[str]]] = {
     "tuple of draft 7": (
         taking({"type": "array", "items": [{"type": "integer"}, {"type": "string"}], "additionalItems": False}),
@@ -179,7 +179,7 @@ each_dialect = pytest.mark.parametrize("name", OTHER_DIALECTS)
 
 
 @each_dialect
-def test_schema_of_another_dialect_is_taken_as_far_as_it_goes(name: str) -> None:
+def test_schema_of_another_dialect_is_converted(name: str) -> None:
     schema, right, wrong, words = OTHER_DIALECTS[name]
     tool = tool_of(schema)
     for arguments in right:
@@ -194,7 +194,7 @@ def test_schema_of_another_dialect_is_taken_as_far_as_it_goes(name: str) -> None
 
 @each_dialect
 @pytest.mark.parametrize("form", ["JSON object", "raw strings", "own notation", "name and JSON"])
-def test_schema_of_another_dialect_is_enforced_as_far_as_it_goes(name: str, form: str) -> None:
+def test_schema_of_another_dialect_is_enforced(name: str, form: str) -> None:
     schema, right, wrong, _ = OTHER_DIALECTS[name]
     tool = tool_of(schema)
     enforced = required(form_of(form), [tool])
@@ -208,7 +208,7 @@ def test_schema_of_another_dialect_is_enforced_as_far_as_it_goes(name: str, form
 
 @pytest.mark.anyio
 @each_dialect
-async def test_tool_of_another_dialect_refuses_no_episode(name: str) -> None:
+async def test_tool_of_another_dialect_is_playable(name: str) -> None:
     schema, right, _, _ = OTHER_DIALECTS[name]
 
     class Plays(Environment):
@@ -233,7 +233,7 @@ async def test_tool_of_another_dialect_refuses_no_episode(name: str) -> None:
     assert trajectory.outcome.scored, trajectory.error
 
 
-def test_pattern_of_python_is_ecma_script_s() -> None:
+def test_pattern_is_translated_from_ecma_script() -> None:
     assert python_pattern(r"^\d$").search("٣") is None
     assert python_pattern("^a$").search("a\n") is None
     assert python_pattern(r"\u{1F600}").search("😀")
@@ -248,7 +248,7 @@ def test_shown_schema_stays_as_it_was_given() -> None:
     assert Sampling(schema=schema).schema == schema
 
 
-def test_names_that_a_schema_only_requires_are_arguments() -> None:
+def test_names_that_are_only_required_are_arguments() -> None:
     def take(**given: Any) -> str:
         return str(given)
 

@@ -1,4 +1,4 @@
-"""Tools: what a model is told of them, what fits, and what it reads when something does not."""
+"""Tools: their description for a model, validation of arguments, and error texts."""
 
 import dataclasses
 import datetime
@@ -48,7 +48,7 @@ def test_a_tool_stays_an_ordinary_method() -> None:
     assert Calculator.multiply.__name__ == "multiply"
 
 
-def test_a_model_is_told_signature_and_docstring() -> None:
+def test_model_sees_signature_and_docstring() -> None:
     (multiply, _) = collect_tools(Calculator).values()
     assert multiply.bind(Calculator()).as_openai() == {
         "type": "function",
@@ -174,11 +174,11 @@ def test_arguments_become_values_of_their_types() -> None:
     assert type(arguments["ratio"]) is float
 
 
-def test_arguments_that_are_left_out_stay_out_so_that_python_supplies_the_default() -> None:
+def test_omitted_arguments_stay_omitted() -> None:
     assert set(Tool(everything).arguments(EVERYTHING)) == set(EVERYTHING)
 
 
-def test_the_schema_of_everything_is_valid_and_describes_the_valid_arguments() -> None:
+def test_generated_schema_is_valid_and_accepts_valid_arguments() -> None:
     from jsonschema import Draft202012Validator
 
     parameters = Tool(everything).parameters
@@ -218,13 +218,13 @@ def test_the_schema_of_everything_is_valid_and_describes_the_valid_arguments() -
         ({"text": "x" * 9, "size": "y" * 999}, f'size must be an integer, got "{"y" * 56}...'),
     ],
 )
-def test_wrong_arguments_are_told_in_one_clause_each(change: dict[str, Any], problem: str) -> None:
+def test_wrong_arguments_have_one_clause_each(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(WrongArguments) as caught:
         Tool(everything).arguments({**EVERYTHING, **change})
     assert problem in str(caught.value)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     def add(a: int, b: int) -> int:
         """Add."""
         return a + b
@@ -244,7 +244,7 @@ def test_a_tool_without_parameters() -> None:
     assert "return" not in Tool(nothing).as_openai()["function"]
 
 
-def test_fields_are_named_in_errors_even_where_half_a_character_is_in_them() -> None:
+def test_errors_name_fields_with_half_a_surrogate_pair() -> None:
     with pytest.raises(WrongArguments):
         Tool(everything).arguments({**EVERYTHING, "text": "\ud800"})
 
@@ -309,7 +309,7 @@ def unresolved(a: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa: F82
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_signature_names_class_method_parameter_and_fix(function: Callable[..., Any], message: str) -> None:
+def test_wrong_signature_names_method_parameter_and_fix(function: Callable[..., Any], message: str) -> None:
     environment = type("Shop", (), {"buy": staticmethod(tool(function))})
     with pytest.raises(BadEnvironment) as caught:
         collect_tools(environment)
@@ -335,7 +335,7 @@ def test_static_and_class_methods_can_be_tools() -> None:
     assert (one.call(**one.arguments({"a": 1})), two.call(**two.arguments({"a": 1}))) == (1, 2)
 
 
-def test_tools_are_inherited_overridden_and_taken_away() -> None:
+def test_tools_are_inherited_overridden_and_removed() -> None:
     class Base:
         @tool
         def first(self) -> str:
@@ -373,7 +373,7 @@ def test_an_override_without_the_decorator_is_refused() -> None:
         collect_tools(Derived)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_two_tools_with_one_name_are_refused() -> None:
     class Twice:
         @tool
         def one(self) -> None:
@@ -388,7 +388,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a(", "a\0"])
-def test_a_name_that_no_format_can_write_is_refused(name: str) -> None:
+def test_unwritable_tool_name_is_refused(name: str) -> None:
     with pytest.raises(BadEnvironment, match="is not a tool name"):
         Tool(nothing, name=name)
 
@@ -401,7 +401,7 @@ PARAMETERS = {
 }
 
 
-def test_a_tool_with_a_schema_of_its_own() -> None:
+def test_tool_with_an_explicit_schema() -> None:
     def call(**arguments: Any) -> dict[str, Any]:
         return arguments
 
@@ -416,7 +416,7 @@ def test_a_tool_with_a_schema_of_its_own() -> None:
     )
 
 
-def test_a_schema_is_shown_in_the_order_in_which_its_author_wrote_it() -> None:
+def test_schema_is_shown_in_the_order_of_its_author() -> None:
     def call(**arguments: Any) -> None:
         raise NotImplementedError
 
@@ -425,7 +425,7 @@ def test_a_schema_is_shown_in_the_order_in_which_its_author_wrote_it() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{"type": "array"}, {"type": "objekt"}, {}])
-def test_schema_that_takes_no_object_is_refused(parameters: dict[str, Any]) -> None:
+def test_schema_without_object_type_is_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(BadEnvironment, match='"type": "object"'):
         Tool(nothing, name="n", description="d", parameters=parameters)
 
@@ -454,7 +454,7 @@ def test_schema_that_takes_no_object_is_refused(parameters: dict[str, Any]) -> N
         (2**80, str(2**80)),
     ],
 )
-def test_results_as_a_model_reads_them(value: object, text: str) -> None:
+def test_results_become_text_for_the_model(value: object, text: str) -> None:
     assert result_text(value) == text
 
 
@@ -463,7 +463,7 @@ def test_a_numpy_result_is_its_numbers() -> None:
     assert result_text({"a": numpy.arange(3), "b": numpy.float64(0.5)}) == '{"a": [0, 1, 2], "b": 0.5}'
 
 
-def test_a_result_without_a_json_form_is_the_authors_error() -> None:
+def test_result_without_a_json_form_raises() -> None:
     with pytest.raises(TypeError, match="a tool returned a object, which has no JSON form: return a string"):
         result_text(object())
 

@@ -1,4 +1,4 @@
-"""Tools that take a `TypedDict`, whichever module it comes from."""
+"""Tools with a `TypedDict` of either module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def place_in(schema: dict[str, Any], name: str = "Place") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hint", [Place, Partial, OfExtensions])
-def test_a_typed_dict_of_either_module_is_shown_with_what_it_requires(hint: Any) -> None:
+def test_typed_dict_of_either_module_shows_required_keys(hint: Any) -> None:
     shown = place_in(schema_of(hint), hint.__name__)
     assert list(shown["properties"]) == ["town", "street"]
     assert shown["required"] == ["town"]
@@ -88,7 +88,7 @@ def test_a_typed_dict_inside_other_types_is_shown(hint: Any) -> None:
     assert place_in(schema_of(hint))["required"] == ["town"]
 
 
-def test_one_inside_another_is_shown_and_its_arguments_are_checked() -> None:
+def test_nested_typed_dict_is_shown_and_validated() -> None:
     tool = taking(Route)
     assert place_in(tool.parameters, "Route")["required"] == ["town", "stops", "back"]
     arguments = {"where": {"town": "Ulm", "stops": [{"town": "Bonn"}], "back": None}}
@@ -97,17 +97,17 @@ def test_one_inside_another_is_shown_and_its_arguments_are_checked() -> None:
         tool.arguments({"where": {"stops": [{}], "back": None}})
 
 
-def test_its_docstring_is_what_the_model_reads() -> None:
+def test_docstring_of_a_typed_dict_is_its_description() -> None:
     assert place_in(schema_of(Place))["description"] == "Somewhere."
 
 
 @pytest.mark.skipif(not typed_dicts.IS_NEEDED, reason="this Python's own can be read everywhere")
 @pytest.mark.parametrize("hint", [Holder, Tree])
-def test_one_that_cannot_be_read_is_refused_with_the_module_to_take(hint: Any) -> None:
+def test_unreadable_typed_dict_is_refused_with_the_fix(hint: Any) -> None:
     with pytest.raises(BadEnvironment, match=r"that of typing_extensions, below Python 3\.12"):
         schema_of(hint)
 
 
-def test_types_without_one_stay_the_very_same() -> None:
+def test_types_without_typed_dicts_are_unchanged() -> None:
     for hint in (int, list[int], dict[str, int | None], Annotated[int, "x"], Literal["a"], Any):
         assert typed_dicts.with_readable_typed_dicts(hint) is hint
