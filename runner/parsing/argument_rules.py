@@ -18,9 +18,9 @@ from runner.parsing.schema_rules import (
     UnenforcedKeywords,
     UnsatisfiableSchema,
     members_of,
-    says_of_string,
+    string_keywords,
 )
-from runner.parsing.sequences import Field, Rest, in_order
+from runner.parsing.sequences import Field, Rest, ordered_fields
 from runner.parsing.string_rules import character_class, characters_but, text_but
 from runner.parsing.turn_format import CallFormat, LiteralText, Slot, TaggedArguments, ValueStyle
 from runner.tools.schema_shapes import SchemaShapes, shapes_of
@@ -99,9 +99,9 @@ class _TaggedRules:
     def expression(self) -> str:
         if self.shape.values is not None:
             return either(self._listed(value) for value in self.shape.values)
-        self.left_out.add("", self.shape.unsaid)
+        self.left_out.add("", self.shape.unexpressed)
         fields = list(self._fields())
-        members = in_order(
+        members = ordered_fields(
             self.rules,
             fields,
             self.rules.written(self.arguments.separator),
@@ -136,7 +136,7 @@ class _TaggedRules:
             if not written:
                 raise self._unwritable(key)
             fields.append((f"{literal(key)} {either(written)}", True))
-        members = in_order(self.rules, fields, self.rules.written(self.arguments.separator))
+        members = ordered_fields(self.rules, fields, self.rules.written(self.arguments.separator))
         return members.within(self.rules.written(self.arguments.head), self.rules.written(self.arguments.tail), "")
 
     def _unwritable(self, key: str) -> NoGrammar:
@@ -156,7 +156,7 @@ class _TaggedRules:
     def _rest(self, named: int) -> Rest | None:
         """Return a rule for unnamed arguments if the schema describes them or requires more than it names."""
         others = [each for _, each in self.shape.of_patterns]
-        if any(part.says_additional for part in self.shape.objects) or self.shape.least > named:
+        if any(part.has_additional for part in self.shape.objects) or self.shape.least > named:
             others.append(self.shape.others)
         if not others or (self.shape.names and self._names_nothing()):
             return None
@@ -205,7 +205,7 @@ class _TaggedRules:
         if isinstance(notation, Raw | Html | Cdata):
             if shape.values is not None:
                 return either(literal(notation.encode(value)) for value in shape.values)
-            self.left_out.add(path, (*shape.unsaid, *says_of_string(shape)))
+            self.left_out.add(path, (*shape.unexpressed, *string_keywords(shape)))
             return plain_text(notation, self.rules, self._ends)
         after = self._after(style)
         rules = SchemaRules(self.rules, _dialect(notation), self.shapes, self.tool, after, self.left_out)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from runner.parsing.argument_reader import AS_TEXT, WORD, TaggedArgumentReader, read_object
 from runner.parsing.cut_points import CutPoints
-from runner.parsing.lenient_patterns import FREE, compiled, free_once, lenient, searched, squeezed
+from runner.parsing.lenient_patterns import FREE, compiled, lenient, merge_optional_space, search_pattern, without_space
 from runner.parsing.turn_format import CallFormat, LiteralText, Piece, Slot, TaggedArguments
 
 __all__ = ["CallPatterns", "MissingPart"]
@@ -41,8 +41,8 @@ class CallPatterns:
     @cached_property
     def between(self) -> re.Pattern[str] | None:
         """Text between two calls; None if each call has its own begin and close."""
-        between, own = self.format.between, squeezed(self.format.close + self.format.begin)
-        if between is None or (self.format.trigger and squeezed(between) == own):
+        between, own = self.format.between, without_space(self.format.close + self.format.begin)
+        if between is None or (self.format.trigger and without_space(between) == own):
             return None
         return compiled(lenient(between))
 
@@ -52,7 +52,7 @@ class CallPatterns:
 
     @cached_property
     def post(self) -> re.Pattern[str]:
-        return compiled(searched(self.format.post))
+        return compiled(search_pattern(self.format.post))
 
     @cached_property
     def head(self) -> re.Pattern[str]:
@@ -136,7 +136,7 @@ class CallPatterns:
         form = self.format.arguments
         if not isinstance(form, TaggedArguments):
             return True
-        ends = {squeezed(form.tail + self.format.post), squeezed(form.tail + self.format.close)}
+        ends = {without_space(form.tail + self.format.post), without_space(form.tail + self.format.close)}
         return "".join(text.split()).endswith(tuple(ends))
 
     @cached_property
@@ -185,7 +185,7 @@ class CallPatterns:
             pieces = self.format.call[: self.format.call.index(Slot.NAME)]
             alternatives = "|".join(map(re.escape, names))
             literal = lenient(self.format.begin) + self._pattern(pieces)
-            pattern = free_once(f"{literal}(?:{alternatives})(?!{WORD})").removeprefix(FREE)
+            pattern = merge_optional_space(f"{literal}(?:{alternatives})(?!{WORD})").removeprefix(FREE)
             self._by_names[names] = re.compile(f"(?P<before>){pattern}")
         return self._by_names[names]
 
@@ -214,7 +214,9 @@ class CallPatterns:
     @cached_property
     def _before_name(self) -> str:
         before = itertools.takewhile(lambda piece: isinstance(piece, LiteralText), self.format.call)
-        return squeezed(self.format.begin + "".join(piece.text for piece in before if isinstance(piece, LiteralText)))
+        return without_space(
+            self.format.begin + "".join(piece.text for piece in before if isinstance(piece, LiteralText))
+        )
 
     @cached_property
     def _by_names(self) -> dict[tuple[str, ...], re.Pattern[str]]:
@@ -229,13 +231,15 @@ class CallPatterns:
     @cached_property
     def close_is_longer(self) -> bool:
         """The close of the calls begins with the separator between two calls."""
-        close, between = squeezed(self.format.close), squeezed(self.format.between or "")
+        close, between = without_space(self.format.close), without_space(self.format.between or "")
         return close != between and close.startswith(between)
 
     @cached_property
     def close_may_go_on(self) -> bool:
         """The separator between two calls begins with their close, so only the text after it distinguishes them."""
-        return self.between is not None and squeezed(self.format.between or "").startswith(squeezed(self.format.close))
+        return self.between is not None and without_space(self.format.between or "").startswith(
+            without_space(self.format.close)
+        )
 
 
 MAX_BEGIN_LENGTH: Final = 400

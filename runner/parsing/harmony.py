@@ -113,7 +113,7 @@ class HarmonyStream:
 
     def __init__(self, *, calls: bool = True) -> None:
         """Begin a turn; `calls` False ignores calls."""
-        self._told = EventCollector(stripped=True, calls=calls)
+        self._collector = EventCollector(stripped=True, calls=calls)
         self._state: Callable[[str], str] = self._before
         self._held = ""
         self._role = False  # the next header begins with a role; the first role is in the prompt
@@ -126,13 +126,13 @@ class HarmonyStream:
     @property
     def reading(self) -> TurnReading:
         """The parts of the text so far; after `finish()` they equal `read_harmony` of the complete text."""
-        return self._told.reading
+        return self._collector.reading
 
     def feed(self, text: str) -> list[Event]:
         """Return the events that `text` completes."""
         while text:
             text = self._state(text)
-        return self._told.take()
+        return self._collector.take()
 
     def finish(self) -> list[Event]:
         """Return the events that were held back until the end of the turn."""
@@ -140,7 +140,7 @@ class HarmonyStream:
         text = self._state("")
         while text or self._state == self._called:
             text = self._state(text)
-        return self._told.take()
+        return self._collector.take()
 
     # --- states: each consumes text and returns the rest for the next state
 
@@ -172,7 +172,7 @@ class HarmonyStream:
             self._begin(header)
             return text[mark.end() :]
         if header.kind is _MessageKind.CALL:
-            self._told.call(ReadCall(header.name, error="its arguments are missing"))
+            self._collector.call(ReadCall(header.name, error="its arguments are missing"))
         return self._after(text, mark)
 
     def _begin(self, header: _MessageHeader) -> None:
@@ -190,13 +190,13 @@ class HarmonyStream:
         begun = partial_mark_length(text, ENDS) if mark is None and not self._ended else 0
         end = mark.start() if mark is not None else len(text) - begun
         if self._header.kind is _MessageKind.THOUGHT:
-            self._told.think(text[:end])
+            self._collector.think(text[:end])
         elif self._header.kind is _MessageKind.CONTENT:
-            self._told.say(text[:end])
+            self._collector.say(text[:end])
         if mark is None:
             self._held = text[end:]
             return ""
-        self._told.end_part()
+        self._collector.end_part()
         return self._after(text, mark)
 
     def _called(self, text: str) -> str:
@@ -214,7 +214,7 @@ class HarmonyStream:
         if call.error is not None and not self._ended:
             self._budget.spend(len(written))
             return rest
-        self._told.call(call)
+        self._collector.call(call)
         return self._after(written + rest, _END.match(written, at))
 
     def _after(self, text: str, mark: re.Match[str] | None) -> str:

@@ -6,7 +6,16 @@ import functools
 import re
 from typing import Final
 
-__all__ = ["FREE", "after_key", "after_raw", "compiled", "free_once", "lenient", "searched", "squeezed"]
+__all__ = [
+    "FREE",
+    "after_key",
+    "after_raw",
+    "compiled",
+    "lenient",
+    "merge_optional_space",
+    "search_pattern",
+    "without_space",
+]
 
 _PARTS: Final = re.compile(r"<[^<>\s]*>?|\s+|\w+|[^\w\s]")
 FREE: Final = r"\s*"
@@ -25,7 +34,7 @@ def lenient(literal: str) -> str:
     return (FREE if literal else "") + _body(literal)
 
 
-def searched(literal: str) -> str:
+def search_pattern(literal: str) -> str:
     """Return a pattern for searching `literal`: the same without white space before it.
 
     A search that begins with optional white space takes quadratic time in the longest run of it.
@@ -35,17 +44,17 @@ def searched(literal: str) -> str:
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return the compiled pattern after `free_once`; cached, for the patterns of formats."""
-    return re.compile(free_once(pattern))
+    """Return the compiled pattern after `merge_optional_space`; cached, for the patterns of formats."""
+    return re.compile(merge_optional_space(pattern))
 
 
-def free_once(pattern: str) -> str:
+def merge_optional_space(pattern: str) -> str:
     """Merge repeated optional white space, which the regular expression engine would try in every split."""
     return _FREE_TWICE.sub(lambda _: FREE, pattern)
 
 
 @functools.cache
-def squeezed(literal: str) -> str:
+def without_space(literal: str) -> str:
     """Return the literal without white space: if two literals differ in this form, no text matches both."""
     return "".join(literal.split())
 

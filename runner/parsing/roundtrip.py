@@ -10,7 +10,7 @@ from runner.parsing.argument_reader import as_typed
 from runner.parsing.call_reader import CallReader
 from runner.parsing.call_writer import Unwritable, WrittenCall, id_for, write_calls
 from runner.parsing.harmony import read_harmony
-from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.format_check import equal_with_types
 from runner.parsing.notations import ValueType, type_of
 from runner.parsing.turn_format import TurnFormat
 from runner.tools.schema_shapes import SchemaShapes, shapes_for, types_of
@@ -92,7 +92,7 @@ class _RoundtripTrial:
         if calls[0].name != name:
             return f"it is read as a call of {calls[0].name!r}"
         back = calls[0].arguments
-        return None if alike(back, arguments) else f"{arguments!r:.60} is read as {back!r:.60}"
+        return None if equal_with_types(back, arguments) else f"{arguments!r:.60} is read as {back!r:.60}"
 
 
 def _lost_arguments(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
@@ -187,7 +187,7 @@ def ambiguities(tools: Sequence[Tool]) -> Iterator[Ambiguity]:
 
 
 def _says_others(shape: ValueShape) -> bool:
-    return any(part.says_additional for part in shape.objects)
+    return any(part.has_additional for part in shape.objects)
 
 
 _TYPES_OF_LITERALS: Final = ("integer", "number", "boolean", "array", "object")

@@ -13,7 +13,7 @@ from runner.parsing.dialects import NotationDialect
 from runner.parsing.ebnf import Rules, either, literal
 from runner.parsing.notations import members_in_order
 from runner.parsing.number_rules import number_rule
-from runner.parsing.sequences import Field, Rest, in_order
+from runner.parsing.sequences import Field, Rest, ordered_fields
 from runner.parsing.string_rules import EVERY, FORMATS, UnsupportedPattern, pattern_rule
 from runner.tools.schema_shapes import SchemaShapes
 from runner.tools.value_shapes import KINDS, Conjunction, NumberRange, ValueShape
@@ -104,11 +104,11 @@ class SchemaRules:
         """Return an expression for the values of one shape; with `closed`, an object has no unnamed members."""
         if shape.values is not None:
             return self.listed(shape.values, depth)
-        self._left_out.add(path, shape.unsaid)
+        self._left_out.add(path, shape.unexpressed)
         match shape.kind:
             case "number":
                 rule, exact = number_rule(self._rules, shape.numbers, integer=shape.integer)
-                self._left_out.add(path, () if exact else bounds_of(shape.numbers))
+                self._left_out.add(path, () if exact else bound_keywords(shape.numbers))
                 return rule
             case "string":
                 return self._string(shape, depth, path)
@@ -160,7 +160,7 @@ class SchemaRules:
 
     def _string(self, shape: ValueShape, depth: int, path: str) -> str:
         said, rule = self._limited(shape, self._after_value(depth))
-        self._left_out.add(path, [each for each in says_of_string(shape) if each not in said])
+        self._left_out.add(path, [each for each in string_keywords(shape) if each not in said])
         return rule or self._dialect.string(self._rules, self._after_value(depth))
 
     def _limited(self, shape: ValueShape, after: str) -> tuple[Sequence[str], str | None]:
@@ -195,7 +195,7 @@ class SchemaRules:
         items: list[str] = []
         most = shape.most
         # With positional items no others are allowed, unless the schema says so.
-        open_ended = not shape.listed or any(part.says_rest for part in shape.arrays) or shape.least > shape.listed
+        open_ended = not shape.listed or any(part.has_rest for part in shape.arrays) or shape.least > shape.listed
         for index in range(shape.listed):
             item = shape.item(index)
             if (most is not None and index >= most) or not self._shapes.is_satisfiable(item):
@@ -212,7 +212,7 @@ class SchemaRules:
                 self._left_out.add(path, ("minItems", "maxItems"))
             rest = Rest(self.value(others, depth + 1, inner), low, high)
         separator = dialect.item + dialect.line(depth + 1)
-        listed = in_order(self._rules, fields, self._signs(separator), rest, all_before=True)
+        listed = ordered_fields(self._rules, fields, self._signs(separator), rest, all_before=True)
         return self._enclosed(listed, dialect.open_list, dialect.close_list, depth)
 
     def _object(self, shape: ValueShape, depth: int, path: str, *, closed: bool) -> str:
@@ -229,7 +229,7 @@ class SchemaRules:
         for name, conjunction, required in members_of(shape, self._shapes, sorted_keys=dialect.sorted_keys):
             fields.append((member(name, conjunction), required))
         rest = self._others(shape, depth, path, closed=closed, named=len(fields))
-        members = in_order(
+        members = ordered_fields(
             self._rules,
             fields,
             self._signs(dialect.member + dialect.line(depth + 1)),
@@ -251,7 +251,7 @@ class SchemaRules:
             for pattern, each in shape.of_patterns
             if self._shapes.is_satisfiable(each)
         ]
-        says = any(part.says_additional for part in shape.objects)
+        says = any(part.has_additional for part in shape.objects)
         bare = not closed and not named and not shape.of_patterns
         open_ended = (says or bare or shape.least > named) and self._shapes.is_satisfiable(shape.others)
         pairs: list[str] = []
@@ -309,7 +309,7 @@ class SchemaRules:
                 choices += [self._written(self._key(name, 0)) for name in each.values]
                 continue
             said, rule = self._limited(each, self._dialect.after_strings)
-            left = [keyword for keyword in (*says_of_string(each), *each.unsaid) if keyword not in said]
+            left = [keyword for keyword in (*string_keywords(each), *each.unexpressed) if keyword not in said]
             self._left_out.add(path, ("propertyNames",) if left else ())
             choices.append(rule or self._dialect.key(self._rules, self._dialect.after_strings))
         return either(choices)
@@ -351,13 +351,13 @@ def members_of(
             yield name, conjunction, name in shape.required
 
 
-def says_of_string(shape: ValueShape) -> list[str]:
+def string_keywords(shape: ValueShape) -> list[str]:
     """Return the keywords of a string shape."""
     said = ["pattern"] * bool(shape.patterns) + ["format"] * bool(shape.formats)
     return said + ["minLength"] * (shape.least > 0) + ["maxLength"] * (shape.most is not None)
 
 
-def bounds_of(numbers: NumberRange) -> list[str]:
+def bound_keywords(numbers: NumberRange) -> list[str]:
     """Return the keywords of a range."""
     found = [] if numbers.low is None else ["exclusiveMinimum" if numbers.low_excluded else "minimum"]
     return found + ([] if numbers.high is None else ["exclusiveMaximum" if numbers.high_excluded else "maximum"])

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from runner.parsing.ebnf import NOTHING, Rules, either
 
-__all__ = ["Field", "Rest", "Sequenced", "in_order"]
+__all__ = ["Field", "Rest", "Sequenced", "ordered_fields"]
 
 MAX_REPEAT: Final = 4096
 """Length bounds above this are left to validation, since repetitions enlarge the compiled grammar."""
@@ -45,7 +45,7 @@ class Sequenced:
         return either([*choices, empty] if self.may_be_empty else choices)
 
 
-def in_order(
+def ordered_fields(
     rules: Rules,
     fields: Sequence[Field],
     separator: str,

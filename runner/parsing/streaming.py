@@ -36,26 +36,26 @@ class TurnStream:
         """
         self._reader = reader
         self._schemas = schemas
-        self._told = EventCollector()
+        self._collector = EventCollector()
         self._held = ""  # a possible begin of a mark
         self._ended = False
         self._state: Callable[[str], str] = self._start
         self._thought_open, self._thought_close = reader.reasoning.open, reader.reasoning.close
         self._watch = EndDetector([self._thought_close], quoted=False)
-        self._unsaid: list[str] = []  # reasoning, if its close follows
+        self._pending: list[str] = []  # reasoning, if its close follows
         self._section: _Section | None = None
         self._last = ""  # the last emitted character
 
     @property
     def reading(self) -> TurnReading:
         """The parts of the text so far; after `finish()` they equal `TurnReader.read` of the complete text."""
-        return self._told.reading
+        return self._collector.reading
 
     def feed(self, text: str) -> list[Event]:
         """Return the events that `text` completes."""
         while text:
             text = self._state(text)
-        return self._told.take()
+        return self._collector.take()
 
     def finish(self) -> list[Event]:
         """Return the events that were held back until the end of the turn."""
@@ -64,8 +64,8 @@ class TurnStream:
         while text:
             text = self._state(text)
         if self._state != self._thought:
-            self._told.finish()
-        return self._told.take()
+            self._collector.finish()
+        return self._collector.take()
 
     # --- states: each consumes text and returns the rest for the next state
 
@@ -92,14 +92,14 @@ class TurnStream:
     def _unopened(self, text: str) -> str:
         """In text that is reasoning only if a close follows."""
         end = None if self._ended else self._watch.feed(text)
-        self._unsaid.append(text[:end])
+        self._pending.append(text[:end])
         if end is None and not self._ended:
             return ""
-        said = "".join(self._unsaid)
+        said = "".join(self._pending)
         if end is None:
             self._state = self._before_content
             return said
-        self._told.think(said[: -len(self._thought_close)])
+        self._collector.think(said[: -len(self._thought_close)])
         self._state = self._after_thought
         return text[end:]
 
@@ -107,14 +107,14 @@ class TurnStream:
         text = self._taken(text)
         at = text.find(self._thought_close)
         if at >= 0:
-            self._told.think(text[:at])
+            self._collector.think(text[:at])
             self._state = self._after_thought
             return text[at + len(self._thought_close) :]
-        self._hold(text, self._thought_close, self._told.think)
+        self._hold(text, self._thought_close, self._collector.think)
         return ""
 
     def _after_thought(self, text: str) -> str:
-        self._told.end_part()
+        self._collector.end_part()
         text = text.lstrip()
         if text:
             self._state = self._before_content
@@ -137,9 +137,9 @@ class TurnStream:
         trigger = self._reader.trigger
         at = text.find(trigger) if trigger else -1
         if at < 0:
-            self._hold(text, trigger, self._told.say)
+            self._hold(text, trigger, self._collector.say)
             return ""
-        self._told.say(text[:at])
+        self._collector.say(text[:at])
         self._begin_calls()
         return text[at:]
 
@@ -148,7 +148,7 @@ class TurnStream:
         assert self._reader.calls is not None
         text = self._taken(text)
         at, begun = self._reader.calls.may_begin(text, self._last, self._schemas, whole=self._ended)
-        self._told.say(text[:at])
+        self._collector.say(text[:at])
         self._last = text[at - 1 : at] or self._last
         if not begun:
             self._held = text[at:]
@@ -166,10 +166,10 @@ class TurnStream:
         assert self._section is not None
         if self._ended:
             self._section.keep(text)
-            self._section.finish(self._told)
+            self._section.finish(self._collector)
             self._state = self._content
             return ""
-        rest = self._section.feed(text, self._told)
+        rest = self._section.feed(text, self._collector)
         if rest is None:
             return ""
         self._state = self._content
@@ -208,7 +208,7 @@ class _Section:
         watched = bool(reader.format.trigger) and closed and (quoted or bool(marks))
         self._watch = EndDetector(marks, quoted=quoted) if watched else None
 
-    def feed(self, text: str, told: EventCollector) -> str | None:
+    def feed(self, text: str, collector: EventCollector) -> str | None:
         """Emit the calls that are certain; return the text after the section if it is closed, else None."""
         while text:
             end = None if self._watch is None else self._watch.feed(text)
@@ -216,19 +216,19 @@ class _Section:
             if end is None:
                 return None
             text = text[end:]
-            after = self._read(told)
+            after = self._read(collector)
             if after is not None:
                 return after + text
         return None
 
-    def finish(self, told: EventCollector) -> None:
+    def finish(self, collector: EventCollector) -> None:
         """Emit all that is left."""
         text = self._before + "".join(self._parts)
         for part in self._reader.parts(text, self._schemas, begun=self._begun):
             if isinstance(part, ReadCall):
-                told.call(part)
+                collector.call(part)
             else:
-                told.say(part.removeprefix(self._before))
+                collector.say(part.removeprefix(self._before))
                 self._before = ""
 
     def _last_signs(self) -> str:
@@ -245,13 +245,13 @@ class _Section:
         self._parts.append(text)
         self._length += len(text)
 
-    def _read(self, told: EventCollector) -> str | None:
+    def _read(self, collector: EventCollector) -> str | None:
         if not self._budget.allows(self._length, likely=self._reader.patterns.ends_arguments(self._last_signs())):
             return None
         text = "".join(self._parts)
         decided = self._reader.decided(text, self._schemas, begun=self._begun)
         for call in decided.calls:
-            told.call(call)
+            collector.call(call)
         if decided.closed:
             return text[decided.end :]
         if decided.calls:

@@ -31,7 +31,7 @@ def forbidding(name: str) -> ValueShape:
 
 def without(shape: ValueShape, keyword: str) -> ValueShape:
     """Return the shape with the keyword marked as not expressed."""
-    return shape if keyword in shape.unsaid else replace(shape, unsaid=(*shape.unsaid, keyword))
+    return shape if keyword in shape.unexpressed else replace(shape, unexpressed=(*shape.unexpressed, keyword))
 
 
 def _types(schema: Mapping[str, Any]) -> Sequence[str]:
@@ -68,8 +68,8 @@ def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> ValueShape
             numbers = numbers.within(NumberRange(get("exclusiveMinimum"), True, get("exclusiveMaximum"), True))
             multiple = get("multipleOf")
             whole = multiple is not None and float(multiple).is_integer()
-            unsaid = ("multipleOf",) if multiple is not None and multiple != 1 else ()
-            return ValueShape(kind, integer=integer or whole, numbers=numbers, unsaid=unsaid)
+            unexpressed = ("multipleOf",) if multiple is not None and multiple != 1 else ()
+            return ValueShape(kind, integer=integer or whole, numbers=numbers, unexpressed=unexpressed)
         case "array":
             least = get("minItems", 0)
             found: list[str] = []
@@ -84,7 +84,7 @@ def _of_kind(kind: Kind, schema: Mapping[str, Any], integer: bool) -> ValueShape
                 "items" in schema,
             )
             arrays = (part,) if "prefixItems" in schema or "items" in schema else ()
-            return ValueShape(kind, least=least, most=get("maxItems"), arrays=arrays, unsaid=tuple(found))
+            return ValueShape(kind, least=least, most=get("maxItems"), arrays=arrays, unexpressed=tuple(found))
         case "object":
             part_of_object = ObjectPart(
                 {name: (SchemaPart(each),) for name, each in get("properties", {}).items()},
@@ -110,22 +110,22 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
     if shape.values is not None:
         return shape
     # The members that an unexpressed or negated keyword evaluates are unknown.
-    unsure = "not" in schema or any(keyword in _APPLYING for keyword in shape.unsaid)
+    unsure = "not" in schema or any(keyword in _APPLYING for keyword in shape.unexpressed)
     if shape.kind == "object" and "unevaluatedProperties" in schema:
-        if any(part.says_additional for part in shape.objects):
+        if any(part.has_additional for part in shape.objects):
             return shape
         if unsure:
             return without(shape, "unevaluatedProperties")
         known = {name: ANYTHING for part in shape.objects for name in part.properties}
         patterns = [(pattern, ANYTHING) for part in shape.objects for pattern, _ in part.patterns]
-        part = ObjectPart(known, patterns, (SchemaPart(schema["unevaluatedProperties"]),), says_additional=True)
+        part = ObjectPart(known, patterns, (SchemaPart(schema["unevaluatedProperties"]),), has_additional=True)
         return replace(shape, objects=(*shape.objects, part))
     if shape.kind == "array" and "unevaluatedItems" in schema:
-        if any(each.says_rest for each in shape.arrays):
+        if any(each.has_rest for each in shape.arrays):
             return shape
-        if "contains" in shape.unsaid or unsure:
+        if "contains" in shape.unexpressed or unsure:
             return without(shape, "unevaluatedItems")
-        rest = ArrayPart([ANYTHING] * shape.listed, (SchemaPart(schema["unevaluatedItems"]),), says_rest=True)
+        rest = ArrayPart([ANYTHING] * shape.listed, (SchemaPart(schema["unevaluatedItems"]),), has_rest=True)
         return replace(shape, arrays=(*shape.arrays, rest))
     return shape
 
@@ -142,7 +142,7 @@ def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueSha
                 if shape.kind not in types and (shape.kind, "integer") != ("number", *types & {"integer"})
             )
             if "integer" in types and "number" not in types:
-                yield ValueShape("number", unsaid=("not",))
+                yield ValueShape("number", unexpressed=("not",))
         case "enum" | "const":
             for shape in ALL:
                 listed = [each for each in (value if keyword == "enum" else [value]) if kind_of(each) == shape.kind]
@@ -174,7 +174,7 @@ def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueSha
         case "items" if value is False:
             yield ValueShape("array", least=len(schema.get("prefixItems", ())) + 1)
         case _ if keyword in _KIND_OF_KEYWORD:
-            yield ValueShape(_KIND_OF_KEYWORD[keyword], least=keyword in _NEEDS_ONE, unsaid=("not",))
+            yield ValueShape(_KIND_OF_KEYWORD[keyword], least=keyword in _NEEDS_ONE, unexpressed=("not",))
 
 
 _APPLYING: Final = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")

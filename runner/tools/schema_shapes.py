@@ -1,7 +1,7 @@
 """Shapes of a JSON schema: for each type, the values that satisfy all keywords together.
 
 Only this module decides how keywords combine. Grammars of calls and answers are written from shapes, and untyped text
-is converted by their types. A shape allows at least what the schema allows; its `unsaid` lists the keywords that it
+is converted by their types. A shape allows at least what the schema allows; `unexpressed` lists the keywords that it
 does not express and that validation has to check.
 """
 
@@ -174,11 +174,11 @@ class SchemaShapes:
                 tuple((name, self.key(each)) for name, each in part.properties.items()),
                 tuple((pattern, self.key(each)) for pattern, each in part.patterns),
                 self.key(part.additional),
-                part.says_additional,
+                part.has_additional,
             )
             for part in shape.objects
         )
-        arrays = tuple((tuple(map(self.key, part.first)), self.key(part.rest), part.says_rest) for part in shape.arrays)
+        arrays = tuple((tuple(map(self.key, part.first)), self.key(part.rest), part.has_rest) for part in shape.arrays)
         values = json.dumps(shape.values)
         return (
             replace(shape, objects=(), arrays=(), names=(), values=None),
@@ -355,9 +355,9 @@ def _listed(shape: ValueShape) -> tuple[Any, ...] | None:
         return shape.values
     match shape.kind:
         case "null":
-            return (None,) if shape.unsaid else None
+            return (None,) if shape.unexpressed else None
         case "boolean":
-            return (True, False) if shape.unsaid else None
+            return (True, False) if shape.unexpressed else None
         case "number" if shape.integer:
             low, high = shape.numbers.least, shape.numbers.greatest
             if low is not None and high is not None and high - low < MAX_LISTED:

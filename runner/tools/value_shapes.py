@@ -112,7 +112,7 @@ class ObjectPart:
     patterns: Sequence[tuple[str, Conjunction]] = ()
     additional: Conjunction = ANYTHING
     """Schema of other members."""
-    says_additional: bool = False
+    has_additional: bool = False
     """True if the schema describes other members."""
 
     def of(self, name: str) -> Conjunction:
@@ -130,7 +130,7 @@ class ArrayPart:
 
     first: Sequence[Conjunction] = ()
     rest: Conjunction = ANYTHING
-    says_rest: bool = False
+    has_rest: bool = False
 
     def of(self, index: int) -> Conjunction:
         """Return the schema of the item with this index."""
@@ -158,7 +158,7 @@ class ValueShape:
     names: Conjunction = ANYTHING
     """Schema of every member's name."""
     arrays: tuple[ArrayPart, ...] = ()
-    unsaid: tuple[str, ...] = ()
+    unexpressed: tuple[str, ...] = ()
     """Keywords that the shape does not express."""
 
     def both(self, other: ValueShape) -> ValueShape | None:
@@ -182,7 +182,7 @@ class ValueShape:
             _together(self.required, other.required),
             (*self.names, *other.names),
             (*self.arrays, *other.arrays),
-            _together(self.unsaid, other.unsaid),
+            _together(self.unexpressed, other.unexpressed),
         )
         return None if made.is_empty else made
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runner.parsing.call_writer import WrittenCall, id_for, write_calls
 from runner.parsing.learning import learnt_format
 from runner.parsing.learning.calls import learn_calls
-from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.format_check import equal_with_types
 from runner.parsing.learning.learnt_format import FormatVerdict, LearntFormat, learn_format
 from runner.parsing.learning.probe_renders import MAX_RENDERS, FormatProber, FormatRequirement, ProbeCall
 from runner.parsing.learning.reader_check import RenderedTurns
@@ -149,7 +149,7 @@ def test_renders_of_exact_templates_are_read_exactly(name: str, data: st.DataObj
     assert written.replace("e-0", "e-") in rendered.replace("e-0", "e-")
     reading = TurnReader(whole).read(rendered, {each.name: {} for each in said})
     assert [(call.name, call.error) for call in reading.calls] == [(each.name, None) for each in said]
-    assert all(alike(call.arguments, each.arguments) for call, each in zip(reading.calls, said, strict=True))
+    assert all(equal_with_types(call.arguments, each.arguments) for call, each in zip(reading.calls, said, strict=True))
     assert reading.content == "" or name in OWN_INSTRUCTIONS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from runner.parsing.learning.probe_renders import ProbeCall
 from runner.parsing.turn_format import Container, LiteralText, Piece, Slot, merged
 
-__all__ = ["CallSpan", "contained", "named"]
+__all__ = ["CallSpan", "find_object_call", "named"]
 
 _DECODER = json.JSONDecoder()
 
@@ -32,7 +32,7 @@ class CallSpan:
     """Object with name and arguments; None if they are separate."""
 
 
-def contained(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
+def find_object_call(text: str, said: ProbeCall, call_id: str, start: int = 0) -> CallSpan | None:
     """Find a call written as a JSON object that contains its name and its arguments."""
     for at, end, value in _objects(text, start):
         container = _container(value, said, call_id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.parsing.learning.call_spans import CallSpan, contained, named
+from runner.parsing.learning.call_spans import CallSpan, find_object_call, named
 from runner.parsing.learning.probe_renders import FormatProber, FormatRequirement, ProbeCall, UnlearnableFormat
 from runner.parsing.learning.tagged_arguments import TaggedLearner
 from runner.parsing.notations import Json, JsonText, Notation, object_notations
@@ -130,7 +130,7 @@ def find_form(prober: FormatProber) -> None:
 
 def _shape(prober: FormatProber) -> _CallShape:
     text = _asked(prober, FIRST)
-    for find in (contained, named):
+    for find in (find_object_call, named):
         span = find(text, FIRST, prober.id_of(FIRST, 0))
         if span is not None:
             notation = _notation(prober, find)

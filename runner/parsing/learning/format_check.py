@@ -20,11 +20,11 @@ __all__ = [
     "CaseDifference",
     "FormatCase",
     "ReadText",
-    "alike",
-    "battery",
     "check_calls",
+    "check_cases",
     "common_cases",
     "differences",
+    "equal_with_types",
     "misread",
     "schemas_of",
     "text_of",
@@ -77,7 +77,7 @@ def differences(prober: FormatProber, form: CallFormat, read: ReadText | None = 
     """Return the cases in which the written text is not in the render, or is misread."""
     read = read or CallReader(form).read
     found: list[CaseDifference] = []
-    for case in battery(form):
+    for case in check_cases(form):
         try:
             text = text_of(prober, form, case)
         except Unwritable as error:
@@ -116,7 +116,7 @@ def misread(reading: CallsReading | TurnReading, case: FormatCase) -> str:
             return call.error
         if call.name != said.name:
             return f"the name is read as {call.name!r}"
-        if not alike(call.arguments, said.arguments):
+        if not equal_with_types(call.arguments, said.arguments):
             return f"the arguments {_shown(said.arguments)} are read as {_shown(call.arguments)}"
     if reading.content != case.content.strip():
         return f"the content is read as {reading.content!r}"
@@ -131,12 +131,12 @@ def _shown(arguments: Mapping[str, Any]) -> str:
 MAX_SHOWN_CHARACTERS: Final = 200
 
 
-def alike(one: Any, other: Any) -> bool:
+def equal_with_types(one: Any, other: Any) -> bool:
     """Return whether two values and all their types are equal: True is not 1, 1 is not 1.0. Key order is ignored."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal_with_types(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+        return len(one) == len(other) and all(map(equal_with_types, one, other))
     return type(one) is type(other) and one == other
 
 
@@ -165,7 +165,7 @@ OTHERS: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def battery(form: CallFormat) -> Iterator[FormatCase]:
+def check_cases(form: CallFormat) -> Iterator[FormatCase]:
     """Yield the cases that a format can write."""
     for case in _cases(form):
         several_written = len(case.calls) == 1 or form.between is not None

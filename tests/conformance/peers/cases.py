@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from runner.parsing.call_writer import Unwritable
-from runner.parsing.learning.format_check import WHOLE_CLOSING, FormatCase, battery, text_of
+from runner.parsing.learning.format_check import WHOLE_CLOSING, FormatCase, check_cases, text_of
 from runner.parsing.learning.probe_renders import FormatProber, ProbeCall
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
@@ -106,7 +106,7 @@ PLAIN: Final = (ProbeCall("look_up", {"query": "two words", "limit": 3}), ProbeC
 
 def written(prober: FormatProber, form: CallFormat) -> Iterator[Trial]:
     """All that the template writes so itself."""
-    for case in battery(form):
+    for case in check_cases(form):
         yield from _trial(prober, form, _kind(case), case, schemas_of(case.calls))
     for what, value, schema in _SCHEMAS:
         calls = (ProbeCall("set_value", {"note": "done", "value": value}),)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from runner.parsing.call_writer import Unwritable, WrittenCall, write_calls
-from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.format_check import equal_with_types
 from runner.parsing.learning.probe_renders import ProbeCall
 from runner.parsing.notations import type_of
 from runner.parsing.turn_format import CallFormat
@@ -110,7 +110,7 @@ def _misread(name: str, arguments: Any, said: ProbeCall) -> Fault | None:
         return Fault.KEYS
     for key, meant in said.arguments.items():
         read = arguments[key]
-        if alike(read, meant):
+        if equal_with_types(read, meant):
             continue
         if type(read) is not type(meant):
             return Fault.NULL if meant is None else Fault.TYPE

@@ -13,7 +13,7 @@ from runner.engines.vllm.call_reader import VllmCallReader, require_format
 from runner.errors import BadModel, BadOption
 from runner.parsing.call_reader import CallsReading, ReadCall
 from runner.parsing.call_writer import WrittenCall, id_for, write_calls
-from runner.parsing.learning.format_check import alike
+from runner.parsing.learning.format_check import equal_with_types
 from runner.parsing.learning.learnt_format import learn_format
 from runner.parsing.turn_format import CallFormat
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -73,7 +73,9 @@ def test_family_calls_are_read_and_truncations_make_no_call(name: str) -> None:
     assert whole.content == ("I look." if form.after_content is not None else "")
     for cut in range(len(text)):
         for call in read(reader, tokenizer, text[:cut]).calls:
-            assert call.error or any(call.name == n and alike(call.arguments, a) for n, a in said), text[:cut]
+            assert call.error or any(call.name == n and equal_with_types(call.arguments, a) for n, a in said), text[
+                :cut
+            ]
 
 
 # --- a parser of one's own
