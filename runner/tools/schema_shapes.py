@@ -189,7 +189,7 @@ class SchemaShapes:
         )
 
     def _product(self, one: Sequence[ValueShape], other: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
-        """Return the intersection of two sets of shapes; if it is too large, the first, with the keyword unsaid."""
+        """Return the intersection of two sets of shapes; if it is too large, the first with the keyword unexpressed."""
         if other is ALL or one is ALL:
             return tuple(one if other is ALL else other)
         both = (a.both(b) for a in one for b in other)

@@ -21,16 +21,16 @@ ABOUT: Final = Path(__file__).with_name("vllm.json")
 """vLLM's version, and the names of its parsers."""
 
 BETTER: Final[Mapping[Kind, str]] = {
-    Kind.UNOPENED: "by choice: what announces calls makes one, and without it nothing is silently a call",
-    Kind.MENTIONED: "by choice: a mark that is sampled as its own token, or that is none, makes a call, which is told "
-    "as one that cannot be read; with letters it is content",
-    Kind.OPEN_ARGUMENT: "by the template: this is how it writes one string that holds the rest",
-    Kind.WORDS_BEHIND: "by choice: where nothing announces a call, it is one only where the turn ends with it",
-    Kind.FENCED: "not forgiven: the model is told that no value begins there",
-    Kind.TOGETHER: "not forgiven: the model is told that the close is missing",
-    Kind.LISTED: "not forgiven: the model is told that a call must be an object",
-    Kind.UNLISTED: "not forgiven: the model is told how calls begin; where nothing announces them, it is content",
-    Kind.SQUEEZED: "not forgiven: the words that announce the call are written without the space between them",
+    Kind.UNOPENED: "by choice: the trigger makes a call, and without it nothing is silently a call",
+    Kind.MENTIONED: "by choice: a mark sampled as its own token, or one that is not a token, makes a call, which is "
+    "reported as unreadable; in letters it is content",
+    Kind.OPEN_ARGUMENT: "by the template: it writes one string with the rest in this way",
+    Kind.WORDS_BEHIND: "by choice: without a trigger, text is a call only if the turn ends with it",
+    Kind.FENCED: "not tolerated: the model reads that no value begins there",
+    Kind.TOGETHER: "not tolerated: the model reads that the close is missing",
+    Kind.LISTED: "not tolerated: the model reads that a call must be an object",
+    Kind.UNLISTED: "not tolerated: the model reads how calls begin; without a trigger, it is content",
+    Kind.SQUEEZED: "not tolerated: the words of the trigger are written without the space between them",
 }
 """Why ours differs, for every kind in which a parser of vLLM's reads better what some format has."""
 
@@ -109,8 +109,8 @@ def page(calls: Sequence[CallRow], thoughts: Sequence[ThoughtRow]) -> str:
         "",
         "## Where a parser of vLLM's is better",
         "",
-        "In any format, with any of its parsers. `llama3_json` takes every JSON object of a text for a call, one in an",
-        "answer too.",
+        "In any format, with any of its parsers. `llama3_json` reads every JSON object of a text as a call, even in an",
+        "answer.",
         "",
         *table(("kind", "parsers, with their formats", "ours"), _better(calls)),
         "",
@@ -130,7 +130,7 @@ def page(calls: Sequence[CallRow], thoughts: Sequence[ThoughtRow]) -> str:
         "",
         "## Parser by parser",
         "",
-        "What is right of all, over the formats of which it reads a plain call.",
+        "Share of right readings, over the formats of which it reads a plain call.",
         "",
         *table(("parser", "formats", "the best for", "as written", "strayed", "wrong as written"), _parsers(calls)),
         "",
@@ -162,18 +162,18 @@ def _introduction(calls: Sequence[CallRow]) -> list[str]:
     about = json.loads(ABOUT.read_text(encoding="utf-8"))
     tried = sum(len(names.split(", ")) for names in about["tool_parsers"])
     return [
-        "vLLM reads tool calls with a parser that is chosen by its name. Here the format of calls is learnt from the",
+        "vLLM reads tool calls with a parser that is chosen by name. Here the format of calls is learnt from the",
         f"chat template. The {len(calls)} distinct formats of {_share(calls)} were read by both,",
         f"with vLLM {about['vllm']}.",
         "",
-        "- *as written*: every case of the battery by which a learnt format is checked, some more about schemas and",
+        "- *as written*: every case of the check of learnt formats, some more about schemas and",
         "  ids, and answers without a call. The text is the template's own.",
-        "- *strayed*: calls in ways in which models stray from their template, as far as a format can have them. These",
-        "  are the ways that somebody thought of, each once, however often models take it.",
-        "- A reading is right if it is **what was said**: names, arguments with their types, the content word by word;",
+        "- *strayed*: known deviations of models from their template, as far as a format can have them. Each one",
+        "  counts once, however frequent it is.",
+        "- A reading is right if it has **the original call**: names, arguments with their types, the exact content;",
         "  or if the template writes the same text for what was read, and the schemas allow it. The tools' schemas",
-        "  have a type for every argument. Where both are wrong, the one that has the calls right is better.",
-        "- A parser is called as vLLM's server calls it, for a whole turn, over a vocabulary of bytes with the control",
+        "  have a type for every argument. If both are wrong, the one with the right calls is better.",
+        "- Parsers are called like in vLLM's server, for a complete turn, with a vocabulary of bytes and the control",
         f"  tokens of the template. Each of {tried} that reads one plain call right was given everything, and the best",
         "  is the one with the fewest faults.",
         "",
