@@ -174,8 +174,8 @@ def _of_call(form: Any, keyword: str, probe: Probe) -> str:
     )
     enforced = required(form, [tool])
     lets_through = accepts(enforced, written(form, ("f", {"a": probe.wrong})))
-    told = _named(keyword, not_enforced_of_tool(form, tool))
-    assert told or not lets_through, (keyword, form)
+    unenforced = _named(keyword, not_enforced_of_tool(form, tool))
+    assert unenforced or not lets_through, (keyword, form)
     checked = not validator_of(modern(tool.parameters).schema).is_valid({"a": probe.wrong})
     return "enforced" if not lets_through else "checked" if checked else "not"
 
@@ -186,6 +186,6 @@ def _of_answer(keyword: str, probe: Probe) -> str:
     return "named" if lets_through else "enforced"
 
 
-def _named(keyword: str, told: list[str]) -> bool:
+def _named(keyword: str, unenforced: list[str]) -> bool:
     words = {"minContains": "contains", "maxContains": "contains"}
-    return any(each.startswith(words.get(keyword, keyword)) for each in told)
+    return any(each.startswith(words.get(keyword, keyword)) for each in unenforced)

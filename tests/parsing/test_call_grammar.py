@@ -201,7 +201,7 @@ def walk(enforced: Constraint, rng: random.Random, length: int) -> str:
         matcher.fill_next_token_bitmask(mask)
         words = [int(word) & 0xFFFFFFFF for word in mask[0]]
         allowed = [byte for byte in range(END + 1) if words[byte // 32] >> byte % 32 & 1]
-        assert allowed, f"a dead end behind {bytes(text)!r}"
+        assert allowed, f"a dead end after {bytes(text)!r}"
         # Not half a character, unless a literal needs it.
         allowed = [byte for byte in allowed if byte == 10 or 32 <= byte < 127 or byte == END] or allowed
         closing = [byte for byte in allowed if byte in CLOSING or byte == END]

@@ -76,8 +76,8 @@ def test_required_call_accepts_mark_ids_and_not_their_letters(name: str, paralle
     for call in CALLED:
         ids = vocabulary.ids(written(form, call))
         assert vocabulary.accepts(enforced, ids)
-        for spelt in spellings(ids, vocabulary.tokens):
-            assert not vocabulary.accepts(enforced, spelt)
+        for spelled in spellings(ids, vocabulary.tokens):
+            assert not vocabulary.accepts(enforced, spelled)
 
 
 @every_class
@@ -88,8 +88,8 @@ def test_close_of_open_reasoning_must_be_an_id(name: str) -> None:
     assert enforced is not None
     ids = vocabulary.ids(f"I add <1>.</think>\n\n{written(form, CALLED[0])}")
     assert vocabulary.accepts(enforced, ids)
-    for spelt in spellings(ids, vocabulary.tokens):
-        assert not vocabulary.accepts(enforced, spelt)
+    for spelled in spellings(ids, vocabulary.tokens):
+        assert not vocabulary.accepts(enforced, spelled)
 
 
 def test_message_before_a_harmony_call_ends_with_an_id() -> None:
@@ -100,8 +100,8 @@ def test_message_before_a_harmony_call_ends_with_an_id() -> None:
     assert enforced is not None
     ids = vocabulary.ids(f"<|channel|>analysis<|message|>I add.{NEXT_MESSAGE}{written(CALLS, CALLED[0])}")
     assert vocabulary.accepts(enforced, ids)
-    for spelt in spellings(ids, vocabulary.tokens)[2:]:  # the marks of the reasoning's own header are plain text
-        assert not vocabulary.accepts(enforced, spelt)
+    for spelled in spellings(ids, vocabulary.tokens)[2:]:  # the marks of the reasoning's own header are plain text
+        assert not vocabulary.accepts(enforced, spelled)
 
 
 STRICT = [name for name in (*CLASSES,) if form_of(name).trigger in tokens_of(form_of(name))]
@@ -124,7 +124,7 @@ def test_trigger_id_inside_reasoning_does_not_begin_a_call(name: str, parallel: 
     assert not vocabulary.accepts(enforced, [*b"So ", tokens[form.trigger], *b" is one."])
 
 
-@pytest.mark.parametrize("thought", [None, "</think>"], ids=["alone", "behind a thought"])
+@pytest.mark.parametrize("thought", [None, "</think>"], ids=["alone", "after reasoning"])
 @pytest.mark.parametrize("name", STRICT)
 def test_trigger_id_begins_a_strict_call_and_its_letters_do_not(name: str, thought: str | None) -> None:
     form = form_of(name)

@@ -60,7 +60,7 @@ class Walker:
                 mask.fill_(-1)
             words = [int(word) & 0xFFFFFFFF for word in mask[0]]
             allowed = [each for each in range(self._size) if words[each // 32] >> each % 32 & 1]
-            assert allowed, f"nothing is left behind {bytes(b for b in said if b < 256)!r}"
+            assert allowed, f"nothing is left after {bytes(b for b in said if b < 256)!r}"
             if set(allowed) & set(self._stops):
                 return True
             # Control tokens and closing characters come first, since random letters rarely end a text.

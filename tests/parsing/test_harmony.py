@@ -71,9 +71,9 @@ def test_other_templates_are_not_taken_for_harmony(entry: Entry) -> None:
 
 def test_harmony_is_recognized_by_its_render_and_not_by_name() -> None:
     text = next(entry.text for entry in HARMONY if entry.name == "openai-gpt-oss-120b")
-    spelt = text.replace('else "json")', 'else "<|constrain|>json")')
-    assert spelt != text
-    renderer = Entry("other", spelt, ("other",), "other").renderer()
+    spelled = text.replace('else "json")', 'else "<|constrain|>json")')
+    assert spelled != text
+    renderer = Entry("other", spelled, ("other",), "other").renderer()
     form = learn_harmony(renderer)
     assert form is not None
     assert form != CALLS

@@ -114,7 +114,7 @@ WRONG = {
     "zeros in front": (HERMES, hermes('{"a": 007}'), "007 is not a JSON number"),
     "underscores": (HERMES, hermes('{"a": 1_2}'), "1_2 is not a JSON number"),
     "two underscores": (HERMES, hermes('{"a": 1__2}'), "1__2 is not a JSON number"),
-    "no digit behind the point": (
+    "no digit after the point": (
         OLMO,
         "<function_calls>f(a=1.)</function_calls>",
         "the value of a: 1. is not a JSON number",
@@ -130,7 +130,7 @@ WRONG = {
         hermes(r'{"b": "a\/b\u12"}'),
         r"\u in a string needs 4 hexadecimal digits after it, but has '12'",
     ),
-    "words behind an object as text": (
+    "words after an object as text": (
         HERMES,
         hermes('"{\\"a\\": 1} so"'),
         "its arguments are a string with 'so' after the object",

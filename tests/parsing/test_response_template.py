@@ -174,7 +174,7 @@ def test_nothing_is_a_call_without_tools() -> None:
         (CALL.replace('{"query": "a", "limit": 2}', "[1]"), [], "must be a JSON object"),
         (CALL.replace("2}", "NaN}"), [], "not a JSON object"),
     ],
-    ids=["broken JSON behind a call", "no name", "a number for a name", "a list", "no number"],
+    ids=["broken JSON after a call", "no name", "a number for a name", "a list", "no number"],
 )
 def test_unreadable_text_is_a_call_with_an_error(text: str, read: list[ReadCall], error: str) -> None:
     reading = PLAIN.read(text, LOOK_UP)
@@ -292,8 +292,8 @@ async def test_streaming_is_refused_with_the_fix() -> None:
 async def test_mark_spelled_with_letters_is_prose() -> None:
     tokenizer = ByteTokenizer(["<think>", "</think>"], added_tokens=["<tool_call>"])
     text = f"Hm.</think>Write {said(json.dumps('x'), 2)}"
-    spelt = [each for char in text for each in tokenizer.encode(char)]
-    first_ids = (*tokenizer.encode("Hm.</think>"), *spelt[len("Hm.</think>") :])
+    spelled = [each for char in text for each in tokenizer.encode(char)]
+    first_ids = (*tokenizer.encode("Hm.</think>"), *spelled[len("Hm.</think>") :])
     replies: list[Any] = [Reply(ids=first_ids), "Hm.</think>Done."]
 
     class Asks(Library):

@@ -30,8 +30,8 @@ parts = st.lists(st.tuples(st.sampled_from([*NAMES, "é", "a ", "<", "_call>", *
 @given(parts)
 def test_only_names_sampled_as_one_id_stay_whole(said: list[tuple[str, bool]]) -> None:
     ids: list[int] = []
-    for text, spelt in said:
-        ids += letters(text) if spelt or text not in TOKENS else [TOKENS[text]]
+    for text, spelled in said:
+        ids += letters(text) if spelled or text not in TOKENS else [TOKENS[text]]
     text = TOKENIZER.decode(ids)
     spelling = SpelledTokens(text, ids, TOKENS, TOKENIZER)
     for name, token_id in TOKENS.items():
