@@ -172,7 +172,7 @@ def test_json_also_says_why_a_run_failed(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_whose_episodes_all_fail_says_what_the_last_one_failed_of(folder: Path) -> None:
+def test_run_of_only_failures_names_the_last_error(folder: Path) -> None:
     with pytest.raises(TooManyFailures, match=r"none of the 4 episodes .* no luck with t-3 \(in setup, .*mine.py"):
         play("mine.py:Failing", concurrency=1)
 
@@ -203,7 +203,7 @@ def test_one_episode_of_a_group_has_the_seed_that_it_has_in_the_run(folder: Path
         assert alone.seed == everything.trajectory("t-2#1").seed
 
 
-def test_debugging_lifts_the_clocks_and_leaves_what_is_printed_on_the_terminal(
+def test_debug_removes_time_limits_and_keeps_output_on_terminal(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert play("mine.py:Greeting", debug=True) == 0
@@ -272,7 +272,7 @@ def test_show_lists_the_episodes_of_a_file(run_file: str) -> None:
     assert "2 appended (anchor stop, close sampled, seam special)" in result.output
 
 
-def test_show_tells_sampled_template_and_message_text_apart_without_colours(run_file: str) -> None:
+def test_transcript_without_colours_labels_each_passage(run_file: str) -> None:
     lines = deltarunner("show", run_file, "calculator-0").output.splitlines()
     bridge = lines.index("template   ⏎<|im_start|>tool⏎", 20)
     assert lines[bridge - 2] == "sampled    [add(a=1, b=2)]<|im_end|>"
@@ -385,9 +385,7 @@ SAMPLING = [
 ]
 
 
-def test_every_field_of_sampling_that_an_option_gives_is_that_of_the_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_options_reach_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.cli.run.run_command", lambda settings: run_command(settings, scripted("hi")))
     result = deltarunner("run", "mine.py:Greeting", "-n", "1", "--file", "run.db", *SAMPLING)
     assert result.exit_code == 0, result.output

@@ -344,7 +344,7 @@ class Env(Good):
     assert re.search(r"still open after close\(\): \d+ more of them\. Close", lines[-1])
 
 
-def test_an_environment_whose_constructor_gets_a_list_may_not_change_it(folder: Path) -> None:
+def test_changed_constructor_list_is_found(folder: Path) -> None:
     env = """
 class Env(Good):
     def setup(self):
@@ -397,7 +397,7 @@ class Env(Good):
     assert (result.exit_code, findings(result)) == (0, []), result.output
 
 
-def test_a_class_without_a_reward_is_refused_before_anything_is_played(folder: Path) -> None:
+def test_class_without_reward_is_refused_before_play(folder: Path) -> None:
     env = "\nclass Env(Environment):\n    def tasks(self):\n        raise SystemExit\n"
     result = check(folder, GOOD + env)
     assert result.exit_code == 3
@@ -453,7 +453,7 @@ class Env(Good):
         "pass",
     ],
 )
-def test_what_is_changed_deep_inside_is_found_and_objects_are_not_copied(folder: Path, change: str) -> None:
+def test_deep_change_is_found_without_copying(folder: Path, change: str) -> None:
     env = f"""
 class Uncopied:
     def __deepcopy__(self, memo):

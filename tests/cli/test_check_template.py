@@ -82,7 +82,7 @@ def test_a_template_that_does_everything_ends_with_ok(check: Check) -> None:
         assert name in done.stdout
 
 
-def test_each_passage_of_the_example_says_where_it_came_from_and_where_ids_end(check: Check) -> None:
+def test_example_passages_show_source_and_id_borders(check: Check) -> None:
     lines = [line for line in check("hermes").stdout.splitlines() if re.search(" mask [01] ", line)]
     assert [line.split()[:3] for line in lines] == [
         ["prompt", "mask", "0"],
@@ -166,9 +166,7 @@ def test_a_model_that_does_not_stop_where_its_turns_end_is_told(
     assert (told["unstopped"], told["lacking"]) == ([], [])
 
 
-def test_a_stop_that_the_vocabulary_has_is_to_be_added_to_the_stop_ids(
-    check: Check, demo_model_folder: Path, tmp_path: Path
-) -> None:
+def test_missing_stop_id_is_named_with_its_fix(check: Check, demo_model_folder: Path, tmp_path: Path) -> None:
     template = ChatTemplate.load("pythonic").text.replace("<|im_end|>", "<|endoftext|>")
     (tmp_path / "other.jinja").write_text(template)
     assert "add it to eos_token_id" in check(str(demo_model_folder), "--template", "other.jinja").stdout

@@ -156,7 +156,7 @@ async def test_ranks_are_read_from_the_engine_that_has_them() -> None:
             assert StatsReader().read(run).ranks == ranks
 
 
-def test_calls_that_cannot_be_read_are_counted_and_of_many_it_is_said_what_to_do() -> None:
+def test_unreadable_calls_are_counted_and_many_show_advice() -> None:
     few, many = (" ".join(" ".join(drawn(LiveStats(calls=20, malformed=each), width=200)).split()) for each in (2, 5))
     assert "2 of 20 tool calls could not be read" in few
     assert "in another format than its template" not in few
@@ -190,9 +190,7 @@ class Calling(Environment):
 @pytest.mark.parametrize(
     ("said", "told"), [('<tool_call>{"wave"}</tool_call>', True), ('<tool_call>{"name": "wave"}</tool_call>', False)]
 )
-async def test_a_model_that_writes_otherwise_than_its_template_is_told_of_while_it_plays_and_at_the_end(
-    said: str, told: bool
-) -> None:
+async def test_wrong_template_is_reported_during_and_after_the_run(said: str, told: bool) -> None:
     async with Run(Calling, ScriptedEngine(said, template="hermes")) as run:
         [_ async for _ in run]
         stats = StatsReader().read(run)
@@ -255,7 +253,7 @@ async def test_a_run_is_shown_from_its_start_to_its_end(terminal: bool) -> None:
     assert "\x1b[2J" not in text
 
 
-def test_what_keeps_stdout_while_the_display_is_shown_does_not_write_over_it() -> None:
+def test_kept_stdout_does_not_write_over_the_display() -> None:
     screen = io.StringIO()
     shown = LiveDisplay(Console(file=screen, force_terminal=True), "Waiting")
     before = sys.stdout, sys.stderr
@@ -280,9 +278,7 @@ with display._shown():
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(50, 30), (140, 30), (100, 8)], ids=["narrower", "wider", "lower"])
-def test_a_window_of_another_size_is_cleared_and_what_was_said_is_repeated(
-    columns: int, rows: int, tmp_path: Path
-) -> None:
+def test_resized_window_is_cleared_and_lines_repeated(columns: int, rows: int, tmp_path: Path) -> None:
     with Terminal([sys.executable, "-c", RESIZED], folder=tmp_path) as terminal:
         terminal.read_until("12 of 64", seconds=300)
         assert CLEARED not in terminal.text
@@ -445,7 +441,7 @@ def test_the_counts_and_the_rows_of_those_in_the_engine_agree() -> None:
 # --- the summary
 
 
-def test_the_first_summary_has_no_words_of_the_token_layer_and_the_verbose_one_has() -> None:
+def test_only_verbose_summary_has_token_layer_terms() -> None:
     summary = Summary()
     summary.junctions[Result.APPENDED, Anchor.STOP, Close.SAMPLED, Seam.SPECIAL] = 128
     summary.turns, summary.finishes[FinishReason.STOP] = 192, 192
@@ -466,7 +462,7 @@ def test_the_first_summary_has_no_words_of_the_token_layer_and_the_verbose_one_h
     assert "192 · stop 192" in shown(True)
 
 
-def test_turns_that_did_not_end_by_themselves_and_new_segments_are_in_the_first_summary() -> None:
+def test_summary_counts_cut_turns_and_new_segments() -> None:
     summary = Summary()
     summary.turns, summary.finishes[FinishReason.LENGTH] = 10, 3
     summary.junctions[Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED] = 2

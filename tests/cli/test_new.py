@@ -66,7 +66,7 @@ def said(*command: object, folder: Path | None = None) -> str:
 
 
 @pytest.mark.whole
-def test_what_is_written_installs_passes_its_tests_and_is_found_by_name(python: Path, tmp_path: Path) -> None:
+def test_new_project_installs_and_passes_its_tests(python: Path, tmp_path: Path) -> None:
     command = python.with_name("deltarunner")
     assert "cd word-game" in said(command, "new", "word-game", folder=tmp_path)
     project = tmp_path / "word-game"
@@ -82,7 +82,7 @@ def test_what_is_written_installs_passes_its_tests_and_is_found_by_name(python: 
 
 
 @pytest.mark.whole
-def test_the_wheel_carries_the_whole_skeleton_and_no_template_of_a_chat_beside_it(python: Path) -> None:
+def test_wheel_has_project_template_and_no_chat_template(python: Path) -> None:
     found = said(python, "-c", "import runner; print(runner.__file__)", folder=python.parent).strip()
     templates = Path(found).parent / "templates"
     assert ROOT not in templates.parents

@@ -11,9 +11,7 @@ from runner.cli.quiet_output import quiet_output
 from runner.errors import StorageFailed
 
 
-def test_noise_of_any_process_goes_to_the_log_and_ours_to_the_terminal(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_library_output_goes_to_log_and_ours_to_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "logs" / "engine.log"
     with quiet_output(log) as terminal:
         os.write(1, b"from C++\n")

@@ -99,7 +99,7 @@ def test_a_file_that_is_empty_is_begun(folder: Path, kind: str) -> None:
         assert (len(stored), stored.complete) == (2, True)
 
 
-def test_what_an_environment_prints_while_it_is_loaded_is_not_among_the_json(folder: Path) -> None:
+def test_output_of_environment_import_is_not_in_json(folder: Path) -> None:
     (folder / "loud.py").write_text("print('loading')\n")
     command = [sys.executable, "-m", "runner.cli.app", "run", "loud.py", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -145,7 +145,7 @@ def test_tasks_that_cannot_be_had_are_a_task_error(folder: Path, command: str, n
     assert "Traceback" not in refused.output
 
 
-def test_tasks_that_leave_the_process_halfway_end_the_run_and_not_the_process(folder: Path) -> None:
+def test_system_exit_in_tasks_ends_the_run_only(folder: Path) -> None:
     with pytest.raises(BadTask, match=r"tasks\(\) raised SystemExit: 0"):
         play(environment="mine.py:LeavingLate", file=Path("late.db"))
     checked = deltarunner("check", "mine.py:LeavingLate")
@@ -209,7 +209,7 @@ def test_what_can_be_refused_is_refused_before_an_engine_is_made(
         ({"index": 1}, "the episodes of a group are 0 to 0"),
     ],
 )
-def test_an_option_of_the_run_is_refused_before_an_engine_is_made_also_where_no_file_was_named(
+def test_invalid_option_is_refused_before_the_engine(
     folder: Path, options: dict[str, Any], said: str, debug: bool
 ) -> None:
     def make_engine(settings: RunSettings) -> ScriptedEngine:

@@ -30,7 +30,7 @@ def test_options_of_serving_without_a_program_are_refused() -> None:
         RunSettings(environment="calculator", system_as_user=True).with_program()
 
 
-def test_defaults_of_serving_leave_the_configuration_of_a_run_as_it_was() -> None:
+def test_serving_defaults_keep_the_run_configuration() -> None:
     settings = RunSettings(agent="sh {prompt}", tasks=Path("t.jsonl"))
     assert settings.with_program().settings == ["agent=sh {prompt}"]
 

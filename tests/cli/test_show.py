@@ -32,7 +32,7 @@ def show(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize("episode", ["t1#0", "t1"])
-def test_a_transcript_names_the_other_agents_of_the_episode_and_how_to_see_them(file: Path, episode: str) -> None:
+def test_transcript_names_other_agents_and_the_option(file: Path, episode: str) -> None:
     assert "Other agents of this episode: user (2 turns), judge (2 turns). --agent NAME shows one." in show(
         file, episode
     )

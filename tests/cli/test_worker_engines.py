@@ -51,9 +51,7 @@ def play(engine: Any = None, **options: Any) -> int:
         ({"workers": "2", "listen": "127.0.0.1:8000"}, "--listen 127.0.0.1:8000: each worker serves its own"),
     ],
 )
-def test_what_does_not_go_with_workers_is_refused_before_anything_starts(
-    folder: Path, options: dict[str, Any], told: str
-) -> None:
+def test_options_that_conflict_with_workers_are_refused(folder: Path, options: dict[str, Any], told: str) -> None:
     with pytest.raises(BadOption, match=re.escape(told)):
         play(environment="mine.py:Greeting", **options)
     assert not Path("runs").exists()
@@ -117,7 +115,7 @@ def test_the_help_names_workers_and_cluster() -> None:
     assert "--cluster" in told
 
 
-def test_what_ray_counts_for_a_worker_and_its_patience_reach_the_fleet(folder: Path) -> None:
+def test_worker_resources_and_stall_time_reach_the_fleet(folder: Path) -> None:
     require_ray()
     from runner.cli.worker_engines import engine_with_workers
 

@@ -80,7 +80,7 @@ def rows(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_few_workers_have_a_row_each_with_node_playing_version_lag_and_what_is_stuck(width: int) -> None:
+def test_few_workers_have_a_row_each(width: int) -> None:
     lines = drawn(FEW, width=width)
     assert [" ".join(row.split()) for row in rows(lines)] == [
         "0 gpu-a00 61/64 13 3 ms 1 s 4 s for main: engine",
@@ -102,7 +102,7 @@ def test_the_view_of_the_page_on_scale_is_what_is_drawn() -> None:
     assert block.splitlines() == lines[first : first + 1 + 1 + len(FEW.workers)]
 
 
-def test_of_many_workers_the_stuck_one_has_a_row_and_the_others_are_summed_up_in_a_line() -> None:
+def test_many_workers_show_stuck_one_and_a_line_for_the_rest() -> None:
     stuck, silent = worker(117, oldest="search()", waited=340.2), worker(203, silent=80.0, playing=7)
     lines = drawn(many(stuck, silent, worker(340, playing=2), worker(341, lag=0.012)))
     shown = rows(lines)
@@ -114,7 +114,7 @@ def test_of_many_workers_the_stuck_one_has_a_row_and_the_others_are_summed_up_in
     assert len(lines) <= 24
 
 
-def test_troubled_workers_that_have_no_row_are_counted_and_versions_that_differ_among_the_rest() -> None:
+def test_workers_without_row_are_counted_with_versions() -> None:
     lines = drawn(many(*[worker(number, version="12") for number in range(100)]), width=100)
     assert "500 of 500 workers · 100 on weights 12 instead of 13" in lines
     (summary,) = [line for line in lines if " more on " in line]
@@ -132,7 +132,7 @@ def test_a_tall_terminal_has_a_row_for_each_of_more_workers() -> None:
 
 @pytest.mark.parametrize("fleet", [FEW, many(worker(4, silent=99.0), worker(5, waited=99.0))], ids=["few", "many"])
 @pytest.mark.parametrize("width", [24, 40, 60, 66, 70, 80, 200])
-def test_no_line_of_workers_is_wider_than_the_terminal_or_goes_on_in_the_next(fleet: FleetStats, width: int) -> None:
+def test_worker_lines_fit_the_terminal(fleet: FleetStats, width: int) -> None:
     named = [
         replace(each, node="rayclus-worker-gpu-group-" + "x" * 40, version="step-0012-" + "y" * 40, oldest="z" * 300)
         for each in fleet.workers
@@ -192,7 +192,7 @@ def said(stats: LiveStats) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_plain_lines_say_in_one_line_who_is_behind_and_absent_and_name_five_in_trouble_at_most() -> None:
+def test_plain_line_counts_workers_and_names_up_to_five() -> None:
     line, *named = said(replace(FIGURES, fleet=FEW))
     assert "448 running, 7 of 8 workers (1 on weights 12 instead of 13; 1 starting), 2 failed" in line
     assert [each.split()[1] for each in named] == ["7", "3", "2", "6"]

@@ -31,7 +31,7 @@ async def play(environment: Environment[Any], replies: Replies) -> Trajectory:
     return trajectory
 
 
-async def test_calculator_rewards_the_right_answer_and_the_right_calls_apart() -> None:
+async def test_calculator_rewards_answer_and_calls_separately() -> None:
     task = question(0)
     (name, a, b), (after, c, d) = task.calls
     right = [[call(name, a=a, b=b)], [call(after, a=c, b=d)], [call("answer", value=task.value)]]
@@ -82,7 +82,7 @@ async def test_guess_number_answers_higher_and_lower_until_it_is_found() -> None
     assert set(answers) <= {"higher", "lower"}
 
 
-async def test_guess_number_that_is_never_found_ends_at_its_turn_limit_with_reward_0() -> None:
+async def test_guess_number_unsolved_ends_at_turn_limit_with_zero() -> None:
     trajectory = await play(GuessNumber(), "no idea")
     assert trajectory.outcome is Outcome.TURN_LIMIT
     assert trajectory.reward == 0

@@ -87,7 +87,7 @@ async def refused(environment: Any, engine: ScriptedEngine, kind: type[Exception
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM 4.6", "MiniMax M2", "Seed-OSS"])
-async def test_arguments_that_take_strings_and_more_are_named_once_a_run_where_strings_have_no_quotes(
+async def test_ambiguous_arguments_are_named_once_per_run(
     name: str,
 ) -> None:
     (warning,) = await told(Putting, of_family(name))
@@ -124,7 +124,7 @@ async def test_the_warning_is_shown_with_what_came_of_the_run() -> None:
     assert "put(value: string | integer) also takes other values" in captured.get()
 
 
-async def test_a_tool_that_can_never_be_called_is_refused_before_anything_is_sampled() -> None:
+async def test_uncallable_tool_is_refused_before_sampling() -> None:
     engine = of_family("Qwen3-Coder")
     message = await refused(taking("query", "first name", required=("first name",)), engine)
     assert message.startswith("template 'Qwen-Qwen3-Coder-30B-A3B-Instruct' cannot write calls of the tool 'look_up'")
@@ -139,7 +139,7 @@ async def test_an_argument_that_may_be_left_out_is_warned_of() -> None:
     assert warning.endswith("Likewise: look_up(last name).")
 
 
-async def test_a_type_that_the_template_cannot_write_is_named_with_the_tool_and_the_fix() -> None:
+async def test_unwritable_type_is_named_with_tool_and_fix() -> None:
     assert CallLimitation.SOME_TYPES_UNWRITABLE in cached_format(POOR.renderer()).traits
     poor = ScriptedEngine("Done.", template=POOR)
     message = await refused(taking("names", required=("names",), kind="array"), poor)
@@ -156,7 +156,7 @@ async def test_strict_tools_are_warned_of_where_nothing_announces_a_call() -> No
     assert await told(taking("query", strict=True), of_family("Qwen3")) == []
 
 
-async def test_a_choice_that_cannot_be_enforced_is_refused_before_anything_is_sampled() -> None:
+async def test_unenforceable_tool_choice_is_refused_before_sampling() -> None:
     class Requiring(taking("names")):  # type: ignore[misc]  # a class made here
         tool_choice = "required"
 

@@ -59,7 +59,7 @@ class Calls(Plain):
         return object()
 
 
-async def test_a_synchronous_tool_that_raises_keyboard_interrupt_fails_its_own_episode_only() -> None:
+async def test_keyboard_interrupt_in_sync_tool_fails_one_episode() -> None:
     trajectory = await play(Calls(), [[call("stop")], "bye"])
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "tool stop()" in trajectory.error
@@ -77,7 +77,7 @@ async def test_a_result_without_json_form_names_its_tool() -> None:
     assert "tool strange()" in trajectory.error
 
 
-async def test_an_argument_that_an_explicit_schema_does_not_name_is_the_models_mistake() -> None:
+async def test_argument_outside_explicit_schema_is_the_models_error() -> None:
     class Explicit(Plain):
         def setup(self) -> None:
             schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -199,7 +199,7 @@ async def test_an_episode_that_cancels_its_own_task_fails_alone(where: str, anyi
 
 
 @pytest.mark.parametrize("when", ["playing", "scoring"])
-async def test_a_task_group_of_the_exit_stack_that_dies_fails_its_own_episode_with_its_cause(when: str) -> None:
+async def test_failed_task_group_in_exit_stack_fails_one_episode(when: str) -> None:
     class Connected(Plain):
         async def setup(self) -> None:
             self.lost = anyio.Event()
@@ -232,7 +232,7 @@ async def test_a_task_group_of_the_exit_stack_that_dies_fails_its_own_episode_wi
     assert lost.reward is None
 
 
-async def test_a_hook_that_returns_a_coroutine_keeps_its_clock_and_its_walls() -> None:
+async def test_coroutine_from_sync_hook_keeps_limits_and_containment() -> None:
     async def leave() -> None:
         raise SystemExit(3)
 

@@ -173,7 +173,7 @@ def test_reward_may_be_overridden_shared_and_named_alike_elsewhere() -> None:
 
 
 @pytest.mark.anyio
-async def test_rewards_that_one_function_makes_are_recorded_by_their_attributes() -> None:
+async def test_generated_rewards_are_recorded_by_attribute_name() -> None:
     def at_least(length: int) -> Any:
         @reward
         def long_enough(self: Any) -> bool:
@@ -206,7 +206,7 @@ def test_none_takes_a_reward_of_the_base_class_away() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_agent_that_speaks_in_setup_does_not_take_the_place_of_main() -> None:
+async def test_agent_in_setup_does_not_replace_main() -> None:
     class Early(Base):
         async def setup(self) -> None:
             await self.episode.conversation("helper", prompt="Begin.").generate()
@@ -218,7 +218,7 @@ async def test_an_agent_that_speaks_in_setup_does_not_take_the_place_of_main() -
 
 
 @pytest.mark.anyio
-async def test_an_episode_whose_setup_failed_after_an_agent_spoke_is_announced_as_main() -> None:
+async def test_failed_setup_after_agent_turn_is_announced_as_main() -> None:
     class Broken(Base):
         async def setup(self) -> None:
             await self.episode.conversation("helper", prompt="Begin.").generate()
@@ -263,7 +263,7 @@ async def test_a_system_prompt_may_depend_on_the_task(define: Callable[[], type[
     assert [message["content"] for message in trajectory.segments[0].messages] == ["You play one.", "Hello.", "Hello."]
 
 
-def test_what_only_an_episode_has_is_said_where_it_is_asked_for_too_early() -> None:
+def test_episode_attribute_before_setup_raises() -> None:
     class Limited(Base):
         @property
         def limits(self) -> Limits:  # type: ignore[override]  # read only, as above
@@ -323,7 +323,7 @@ def weigh(self: Any) -> int:
         ({"weigh": property(tool(weigh))}, "weigh is a property: a tool must be callable"),
     ],
 )
-def test_a_member_that_cannot_work_is_refused_when_the_class_is_defined(members: dict[str, Any], said: str) -> None:
+def test_invalid_member_is_refused_at_class_definition(members: dict[str, Any], said: str) -> None:
     with pytest.raises(BadEnvironment, match=said):
         type("Wrong", (Base,), members)
 

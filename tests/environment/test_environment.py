@@ -21,7 +21,7 @@ def test_what_only_an_episode_has_is_missed_by_name_and_reason(name: str) -> Non
     assert getattr(set_by_hand, name) == "given"
 
 
-async def test_tasks_that_ask_for_what_is_shared_are_told_that_there_is_none_yet() -> None:
+async def test_tasks_reading_shared_too_early_raise() -> None:
     class Early(Plain):
         def tasks(self) -> list[Task]:
             return [Task(id=str(row)) for row in self.shared]

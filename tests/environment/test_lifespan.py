@@ -50,9 +50,7 @@ def fails() -> None:
 
 @COLOURS
 @pytest.mark.parametrize("exits", [fails, lambda: exit(3)], ids=["error", "exit"])
-def test_what_a_lifespan_raises_on_its_way_in_or_out_is_one_error_that_names_it(
-    kind: type[Shares], exits: Callable[[], None]
-) -> None:
+def test_lifespan_error_is_named_at_start_and_end(kind: type[Shares], exits: Callable[[], None]) -> None:
     for environment, way in ((kind(exits, int), ""), (kind(int, exits), ", at its end")):
         with pytest.raises(
             BadEnvironment, match=r"^lifespan\(\) raised (OSError: the service|SystemExit: 3)"
@@ -71,7 +69,7 @@ async def test_an_error_inside_a_run_comes_out_of_its_lifespan_as_it_was(kind: t
     assert caught.value is error
 
 
-async def test_a_synchronous_lifespan_is_made_entered_and_left_in_one_thread_of_its_own() -> None:
+async def test_sync_lifespan_runs_in_one_reserved_thread() -> None:
     where: dict[str, int] = {}
 
     class Notes(Plain):
@@ -93,7 +91,7 @@ async def test_a_synchronous_lifespan_is_made_entered_and_left_in_one_thread_of_
     assert where["made"] not in (where["setup"], threading.get_ident())
 
 
-async def test_what_belongs_to_one_thread_may_be_opened_and_closed_by_a_lifespan() -> None:
+async def test_lifespan_opens_and_closes_thread_bound_resources() -> None:
     class Database(Plain):
         shared: sqlite3.Connection
 

@@ -28,7 +28,7 @@ class Sets(Plain):
         return "Go on." if turn.number < 3 else None
 
 
-async def test_the_sampling_that_setup_gives_is_that_of_all_turns_and_the_runs_own_goes_over_it() -> None:
+async def test_sampling_from_setup_holds_and_the_run_overrides_it() -> None:
     environment = Sets(Sampling(max_tokens=2, temperature=0.5, stop=("!",)))
     trajectory = await play(environment, lambda turn: "12345", sampling=Sampling(temperature=0))
     assert [len(turn.token_ids) for turn in trajectory.turns] == [2] * 4

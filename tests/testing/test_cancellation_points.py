@@ -174,7 +174,7 @@ async def swallows_everything_for_ever() -> None:
 
 
 @pytest.mark.parametrize("scenario", [swallows_for_ever, swallows_everything_for_ever])
-async def test_whoever_swallows_it_again_and_again_is_named_and_not_waited_for(
+async def test_repeated_swallower_is_named_and_abandoned(
     scenario: Callable[[], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = rf"{scenario.__name__} \(.*test_cancellation_points\.py:\d+\) swallowed the cancellation 1000 times"

@@ -57,7 +57,7 @@ def test_the_message_of_the_page_is_the_one_that_is_shown(calculator: pytest.Pyt
     assert message in result.stdout.str() + "\n"
 
 
-def test_a_recording_that_is_missing_and_an_engine_that_nobody_asked_for(calculator: pytest.Pytester) -> None:
+def test_missing_recording_and_unused_engine_on_the_page(calculator: pytest.Pytester) -> None:
     result = run(calculator, REAL, "-m", "not engine")
     result.assert_outcomes(failed=1, deselected=1)
     result.stdout.fnmatch_lines(

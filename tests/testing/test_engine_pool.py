@@ -175,7 +175,7 @@ def test_recorded(recorded_engine):
 """
 
 
-def test_a_recording_is_of_the_real_engine_by_default_and_replayed_without_it(pytester: pytest.Pytester) -> None:
+def test_recording_uses_real_engine_and_replays_without_it(pytester: pytest.Pytester) -> None:
     run(pytester, RECORDED, "--runner-engine", "--runner-record=once", conftest=STAND_IN).assert_outcomes(passed=1)
     run(pytester, RECORDED, conftest="").assert_outcomes(passed=1)
 

@@ -85,7 +85,7 @@ async def test_a_function_is_told_which_turn_it_is() -> None:
     assert len(engine.calls) == 6
 
 
-async def test_numbers_of_other_libraries_are_ids_and_a_script_is_not_changed_from_outside() -> None:
+async def test_foreign_integers_are_ids_and_scripts_are_copied() -> None:
     numpy = pytest.importorskip("numpy")
     first = ids_of("one")
     engine = force(ScriptedEngine("free"), [first, numpy.array(ids_of("two"))])
@@ -94,7 +94,7 @@ async def test_numbers_of_other_libraries_are_ids_and_a_script_is_not_changed_fr
     assert {text for _, text in said(engine)} == {"one", "two"}
 
 
-async def test_the_engine_beneath_is_entered_once_and_describes_itself_as_forced() -> None:
+async def test_wrapped_engine_is_entered_once_and_marked_forced() -> None:
     beneath = ScriptedEngine("free")
     engine = force(beneath, [ids_of("one")] * 2)
     async with engine:
@@ -213,7 +213,7 @@ class Deaf(ScriptedEngine):
         return super().stream(replace(request, extra={}))
 
 
-async def test_an_engine_that_samples_other_ids_is_found_out_at_the_first_of_them() -> None:
+async def test_engine_with_other_ids_is_rejected_at_the_first() -> None:
     engine = force(Deaf("one"), [ids_of("only")])
     with pytest.raises(RequestRejected, match=r"e/main/0: the engine sampled 101, not the forced 108"):
         await sampled(engine, request())

@@ -233,9 +233,7 @@ async def awkward_episode(forcible: VllmEngine) -> Played:
         return Played(await play(forcible, awkward(forcible)), sent)
 
 
-async def test_awkward_turns_reach_the_engine_as_they_were_sampled_and_nothing_else_is_put_between(
-    forcible: VllmEngine, awkward_episode: Played
-) -> None:
+async def test_awkward_turns_reach_the_engine_unchanged(forcible: VllmEngine, awkward_episode: Played) -> None:
     said, trajectory = awkward(forcible), awkward_episode.trajectory
     assert_sent(forcible, trajectory, said, awkward_episode.sent)
 
@@ -257,7 +255,7 @@ async def test_awkward_turns_reach_the_engine_as_they_were_sampled_and_nothing_e
     assert closes == [None, *[Close.SAMPLED] * 4, None, Close.SAMPLED, Close.SAMPLED, Close.MASKED]
 
 
-async def test_a_newline_and_a_second_stop_behind_the_models_own_close_stay_and_are_not_written_again(
+async def test_text_after_the_close_stays_and_is_not_repeated(
     forcible: VllmEngine,
 ) -> None:
     encode = forcible.tokenizer.encode
@@ -314,7 +312,7 @@ def rendered(engine: VllmEngine, messages: Sequence[Message], tools: Sequence[An
     return array("i", engine.tokenizer.encode(text))
 
 
-async def test_stored_log_probabilities_are_the_models_own_on_the_exact_sequence_and_on_no_rendered_one(
+async def test_stored_logprobs_match_the_exact_sequence_only(
     forcible: VllmEngine, awkward_episode: Played, teacher: Teacher
 ) -> None:
     trajectory = awkward_episode.trajectory

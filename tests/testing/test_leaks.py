@@ -52,7 +52,7 @@ def test_an_open_file_is_named(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-def test_a_process_that_is_left_running_is_named_and_one_that_has_ended_is_none() -> None:
+def test_running_process_is_a_leak_and_an_ended_one_is_not() -> None:
     with no_leaks(settle=0), subprocess.Popen(["true"]) as ended:
         ended.wait()
     left: list[subprocess.Popen[bytes]] = []
@@ -137,7 +137,7 @@ async def test_an_exception_passes_with_a_note_of_what_leaked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:known to be")
-def test_what_the_garbage_collector_closes_is_left_and_other_warnings_are_passed_on() -> None:
+def test_garbage_collected_file_is_a_leak() -> None:
     def warn() -> None:
         for text in ("unclosed door", "known to be unclosed"):
             warnings.warn(text, ResourceWarning, stacklevel=1)
@@ -159,7 +159,7 @@ def test_what_others_left_to_the_garbage_collector_is_not_the_blocks() -> None:
     assert [one.category for one in told] == [ResourceWarning]
 
 
-def test_what_uvloop_keeps_from_its_first_stream_on_is_no_leak_and_a_second_one_is() -> None:
+def test_uvloop_reserve_descriptor_is_not_a_leak() -> None:
     async def connects() -> None:
         near, far = socket.socketpair()
         far.close()

@@ -67,7 +67,7 @@ def is_closed(environment: Opens) -> None:
 SAYS: Any = [call("wait"), "It is done"]
 
 
-def test_a_cut_in_setup_that_leaves_something_open_is_found_and_placed() -> None:
+def test_leak_after_cancel_in_setup_is_found_with_its_place() -> None:
     with pytest.raises(AssertionError, match="it is open") as caught:
         play_cancelled(Opens, SAYS, check=is_closed)
     (note,) = caught.value.__notes__
@@ -75,7 +75,7 @@ def test_a_cut_in_setup_that_leaves_something_open_is_found_and_placed() -> None
     assert "test_play_cancelled.py:" in note
 
 
-def test_what_closes_everything_passes_and_is_cut_inside_the_turns_too() -> None:
+def test_clean_environment_passes_with_cancels_inside_turns() -> None:
     assert play_cancelled(Closes, SAYS, check=is_closed) > 5
 
 
@@ -116,7 +116,7 @@ async def test_it_is_for_plain_tests() -> None:
         play_cancelled(Closes, SAYS)
 
 
-def test_an_environment_that_starts_a_process_or_opens_a_connection_leaves_nothing() -> None:
+def test_process_and_connection_of_environment_leave_nothing() -> None:
     class Runs(Closes):
         async def setup(self) -> None:
             await super().setup()

@@ -147,19 +147,19 @@ class Ends(Sums):
     ids=["env_error", "turn_limit", "completed"],
 )
 @pytest.mark.parametrize("door", [play, partial(play_many, tasks=1)], ids=["play", "play_many"])
-def test_replies_that_are_left_over_are_told_with_how_the_episode_ended(
+def test_unused_replies_are_reported_with_the_ending(
     door: Callable[..., object], says: list[str], limits: Limits | None, ending: str
 ) -> None:
     with pytest.raises(AssertionError, match=ending):
         door(Ends, says, limits=limits)
 
 
-def test_of_many_episodes_each_ending_is_told_once_with_how_many_had_it() -> None:
+def test_endings_of_many_episodes_are_counted() -> None:
     with pytest.raises(AssertionError, match=r"3 episodes ended env_error: ZeroDivisionError: mine"):
         play_many(Ends, ["break", "5"])
 
 
-def test_the_fixture_tells_of_replies_left_over_with_how_the_episode_ended(pytester: pytest.Pytester) -> None:
+def test_fixture_reports_unused_replies_with_the_ending(pytester: pytest.Pytester) -> None:
     result = run(
         pytester, "def test_it(scripted_engine):\n    play(Calculator, scripted_engine.say('42', 'more'), task='6')"
     )
@@ -201,7 +201,7 @@ def test_a_missing_reply_says_what_was_asked() -> None:
         play(Sums, ["1"])
 
 
-def test_an_engine_that_failed_is_asked_again_and_the_next_reply_is_said() -> None:
+def test_retry_after_engine_failure_uses_the_next_reply() -> None:
     assert play(Sums, [Reply("1", fault=Fault.error(at=1)), "3", "stop"]).reward == 1
 
 
@@ -313,7 +313,7 @@ def test_an_engine_that_was_entered_on_another_event_loop_is_refused() -> None:
             play(Sums, record(engine))
 
 
-def test_an_engine_of_the_session_on_the_loop_of_a_function_is_refused(pytester: pytest.Pytester) -> None:
+def test_session_engine_on_function_loop_is_refused(pytester: pytest.Pytester) -> None:
     test = """
 @pytest.fixture(scope="module")
 def shared():

@@ -157,7 +157,7 @@ def test_a_vocabulary_that_cannot_be_loaded_can_be_given(tmp_path: Path) -> None
     assert play(Sums, replay(tmp_path / "it.json", tokenizer=own)).text == "stop"
 
 
-def test_nothing_is_recorded_of_an_engine_that_failed_or_was_not_asked(tmp_path: Path) -> None:
+def test_failed_or_unused_engine_is_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="the engine had no request"):
         record(QueuedEngine()).save(tmp_path / "it.json")
     assert not list(tmp_path.iterdir())

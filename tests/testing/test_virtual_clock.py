@@ -78,9 +78,7 @@ def test_a_thread_that_hangs_does_not_stop_time(virtual_clock: VirtualClock) -> 
     assert (trajectory.outcome, trajectory.limit) == ("env_error", "tool_seconds")
 
 
-def test_a_thread_that_waits_for_the_loop_is_not_at_work_and_has_its_second_again_afterwards(
-    virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_waiting_for_the_loop_is_not_busy(virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "_BUSY_SECONDS", WATCHDOG)  # what a thread would have that counts as at work
 
     def asks() -> None:
@@ -96,9 +94,7 @@ def test_a_thread_that_waits_for_the_loop_is_not_at_work_and_has_its_second_agai
     assert virtual_clock.run(waits) == (300, False)
 
 
-def test_a_thread_has_its_second_anew_however_long_the_loop_took_for_what_it_asked(
-    virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_has_full_second_after_a_loop_call(virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "_BUSY_SECONDS", 0.5)
     other = threading.Event()
 
@@ -125,7 +121,7 @@ def test_a_thread_has_its_second_anew_however_long_the_loop_took_for_what_it_ask
     assert virtual_clock.run(waits) == (100, False)
 
 
-def test_a_thread_that_has_started_something_on_the_loop_is_at_work_while_that_goes_on(
+def test_thread_is_busy_while_its_task_on_the_loop_runs(
     virtual_clock: VirtualClock,
 ) -> None:
     async def waits() -> tuple[float, bool]:
