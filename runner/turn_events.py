@@ -12,13 +12,13 @@ from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
 
 __all__ = [
-    "GiveTurn",
+    "DeliverTurn",
     "IdsSampled",
     "ToolCalled",
     "TurnAdmitted",
     "TurnEvent",
+    "TurnEventSink",
     "TurnProgress",
-    "TurnRelay",
     "TurnRestarted",
 ]
 
@@ -68,11 +68,11 @@ TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent
 """All that is told of a turn to whoever passes it on."""
 
 
-GiveTurn: TypeAlias = Callable[[Turn, Turn | None], Awaitable[None]]
+DeliverTurn: TypeAlias = Callable[[Turn, Turn | None], Awaitable[None]]
 """Hands a turn over to its client; the second one is the cut turn with which it goes on, or None."""
 
 
-class TurnRelay(Protocol):
+class TurnEventSink(Protocol):
     """Passes a turn on while it is sampled. The sampling never waits for it."""
 
     def put(self, progress: TurnProgress, /) -> None:
@@ -83,6 +83,6 @@ class TurnRelay(Protocol):
         """Take note that nothing more comes."""
         ...
 
-    async def pass_on(self) -> None:
+    async def forward(self) -> None:
         """Pass on what comes until nothing more does."""
         ...

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.cli.run import RunPlan, play_plan, real_engine
 from runner.cli.settings import RunSettings
-from runner.endpoint.clients import Address, flags, pointers
+from runner.endpoint.client_config import Address, flags, pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.engines.base import BaseEngine
 from runner.environment.open_episodes import OpenEpisodes

@@ -36,7 +36,7 @@ from runner.engines.proofs import WeightProof
 from runner.engines.state import CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, RelayedTransfer, TransferStep
 from runner.episode.key import EpisodeKey
-from runner.episode.lifecycle import Play
+from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
 from runner.errors import BadControl, BadEnvironment, BadInput, BadTask
@@ -59,7 +59,7 @@ class WorkerRun:
 
     shared: RunShared = field(init=False)
     lag: LagMonitor | None = None
-    plays: dict[int, Play] = field(default_factory=dict)
+    plays: dict[int, EpisodeRunner] = field(default_factory=dict)
     """The attempts in flight, by the driver's numbers."""
     cut: dict[int, Ending | None] = field(default_factory=dict)
     """Attempts that were cut before they began or just after they ended."""
@@ -261,7 +261,7 @@ class Worker(EngineProcess):
         """Play an attempt at an episode to its end. `packed` is a pickled `EpisodeKey`."""
         run = self._runs[run_number]
         key = self._key(packed)
-        play = run.plays[number] = Play(run.shared, key)
+        play = run.plays[number] = EpisodeRunner(run.shared, key)
         if number in run.cut:  # the cut arrived first
             play.cancel(run.cut.pop(number))
         try:

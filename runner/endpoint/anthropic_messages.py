@@ -12,9 +12,9 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_requests import asked_of
-from runner.endpoint.bodies import field_of
 from runner.endpoint.refusals import Reason, Refused
-from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
+from runner.endpoint.request_body import field_of
+from runner.endpoint.wire_form import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
 from runner.messages import canonical_json
 from runner.options import UNSET

@@ -11,7 +11,9 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_tools import known_function
-from runner.endpoint.bodies import (
+from runner.endpoint.labels import label_of
+from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.request_body import (
     bad,
     field_of,
     json_schema,
@@ -21,9 +23,7 @@ from runner.endpoint.bodies import (
     stops,
     with_constraint,
 )
-from runner.endpoint.labels import label_of
-from runner.endpoint.refusals import Reason, Refused
-from runner.endpoint.wire import Headers
+from runner.endpoint.wire_form import Headers
 from runner.messages import note_of
 from runner.options import Sampling, ToolChoice
 

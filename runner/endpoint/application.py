@@ -21,15 +21,15 @@ import anyio
 import orjson
 
 from runner.chat_requests import ChatCall
-from runner.endpoint.answering import Door
 from runner.endpoint.anthropic_messages import AnthropicMessages
-from runner.endpoint.bodies import check_size, decode_body, number
 from runner.endpoint.chat_completions import ChatCompletions
-from runner.endpoint.line import Send
+from runner.endpoint.client_connection import Send
+from runner.endpoint.episode_route import EpisodeRoute
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
+from runner.endpoint.request_body import check_size, decode_body, number
 from runner.endpoint.responses import Responses
 from runner.endpoint.streaming import answer, send_json, send_refusal
-from runner.endpoint.wire import Headers, WireForm, WireRequest
+from runner.endpoint.wire_form import Headers, WireForm, WireRequest
 
 __all__ = ["Application", "Receive"]
 
@@ -38,22 +38,22 @@ T = TypeVar("T")
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 """Receives a message of ASGI."""
 
-BODY: Final = 32 * 2**20
+MAX_BODY_BYTES: Final = 32 * 2**20
 """The most bytes that a body may have."""
 
-HEARD_OUT: Final = 4 * BODY
+MAX_DRAINED_BYTES: Final = 4 * MAX_BODY_BYTES
 """Up to so many bytes a body that is too large is heard out, and thrown away."""
 
-READ_AT_ONCE: Final = 128 * 1024
+MAX_BYTES_READ_ON_LOOP: Final = 128 * 1024
 """A larger body is read in a thread, so that others are answered meanwhile."""
 
 BODY_SECONDS: Final = 60.0
 """The seconds in which it has to come."""
 
-KEY_KNOWN: Final = "deltarunner.key_known"
+KEY_KNOWN_EXTENSION: Final = "deltarunner.key_known"
 """The extension of ASGI by which a server is told that a request has the key of an episode."""
 
-KEYS_KEPT: Final = 10_000
+MAX_FINISHED_KEYS: Final = 10_000
 """The number of episodes that are over whose keys are known as such, two each."""
 
 _CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
@@ -78,56 +78,56 @@ class Application:
     def __init__(self, hosts: Sequence[str], *, any_address: bool = False) -> None:
         self.hosts = frozenset(hosts)
         self._any_address = any_address
-        self._doors: dict[bytes, tuple[str, Door]] = {}
-        self._ends: dict[bytes, tuple[str, Door]] = {}
+        self._routes: dict[bytes, tuple[str, EpisodeRoute]] = {}
+        self._ends: dict[bytes, tuple[str, EpisodeRoute]] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
         # One at a time: they compute, and share the interpreter with the loop.
         self._threads = anyio.CapacityLimiter(1)
 
     # --- keys
 
-    def open(self, door: Door) -> tuple[str, str]:
+    def open(self, route: EpisodeRoute) -> tuple[str, str]:
         """Take the requests of a new key, which comes back with the one that ends its episode."""
         key, end_key = secrets.token_hex(16), secrets.token_hex(16)
-        self._doors[_digest(key)] = key, door
-        self._ends[_digest(end_key)] = end_key, door
+        self._routes[_digest(key)] = key, route
+        self._ends[_digest(end_key)] = end_key, route
         return key, end_key
 
     def shut(self, key: str, end_key: str) -> None:
         """Tell whoever comes with these keys that the episode is over; what is in flight is cut."""
-        _, door = self._doors.pop(_digest(key))
+        _, route = self._routes.pop(_digest(key))
         self._ends.pop(_digest(end_key))
-        door.shut()
+        route.shut()
         for each in (key, end_key):  # the keys alone: a door holds all of its episode
             self._over[_digest(each)] = each
-        while len(self._over) > 2 * KEYS_KEPT:
+        while len(self._over) > 2 * MAX_FINISHED_KEYS:
             self._over.popitem(last=False)
 
-    def _door(self, key: str) -> Door:
-        known, door = self._doors.get(_digest(key), (self._over.get(_digest(key), ""), None))
+    def _find_route(self, key: str) -> EpisodeRoute:
+        known, route = self._routes.get(_digest(key), (self._over.get(_digest(key), ""), None))
         if not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")) or not key:
             raise Refused(Reason.UNAUTHORIZED, "this key is that of no episode: use the endpoint's own api_key.")
-        if door is None:
+        if route is None:
             raise ended()
-        return door
+        return route
 
-    def _known_door(self, keys: Sequence[str]) -> Door:
+    def _known_route(self, keys: Sequence[str]) -> EpisodeRoute:
         """The door of the first key that is that of an episode; a client may send others besides."""
         refused = Refused(Reason.UNAUTHORIZED, "there is no key: use the endpoint's own api_key.")
         for key in keys:
             try:
-                return self._door(key)
+                return self._find_route(key)
             except Refused as error:
                 # That an episode is over says more than that a key is unknown.
                 refused = error if refused.reason is Reason.UNAUTHORIZED else refused
         raise refused
 
-    def _door_to_end(self, keys: Sequence[str]) -> Door | None:
+    def _route_to_end(self, keys: Sequence[str]) -> EpisodeRoute | None:
         """The door of which one of these keys is the one that ends its episode."""
         for key in keys:
-            known, door = self._ends.get(_digest(key), ("", None))
-            if door is not None and hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
-                return door
+            known, route = self._ends.get(_digest(key), ("", None))
+            if route is not None and hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
+                return route
         return None
 
     # --- requests
@@ -139,15 +139,15 @@ class Application:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         form: WireForm = _MESSAGES if "anthropic-version" in headers else _CHAT
         try:
-            await self._route(scope, headers, receive, send)
-        except _Asleep:
+            await self._dispatch(scope, headers, receive, send)
+        except _ClientIdle:
             return
         except (Refused, RecursionError) as error:
             path = scope["path"]
             form = next((each for end, each in _FORMS.items() if path.endswith(end)), form)
             await _refuse(send, form, refusal_of(error))
 
-    async def _route(self, scope: Mapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
+    async def _dispatch(self, scope: Mapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
         host = headers.get("host", "").lower()
         if host not in self.hosts and not (self._any_address and _is_address(host)):
             raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
@@ -157,49 +157,49 @@ class Application:
             await send_json(send, b"" if method == "HEAD" else b"{}")
             return
         path = path.rstrip("/").removeprefix("/v1")
-        if path == _END and (ending := self._door_to_end(keys)) is not None:
+        if path == _END and (ending := self._route_to_end(keys)) is not None:
             _tell_known(scope)
             _only("POST", method)
             if ending.ended.is_set():
                 raise ended()
             await _end(ending, decode_body(await _read(receive, headers, ending) or b"{}"), send, reward=True)
             return
-        door = self._known_door(keys)
+        route = self._known_route(keys)
         _tell_known(scope)
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             _only("GET", method)
-            await send_json(send, _models(door, one=path != _MODELS))
+            await send_json(send, _models(route, one=path != _MODELS))
             return
         if path not in (_COUNT, _END) and path not in _FORMS:
             raise Refused(Reason.NOT_FOUND, _nothing_at(path))
         _only("POST", method)
-        if door.is_full:
-            await _read(receive, headers, door, heard=False)
-            raise door.busy()
+        if route.is_full:
+            await _read(receive, headers, route, heard=False)
+            raise route.busy()
         # From here on, since a body takes room long before it is there.
-        with door.inside():
-            raw = await _read(receive, headers, door) or b"{}"
+        with route.inside():
+            raw = await _read(receive, headers, route) or b"{}"
             if path == _END:
-                await _end(door, decode_body(raw), send, reward=False)
+                await _end(route, decode_body(raw), send, reward=False)
             elif path == _COUNT:
-                await _count(door, await self._understood(_to_count, raw, headers), receive, send)
+                await _count(route, await self._understood(_to_count, raw, headers), receive, send)
             else:
                 form = _FORMS[path]
                 request = await self._understood(partial(_request, form), raw, headers)
-                await answer(form, request, door, receive, send)
+                await answer(form, request, route, receive, send)
 
     async def _understood(self, read: Callable[[bytes, Headers], T], raw: bytes, headers: Headers) -> T:
         """What a body asks; a large one is read in a thread."""
-        if len(raw) <= READ_AT_ONCE:
+        if len(raw) <= MAX_BYTES_READ_ON_LOOP:
             return read(raw, headers)
         return await anyio.to_thread.run_sync(read, raw, headers, limiter=self._threads)
 
 
-class _Asleep(Exception):
+class _ClientIdle(Exception):
     """The client went away before its request was there."""
 
 
-async def _read(receive: Receive, headers: Headers, door: Door, *, heard: bool = True) -> bytes:
+async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, heard: bool = True) -> bytes:
     """The body of a request; nothing of one that is not `heard`, since a client that is cut off does not read why.
 
     Raises:
@@ -208,27 +208,27 @@ async def _read(receive: Receive, headers: Headers, door: Door, *, heard: bool =
     encoding = headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise Refused(Reason.INVALID, f"content-encoding: {encoding!r:.60} is not read: send the body as it is.")
-    too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {BODY // 2**20} MiB.")
+    too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB.")
     length = headers.get("content-length", "0")
-    if length.isdigit() and int(length) > HEARD_OUT:
+    if length.isdigit() and int(length) > MAX_DRAINED_BYTES:
         raise too_large
     parts, size = [], 0
-    with anyio.move_on_after(BODY_SECONDS) as reading, door.cutting(reading):
+    with anyio.move_on_after(BODY_SECONDS) as reading, route.cutting(reading):
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _Asleep
+                raise _ClientIdle
             part = message.get("body", b"")
             size += len(part)
-            if size > HEARD_OUT:
+            if size > MAX_DRAINED_BYTES:
                 raise too_large
-            if heard and size <= BODY:
+            if heard and size <= MAX_BODY_BYTES:
                 parts.append(part)
             if not message.get("more_body"):
                 break
-    if door.is_shut:
+    if route.is_shut:
         raise ended()
-    if size > BODY:
+    if size > MAX_BODY_BYTES:
         raise too_large
     if reading.cancelled_caught:
         raise Refused(Reason.SLOW, f"the body did not come within {BODY_SECONDS:g} s.")
@@ -247,7 +247,7 @@ def _to_count(raw: bytes, headers: Headers) -> ChatCall:
     return asked
 
 
-async def _count(door: Door, asked: ChatCall, receive: Receive, send: Send) -> None:
+async def _count(route: EpisodeRoute, asked: ChatCall, receive: Receive, send: Send) -> None:
     tokens, gone, error = None, False, None
 
     async def leave_with_client() -> None:
@@ -258,10 +258,10 @@ async def _count(door: Door, asked: ChatCall, receive: Receive, send: Send) -> N
         group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
-        with door.cutting(group.cancel_scope):
+        with route.cutting(group.cancel_scope):
             group.start_soon(leave_with_client)
             try:
-                tokens = await door.answering.count(asked)
+                tokens = await route.handler.count(asked)
             except Exception as raised:  # a task group would wrap it
                 error = raised
             group.cancel_scope.cancel()
@@ -274,7 +274,7 @@ async def _count(door: Door, asked: ChatCall, receive: Receive, send: Send) -> N
     await send_json(send, orjson.dumps(_MESSAGES.count(tokens)))
 
 
-async def _end(door: Door, body: Mapping[str, Any], send: Send, *, reward: bool) -> None:
+async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, reward: bool) -> None:
     """End the episode of a door, with the reward that is said where one may be said."""
     said = number(body, "reward")
     if said is not None and not reward:
@@ -283,7 +283,7 @@ async def _end(door: Door, body: Mapping[str, Any], send: Send, *, reward: bool)
             "reward: this key is the program's, which cannot say its own reward: send it to the endpoint's end_url, or "
             "leave it out.",
         )
-    door.end({} if said is None else {"reward": said})
+    route.end({} if said is None else {"reward": said})
     await send_json(send, b"{}")
 
 
@@ -299,19 +299,19 @@ async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
     await send_refusal(begin, write, form, refused)
 
 
-def _models(door: Door, *, one: bool) -> bytes:
+def _models(route: EpisodeRoute, *, one: bool) -> bytes:
     """The list of models, or one, in a form that serves both kinds of clients."""
     model = {
-        "id": door.model,
+        "id": route.model,
         "object": "model",
         "type": "model",
-        "display_name": door.model,
+        "display_name": route.model,
         "created": 0,
         "created_at": "1970-01-01T00:00:00Z",
         "owned_by": "deltarunner",
-        "max_model_len": door.context,
+        "max_model_len": route.context,
     }
-    listed = {"object": "list", "data": [model], "has_more": False, "first_id": door.model, "last_id": door.model}
+    listed = {"object": "list", "data": [model], "has_more": False, "first_id": route.model, "last_id": route.model}
     return orjson.dumps(model if one else listed)
 
 
@@ -333,7 +333,7 @@ def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
 
 def _tell_known(scope: Mapping[str, Any]) -> None:
     """Tell the server that a request has the key of an episode."""
-    if known := scope.get("extensions", {}).get(KEY_KNOWN):
+    if known := scope.get("extensions", {}).get(KEY_KNOWN_EXTENSION):
         known["told"]()
 
 

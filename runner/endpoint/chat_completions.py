@@ -10,7 +10,11 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.checked import is_whole
-from runner.endpoint.bodies import (
+from runner.endpoint.answer_json import arguments_text, encode, logprob_rows
+from runner.endpoint.chat_tools import read_chat_choice, read_chat_messages, read_chat_tools
+from runner.endpoint.labels import label_of
+from runner.endpoint.refusals import Refused
+from runner.endpoint.request_body import (
     bad,
     constraint_of,
     field_of,
@@ -21,12 +25,8 @@ from runner.endpoint.bodies import (
     stops,
     with_constraint,
 )
-from runner.endpoint.chat_tools import read_chat_choice, read_chat_messages, read_chat_tools
-from runner.endpoint.encoding import arguments_text, encode, logprob_rows
-from runner.endpoint.labels import label_of
-from runner.endpoint.refusals import Refused
 from runner.endpoint.response_items import custom_call
-from runner.endpoint.wire import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
+from runner.endpoint.wire_form import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
@@ -66,7 +66,7 @@ _KNOWN: Final = frozenset(
         *("include_reasoning", "separate_reasoning", "stream_reasoning"),
     )
 )
-_MOST_LOGPROBS: Final = 20
+_MAX_LOGPROBS: Final = 20
 
 
 class ChatCompletions(WireForm):
@@ -84,8 +84,8 @@ class ChatCompletions(WireForm):
         note_unread(body, _KNOWN, not_granted)
         schema = json_schema(field_of(body, "response_format", dict, {}), "response_format")
         top = field_of(body, "top_logprobs", int, 0)
-        if not 0 <= top <= _MOST_LOGPROBS:
-            bad(f"top_logprobs: give a whole number from 0 to {_MOST_LOGPROBS}, not {top}.")
+        if not 0 <= top <= _MAX_LOGPROBS:
+            bad(f"top_logprobs: give a whole number from 0 to {_MAX_LOGPROBS}, not {top}.")
         sampling = sampling_of(
             body,
             _SAMPLING,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from runner.endpoint.bodies import bad, field_of, listed
 from runner.endpoint.refusals import Refused
+from runner.endpoint.request_body import bad, field_of, listed
 from runner.endpoint.response_items import CUSTOM_PARAMETERS, custom_arguments, minted
 from runner.options import ToolChoice
 

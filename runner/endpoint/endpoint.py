@@ -14,9 +14,9 @@ from typing import Any, Final
 import anyio
 
 from runner.chat_requests import Verdict
-from runner.endpoint.answering import Answering, Door
-from runner.endpoint.clients import Address, environ, files
-from runner.endpoint.programs import FinishedProgram, furnish, own_environ, running
+from runner.endpoint.client_config import Address, environ, files
+from runner.endpoint.episode_route import EpisodeRoute, RequestHandler
+from runner.endpoint.programs import FinishedProgram, program_environ, run_program, write_files
 from runner.endpoint.server import EndpointServer
 from runner.engines.base import FinishReason
 from runner.errors import BadOption, EpisodeOver
@@ -24,7 +24,7 @@ from runner.trajectory import Turn
 
 __all__ = ["ChatThread", "Endpoint", "serving"]
 
-LAST_SECONDS: Final = 10.0
+END_GRACE_SECONDS: Final = 10.0
 """Seconds that a program has to end by itself once it was told that the episode is over."""
 
 
@@ -74,7 +74,7 @@ class Endpoint:
         end_url: str,
         threads: Callable[[], list[ChatThread]],
         stack: AsyncExitStack,
-        door: Door,
+        route: EpisodeRoute,
         draining: anyio.Event,
     ) -> None:
         self._address = address
@@ -82,9 +82,9 @@ class Endpoint:
         self._stack = stack
         self._home: Path | None = None
         self._over = anyio.Event()
-        self._door = door
+        self._route = route
         self._draining = draining
-        door.told_over = self._over.set
+        route.on_over = self._over.set
         self.base_url, self.root_url = address.base_url, address.root_url
         self.api_key, self.model, self.context = address.api_key, address.model, address.context
         self.end_url = end_url
@@ -111,9 +111,9 @@ class Endpoint:
             What was said: {"reward": number} where `end_url` was given one, else {}.
         """
         async with anyio.create_task_group() as group:
-            for event in (self._door.ended, self._draining):
+            for event in (self._route.ended, self._draining):
                 group.start_soon(_then_cancel, event, group.cancel_scope)
-        return self._door.last_words
+        return self._route.end_body
 
     async def run(
         self,
@@ -145,15 +145,15 @@ class Endpoint:
             if isinstance(given, str | bytes):
                 raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
         home = await self.home()
-        environment = own_environ(home, {**self.environ, **(env or {})})
-        async with running([*wrap, *argv], cwd=cwd or home, env=environment) as program:
+        environment = program_environ(home, {**self.environ, **(env or {})})
+        async with run_program([*wrap, *argv], cwd=cwd or home, env=environment) as program:
             finished: FinishedProgram | None = None
             async with anyio.create_task_group() as group:
                 group.start_soon(self._until_late, group.cancel_scope)
                 finished = await program.wait()
                 group.cancel_scope.cancel()
         if finished is None:
-            raise EpisodeOver(f"the episode is over, and {argv[0]} did not end within {LAST_SECONDS:g} s")
+            raise EpisodeOver(f"the episode is over, and {argv[0]} did not end within {END_GRACE_SECONDS:g} s")
         if check and not finished.ok and not self.over and not self._cut_short():
             raise finished.failure()
         return finished
@@ -165,7 +165,7 @@ class Endpoint:
 
     async def _until_late(self, scope: anyio.CancelScope) -> None:
         await self._over.wait()
-        await anyio.sleep(LAST_SECONDS)
+        await anyio.sleep(END_GRACE_SECONDS)
         scope.cancel()
 
     async def home(self) -> Path:
@@ -176,7 +176,7 @@ class Endpoint:
             folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
             self._home = Path(folder.name)
-            await anyio.to_thread.run_sync(furnish, self._home, files(self._address))
+            await anyio.to_thread.run_sync(write_files, self._home, files(self._address))
         return self._home
 
 
@@ -193,27 +193,27 @@ async def _then_cancel(event: anyio.Event, scope: anyio.CancelScope) -> None:
 @asynccontextmanager
 async def serving(
     server: EndpointServer,
-    answering: Answering,
+    handler: RequestHandler,
     threads: Callable[[], list[ChatThread]],
     *,
     model: str,
     context: int,
-    at_once: int,
+    max_requests: int,
 ) -> AsyncIterator[Endpoint]:
     """An endpoint while the block runs and no longer.
 
     Args:
         server: the run's server.
-        answering: the episode.
+        handler: the episode.
         threads: tells its threads.
         model: the name of the model.
         context: how many ids it can have.
-        at_once: how many requests may be in flight.
+        max_requests: how many requests may be in flight.
     """
-    door = Door(answering, model=model, context=context, at_once=at_once)
+    route = EpisodeRoute(handler, model=model, context=context, max_requests=max_requests)
     async with AsyncExitStack() as stack:
-        key, end_key = stack.enter_context(server.serving(door))
+        key, end_key = stack.enter_context(server.serving(route))
         root = f"{server.url}/e/{key}"
         address = Address(f"{root}/v1", root, key, model, context)
         end_url = f"{server.url}/e/{end_key}/v1/end"
-        yield Endpoint(address, end_url, threads, stack, door, server.draining)
+        yield Endpoint(address, end_url, threads, stack, route, server.draining)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import orjson
 
-from runner.endpoint.wire import Headers
+from runner.endpoint.wire_form import Headers
 
 __all__ = ["label_of", "purpose_of"]
 
@@ -20,18 +20,18 @@ _LABELS: Final = (
 )
 """The narrowest first: a sub-agent has the session of the agent that it serves."""
 
-_LONGEST: Final = 200
+_MAX_LABEL_CHARACTERS: Final = 200
 
 
 def label_of(headers: Headers) -> str:
     """The client's own name for who asks; "" where it says nothing."""
     named = next((headers[name] for name in _LABELS if headers.get(name)), "")
-    return (named or _told_by_codex(headers, "thread_id"))[:_LONGEST]
+    return (named or _told_by_codex(headers, "thread_id"))[:_MAX_LABEL_CHARACTERS]
 
 
 def purpose_of(headers: Headers) -> str:
     """What the client says that it asks for, such as `turn` or `compaction`; "" where it says nothing."""
-    return (_told_by_codex(headers, "request_kind") or headers.get("x-openai-subagent", ""))[:_LONGEST]
+    return (_told_by_codex(headers, "request_kind") or headers.get("x-openai-subagent", ""))[:_MAX_LABEL_CHARACTERS]
 
 
 def _told_by_codex(headers: Headers, name: str) -> str:

@@ -21,18 +21,18 @@ import anyio
 
 from runner.errors import BadOption, ProgramFailed
 
-__all__ = ["MARK", "FinishedProgram", "furnish", "own_environ", "running"]
+__all__ = ["PROGRAM_ID_VARIABLE", "FinishedProgram", "program_environ", "run_program", "write_files"]
 
-MARK: Final = "DELTARUNNER_PROGRAM"
+PROGRAM_ID_VARIABLE: Final = "DELTARUNNER_PROGRAM"
 """The variable by which the processes of a program are known that left its group."""
 
-OUTPUT: Final = 64 * 1024
+MAX_OUTPUT_BYTES: Final = 64 * 1024
 """So many bytes of each output are kept, the last ones."""
 
-GRACE: Final = 2.0
+TERMINATE_GRACE_SECONDS: Final = 2.0
 """Seconds between asking a program to end and ending it."""
 
-LAST_WORDS: Final = 1.0
+OUTPUT_DRAIN_SECONDS: Final = 1.0
 """Seconds in which what a program printed is read once it has ended."""
 
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
@@ -67,7 +67,7 @@ class FinishedProgram:
         return ProgramFailed(f"{self.argv[0]} ended with {ended}: " + "\n".join(last))
 
 
-def furnish(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
+def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
     """Put into the home of a program its files, by their path there, and a folder for what is temporary."""
     _temporary(home).mkdir()
     for path, text in files.items():
@@ -76,7 +76,7 @@ def furnish(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None
         file.write_text(text)
 
 
-def own_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+def program_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """The whole environment of a program: of ours what it may see, a home that is furnished, and further variables.
 
     What is temporary is in its home, and goes with it, where nothing further says where to put that.
@@ -93,7 +93,7 @@ def _temporary(home: Path) -> Path:
     return home / "tmp"
 
 
-class Running:
+class RunningProgram:
     """A program that runs."""
 
     def __init__(self, argv: Sequence[str], process: subprocess.Popen[bytes], mark: str) -> None:
@@ -110,7 +110,7 @@ class Running:
                 readers.start_soon(tail.read, stream)
             await _ended(self._process.pid)
             # What it started may hold its outputs open for ever.
-            readers.cancel_scope.deadline = anyio.current_time() + LAST_WORDS
+            readers.cancel_scope.deadline = anyio.current_time() + OUTPUT_DRAIN_SECONDS
             await self._end_rest()
         return FinishedProgram(self._argv, self._process.returncode, self._stdout.text(), self._stderr.text())
 
@@ -118,7 +118,7 @@ class Running:
         """End it and all that it started, politely first."""
         if self._process.returncode is None:
             if _signal_group(self._process.pid, signal.SIGTERM):
-                with anyio.move_on_after(GRACE):
+                with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
                     await _ended(self._process.pid)
             await self._end_rest()
         for stream in (self._process.stdout, self._process.stderr):
@@ -127,7 +127,7 @@ class Running:
 
     async def _end_rest(self) -> None:
         _signal_group(self._process.pid, signal.SIGKILL)
-        with anyio.move_on_after(GRACE):
+        with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
             # Until there is none: one that was not seen yet may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
@@ -137,9 +137,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(
+async def run_program(
     argv: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningProgram]:
     """A program while the block runs and no longer.
 
     Args:
@@ -164,12 +164,12 @@ async def running(
         )
     mark = secrets.token_hex(16)
     try:
-        process = _started([found, *given[1:]], cwd, {**env, MARK: mark})
+        process = _started([found, *given[1:]], cwd, {**env, PROGRAM_ID_VARIABLE: mark})
     # An argument of 128 KiB or with a zero byte in it, a variable that is no text, a script that does not say of what.
     except (OSError, TypeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
-    program = Running(given, process, mark)
+    program = RunningProgram(given, process, mark)
     try:
         yield program
     finally:
@@ -211,16 +211,16 @@ class _OutputTail:
     async def read(self, stream: IO[bytes]) -> None:
         while True:
             await anyio.wait_readable(stream)
-            part = os.read(stream.fileno(), OUTPUT)
+            part = os.read(stream.fileno(), MAX_OUTPUT_BYTES)
             if not part:
                 return
             self._parts.append(part)
             self._size += len(part)
-            while self._size - len(self._parts[0]) >= OUTPUT:
+            while self._size - len(self._parts[0]) >= MAX_OUTPUT_BYTES:
                 self._size -= len(self._parts.popleft())
 
     def text(self) -> str:
-        return b"".join(self._parts)[-OUTPUT:].decode("utf-8", "replace")
+        return b"".join(self._parts)[-MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
 
 
 async def _ended(pid: int) -> None:
@@ -249,7 +249,7 @@ def _signal_group(pid: int, number: int) -> bool:
 
 def _kill_marked(mark: str) -> bool:
     """End the processes that have a mark in their environment, where the system tells; whether there were any."""
-    wanted, found = f"{MARK}={mark}".encode(), False
+    wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         # It may have ended, or be somebody else's.
         with contextlib.suppress(OSError):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from runner.endpoint.bodies import bad, field_of, listed
 from runner.endpoint.refusals import Refused
+from runner.endpoint.request_body import bad, field_of, listed
 from runner.endpoint.response_items import CUSTOM_PARAMETERS, flat_name
 from runner.options import ToolChoice
 

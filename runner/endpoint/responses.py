@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from runner.chat_requests import ChatCall
-from runner.endpoint.bodies import (
+from runner.endpoint.chat_completions import openai_error
+from runner.endpoint.labels import label_of, purpose_of
+from runner.endpoint.refusals import Refused
+from runner.endpoint.request_body import (
     bad,
     constraint_of,
     field_of,
@@ -22,13 +25,10 @@ from runner.endpoint.bodies import (
     stops,
     with_constraint,
 )
-from runner.endpoint.chat_completions import openai_error
-from runner.endpoint.labels import label_of, purpose_of
-from runner.endpoint.refusals import Refused
 from runner.endpoint.response_events import ResponseWriter
 from runner.endpoint.response_items import ReadItems, read_items
 from runner.endpoint.response_tools import read_tool_choice, read_tools
-from runner.endpoint.wire import AnswerWriter, Headers, TokenText, WireForm, WireRequest
+from runner.endpoint.wire_form import AnswerWriter, Headers, TokenText, WireForm, WireRequest
 
 __all__ = ["Responses"]
 
@@ -64,7 +64,7 @@ _KNOWN: Final = frozenset(
 )
 _LOGPROBS: Final = "message.output_text.logprobs"
 _GIVEN_ANYWAY: Final = "reasoning.encrypted_content"
-_MOST_LOGPROBS: Final = 20
+_MAX_LOGPROBS: Final = 20
 
 
 class Responses(WireForm):
@@ -85,8 +85,8 @@ class Responses(WireForm):
         tool_choice = read_tool_choice(body.get("tool_choice"), not_granted)
         include = _include(body, not_granted)
         top = field_of(body, "top_logprobs", int, 0)
-        if not 0 <= top <= _MOST_LOGPROBS:
-            bad(f"top_logprobs: give a whole number from 0 to {_MOST_LOGPROBS}, not {top}.")
+        if not 0 <= top <= _MAX_LOGPROBS:
+            bad(f"top_logprobs: give a whole number from 0 to {_MAX_LOGPROBS}, not {top}.")
         schema = json_schema(field_of(_text(body), "format", dict, {}), "text.format")
         sampling = sampling_of(
             body,

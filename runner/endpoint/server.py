@@ -18,8 +18,8 @@ from typing import Any, Final, Self
 import anyio
 from anyio.abc import TaskGroup
 
-from runner.endpoint.answering import Door
-from runner.endpoint.application import KEY_KNOWN, Application
+from runner.endpoint.application import KEY_KNOWN_EXTENSION, Application
+from runner.endpoint.episode_route import EpisodeRoute
 from runner.errors import BadOption
 
 __all__ = ["EndpointServer", "Listen", "parse_listen"]
@@ -27,7 +27,7 @@ __all__ = ["EndpointServer", "Listen", "parse_listen"]
 Listen = tuple[str, int]
 """A host and a port; 0 takes any that is free."""
 
-CONNECTIONS: Final = 2_000
+MAX_CONNECTIONS: Final = 2_000
 """The most connections at a time, or half of the files that may be open.
 
 For a further one the oldest is closed that has sent no key of an episode yet, else the one that has been idle longest;
@@ -46,7 +46,7 @@ STOP_SECONDS: Final = 3.0
 IDLE_SECONDS: Final = 75
 """Seconds after which a connection is closed on which nothing was asked any more."""
 
-LAST_BYTES: Final = 0.2
+ANSWER_DRAIN_SECONDS: Final = 0.2
 """Seconds in which a client has to read the end of its answer once the run is over."""
 
 
@@ -103,10 +103,10 @@ class EndpointServer:
                 raise
 
     @contextlib.contextmanager
-    def serving(self, door: Door) -> Iterator[tuple[str, str]]:
+    def serving(self, route: EpisodeRoute) -> Iterator[tuple[str, str]]:
         """Take requests at a door inside of the block; gives the key to it, and the one that ends its episode."""
         application = self._application or self._start()
-        keys = application.open(door)
+        keys = application.open(route)
         try:
             yield keys
         finally:
@@ -168,7 +168,7 @@ def _server(application: Application) -> Any:
 
     # A quarter may be let in at once before the first of them is looked at, a quarter is the run's own.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for any number
-    connections = min(CONNECTIONS, files // 2)
+    connections = min(MAX_CONNECTIONS, files // 2)
     # Those that may be closed for others, the oldest first: the keyless, and those that were answered.
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
@@ -215,7 +215,7 @@ def _server(application: Application) -> Any:
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._in_time()
-            self.scope["extensions"] = {KEY_KNOWN: {"told": self._is_known}}
+            self.scope["extensions"] = {KEY_KNOWN_EXTENSION: {"told": self._is_known}}
             super().on_headers_complete()
 
         def on_response_complete(self) -> None:
@@ -266,7 +266,7 @@ def _server(application: Application) -> Any:
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             state = self.server_state
-            with anyio.move_on_after(LAST_BYTES):
+            with anyio.move_on_after(ANSWER_DRAIN_SECONDS):
                 while state.tasks:
                     await asyncio.wait(list(state.tasks))
             # Clients were told by now that their episodes are over, but for those that do not read.
@@ -289,7 +289,7 @@ def _server(application: Application) -> Any:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=min(CONNECTIONS, files // 4),
+            backlog=min(MAX_CONNECTIONS, files // 4),
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=1,
         )

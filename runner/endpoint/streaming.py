@@ -10,87 +10,91 @@ from typing import Any, Final
 import anyio
 import orjson
 
-from runner.endpoint.answering import Door
-from runner.endpoint.line import ClientGone, Line, Send
+from runner.endpoint.client_connection import ClientConnection, ClientGone, Send
+from runner.endpoint.episode_route import EpisodeRoute
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
-from runner.endpoint.wire import Answered, AnswerWriter, Restarted, WireForm, WireRequest
+from runner.endpoint.wire_form import Answered, AnswerWriter, Restarted, WireForm, WireRequest
 from runner.trajectory import Turn
 from runner.turn_events import IdsSampled, TurnProgress
 
 __all__ = ["answer", "send_json", "send_refusal"]
 
-PACE: Final = 0.02
+WRITE_INTERVAL_SECONDS: Final = 0.02
 """Seconds in which what is sampled is gathered into one write; the first and the last go at once."""
 
-FIRST_BYTE: Final = 2.0
+FIRST_BYTE_SECONDS: Final = 2.0
 """Seconds after which a client that waits hears that it is heard; until then an error has its own status."""
 
-KEEP_ALIVE: Final = 10.0
+KEEP_ALIVE_SECONDS: Final = 10.0
 """Seconds of silence after which a stream is kept alive."""
 
-STREAM: Final[Sequence[tuple[bytes, bytes]]] = (
+STREAM_HEADERS: Final[Sequence[tuple[bytes, bytes]]] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
 
 
 async def answer(
-    form: WireForm, request: WireRequest, door: Door, receive: Callable[[], Awaitable[Any]], send: Send
+    form: WireForm, request: WireRequest, route: EpisodeRoute, receive: Callable[[], Awaitable[Any]], send: Send
 ) -> None:
     """Have a request answered and send the answer, or why there is none; a client that goes away cuts it.
 
     Where nothing more is sent of a stream that was begun, the server closes the connection: the client asks again.
     """
-    line = Line(send)
-    writer = form.writer(request, door.model, door.answering.text_of)
+    connection = ClientConnection(send)
+    writer = form.writer(request, route.model, route.handler.text_of)
     answered = _streamed if request.stream else _whole
     error: Exception | None = ended()  # where it is cut, and the client is still there
     async with anyio.create_task_group() as group:
         scope = group.cancel_scope
-        with door.cutting(scope), line.left_if_unread(scope):
-            group.start_soon(_until_gone, receive, line, scope)
+        with route.cutting(scope), connection.left_if_unread(scope):
+            group.start_soon(_until_gone, receive, connection, scope)
             try:
-                await answered(line, writer, request, door)
+                await answered(connection, writer, request, route)
                 error = None
             except Exception as raised:  # a task group would wrap it
                 error = raised
                 scope.cancel()
-    if error is not None and not line.gone and not isinstance(error, ClientGone | Restarted):
-        await _refuse(line, form, writer, door, error)
+    if error is not None and not connection.gone and not isinstance(error, ClientGone | Restarted):
+        await _refuse(connection, form, writer, route, error)
 
 
-async def _until_gone(receive: Callable[[], Awaitable[Any]], line: Line, scope: anyio.CancelScope) -> None:
+async def _until_gone(
+    receive: Callable[[], Awaitable[Any]], connection: ClientConnection, scope: anyio.CancelScope
+) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     # A server says that also once the answer was sent, so that nobody has to cancel this, which costs more than it.
-    if not line.over:
-        line.gone = True
+    if not connection.over:
+        connection.gone = True
         scope.cancel()
 
 
-async def _whole(line: Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
-    async def give(turn: Turn, continued: Turn | None) -> None:
+async def _whole(connection: ClientConnection, writer: AnswerWriter, request: WireRequest, route: EpisodeRoute) -> None:
+    async def deliver(turn: Turn, continued: Turn | None) -> None:
         body = writer.whole(Answered.of(turn, continued))
-        await line.begin(_json_headers(body))
-        await line.write(body, more=False)
+        await connection.begin(_json_headers(body))
+        await connection.write(body, more=False)
 
-    await door.answering.ask(request.asked, give=give)
+    await route.handler.ask(request.asked, deliver=deliver)
 
 
-async def _streamed(line: Line, writer: AnswerWriter, request: WireRequest, door: Door) -> None:
-    events = _Events(line, writer)
+async def _streamed(
+    connection: ClientConnection, writer: AnswerWriter, request: WireRequest, route: EpisodeRoute
+) -> None:
+    events = _Events(connection, writer)
 
-    async def give(turn: Turn, continued: Turn | None) -> None:
+    async def deliver(turn: Turn, continued: Turn | None) -> None:
         rest = events.taken() + writer.end(Answered.of(turn, continued))
-        await line.begin(STREAM)
-        await line.write(rest, more=False)
+        await connection.begin(STREAM_HEADERS)
+        await connection.write(rest, more=False)
 
     try:
-        await door.answering.ask(request.asked, relay=events, give=give)
+        await route.handler.ask(request.asked, sink=events, deliver=deliver)
     except Exception:
-        if not line.gone and (rest := events.taken()):
-            await line.begin(STREAM)
-            await line.write(rest)
+        if not connection.gone and (rest := events.taken()):
+            await connection.begin(STREAM_HEADERS)
+            await connection.write(rest)
         raise
 
 
@@ -100,8 +104,8 @@ class _Events:
     What came when the turn is over waits for its end, and goes with it.
     """
 
-    def __init__(self, line: Line, writer: AnswerWriter) -> None:
-        self._line = line
+    def __init__(self, connection: ClientConnection, writer: AnswerWriter) -> None:
+        self._connection = connection
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._came: list[TurnProgress] = []
@@ -118,7 +122,7 @@ class _Events:
             return
         self._came.append(progress)
         if len(self._came) == 1:
-            early = self._line.written + PACE - time.monotonic()
+            early = self._connection.written + WRITE_INTERVAL_SECONDS - time.monotonic()
             if early > 0:
                 self._due = self._loop.call_later(early, self._news.set)
             else:
@@ -129,9 +133,9 @@ class _Events:
         self._closed = True
         self._news.set()
 
-    async def pass_on(self) -> None:
+    async def forward(self) -> None:
         """Write what comes until nothing more does."""
-        line, news = self._line, self._news
+        connection, news = self._connection, self._news
         self._look()
         try:
             while True:
@@ -142,8 +146,8 @@ class _Events:
                 written = self.taken() or (self._writer.keep_alive if self._silent else b"")
                 self._silent = False
                 if written:
-                    await line.begin(STREAM)
-                    await line.write(written)
+                    await connection.begin(STREAM_HEADERS)
+                    await connection.write(written)
         finally:
             for timer in (self._due, self._looking):
                 if timer is not None:
@@ -156,25 +160,27 @@ class _Events:
 
     def _look(self) -> None:
         """Look from time to time whether nothing was said for long, which costs less than a timer of each write."""
-        patience = KEEP_ALIVE if self._line.begun else FIRST_BYTE
-        silent = time.monotonic() - max(self._began, self._line.written)
+        patience = KEEP_ALIVE_SECONDS if self._connection.begun else FIRST_BYTE_SECONDS
+        silent = time.monotonic() - max(self._began, self._connection.written)
         if silent >= patience:
             self._silent = True
             self._news.set()
         self._looking = self._loop.call_later(
-            KEEP_ALIVE if self._silent else min(patience - silent, KEEP_ALIVE), self._look
+            KEEP_ALIVE_SECONDS if self._silent else min(patience - silent, KEEP_ALIVE_SECONDS), self._look
         )
 
 
-async def _refuse(line: Line, form: WireForm, writer: AnswerWriter, door: Door, error: Exception) -> None:
+async def _refuse(
+    connection: ClientConnection, form: WireForm, writer: AnswerWriter, route: EpisodeRoute, error: Exception
+) -> None:
     refused = refusal_of(error)
     if refused.reason is Reason.OVER:
-        door.told_over()
+        route.on_over()
     try:
-        if line.begun:
-            await line.write(writer.write_refusal(refused), more=False)
+        if connection.begun:
+            await connection.write(writer.write_refusal(refused), more=False)
         else:
-            await send_refusal(line.begin, line.write, form, refused)
+            await send_refusal(connection.begin, connection.write, form, refused)
     except ClientGone:
         pass
     if refused.reason is Reason.FAILED:

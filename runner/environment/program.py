@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from runner.endpoint.programs import FinishedProgram, furnish, own_environ, running
+from runner.endpoint.programs import FinishedProgram, program_environ, run_program, write_files
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
 from runner.episode.serving import check_serving
@@ -89,7 +89,7 @@ class Program(Environment):
         """Copy the folder."""
         temporary = tempfile.TemporaryDirectory(prefix="deltarunner-", ignore_cleanup_errors=True)
         folder = self.episode.exit_stack.enter_context(temporary)
-        furnish(Path(folder))
+        write_files(Path(folder))
         self.folder = Path(folder) / "work"
         if self.copy is None:
             self.folder.mkdir()
@@ -121,7 +121,7 @@ class Program(Environment):
             return float(self.finished is not None and self.finished.ok)
         home = self.folder.parent
         argv = [*self._wrapping(home), *self.checking]
-        async with running(argv, cwd=self.folder, env=own_environ(home)) as checking:
+        async with run_program(argv, cwd=self.folder, env=program_environ(home)) as checking:
             finished = await checking.wait()
         return float(finished.ok)
 

@@ -8,32 +8,32 @@ from typing import Any
 
 from runner.chat_requests import Again, Tolerated, Verdict
 from runner.engines.base import FinishReason
-from runner.episode.histories import AskedTurn, Compared, Histories, Walk
-from runner.episode.reading import ReadMessage, as_taken, several_systems
+from runner.episode.client_messages import ReadMessage, as_taken, several_systems
+from runner.episode.history_tree import ComparedTurn, HistoryMatch, HistoryTree, RequestNode
 from runner.errors import BadMessage
 from runner.messages import Message, check_answers
 from runner.tokens.bridging.history import same_tools
 from runner.tokens.system_support import SystemSupport
 
-__all__ = ["AS_SENT", "Aligned", "align"]
+__all__ = ["AS_SENT", "Alignment", "align"]
 
 AS_SENT = "client"
 """The cause of a segment that has a history as its client sent it."""
 
 
 @dataclass(slots=True)
-class Aligned:
+class Alignment:
     """The answer to where a request goes on."""
 
-    walk: Walk
+    match: HistoryMatch
     """Its history in the tree."""
     verdict: Verdict
     """The verdict: how the history relates to the turns that were sampled."""
-    parent: AskedTurn | None = None
+    parent: RequestNode | None = None
     """The turn that it follows."""
-    behind: AskedTurn | None = None
+    behind: RequestNode | None = None
     """The turn that its history ends with, before what it asks; None where it tells no turn as it was."""
-    before: AskedTurn | None = None
+    before: RequestNode | None = None
     """The turn whose prompt is asked again, or the first turn of a history that was given up whole."""
     again: Again = Again.NO
     """The treatment of a prompt that was asked before."""
@@ -59,7 +59,7 @@ class Aligned:
 
 
 def align(
-    histories: Histories,
+    histories: HistoryTree,
     messages: Sequence[Any],
     tools: Sequence[dict[str, Any]],
     *,
@@ -70,7 +70,7 @@ def align(
     systems: Callable[[], SystemSupport],
     system_as_user: bool = False,
     as_sent: bool = False,
-) -> Aligned:
+) -> Alignment:
     """Find where a request goes on.
 
     System messages are put as the template takes them, which `systems` says: at the beginning as one where it takes no
@@ -89,137 +89,137 @@ def align(
         read = as_taken(read, systems(), system_as_user=system_as_user)
     if not read:
         raise BadMessage("a request has no message: give the whole history, such as a user message.")
-    walk = histories.walk(read)
-    if not walk.points:
+    match = histories.match(read)
+    if not match.points:
         raise BadMessage("a request begins with what was said of a turn that was cut: put what it was asked before it.")
-    echoed = next((each.handles for each in reversed(walk.messages) if histories.named(each.handles)), ())
+    echoed = next((each.handles for each in reversed(match.messages) if histories.named(each.handles)), ())
     named = histories.named([*handles, *echoed])
-    parent = _parent(walk, named, label)
-    depth = 0 if parent is None else _depth(walk, parent)
-    found = _verdict(walk, parent, depth, tools, label, histories)
+    parent = _parent(match, named, label)
+    depth = 0 if parent is None else _depth(match, parent)
+    found = _verdict(match, parent, depth, tools, label, histories)
     found.behind, found.as_sent = parent, as_sent
-    changed = _changed(walk, found.parent)
-    walk.compared = Compared(found.parent, len(walk.messages), changed)
-    found.tolerated = changed | walk.tolerated
+    changed = _changed(match, found.parent)
+    match.compared = ComparedTurn(found.parent, len(match.messages), changed)
+    found.tolerated = changed | match.tolerated
     if previous or any(isinstance(each, Mapping) and "refers" in each for each in messages):
         found.tolerated |= {Tolerated.REFERENCE}
     found.told = given[own_system:]
     stored = [] if parent is None or parent.node is None else parent.node.messages
     if as_sent:
-        found.messages = _given_anew(walk, 0, (), histories, as_sent=True)
+        found.messages = _given_anew(match, 0, (), histories, as_sent=True)
         check_answers(found.messages)
         return found
-    given_anew = _given_anew(walk, depth, stored, histories)
+    given_anew = _given_anew(match, depth, stored, histories)
     found.messages = [*stored, *given_anew] if found.whole else given_anew
     check_answers(given_anew, stored)
     return found
 
 
-def _depth(walk: Walk, asked_turn: AskedTurn) -> int:
+def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
     """How many messages of the history lead to what a turn said."""
-    return next(index for index, point in enumerate(walk.points, 1) if point is asked_turn.said)
+    return next(index for index, point in enumerate(match.points, 1) if point is request_node.said)
 
 
-def _parent(walk: Walk, named: AskedTurn | None, label: str) -> AskedTurn | None:
-    for point in reversed(walk.points):
+def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
+    for point in reversed(match.points):
         # Only what the handle names, what came to it or goes on from it; where nothing does, the content alone tells.
         known = [each for each in point.said if named is None or _in_line(each, named)]
-        proven = [each for each in known if _reasons(walk, each)]
+        proven = [each for each in known if _reasons(match, each)]
         if proven:
             return max(proven, key=lambda each: (each.label == label, each.fits(label), each.number))
-    return _parent(walk, None, label) if named is not None else None
+    return _parent(match, None, label) if named is not None else None
 
 
-def _in_line(one: AskedTurn, other: AskedTurn) -> bool:
-    older, younger = sorted((one, other), key=lambda asked_turn: asked_turn.number)
+def _in_line(one: RequestNode, other: RequestNode) -> bool:
+    older, younger = sorted((one, other), key=lambda request_node: request_node.number)
     return any(each is older for each in younger.path())
 
 
-def _reasons(walk: Walk, asked_turn: AskedTurn) -> bool:
+def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
     """Whether the history has no other reasoning than its turns had; it may lack it."""
-    said = {id(each.said): each for each in asked_turn.path()} if walk.thoughts else {}
-    for index in walk.thoughts:
-        turn = said.get(id(walk.points[index]))
-        if turn is not None and turn.node is not None and not _names(walk.messages[index], turn):
+    said = {id(each.said): each for each in request_node.path()} if match.thoughts else {}
+    for index in match.thoughts:
+        turn = said.get(id(match.points[index]))
+        if turn is not None and turn.node is not None and not _names(match.messages[index], turn):
             known = turn.node.reply.get("reasoning_content", "")
-            if walk.messages[index].message["reasoning_content"].strip() != known.strip():
+            if match.messages[index].message["reasoning_content"].strip() != known.strip():
                 return False
     return True
 
 
-def _names(message: ReadMessage, turn: AskedTurn) -> bool:
+def _names(message: ReadMessage, turn: RequestNode) -> bool:
     """Whether a message has an id of a turn, which proves it whatever reasoning came with it."""
     return turn.node is not None and turn.node.turn.handle != "" and turn.node.turn.handle in message.handles
 
 
 def _verdict(
-    walk: Walk,
-    parent: AskedTurn | None,
+    match: HistoryMatch,
+    parent: RequestNode | None,
     depth: int,
     tools: Sequence[dict[str, Any]],
     label: str,
-    histories: Histories,
-) -> Aligned:
-    rest = walk.messages[depth:]
-    again = (each for each in reversed(walk.end.asked) if _is_asked_again(each, parent, tools, label))
+    histories: HistoryTree,
+) -> Alignment:
+    rest = match.messages[depth:]
+    again = (each for each in reversed(match.end.asked) if _is_asked_again(each, parent, tools, label))
     before = next(again, None)
     if before is not None:
-        return Aligned(walk, Verdict.AGAIN, before.parent, before=before, again=_again(before))
+        return Alignment(match, Verdict.AGAIN, before.parent, before=before, again=_again(before))
     if not rest and parent is not None and parent.node is not None:
         if parent.node.turn.finish is FinishReason.STOP:
             raise BadMessage("the last message is what was sampled last, whole: add what answers it.")
-        return Aligned(walk, Verdict.CONTINUED, parent)
+        return Alignment(match, Verdict.CONTINUED, parent)
     if rest[-1].role == "assistant":
         raise BadMessage(
-            f"message {len(walk.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
+            f"message {len(match.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
             f"was cut: put what is to be answered behind it."
         )
-    edited = _named_elsewhere(walk, histories)
+    edited = _named_elsewhere(match, histories)
     if edited is not None and (parent is not None or tools or not _offered(edited)):
-        return Aligned(walk, Verdict.EDITED, edited)
+        return Alignment(match, Verdict.EDITED, edited)
     spoken = sum(message.role == "assistant" for message in rest)
-    begun = _begun(walk, parent, depth, label)
+    begun = _begun(match, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
         latest = _latest(begun, label) if begun is not None else None
         if begun is not None and latest is not None and spoken == _speeches(begun, latest):
-            return Aligned(walk, Verdict.RETOLD, latest)
-        return Aligned(walk, Verdict.FOREIGN, parent if parent is not None else begun)
+            return Alignment(match, Verdict.RETOLD, latest)
+        return Alignment(match, Verdict.FOREIGN, parent if parent is not None else begun)
     if parent is None:
         if begun is not None and not spoken:
-            return Aligned(walk, Verdict.REWOUND, before=begun)
-        return Aligned(walk, Verdict.NEW)
+            return Alignment(match, Verdict.REWOUND, before=begun)
+        return Alignment(match, Verdict.NEW)
     if parent.node is None or not same_tools(parent.node.segment.tools, tools):
-        return Aligned(walk, Verdict.TOOLS, parent)
-    return Aligned(walk, _followed(parent, histories, label), parent)
+        return Alignment(match, Verdict.TOOLS, parent)
+    return Alignment(match, _followed(parent, histories, label), parent)
 
 
-def _named_elsewhere(walk: Walk, histories: Histories) -> AskedTurn | None:
+def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
     """The turn that the last ids of a history name, where it does not stand after what that turn was asked."""
-    spoken = (message for message in reversed(walk.messages) if message.role == "assistant")
+    spoken = (message for message in reversed(match.messages) if message.role == "assistant")
     named = next((turn for each in spoken if (turn := histories.named(each.handles)) is not None), None)
-    if named is None or named.node is None or any(named.said is point for point in walk.points):
+    if named is None or named.node is None or any(named.said is point for point in match.points):
         return None
     return named
 
 
-def _offered(turn: AskedTurn) -> bool:
+def _offered(turn: RequestNode) -> bool:
     """Whether a turn was offered tools; a request without any beside it is another errand, such as a summary."""
     return turn.node is not None and bool(turn.node.segment.tools)
 
 
-def _is_asked_again(each: AskedTurn, parent: AskedTurn | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
+def _is_asked_again(each: RequestNode, parent: RequestNode | None, tools: Sequence[dict[str, Any]], label: str) -> bool:
     if each.behind is not parent or each.taken_back or not each.fits(label):
         return False
-    return same_tools(each.head.schemas() if each.node is None else each.node.segment.tools, tools)
+    return same_tools(each.cursor.schemas() if each.node is None else each.node.segment.tools, tools)
 
 
-def _again(before: AskedTurn) -> Again:
+def _again(before: RequestNode) -> Again:
     if not before.gone:
         return Again.SIBLING
     return Again.REPLAYED if before.finished else Again.TAKEN_BACK
 
 
-def _followed(parent: AskedTurn, histories: Histories, label: str) -> Verdict:
+def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdict:
     """What goes on from a turn with the same tools, by the client of this label."""
     if not parent.children:
         return Verdict.APPEND
@@ -235,27 +235,27 @@ def _followed(parent: AskedTurn, histories: Histories, label: str) -> Verdict:
     return Verdict.REWOUND if any(each is parent for each in latest.path()) else Verdict.BRANCH
 
 
-def _begun(walk: Walk, parent: AskedTurn | None, depth: int, label: str) -> AskedTurn | None:
+def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: str) -> RequestNode | None:
     """A turn that was asked on the way, and whose own words do not follow."""
-    for point in reversed(walk.points[depth:-1]):
+    for point in reversed(match.points[depth:-1]):
         for each in reversed(point.asked):
             if each.parent is parent and each.fits(label):
                 return each
     return None
 
 
-def _latest(begun: AskedTurn, label: str) -> AskedTurn | None:
+def _latest(begun: RequestNode, label: str) -> RequestNode | None:
     """The latest turn on a path that begins with this one."""
     sampled = (each for each in begun.line() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 
 
-def _speeches(begun: AskedTurn, latest: AskedTurn) -> int:
+def _speeches(begun: RequestNode, latest: RequestNode) -> int:
     return next(count for count, each in enumerate(latest.path(), 1) if each is begun)
 
 
 def _given_anew(
-    walk: Walk, start: int, stored: Sequence[Message], histories: Histories, *, as_sent: bool = False
+    match: HistoryMatch, start: int, stored: Sequence[Message], histories: HistoryTree, *, as_sent: bool = False
 ) -> list[Message]:
     """The messages from `start` on as they may be put before the model.
 
@@ -263,10 +263,10 @@ def _given_anew(
     call. A turn that is proven by its ids is told in its own words, unless the history is wanted `as_sent`.
     """
     given = list[Message]()
-    for index in range(start, len(walk.messages)):
-        read, answered = walk.messages[index], walk.answers[index]
+    for index in range(start, len(match.messages)):
+        read, answered = match.messages[index], match.answers[index]
         turn = None if as_sent else histories.turn_of(read)
-        message = walk.sent.get(index, read).message if as_sent else read.message
+        message = match.sent.get(index, read).message if as_sent else read.message
         if turn is not None and turn.node is not None:
             message = turn.node.reply
         elif "tool_calls" in message:
@@ -274,7 +274,7 @@ def _given_anew(
             message = {**message, "tool_calls": calls}  # type: ignore[typeddict-item]  # calls with other ids
         elif answered is not None:
             made, number = answered
-            call = (stored[made] if made < len(stored) else walk.messages[made].message)["tool_calls"][number]
+            call = (stored[made] if made < len(stored) else match.messages[made].message)["tool_calls"][number]
             message = {
                 **message,
                 "tool_call_id": histories.own_id(call["id"]),
@@ -284,19 +284,19 @@ def _given_anew(
     return given
 
 
-def _changed(walk: Walk, parent: AskedTurn | None) -> frozenset[Tolerated]:
+def _changed(match: HistoryMatch, parent: RequestNode | None) -> frozenset[Tolerated]:
     """What a client changed of the turns that it sends back."""
-    before, begin, changed = walk.compared, 0, set[Tolerated]()
+    before, begin, changed = match.compared, 0, set[Tolerated]()
     path = [] if parent is None else list(parent.path())
     if before is not None and before.parent in path:
         begin, path = before.messages, path[: path.index(before.parent)]
         changed.update(before.changed)
     said = {id(each.said): each for each in path}
-    for heard, point in zip(walk.messages[begin:], walk.points[begin:], strict=True):
+    for received, point in zip(match.messages[begin:], match.points[begin:], strict=True):
         turn = said.get(id(point))
         if turn is None or turn.node is None:
             continue
-        ours, theirs = turn.node.reply, heard.message
+        ours, theirs = turn.node.reply, received.message
         reasoning, given = ours.get("reasoning_content", ""), theirs.get("reasoning_content", "")
         if reasoning and not given:
             changed.add(Tolerated.REASONING_LEFT_OUT)
@@ -306,6 +306,6 @@ def _changed(walk: Walk, parent: AskedTurn | None) -> frozenset[Tolerated]:
             changed.add(Tolerated.REASONING_STRIPPED)
         if ours["content"] != theirs["content"]:
             changed.add(Tolerated.WHITE_SPACE)
-        if turn.given is not None and not set(turn.given.call_ids).issuperset(heard.call_ids):
+        if turn.given is not None and not set(turn.given.call_ids).issuperset(received.call_ids):
             changed.add(Tolerated.CALL_IDS)
     return frozenset(changed)

@@ -11,15 +11,15 @@ import anyio
 
 from runner.checked import whole
 from runner.concurrency.at_once import at_once
-from runner.episode.forest import Head, Node
+from runner.episode.history_replacement import cursor_at, left_behind
 from runner.episode.model import MessageModel
 from runner.episode.prompting import next_prompt, oversized
-from runner.episode.rewriting import head_at, left_behind
 from runner.episode.state import ConversationState, EpisodeState, checked_tools
-from runner.episode.streamed_turn import StreamedTurn, heard
+from runner.episode.streamed_turn import StreamedTurn, stream_turn
 from runner.episode.tool_calls import answer_calls
 from runner.episode.turn import take_turn
-from runner.episode.turn_settings import NOBODY, TurnAudience
+from runner.episode.turn_settings import NO_SINKS, TurnSinks
+from runner.episode.turn_tree import Cursor, TurnNode
 from runner.errors import BadOption, EpisodeOver
 from runner.messages import Message, Prompt, as_messages, check_answers
 from runner.options import Sampling, ToolChoice
@@ -33,7 +33,7 @@ DRAIN_SECONDS = 10.0
 
 
 def open_conversation(
-    play: EpisodeState,
+    episode: EpisodeState,
     name: str,
     *,
     system_prompt: str | None,
@@ -47,10 +47,10 @@ def open_conversation(
 
     It is `counted` where the run's sampling and limits are meant for it: None for whatever is trained.
     """
-    if train and name in play.shared.other_models:
+    if train and name in episode.shared.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
-    if train and isinstance(play.shared.chat, MessageModel):
-        engine = type(play.shared.chat.engine).__name__
+    if train and isinstance(episode.shared.chat, MessageModel):
+        engine = type(episode.shared.chat.engine).__name__
         raise BadOption(
             f"agent {name!r} speaks by a {engine}, which gives no token ids: it cannot be trained. Open its "
             "conversation without train=True to evaluate it."
@@ -59,21 +59,21 @@ def open_conversation(
     messages += as_messages(prompt)
     counted = train if counted is None else counted
     state = ConversationState(
-        name, play, train=train, counted=counted, tools=tools, messages=messages, sampling=sampling
+        name, episode, train=train, counted=counted, tools=tools, messages=messages, sampling=sampling
     )
     conversation = state.conversation = Conversation(state)
-    play.states[name] = state
+    episode.states[name] = state
     return conversation
 
 
-def open_thread(play: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
+def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
     """Open the conversation of a thread of requests, which give their messages themselves.
 
     What would be trained is evaluated where a server of messages speaks.
     """
-    trained = train and not play.shared.evaluates(name)
-    open_conversation(play, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
-    return play.states[name]
+    trained = train and not episode.shared.evaluates(name)
+    open_conversation(episode, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
+    return episode.states[name]
 
 
 class Conversation:
@@ -85,7 +85,7 @@ class Conversation:
 
     def __init__(self, state: ConversationState) -> None:
         self._state = state
-        self._speech: _Speech | None = None
+        self._generation: _Generation | None = None
         self._closed = False
 
     @property
@@ -101,7 +101,7 @@ class Conversation:
     @property
     def tools(self) -> list[Tool]:
         """The tools that the agent may call now; `replace` gives it others."""
-        return self._state.head.tools
+        return self._state.cursor.tools
 
     @property
     def turns(self) -> list[Turn]:
@@ -111,8 +111,8 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """The messages so far, those included that were added and that the model did not see yet; a copy."""
-        head = self._state.head
-        return [*head.seen, *head.queued]
+        cursor = self._state.cursor
+        return [*cursor.seen, *cursor.queued]
 
     @property
     def context(self) -> int:
@@ -125,11 +125,11 @@ class Conversation:
         Raises:
             BadMessage: one is no message, or answers no call. Then none of them is added.
         """
-        head = self._state.head
+        cursor = self._state.cursor
         new = [made for message in messages for made in as_messages(message)]
         if any(message["role"] == "tool" for message in new):
-            check_answers(new, head.seen, head.queued)
-        head.queued.extend(new)
+            check_answers(new, cursor.seen, cursor.queued)
+        cursor.queued.extend(new)
 
     async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
         """Let the agent speak.
@@ -146,13 +146,11 @@ class Conversation:
             RuntimeError: nothing was added, or another `generate` of this conversation is running.
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
-        return await self._generate(NOBODY, sampling, tool_choice)
+        return await self._generate(NO_SINKS, sampling, tool_choice)
 
-    async def _generate(
-        self, audience: TurnAudience, sampling: Sampling | None, tool_choice: ToolChoice | None
-    ) -> Turn:
+    async def _generate(self, sinks: TurnSinks, sampling: Sampling | None, tool_choice: ToolChoice | None) -> Turn:
         with self._speaking():
-            return await take_turn(self._state, self._state.head, sampling, tool_choice, audience=audience)
+            return await take_turn(self._state, self._state.cursor, sampling, tool_choice, sinks=sinks)
         # Only `close` leaves the block without a turn: it cancels the scope, which swallows its own cancellation.
         raise self._is_over()
 
@@ -171,10 +169,12 @@ class Conversation:
         """
 
         def last() -> Turn | None:
-            node = self._state.head.node
+            node = self._state.cursor.node
             return None if node is None else node.turn
 
-        async with heard(last, lambda tell: self._generate(TurnAudience(tell=tell), sampling, tool_choice)) as streamed:
+        async with stream_turn(
+            last, lambda on_event: self._generate(TurnSinks(on_event=on_event), sampling, tool_choice)
+        ) as streamed:
             yield streamed
 
     async def call_tools(self, turn: Turn) -> list[Message]:
@@ -182,14 +182,14 @@ class Conversation:
 
         A call that does not parse is answered by a user message after the tool messages.
         """
-        play = self._state.play
+        episode = self._state.episode
         try:
             return await answer_calls(
                 turn,
                 self.tools,
-                author_code=play.author_code,
-                seconds=play.limits.configured.tool_seconds,
-                report_activity=play.report_activity,
+                author_code=episode.author_code,
+                seconds=episode.limits.configured.tool_seconds,
+                report_activity=episode.report_activity,
             )
         except Exception as error:
             if not self.train:
@@ -204,23 +204,23 @@ class Conversation:
             BadOption: a server of messages speaks here, which counts them itself.
         """
         state = self._state
-        head = state.head
+        cursor = state.cursor
         if isinstance(state.model, MessageModel):
             raise BadOption(
                 f"conversation {self.name!r}: remaining() counts ids, and the server that speaks here counts them "
                 "itself; Turn.usage has what it said of the last turn."
             )
-        queued = list(head.queued)
+        queued = list(cursor.queued)
         try:
             self.add(*messages)
-            if head.node is not None and not head.whole and not head.queued:
-                return state.context - head.node.turn.end
-            size = oversized(state, head)
+            if cursor.node is not None and not cursor.whole and not cursor.queued:
+                return state.context - cursor.node.turn.end
+            size = oversized(state, cursor)
             if size:
                 return state.context - size // state.chat.tokenizer.longest_token
-            return state.context - len((await next_prompt(state, head, extend=True)).ids)
+            return state.context - len((await next_prompt(state, cursor, extend=True)).ids)
         finally:
-            head.queued = queued
+            cursor.queued = queued
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
         """Change what the agent saw; there is no other way to.
@@ -237,9 +237,9 @@ class Conversation:
         history = self.messages if messages is None else as_messages(messages)
         check_answers(history)
         if tools is not None:
-            state.head.tools = checked_tools(tools)
-        state.play.limits.context_rewritten(state.name)
-        state.head = head_at(state, history)
+            state.cursor.tools = checked_tools(tools)
+        state.episode.limits.context_rewritten(state.name)
+        state.cursor = cursor_at(state, history)
 
     def branch(
         self,
@@ -268,17 +268,17 @@ class Conversation:
             BadOption: there is an agent of that name, it plays on an engine of its own, or the turn is another's.
         """
         state = self._state
-        if name in state.play.states:
+        if name in state.episode.states:
             raise BadOption(f"branch({name!r}): there is an agent of that name; give it another one.")
-        if state.play.shared.chat_of(name) is not state.model:
+        if state.episode.shared.chat_of(name) is not state.model:
             raise BadOption(f"branch({name!r}): that agent plays on an engine of its own, which has other ids.")
-        head = state.head.copied() if turn is None else Head(state.head.tools, [], self._node(turn))
-        head.tools = checked_tools(head.tools if tools is None else tools)
+        cursor = state.cursor.copied() if turn is None else Cursor(state.cursor.tools, [], self._node(turn))
+        cursor.tools = checked_tools(cursor.tools if tools is None else tools)
         own = state.own_sampling if sampling is None else sampling
         branch = open_conversation(
-            state.play, name, system_prompt=None, prompt=(), tools=head.tools, train=train, sampling=own
+            state.episode, name, system_prompt=None, prompt=(), tools=cursor.tools, train=train, sampling=own
         )
-        branch._state.head = head
+        branch._state.cursor = cursor
         return branch
 
     async def tries(
@@ -301,15 +301,15 @@ class Conversation:
         """
         whole(f"tries({count!r})", count, least=1)
         state = self._state
-        heads = [state.head.copied() for _ in range(count)]
+        heads = [state.cursor.copied() for _ in range(count)]
         with self._speaking(), ExitStack() as numbers:
             # In this order, whichever of them begins first: their seeds follow from it.
-            numbered = [(head, numbers.enter_context(state.number())) for head in heads]
+            numbered = [(cursor, numbers.enter_context(state.number())) for cursor in heads]
             await at_once(
-                [partial(take_turn, state, head, sampling, tool_choice, number=number) for head, number in numbered]
+                [partial(take_turn, state, cursor, sampling, tool_choice, number=number) for cursor, number in numbered]
             )
-            state.head = heads[0]
-            return [head.node.turn for head in heads if head.node is not None]
+            state.cursor = heads[0]
+            return [cursor.node.turn for cursor in heads if cursor.node is not None]
         raise self._is_over()
 
     def keep(self, turn: Turn, *, train_others: bool = False) -> None:
@@ -323,11 +323,11 @@ class Conversation:
             BadOption: the turn is none of this conversation's.
         """
         state, kept = self._state, self._node(turn)
-        state.play.limits.context_rewritten(state.name)
+        state.episode.limits.context_rewritten(state.name)
         for node in () if train_others else left_behind(state, kept):
             node.turn.left_out = True
             node.turn.log.take_back(node.turn.start, node.turn.end)
-        state.head = Head(state.head.tools, [], kept)
+        state.cursor = Cursor(state.cursor.tools, [], kept)
 
     async def close(self) -> None:
         """End the conversation: a turn that is being sampled is cut, and what its engine kept of it is given back.
@@ -335,32 +335,32 @@ class Conversation:
         The runner calls it when the episode is over. What was sampled of the turn is kept.
         """
         self._closed = True
-        if self._speech is not None:
-            await self._speech.cut()
+        if self._generation is not None:
+            await self._generation.cut()
         self._state.close_sessions()
 
-    def _node(self, turn: Turn) -> Node:
+    def _node(self, turn: Turn) -> TurnNode:
         node = self._state.node_of(turn)
         if node is None:
             raise BadOption(f"{turn!r} is no turn of conversation {self.name!r}: give one of its turns.")
         return node
 
-    def _speaking(self) -> _Speech:
+    def _speaking(self) -> _Generation:
         """One `generate` at a time; `close` cuts it, from whatever task it was called in."""
         if self._closed:
             raise self._is_over()
-        if self._speech is not None:
+        if self._generation is not None:
             raise RuntimeError(
                 f"conversation {self.name!r} is already generating: two turns of one agent cannot be sampled at once. "
                 f"Open a second one: self.episode.conversation('another name')."
             )
-        return _Speech(self)
+        return _Generation(self)
 
     def _is_over(self) -> EpisodeOver:
-        return EpisodeOver(f"{self._state.play.key.id} is over, and with it the conversation of {self.name!r}")
+        return EpisodeOver(f"{self._state.episode.key.id} is over, and with it the conversation of {self.name!r}")
 
 
-class _Speech:
+class _Generation:
     """The block of a `generate`, which another task may cut."""
 
     def __init__(self, conversation: Conversation) -> None:
@@ -369,13 +369,13 @@ class _Speech:
         self._over: anyio.Event | None = None  # made only by who waits for it
 
     def __enter__(self) -> None:
-        self._conversation._speech = self
+        self._conversation._generation = self
         self._scope.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._conversation._speech = None
+        self._conversation._generation = None
         if self._over is not None:
             self._over.set()
         return bool(self._scope.__exit__(kind, error, traceback))

@@ -30,35 +30,35 @@ class Episode:
     turn: Turn
     """The turn that is being answered, or that was answered last."""
 
-    def __init__(self, play: EpisodeState) -> None:
-        self.id: str = play.key.id
+    def __init__(self, episode: EpisodeState) -> None:
+        self.id: str = episode.key.id
         """The task's id and the number of the episode within its group, as in "task#0"."""
-        self.index: int = play.key.index
+        self.index: int = episode.key.index
         """The number of the episode within its task's group."""
-        self.seed: int = play.seed
+        self.seed: int = episode.seed
         """The seed of the episode's sampling; it differs within a group."""
         self.reason: str = ""
         """The reason that `end(reason)` was called with; "" before, or where it was given none."""
-        self._play = play
+        self._state = episode
         self._rng: random.Random | None = None
 
     @property
     def rng(self) -> random.Random:
         """Random numbers of the task: the same for every episode of its group."""
         if self._rng is None:
-            key = self._play.key
-            self._rng = task_rng(self._play.shared.seed, key.task.id, key.visit)
+            key = self._state.key
+            self._rng = task_rng(self._state.shared.seed, key.task.id, key.visit)
         return self._rng
 
     @property
     def conversations(self) -> dict[str, Conversation]:
         """The conversations that are open, by agent."""
-        return {name: _seen_by_author(state) for name, state in self._play.states.items()}
+        return {name: _seen_by_author(state) for name, state in self._state.states.items()}
 
     @property
     def turns(self) -> list[Turn]:
         """The turns of `main`, in order."""
-        main = self._play.states.get(MAIN)
+        main = self._state.states.get(MAIN)
         return main.turns if main else []
 
     @property
@@ -69,7 +69,7 @@ class Episode:
     @property
     def ended(self) -> bool:
         """Whether `end` was called."""
-        return self._play.limits.ended_by_author
+        return self._state.limits.ended_by_author
 
     @property
     def exit_stack(self) -> AsyncExitStack:
@@ -79,12 +79,12 @@ class Episode:
         within `Limits.close_seconds`; what an asynchronous one entered is left on the event loop, in the episode's own
         task.
         """
-        if not self._play.exit_stack_open:
+        if not self._state.exit_stack_open:
             raise RuntimeError(
                 "episode.exit_stack can be entered in setup() only: what is opened later, in a tool for one, belongs "
                 "to another task; open it with `async with` where it is used."
             )
-        return self._play.exit_stack
+        return self._state.exit_stack
 
     def end(self, reason: str = "") -> None:
         """End the episode: what is being answered is answered, there is no further turn, and it is scored.
@@ -97,7 +97,7 @@ class Episode:
         """
         if not isinstance(reason, str):
             raise TypeError(f"Episode.end(reason={reason!r:.60}): the reason is text, got {type(reason).__name__}")
-        self._play.limits.ended_by_author = True
+        self._state.limits.ended_by_author = True
         self.reason = reason or self.reason
 
     def conversation(
@@ -127,12 +127,12 @@ class Episode:
         """
         if not isinstance(name, str):
             raise TypeError(f"Episode.conversation({name!r:.60}): the name of an agent is text: give str(name)")
-        if name in self._play.states:
-            return _seen_by_author(self._play.states[name])
+        if name in self._state.states:
+            return _seen_by_author(self._state.states[name])
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
         return open_conversation(
-            self._play, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
+            self._state, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
         )
 
     async def chat(
@@ -181,7 +181,7 @@ class Episode:
             handles=handles,
             system_as_user=system_as_user,
         )
-        return await self._play.desk.ask(asked)
+        return await self._state.chat_service.ask(asked)
 
     @asynccontextmanager
     async def serve(
@@ -213,23 +213,23 @@ class Episode:
             BadOption: a value cannot be, nothing can listen there, or the server's library is not installed.
             RuntimeError: the episode is not in its `rollout`.
         """
-        play = self._play
+        episode = self._state
         whole(f"serve(at_once={at_once!r:.60})", at_once, least=1)
-        if not play.desk.is_open:
+        if not episode.chat_service.is_open:
             raise RuntimeError(
                 "episode.serve() is for rollout(): before and after it, and in a tool of an environment without a "
                 "rollout of its own, nobody could be answered."
             )
-        served = ServedEpisode(play, train=train, overflow=overflow, history=history, system_as_user=system_as_user)
-        chat = play.shared.chat_of(MAIN)
-        play.report_activity("serving")
+        served = ServedEpisode(episode, train=train, overflow=overflow, history=history, system_as_user=system_as_user)
+        chat = episode.shared.chat_of(MAIN)
+        episode.report_activity("serving")
         async with serving(
-            play.shared.endpoints,
+            episode.shared.endpoints,
             served,
             served.threads,
             model=model_name(chat),
             context=chat.engine.context,
-            at_once=at_once,
+            max_requests=at_once,
         ) as endpoint:
             yield endpoint
 
@@ -246,18 +246,18 @@ class Episode:
         began = loop_time()
         try:
             if turn.tool_calls:
-                return await self._play.states[turn.agent].conversation.call_tools(turn)
+                return await self._state.states[turn.agent].conversation.call_tools(turn)
             return await self._step(turn)
         finally:
             turn.timings.environment += loop_time() - began
 
     async def _step(self, turn: Turn) -> list[Message] | None:
-        play = self._play
-        if not play.environment.overrides("step"):
+        episode = self._state
+        if not episode.environment.overrides("step"):
             return None
-        play.report_activity("step")
-        seconds = play.limits.configured.step_seconds
-        reply = await play.author_code.call(play.environment.step, turn, name="step()", seconds=seconds)
+        episode.report_activity("step")
+        seconds = episode.limits.configured.step_seconds
+        reply = await episode.author_code.call(episode.environment.step, turn, name="step()", seconds=seconds)
         if reply is None:
             return None
         check_reply("step", reply)
@@ -279,11 +279,11 @@ class Episode:
         Raises:
             BadOption: the limit is below 1, or another one than before.
         """
-        limiter = self._play.shared.limiter(name, limit)
+        limiter = self._state.shared.limiter(name, limit)
         # On behalf of this block, not of the task: the limiter refuses a task that enters a second one.
         owner = object()
         with Waiting():
-            self._play.report_activity(f"limiter {name!r}")
+            self._state.report_activity(f"limiter {name!r}")
             await limiter.acquire_on_behalf_of(owner)
         try:
             yield

@@ -13,7 +13,7 @@ from runner.concurrency.cancellation import cancellation_is_asked_for, forget_na
 from runner.concurrency.clocks import Clock
 from runner.concurrency.own_task import OwnTask
 from runner.concurrency.user_code import HOW_TO_CLOSE, describe_error, is_async
-from runner.episode.chat import ChatDesk
+from runner.episode.chat_service import ChatService
 from runner.episode.conversation import Conversation, open_conversation, open_thread
 from runner.episode.episode import Episode
 from runner.episode.hooks import check_reply, check_system_prompts, unclosed
@@ -22,7 +22,7 @@ from runner.episode.limits import Ending
 from runner.episode.outcome import failure, judge, silent
 from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
-from runner.episode.threads import name_threads
+from runner.episode.thread_names import name_threads
 from runner.messages import as_messages
 from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
 from runner.store.storable import make_storable
@@ -30,7 +30,7 @@ from runner.tasks import deep_copy
 from runner.tokens.log import TokenLog
 from runner.trajectory import Outcome, Trajectory
 
-__all__ = ["Phase", "Play"]
+__all__ = ["EpisodeRunner", "Phase"]
 
 
 class Phase(enum.StrEnum):
@@ -43,7 +43,7 @@ class Phase(enum.StrEnum):
     OVER = "over"
 
 
-class Play(EpisodeState):
+class EpisodeRunner(EpisodeState):
     """One attempt at an episode, from a fresh environment to its trajectories. What goes wrong in it stays in it.
 
     What its conversations and the author's `Episode` may know of it is in `EpisodeState`.
@@ -55,7 +55,7 @@ class Play(EpisodeState):
         """The phase of its life that the episode is in."""
         self.began = anyio.current_time()
         """When it was made, in the event loop's time."""
-        self.desk: ChatDesk = ChatDesk(self, open_thread)
+        self.chat_service: ChatService = ChatService(self, open_thread)
         self.episode = Episode(self)
         """The same as the author sees it."""
         # All hooks run in it, so that one of them may close what another one opened.
@@ -187,8 +187,8 @@ class Play(EpisodeState):
         return cut
 
     async def _play_and_score(self, main: Conversation) -> None:
-        ending = await self._play(main)
-        name_threads(self, self.desk.threads)
+        ending = await self._run_rollout(main)
+        name_threads(self, self.chat_service.threads)
         if ending.outcome.scored and any(state.turns for state in self.states.values()):
             await self._score(ending)
 
@@ -247,13 +247,15 @@ class Play(EpisodeState):
 
     # --- the play
 
-    async def _play(self, main: Conversation) -> Ending:
+    async def _run_rollout(self, main: Conversation) -> Ending:
         error: BaseException | None = None
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
             # The usual loop hands nothing to tasks that are not the episode's own.
-            async with self.desk.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext():
+            async with (
+                self.chat_service.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext()
+            ):
                 try:
                     await self.author_code.call(self.environment.rollout, main, name="rollout()")
                     self.check_limits()
@@ -382,7 +384,7 @@ class Play(EpisodeState):
         return self._trajectories(self._ending)
 
     def _trajectories(self, ending: Ending) -> list[Trajectory]:
-        name_threads(self, self.desk.threads)
+        name_threads(self, self.chat_service.threads)
         seconds = anyio.current_time() - self.began
         spoke = {name: state for name, state in self.states.items() if state.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]

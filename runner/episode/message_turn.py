@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from runner.concurrency.clocks import Clock, WhileSampling, loop_time
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import MessageEngine, MessageFinish, MessagePiece, MessageRequest, MessageStream
-from runner.episode.forest import Node
 from runner.episode.parsed_turn import ParsedTurn
 from runner.episode.turn_settings import (
-    TurnAudience,
-    TurnSpot,
+    TurnContext,
+    TurnSinks,
     end_by,
     given_constraint,
     sampling_of,
     tool_choice_of,
     unconstrained,
 )
+from runner.episode.turn_tree import TurnNode
 from runner.errors import EngineError, EngineStalled, PromptTooLong
 from runner.messages import Message, ToolCall
 from runner.options import Sampling, ToolChoice
@@ -36,7 +36,7 @@ __all__ = ["MessageTurn"]
 class _Answer:
     """What came of one request; filled in while it streams, so that a cancellation loses nothing."""
 
-    audience: TurnAudience
+    sinks: TurnSinks
     """Whoever hears of it meanwhile."""
     handle: str
     """The name of the turn to a client."""
@@ -57,8 +57,8 @@ class _Answer:
 
     def begin(self) -> None:
         self.admitted = True
-        if self.audience.watch is not None:
-            self.audience.watch(TurnAdmitted(self.handle, ()))
+        if self.sinks.on_progress is not None:
+            self.sinks.on_progress(TurnAdmitted(self.handle, ()))
 
     def keep(self, piece: MessagePiece) -> None:
         event: TurnEvent
@@ -72,8 +72,8 @@ class _Answer:
             case ToolCall():
                 self.calls.append(piece)
                 event = ToolCalled(piece)
-        if self.audience.tell is not None:
-            self.audience.tell(event)
+        if self.sinks.on_event is not None:
+            self.sinks.on_event(event)
 
     def as_parsed(self) -> ParsedTurn:
         return ParsedTurn("".join(self.text), "".join(self.reasoning), self.calls)
@@ -87,36 +87,36 @@ class MessageTurn:
         engine: the server.
     """
 
-    def __init__(self, spot: TurnSpot, engine: MessageEngine) -> None:
-        self._spot = spot
-        self._state = spot.state
-        self._head = spot.head
+    def __init__(self, turn_context: TurnContext, engine: MessageEngine) -> None:
+        self._turn_context = turn_context
+        self._state = turn_context.state
+        self._cursor = turn_context.cursor
         self._engine = engine
 
-    async def take(self, sampling: Sampling | None, tool_choice: ToolChoice | None, audience: TurnAudience) -> Turn:
+    async def take(self, sampling: Sampling | None, tool_choice: ToolChoice | None, sinks: TurnSinks) -> Turn:
         """Let the agent speak once; `take_turn` says what the arguments mean."""
         self._refuse_unaskable()
         settings = sampling_of(self._state, sampling)
         self._engine.check_sampling(settings)
-        choice = tool_choice_of(self._state, self._head.tools, tool_choice)
+        choice = tool_choice_of(self._state, self._cursor.tools, tool_choice)
         with self._segment() as segment:
             # A copy: while the server answers, the author may add what only the turn after this one will see.
-            queued = list(self._head.queued)
+            queued = list(self._cursor.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
-            said, node = _Answer(audience, audience.handle_of(self._spot.number)), None
+            said, node = _Answer(sinks, sinks.handle_of(self._turn_context.number)), None
             stream = self._engine.stream(request)
             try:
                 await self._sample(stream, said)
             finally:
                 # Cancelled or failed, what was said is kept all the same.
                 if said.admitted:
-                    node = self._written_down(segment, queued, said, stream.seed)
+                    node = self._recorded(segment, queued, said, stream.seed)
                     turn = node.turn
                     turn.sampling, turn.tool_choice = unconstrained(settings), choice
                     turn.constraint = given_constraint(settings)
                     if turn.finish is FinishReason.LENGTH:
                         turn.stop = ceiling
-                    self._state.record(self._head, node)
+                    self._state.record(self._cursor, node)
         if isinstance(said.error, PromptTooLong):
             self._state.refuse_prompt(str(said.error), prompt=said.error.prompt, context=said.error.context)
         if said.error is not None:
@@ -127,49 +127,49 @@ class MessageTurn:
     # --- what is asked
 
     def _refuse_unaskable(self) -> None:
-        state, head, node = self._state, self._head, self._head.node
-        if not head.queued and node is not None and not head.whole:
+        state, cursor, node = self._state, self._cursor, self._cursor.node
+        if not cursor.queued and node is not None and not cursor.whole:
             cut = "" if node.turn.finish is FinishReason.STOP else ", and no server goes on with one that was cut"
             raise RuntimeError(
                 f"nothing was added to conversation {state.name!r} since its last turn{cut}: add() an answer."
             )
-        if not head.queued:
+        if not cursor.queued:
             raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
         # Only the server counts, and only what it was asked.
-        used = node.turn.usage.total_tokens if node is not None and not head.whole and node.turn.usage else 0
+        used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
         if used >= state.context:
-            text = f"{state.play.key.id}: {used} tokens do not fit the context of {state.context}"
+            text = f"{state.episode.key.id}: {used} tokens do not fit the context of {state.context}"
             state.refuse_prompt(text, prompt=used)
 
     def _history(self) -> Sequence[Message]:
         """What the model has before what is queued."""
-        head = self._head
-        return () if head.node is None or head.whole else head.node.messages
+        cursor = self._cursor
+        return () if cursor.node is None or cursor.whole else cursor.node.messages
 
     def _request(
         self, settings: Sampling, choice: ToolChoice, messages: Sequence[Message]
     ) -> tuple[MessageRequest, str]:
         """The request, and the limit that its `max_tokens` stands for."""
         state, ceiling = self._state, "max_tokens"
-        left = state.play.limits.tokens_left() if state.counted else None
+        left = state.episode.limits.tokens_left() if state.counted else None
         if left is not None and left < settings.max_tokens:
             settings, ceiling = settings.shortened(left), "tokens"
         request = MessageRequest(
-            name=self._spot.name,
+            name=self._turn_context.name,
             messages=messages,
-            tools=self._head.schemas(),
+            tools=self._cursor.schemas(),
             tool_choice=choice,
             sampling=settings,
-            seed=self._spot.seed,
-            session=self._spot.session,
+            seed=self._turn_context.seed,
+            session=self._turn_context.session,
         )
         return request, ceiling
 
     async def _sample(self, stream: MessageStream, said: _Answer) -> None:
         """Take down what the server says; what goes wrong with it is kept and not raised."""
         state = self._state
-        state.play.report_activity(f"{state.name}: engine")
-        stall_seconds = state.play.limits.configured.stall_seconds
+        state.episode.report_activity(f"{state.name}: engine")
+        stall_seconds = state.episode.limits.configured.stall_seconds
         began = loop_time()
         silence = Clock(stall_seconds, counts_sampling=True)
         with WhileSampling():
@@ -184,7 +184,7 @@ class MessageTurn:
                 said.timings.queued = stream.waited
                 said.finish = stream.finish or said.finish
         if silence.fired:
-            said.error = EngineStalled(f"{state.play.key.id}: the server sent nothing for {stall_seconds:g} s")
+            said.error = EngineStalled(f"{state.episode.key.id}: the server sent nothing for {stall_seconds:g} s")
         if said.error is not None:
             said.finish = MessageFinish(FinishReason.ERROR, str(said.error), said.finish.usage)
 
@@ -193,11 +193,11 @@ class MessageTurn:
     @contextmanager
     def _segment(self) -> Iterator[Segment]:
         """The segment in which the turn stands; where it extends one, nobody else may meanwhile, nor once it has."""
-        head, node = self._head, self._head.node
-        tools = head.schemas()
-        if node is None or head.whole or head.again is not None or node.segment.tools != tools:
+        cursor, node = self._cursor, self._cursor.node
+        tools = cursor.schemas()
+        if node is None or cursor.whole or cursor.again is not None or node.segment.tools != tools:
             cause = self._cause()
-            yield Segment(cause=cause, tools=tools, origin=head.origin, messages=list(self._history()))
+            yield Segment(cause=cause, tools=tools, origin=cursor.origin, messages=list(self._history()))
             return
         if not node.ends_segment or not self._state.has(node.segment):
             yield Segment(cause=BRANCH, tools=tools, origin=node.origin, messages=list(node.messages))
@@ -209,25 +209,25 @@ class MessageTurn:
             node.extended = len(node.segment.messages) > before
 
     def _cause(self) -> str:
-        head, again = self._head, self._head.again
-        if again is not None and head.queued == list(again.asked):
-            return RETRY if head.takes_back else AGAIN
-        if head.node is None or head.whole:
-            return head.whole or "start"
-        return BRANCH if head.again is not None else "environment"
+        cursor, again = self._cursor, self._cursor.again
+        if again is not None and cursor.queued == list(again.asked):
+            return RETRY if cursor.takes_back else AGAIN
+        if cursor.node is None or cursor.whole:
+            return cursor.whole or "start"
+        return BRANCH if cursor.again is not None else "environment"
 
-    def _written_down(self, segment: Segment, queued: Sequence[Message], said: _Answer, seed: int | None) -> Node:
+    def _recorded(self, segment: Segment, queued: Sequence[Message], said: _Answer, seed: int | None) -> TurnNode:
         """Put the prompt into its segment, and what was said into a turn behind it."""
-        head, before = self._head, self._head.node
+        cursor, before = self._cursor, self._cursor.node
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)
         segment.messages.extend(queued)
         # Only now, since a prompt that the server never got stays queued; what was added meanwhile stays too.
-        del head.queued[: len(queued)]
+        del cursor.queued[: len(queued)]
         parsed = said.as_parsed()
         turn = Turn(
             agent=self._state.name,
-            number=self._spot.number,
+            number=self._turn_context.number,
             log=segment.log,
             start=0,
             end=0,
@@ -241,7 +241,7 @@ class MessageTurn:
             usage=said.finish.usage,
             handle=said.handle,
         )
-        return Node(
+        return TurnNode(
             turn=turn,
             segment=segment,
             parent=before,
@@ -257,7 +257,7 @@ class MessageTurn:
 
 async def _read(pieces: MessageStream, said: _Answer, silence: Clock, began: float) -> None:
     patience = math.inf if silence.seconds is None else silence.seconds
-    heard = loop_time()
+    received = loop_time()
     first: float | None = None
     async for piece in pieces:
         now = loop_time()
@@ -265,8 +265,8 @@ async def _read(pieces: MessageStream, said: _Answer, silence: Clock, began: flo
             first = now
             said.timings.first_token = max(0.0, now - began - pieces.waited)
         # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every piece.
-        if now - heard > patience / 8:
-            heard = now
+        if now - received > patience / 8:
+            received = now
             silence.start(silence.seconds)
         said.keep(piece)
         said.timings.decode = now - first

@@ -13,12 +13,12 @@ from runner.trajectory import Outcome, Trajectory
 __all__ = ["failure", "judge", "silent"]
 
 
-def judge(play: EpisodeState, error: BaseException | None) -> Ending:
+def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
     """How a play ended that nobody cut from outside, and that `error` came out of.
 
     A limit that fired comes before what the author raised after it.
     """
-    limits, abandoned = play.limits, play.author_code.abandoned
+    limits, abandoned = episode.limits, episode.author_code.abandoned
     # A thread that was left behind may still change the world that the rewards would look at.
     if abandoned:
         text = f"{abandoned} did not come back in time; its thread was left behind and may still write"

@@ -11,10 +11,10 @@ from typing import Any, NoReturn, TypeVar
 from runner.concurrency.clocks import Waiting
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason
-from runner.episode.forest import Head, Node
 from runner.episode.limits import Ending
 from runner.episode.model import ChatModel, Encoding
 from runner.episode.state import ConversationState
+from runner.episode.turn_tree import Cursor, TurnNode
 from runner.messages import Message
 from runner.options import HistoryPolicy
 from runner.tokens.bridging.bridge import Bridge, PromptText
@@ -36,13 +36,13 @@ __all__ = [
 REENCODED = "reencoded"
 """The cause of a first segment whose prompt holds what the same episode sampled: other ids may say the same."""
 
-SMALL = 16_384
+MAX_CHARACTERS_ON_LOOP = 16_384
 """Prompts of more characters are made off the event loop: encoding one of 80 kB takes some 50 ms."""
 
-A_TOOL = 1_000
+TOOL_CHARACTERS = 1_000
 """The characters that a tool is taken to add to a prompt: a guess, which only decides whether a thread renders it."""
 
-A_MESSAGE = 100
+MESSAGE_CHARACTERS = 100
 """What a message is taken to add to it besides what it says: a template may take 20 us for each."""
 
 T = TypeVar("T")
@@ -77,46 +77,48 @@ class PreparedPrompt:
     """How the prompt was made from the turn before; None where it was not."""
     continued: bool = False
     """A cut turn goes on."""
-    taken_back: Node | None = None
+    taken_back: TurnNode | None = None
     """The turn that is played again and not trained on."""
 
 
-async def next_prompt(state: ConversationState, head: Head, *, extend: bool, refuses: bool = False) -> PreparedPrompt:
+async def next_prompt(
+    state: ConversationState, cursor: Cursor, *, extend: bool, raise_unbridgeable: bool = False
+) -> PreparedPrompt:
     """The prompt of the next turn, of the queued messages and what was seen before.
 
     Args:
         state: the conversation.
-        head: where it speaks next.
+        cursor: where it speaks next.
         extend: the segment of the turn that it goes on from may be extended; else a new one has a copy of its ids.
-        refuses: where there is no exact one, raise why; else the episode ends.
+        raise_unbridgeable: where there is no exact one, raise why; else the episode ends.
 
     Raises:
         EpisodeOver: it cannot fit the context, or there is none that is exact.
         Unbridgeable: the same of one that is only refused.
         RuntimeError: nothing was added that could be answered.
     """
-    _refuse_oversized(state, head)
+    _refuse_oversized(state, cursor)
     # A copy: while a template renders in a thread, the author may add what only the turn after this one will see.
-    queued = list(head.queued)
+    queued = list(cursor.queued)
     try:
-        prompt = await _prompt_of(state, head, queued)
+        prompt = await _prompt_of(state, cursor, queued)
     except Unbridgeable as missing:
-        if refuses:
+        if raise_unbridgeable:
             raise
-        _end_without_prompt(state, head, missing)
+        _end_without_prompt(state, cursor, missing)
     prompt.queued = len(queued)
-    if head.node is not None and prompt.segment is head.node.segment and not extend:
-        _branch_off(prompt, head.node)
+    if cursor.node is not None and prompt.segment is cursor.node.segment and not extend:
+        _branch_off(prompt, cursor.node)
     return prompt
 
 
-async def _prompt_of(state: ConversationState, head: Head, queued: list[Message]) -> PreparedPrompt:
-    node, again = head.node, head.again
+async def _prompt_of(state: ConversationState, cursor: Cursor, queued: list[Message]) -> PreparedPrompt:
+    node, again = cursor.node, cursor.again
     if again is not None and queued == list(again.asked):
-        return _once_more(again, takes_back=head.takes_back)
-    if node is not None and not head.whole and queued:
-        return await _answering(state, head, node, queued)
-    if node is not None and not head.whole:
+        return _once_more(again, takes_back=cursor.takes_back)
+    if node is not None and not cursor.whole and queued:
+        return await _answering(state, cursor, node, queued)
+    if node is not None and not cursor.whole:
         if node.turn.finish is FinishReason.STOP:
             raise RuntimeError(
                 f"nothing was added to conversation {state.name!r} since its last turn: add() an answer."
@@ -125,27 +127,27 @@ async def _prompt_of(state: ConversationState, head: Head, queued: list[Message]
         return PreparedPrompt(segment, ids, (), Source.BRIDGE, node.plain, continued=True)
     if not queued:
         raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
-    return await _first(state, head, queued)
+    return await _first(state, cursor, queued)
 
 
-async def _first(state: ConversationState, head: Head, messages: Sequence[Message]) -> PreparedPrompt:
+async def _first(state: ConversationState, cursor: Cursor, messages: Sequence[Message]) -> PreparedPrompt:
     """The first prompt of a segment, rendered from the start."""
-    messages = state.chat.with_fitting_ids(messages, state.play.call_ids)
-    reencoded = head.node is None and not head.whole and not state.segments
-    again = reencoded and any(map(state.play.was_said, messages))
-    cause = REENCODED if again else head.whole or "start"
-    tools = head.schemas()
-    bridger, size = state.chat.bridger, sum(len(message["content"]) + A_MESSAGE for message in messages)
-    size += A_TOOL * len(tools)
+    messages = state.chat.with_fitting_ids(messages, state.episode.call_ids)
+    reencoded = cursor.node is None and not cursor.whole and not state.segments
+    again = reencoded and any(map(state.episode.was_said, messages))
+    cause = REENCODED if again else cursor.whole or "start"
+    tools = cursor.schemas()
+    bridger, size = state.chat.bridger, sum(len(message["content"]) + MESSAGE_CHARACTERS for message in messages)
+    size += TOOL_CHARACTERS * len(tools)
     render = partial(bridger.prompt_text, messages, tools)
-    ids = await _encoded(state, render() if size <= SMALL else await _in_thread(state, render))
+    ids = await _encoded(state, render() if size <= MAX_CHARACTERS_ON_LOOP else await _in_thread(state, render))
     junction = forked_junction(cause) if cause != "start" else None
-    segment = Segment(cause=cause, tools=tools, origin=head.origin)
+    segment = Segment(cause=cause, tools=tools, origin=cursor.origin)
     plain = all(map(is_plain, messages))
     return PreparedPrompt(segment, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
 
-def _once_more(again: Node, *, takes_back: bool) -> PreparedPrompt:
+def _once_more(again: TurnNode, *, takes_back: bool) -> PreparedPrompt:
     """The very ids of a turn's prompt, once more."""
     first = again.spoken
     start = first.turn.start
@@ -165,7 +167,7 @@ def _once_more(again: Node, *, takes_back: bool) -> PreparedPrompt:
     )
 
 
-def _branch_off(prompt: PreparedPrompt, node: Node) -> None:
+def _branch_off(prompt: PreparedPrompt, node: TurnNode) -> None:
     """Begin a segment of its own with a copy of the ids that the prompt goes on from."""
     tools, shared = node.segment.tools, node.turn.end
     prompt.segment = Segment(cause=BRANCH, tools=tools, origin=node.origin, shared=shared)
@@ -173,10 +175,12 @@ def _branch_off(prompt: PreparedPrompt, node: Node) -> None:
     prompt.messages = [*node.messages, *prompt.messages]
 
 
-async def _answering(state: ConversationState, head: Head, node: Node, new: Sequence[Message]) -> PreparedPrompt:
+async def _answering(
+    state: ConversationState, cursor: Cursor, node: TurnNode, new: Sequence[Message]
+) -> PreparedPrompt:
     """The prompt after a turn that is answered, by the run's policy."""
     plain = node.plain and all(map(is_plain, new))
-    segment, last, history, tools = node.segment, node.turn, state.chat.history, head.schemas()
+    segment, last, history, tools = node.segment, node.turn, state.chat.history, cursor.schemas()
     if tools != segment.tools:
         return await _forked(state, node, new, tools, "environment")
     if last.thinking and not history.close_reasoning:
@@ -197,7 +201,9 @@ async def _answering(state: ConversationState, head: Head, node: Node, new: Sequ
     return PreparedPrompt(segment, ids, bridge.ids, Source.BRIDGE, plain, new, len(new), junction=junction)
 
 
-async def _bridge(state: ConversationState, node: Node, new: Sequence[Message], tools: Schemas, plain: bool) -> Bridge:
+async def _bridge(
+    state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, plain: bool
+) -> Bridge:
     bridger, last = state.chat.bridger, node.turn
     answered = AnsweredTurn(node.messages, new, tools, last.number, plain)
     tail = bridger.locality.tail_at_once(answered)
@@ -207,7 +213,7 @@ async def _bridge(state: ConversationState, node: Node, new: Sequence[Message], 
 
 
 async def _forked(
-    state: ConversationState, node: Node, new: Sequence[Message], tools: Schemas, cause: str
+    state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
     """A new segment with everything rendered anew, loss mask 0 throughout."""
     bridger, messages = state.chat.bridger, [*node.messages, *new]
@@ -218,7 +224,7 @@ async def _forked(
     return PreparedPrompt(again, ids, ids, Source.PROMPT, plain, messages, len(messages), junction=junction)
 
 
-async def _followed(state: ConversationState, node: Node, new: Sequence[Message], tools: Schemas) -> PreparedPrompt:
+async def _followed(state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas) -> PreparedPrompt:
     """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
     fork = await _forked(state, node, new, tools, "template")
     before = node.turn.end
@@ -233,7 +239,7 @@ async def _followed(state: ConversationState, node: Node, new: Sequence[Message]
 async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
     """The ids of a whole prompt; a long one is encoded in a thread, and where several want the same, once."""
     chat = state.chat
-    if len(text[0]) <= SMALL:
+    if len(text[0]) <= MAX_CHARACTERS_ON_LOOP:
         return chat.bridger.prompt_ids(text)
     known: array[int] | None = chat.bridger.known_prompt(text)
     if known is not None:
@@ -245,7 +251,7 @@ async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
                 return other.ids[:]
         chat.encoding[text] = own = Encoding()
         try:
-            own.ids = await state.play.shared.workers.call(Job(partial(chat.bridger.prompt_ids, text), "prompt"))
+            own.ids = await state.episode.shared.workers.call(Job(partial(chat.bridger.prompt_ids, text), "prompt"))
             return own.ids[:]
         finally:
             del chat.encoding[text]
@@ -258,37 +264,37 @@ async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
     It is no work of the episode's: its clocks stand still, as while it waits for a place in the engine.
     """
     with Waiting():
-        made: T = await state.play.shared.workers.call(Job(render, "chat template"))
+        made: T = await state.episode.shared.workers.call(Job(render, "chat template"))
         return made
 
 
 # --- where there is none
 
 
-def oversized(state: ConversationState, head: Head) -> int:
+def oversized(state: ConversationState, cursor: Cursor) -> int:
     """Characters of the queued messages where they are too many for the context in any case, else 0."""
-    size = sum(len(message["content"]) for message in head.queued)
+    size = sum(len(message["content"]) for message in cursor.queued)
     return size if size > state.context * state.chat.tokenizer.longest_token else 0
 
 
-def _refuse_oversized(state: ConversationState, head: Head) -> None:
+def _refuse_oversized(state: ConversationState, cursor: Cursor) -> None:
     # Before it is encoded: that takes its time on a huge text, on the event loop.
-    size = oversized(state, head)
+    size = oversized(state, cursor)
     if size:
         least = size // state.chat.tokenizer.longest_token
-        text = f"{state.play.key.id}: {size} characters cannot fit the context of {state.context} ids"
+        text = f"{state.episode.key.id}: {size} characters cannot fit the context of {state.context} ids"
         state.refuse_prompt(text, prompt=least)
 
 
-def _end_without_prompt(state: ConversationState, head: Head, missing: Unbridgeable) -> NoReturn:
+def _end_without_prompt(state: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
     """End the episode: whose fault it is depends on who spoke, and on what cut the turn that cannot be answered."""
     name = state.name
     ending: Ending | None = None
     if not state.train:
         ending = Ending(Outcome.ENV_ERROR, agent=name, error=f"agent {name!r}: {missing}")
-    elif missing.property is Property.REASONING_CLOSED and head.node is not None:
-        ending = Ending.of_cut_turn(head.node.turn, str(missing))
-    state.play.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
+    elif missing.property is Property.REASONING_CLOSED and cursor.node is not None:
+        ending = Ending.of_cut_turn(cursor.node.turn, str(missing))
+    state.episode.limits.end_episode(ending or Ending(Outcome.TOKEN_ERROR, agent=name, error=str(missing)))
 
 
 # --- records of how it was made, also for verification

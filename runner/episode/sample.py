@@ -10,7 +10,7 @@ from typing import Self
 
 from runner.concurrency.clocks import Clock, Progress, Waiting, WhileSampling, loop_time
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
-from runner.episode.turn_listener import TurnListener
+from runner.episode.turn_event_parser import TurnEventParser
 from runner.errors import EngineError, EngineStalled
 from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
@@ -19,11 +19,11 @@ from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Timings
 from runner.turn_events import IdsSampled, TurnAdmitted
 
-__all__ = ["Sample", "sample"]
+__all__ = ["SampledTurn", "sample"]
 
 
 @dataclass(slots=True)
-class Sample:
+class SampledTurn:
     """What one request left in the log; filled in while it streams, so that a cancellation loses nothing."""
 
     log: TokenLog
@@ -50,9 +50,9 @@ class Sample:
     """The engine's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
     """How long it was queued, and how long its first id and the others took."""
-    listener: TurnListener | None = None
+    event_parser: TurnEventParser | None = None
     """Who hears what is sampled while it is."""
-    watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None
+    on_progress: Callable[[TurnAdmitted | IdsSampled], None] | None = None
     """Is told when the engine took the request, and which ids it samples."""
     handle: str = ""
     """What names the turn to a client."""
@@ -63,18 +63,18 @@ class Sample:
         self.log.append_prompt(ids, source)
         self.start = self.end = len(self.log)
         self.admitted = True
-        if self.watch is not None:
-            self.watch(TurnAdmitted(self.handle, self.log.ids[:], self.calls_before))
+        if self.on_progress is not None:
+            self.on_progress(TurnAdmitted(self.handle, self.log.ids[:], self.calls_before))
 
     def keep(self, delta: Delta) -> None:
         self.log.append_sampled(delta.token_ids, delta.logprobs)
         if delta.top is not None:
             self.log.append_top(self.start, delta.top)
         self.end += len(delta.token_ids)
-        if self.watch is not None:
-            self.watch(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
-        if self.listener is not None:
-            self.listener.hear(delta.token_ids)
+        if self.on_progress is not None:
+            self.on_progress(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
+        if self.event_parser is not None:
+            self.event_parser.feed(delta.token_ids)
 
     def fail(self, error: EngineError) -> None:
         self.error = error
@@ -86,8 +86,8 @@ class Sample:
         self.log.cut(self.start)
         self.end = self.start
         self.finish, self.stop, self.error = FinishReason.ABORT, None, None
-        if self.listener is not None:
-            self.listener.restart()
+        if self.event_parser is not None:
+            self.event_parser.restart()
 
     def stopped(self, stops: StopStrings, delta: Delta, kept: int) -> None:
         """Keep the ids of `delta` up to the one that completed a stop string."""
@@ -168,7 +168,7 @@ class StopStrings:
 
 
 async def sample(
-    into: Sample,
+    into: SampledTurn,
     engine: Engine,
     request: GenerationRequest,
     *,
@@ -190,7 +190,7 @@ async def sample(
 
 
 async def _sample_once(
-    into: Sample,
+    into: SampledTurn,
     engine: Engine,
     request: GenerationRequest,
     new: tuple[Sequence[int], Source],
@@ -232,10 +232,10 @@ def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
 
 
 async def _read(
-    into: Sample, deltas: DeltaStream, stops: StopStrings | None, silence: Clock, progress: Progress | None
+    into: SampledTurn, deltas: DeltaStream, stops: StopStrings | None, silence: Clock, progress: Progress | None
 ) -> None:
     patience = math.inf if silence.seconds is None else silence.seconds
-    admitted = heard = first = loop_time()
+    admitted = received = first = loop_time()
     async for delta in deltas:
         now = loop_time()
         if into.end == into.start:
@@ -244,8 +244,8 @@ async def _read(
         if progress is not None:
             progress.note(now)
         # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
-        elif now - heard > patience / 8:
-            heard = now
+        elif now - received > patience / 8:
+            received = now
             silence.start(silence.seconds)
         kept = stops.feed(delta.token_ids) if stops is not None else None
         if kept is not None and stops is not None:

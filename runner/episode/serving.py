@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import anyio
 
 from runner.chat_requests import ChatCall
-from runner.endpoint.endpoint import LAST_SECONDS, ChatThread
+from runner.endpoint.endpoint import END_GRACE_SECONDS, ChatThread
 from runner.episode.alignment import AS_SENT
 from runner.episode.key import MAIN
 from runner.episode.model import ChatModel, Model
@@ -19,7 +19,7 @@ from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption, ContextFull, EpisodeOver
 from runner.tokens.decode import text_of_token
 from runner.trajectory import Turn
-from runner.turn_events import GiveTurn, TurnRelay
+from runner.turn_events import DeliverTurn, TurnEventSink
 
 __all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "check_serving", "model_name"]
 
@@ -38,7 +38,7 @@ class ServedEpisode:
     """Answers what an endpoint of an episode is asked.
 
     Args:
-        play: the episode.
+        episode: the episode.
         train: which threads are trained.
         overflow: what becomes of a history that does not fit.
         history: whose words of the past the model sees.
@@ -46,34 +46,36 @@ class ServedEpisode:
     """
 
     def __init__(
-        self, play: EpisodeState, *, train: Train, overflow: Overflow, history: SentHistory, system_as_user: bool
+        self, episode: EpisodeState, *, train: Train, overflow: Overflow, history: SentHistory, system_as_user: bool
     ) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
             raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
         check_serving(overflow=overflow, history=history, names=("serve(overflow=)", "serve(history=)"))
-        self._play = play
-        self._desk = play.desk
+        self._episode = episode
+        self._chat_service = episode.chat_service
         self._train = train
         self._ends = overflow == "end"
         self._as_sent = history == AS_SENT
         self._system_as_user = system_as_user
         self._told: float | None = None
-        self._chat = play.shared.chat_of(MAIN)
+        self._chat = episode.shared.chat_of(MAIN)
 
-    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
-        """Have a request answered; see `ChatDesk.ask`."""
+    async def ask(
+        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+    ) -> Turn:
+        """Have a request answered; see `ChatService.ask`."""
         self._refuse_if_over()
         asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
         try:
-            return await self._desk.ask(asked, relay=relay, give=give)
+            return await self._chat_service.ask(asked, sink=sink, deliver=deliver)
         except ContextFull:
-            if self._ends and self._play.limits.context_full is not None:
-                self._play.limits.end_episode(self._play.limits.context_full)
+            if self._ends and self._episode.limits.context_full is not None:
+                self._episode.limits.end_episode(self._episode.limits.context_full)
             raise
 
     async def count(self, asked: ChatCall) -> int:
         """How many ids the prompt of a request has."""
-        return await self._desk.count(asked)
+        return await self._chat_service.count(asked)
 
     def text_of(self, ids: Sequence[int], /) -> str:
         """The texts of ids one after the other; bytes that are no text by themselves stand as `text_of_token` says."""
@@ -83,7 +85,7 @@ class ServedEpisode:
 
     def threads(self) -> list[ChatThread]:
         """The threads so far."""
-        return [_seen(thread) for thread in self._desk.threads]
+        return [_seen(thread) for thread in self._chat_service.threads]
 
     def _trains(self, asked: ChatCall) -> bool | None:
         if self._train is None or isinstance(self._train, bool):
@@ -92,18 +94,18 @@ class ServedEpisode:
         try:
             return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
         except Exception as error:  # no client of it can do anything about that
-            self._play.limits.end_episode(failure(error))
+            self._episode.limits.end_episode(failure(error))
 
     def _refuse_if_over(self) -> None:
         """Say to a client that the episode is over, as often as it asks.
 
         A turn that is asked for then has the whole play cancelled, and a program could not end by itself.
         """
-        ending, now = self._play.limits.silenced_by, anyio.current_time()
+        ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:
             return
         self._told = now if self._told is None else self._told
-        if now < self._told + LAST_SECONDS:
+        if now < self._told + END_GRACE_SECONDS:
             raise EpisodeOver(str(ending))
 
 
@@ -125,7 +127,7 @@ def _seen(thread: ConversationState) -> ChatThread:
     return ChatThread(
         name=thread.name,
         label=next((each.label for each in thread.requests if each.label), ""),
-        tools=[tool.name for tool in thread.head.tools],
+        tools=[tool.name for tool in thread.cursor.tools],
         trained=thread.train,
         turns=list(thread.turns),
         verdicts=[each.verdict for each in thread.requests],

@@ -22,19 +22,19 @@ from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
 from runner.concurrency.user_code import AuthorCode, TooSlow
 from runner.engines.base import Session
-from runner.episode.forest import Head, Node
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import EpisodeLimits
 from runner.episode.model import ChatModel
 from runner.episode.shared import RunShared
+from runner.episode.turn_tree import Cursor, TurnNode
 from runner.errors import BadOption
 from runner.messages import Message, check_answers
 from runner.options import Limits, Sampling
 from runner.tools.tool import Tool
 from runner.trajectory import BRANCH, Segment, Trajectory, Turn
-from runner.turn_events import GiveTurn, TurnRelay
+from runner.turn_events import DeliverTurn, TurnEventSink
 
-__all__ = ["ConversationState", "Desk", "EpisodeState", "OpenConversation", "checked_tools"]
+__all__ = ["ChatHandler", "ConversationState", "EpisodeState", "OpenConversation", "checked_tools"]
 
 
 class OpenConversation(Protocol):
@@ -49,8 +49,8 @@ class OpenConversation(Protocol):
         ...
 
 
-class Desk(Protocol):
-    """As much of a `ChatDesk`, which stands above this module, as an episode and its endpoint call."""
+class ChatHandler(Protocol):
+    """As much of a `ChatService`, which stands above this module, as an episode and its endpoint call."""
 
     threads: list[ConversationState]
 
@@ -59,7 +59,9 @@ class Desk(Protocol):
         """Whether it takes requests of whoever asks."""
         ...
 
-    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
+    async def ask(
+        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+    ) -> Turn:
         """Have a request answered."""
         ...
 
@@ -86,7 +88,7 @@ class EpisodeState:
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
         """The conversations so far, by agent, in the order in which they were opened."""
-        self.desk: Desk
+        self.chat_service: ChatHandler
         """Takes the requests of somebody else's loop; `Play` sets it."""
         self.renamed: dict[str, str] = {}
         """What threads of requests are called in the end, by the name that they were opened with."""
@@ -193,7 +195,7 @@ class ConversationState:
     def __init__(
         self,
         name: str,
-        play: EpisodeState,
+        episode: EpisodeState,
         *,
         train: bool,
         counted: bool,
@@ -208,18 +210,18 @@ class ConversationState:
         self.counted = counted
         """Whether the run's sampling and limits are meant for it: it is trained, or evaluated as `main` is where a
         server of messages speaks for it."""
-        self.play = play
+        self.episode = episode
         """The episode it speaks in."""
         self.conversation: OpenConversation
         """The conversation as the author sees it; whoever opens it sets this."""
-        self.model = play.shared.chat_of(name)
+        self.model = episode.shared.chat_of(name)
         """What speaks for it."""
         check_answers(messages)
-        self.head = Head(checked_tools(tools), list(messages))
+        self.cursor = Cursor(checked_tools(tools), list(messages))
         """Where it speaks next."""
         self.turns: list[Turn] = []
         """What it said, by number."""
-        self.nodes: list[Node] = []
+        self.nodes: list[TurnNode] = []
         """The same as a forest, in the order in which the turns ended."""
         self.segments: list[Segment] = []
         """Its token logs, with the messages that are their view."""
@@ -235,7 +237,7 @@ class ConversationState:
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
-        self._sessions = [self.model.engine.session(late=bool(play.states), beside=self._another())]
+        self._sessions = [self.model.engine.session(late=bool(episode.states), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
     @cached_property
@@ -247,7 +249,7 @@ class ConversationState:
     @property
     def context(self) -> int:
         """How many tokens this conversation may hold."""
-        limit = self.play.limits.configured.context
+        limit = self.episode.limits.configured.context
         engine = self.model.engine.context
         return engine if limit is None else min(limit, engine)
 
@@ -269,7 +271,9 @@ class ConversationState:
     def _another(self) -> Session | None:
         """What the same engine keeps of another conversation of the episode, if there is one."""
         engine = self.model.engine
-        return next((state._sessions[0] for state in self.play.states.values() if state.model.engine is engine), None)
+        return next(
+            (state._sessions[0] for state in self.episode.states.values() if state.model.engine is engine), None
+        )
 
     def close_sessions(self) -> None:
         """Give the engine's room back."""
@@ -280,7 +284,7 @@ class ConversationState:
         """The number of a turn that begins now. What comes to no turn gives it back, unless a later one is given."""
         return NumberOfTurn(self)
 
-    def record(self, head: Head, node: Node) -> None:
+    def record(self, cursor: Cursor, node: TurnNode) -> None:
         """Add a turn to its segment and to the forest, move the head behind it, and count it."""
         segment, turn = node.segment, node.turn
         segment.messages.append(node.reply)
@@ -290,49 +294,55 @@ class ConversationState:
         turn.segment = self._indices[id(segment)]
         self.nodes.append(node)
         insort(self.turns, turn, key=lambda turn: turn.number)  # one that was begun earlier may end later
-        head.node, head.whole, head.again = node, "", None
-        self.play.limits.count(turn, counted=self.counted)
+        cursor.node, cursor.whole, cursor.again = node, "", None
+        self.episode.limits.count(turn, counted=self.counted)
 
     def refuse_prompt(self, error: str, *, prompt: int, context: int = 0) -> NoReturn:
         """Raise that a prompt of at least so many ids does not fit the context, or another one that a server told."""
         context = context or self.context
-        self.play.limits.refuse_prompt(self.name, error, counted=self.counted, prompt=prompt, context=context)
+        self.episode.limits.refuse_prompt(self.name, error, counted=self.counted, prompt=prompt, context=context)
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is one of this conversation's."""
         return id(segment) in self._indices  # all of which live as long as this
 
-    def node_of(self, turn: Turn) -> Node | None:
+    def node_of(self, turn: Turn) -> TurnNode | None:
         """The node of a turn in the forest; None for a turn of somebody else."""
         return next((node for node in reversed(self.nodes) if node.turn is turn), None)
 
     def sampling(self) -> Sampling:
         """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
-        play = self.play
-        given = play.environment.sampling
+        episode = self.episode
+        given = episode.environment.sampling
         if given is not self._environment_sampling:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
-            self._sampling = play.shared.sampling_of(
+            self._sampling = episode.shared.sampling_of(
                 counted=self.counted, conversation=self.own_sampling, environment=given
             )
             self._environment_sampling = given
-        play.check_limits()
+        episode.check_limits()
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
         """Hand over what was seen and said; messages that the model never saw stand at the end."""
         self._order_segments()
-        head, segments = self.head, self.segments
-        if head.queued:
-            node, last = head.node, segments[-1] if segments else None
-            if last is not None and node is not None and not head.whole and node.segment is last and node.ends_segment:
-                last.messages.extend(head.queued)
+        cursor, segments = self.cursor, self.segments
+        if cursor.queued:
+            node, last = cursor.node, segments[-1] if segments else None
+            if (
+                last is not None
+                and node is not None
+                and not cursor.whole
+                and node.segment is last
+                and node.ends_segment
+            ):
+                last.messages.extend(cursor.queued)
             else:
-                last = _unsampled(head)
+                last = _unsampled(cursor)
                 segments.append(last)
-            last.unseen = len(head.queued)
-            self.head = Head(head.tools, node=node)
+            last.unseen = len(cursor.queued)
+            self.cursor = Cursor(cursor.tools, node=node)
         trajectory.segments = segments
         trajectory.turns = self.turns
         trajectory.requests = self.requests
@@ -353,10 +363,10 @@ class ConversationState:
                 node.turn.segment = indices[id(node.segment)]
 
 
-def _unsampled(head: Head) -> Segment:
+def _unsampled(cursor: Cursor) -> Segment:
     """A segment of messages alone, which end with some that the model never saw."""
-    cause = head.whole or ("start" if head.node is None else BRANCH)
-    return Segment(cause=cause, tools=head.schemas(), origin=head.origin, messages=[*head.seen, *head.queued])
+    cause = cursor.whole or ("start" if cursor.node is None else BRANCH)
+    return Segment(cause=cause, tools=cursor.schemas(), origin=cursor.origin, messages=[*cursor.seen, *cursor.queued])
 
 
 def _says(turn: Turn, message: Message) -> bool:

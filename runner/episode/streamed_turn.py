@@ -13,7 +13,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from runner.trajectory import Turn
 from runner.turn_events import TurnEvent
 
-__all__ = ["StreamedTurn", "heard"]
+__all__ = ["StreamedTurn", "stream_turn"]
 
 Generate: TypeAlias = Callable[[Callable[[TurnEvent], None]], Awaitable[Turn]]
 """Samples a turn and tells what it says."""
@@ -60,16 +60,16 @@ class StreamedTurn:
 
 
 @asynccontextmanager
-async def heard(last: Callable[[], Turn | None], generate: Generate) -> AsyncIterator[StreamedTurn]:
+async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> AsyncIterator[StreamedTurn]:
     """Sample a turn, which becomes the `last` one, while the block runs and no longer."""
     # It holds no more than the turn does, and the sampling never waits for whoever listens.
-    tell, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
+    on_event, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
     streamed = StreamedTurn(events, last)
 
     async def sample() -> None:
-        with tell:
+        with on_event:
             try:
-                await generate(tell.send_nowait)
+                await generate(on_event.send_nowait)
             except Exception as error:
                 streamed._error = error
 

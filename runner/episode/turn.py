@@ -12,25 +12,25 @@ import anyio
 
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
-from runner.episode.forest import Head, Node
 from runner.episode.message_turn import MessageTurn
 from runner.episode.model import ChatModel, MessageModel
 from runner.episode.parsed_turn import ParsedTurn, text_of
 from runner.episode.prompting import PreparedPrompt, next_prompt
-from runner.episode.sample import Sample, sample
+from runner.episode.sample import SampledTurn, sample
 from runner.episode.state import ConversationState
-from runner.episode.turn_listener import TurnListener
+from runner.episode.turn_event_parser import TurnEventParser
 from runner.episode.turn_settings import (
-    NOBODY,
-    TurnAudience,
-    TurnSpot,
+    NO_SINKS,
+    TurnContext,
+    TurnSinks,
     end_by,
     enforced_constraint,
+    record_not_enforced,
     sampling_of,
-    say_not_enforced,
     tool_choice_of,
     unconstrained,
 )
+from runner.episode.turn_tree import Cursor, TurnNode
 from runner.errors import BadOption
 from runner.options import Constraint, Sampling, ToolChoice
 from runner.tools.tool import Tool
@@ -42,43 +42,43 @@ __all__ = ["take_turn"]
 
 async def take_turn(
     state: ConversationState,
-    head: Head,
+    cursor: Cursor,
     sampling: Sampling | None = None,
     tool_choice: ToolChoice | None = None,
     *,
     number: int | None = None,
-    audience: TurnAudience = NOBODY,
+    sinks: TurnSinks = NO_SINKS,
 ) -> Turn:
     """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
 
     Args:
         state: the conversation.
-        head: where it speaks; of several turns at the same time each has another one.
+        cursor: where it speaks; of several turns at the same time each has another one.
         sampling: goes over the conversation's.
         tool_choice: goes over the environment's.
         number: the turn's number, where that was given out before.
-        audience: who hears of the turn while it is sampled.
+        sinks: who hears of the turn while it is sampled.
     """
-    await state.play.limits.let_speak(state.name, counted=state.counted)
+    await state.episode.limits.let_speak(state.name, counted=state.counted)
     numbered = state.number() if number is None else nullcontext(number)
     if isinstance(state.model, MessageModel):
         with numbered as number, state.session() as session:
-            asking = MessageTurn(TurnSpot(state, head, number, session), state.model.engine)
-            return await asking.take(sampling, tool_choice, audience)
-    with _Extending(state, head) as extend, numbered as number, state.session() as session:
-        spot = TurnSpot(state, head, number, session)
-        prompt = await next_prompt(state, head, extend=extend, refuses=audience.refuses)
+            asking = MessageTurn(TurnContext(state, cursor, number, session), state.model.engine)
+            return await asking.take(sampling, tool_choice, sinks)
+    with _Extending(state, cursor) as extend, numbered as number, state.session() as session:
+        turn_context = TurnContext(state, cursor, number, session)
+        prompt = await next_prompt(state, cursor, extend=extend, raise_unbridgeable=sinks.raise_unbridgeable)
         _refuse_too_long(state, prompt)
-        request = _request(spot, prompt, sampling, tool_choice, audience)
-        sampled, node = _empty_sample(spot, prompt, request, audience), None
+        request = _request(turn_context, prompt, sampling, tool_choice, sinks)
+        sampled, node = _empty_sample(turn_context, prompt, request, sinks), None
         try:
             await _sampling(state, prompt, request, sampled)
         finally:
             # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission.
             if sampled.admitted:
-                node = _written_down(spot, prompt, request, sampled)
-                await _parse(spot, node, sampled)
-                state.record(head, node)
+                node = _recorded(turn_context, prompt, request, sampled)
+                await _parse(turn_context, node, sampled)
+                state.record(cursor, node)
     if sampled.error is not None:
         end_by(state, sampled.error)
     assert node is not None  # an engine that did not fail has admitted the request
@@ -90,8 +90,8 @@ class _Extending:
 
     __slots__ = ("_node",)
 
-    def __init__(self, state: ConversationState, head: Head) -> None:
-        node = head.node
+    def __init__(self, state: ConversationState, cursor: Cursor) -> None:
+        node = cursor.node
         self._node = node if node is not None and node.ends_segment and state.has(node.segment) else None
 
     def __enter__(self) -> bool:
@@ -107,7 +107,7 @@ class _Extending:
 
 def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
     if len(prompt.ids) >= state.context:
-        text = f"{state.play.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
+        text = f"{state.episode.key.id}: {len(prompt.ids)} ids do not fit the context of {state.context}"
         state.refuse_prompt(text, prompt=len(prompt.ids))
 
 
@@ -127,33 +127,33 @@ class _TurnRequest:
 
 
 def _request(
-    spot: TurnSpot,
+    turn_context: TurnContext,
     prompt: PreparedPrompt,
     sampling: Sampling | None,
     tool_choice: ToolChoice | None,
-    audience: TurnAudience,
+    sinks: TurnSinks,
 ) -> _TurnRequest:
-    state, chat, tools = spot.state, spot.state.chat, spot.head.tools
+    state, chat, tools = turn_context.state, turn_context.state.chat, turn_context.cursor.tools
     settings = sampling_of(state, sampling)
-    say_not_enforced(state, settings)
+    record_not_enforced(state, settings)
     settings.check_vocabulary(vocabulary_size(chat.engine))
     chat.engine.check_sampling(settings)
     choice = tool_choice_of(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
-    left = state.play.limits.tokens_left() if state.counted else None
+    left = state.episode.limits.tokens_left() if state.counted else None
     if left is not None:
         ceilings["tokens"] = left
     ceiling = min(ceilings, key=ceilings.__getitem__)
     generation = GenerationRequest(
-        name=spot.name,
+        name=turn_context.name,
         prompt=prompt.ids,
         sampling=settings if ceiling == "max_tokens" else settings.shortened(ceilings[ceiling]),
         stop_ids=settings.all_stop_ids(chat.stop_ids),
-        seed=spot.seed,
-        session=spot.session,
+        seed=turn_context.seed,
+        session=turn_context.session,
         constraint=_constraint(chat, tools, settings, choice),
         # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
-        acts_on_deltas=audience.listens or bool(settings.stop),
+        acts_on_deltas=sinks.listens or bool(settings.stop),
     )
     return _TurnRequest(generation, unconstrained(settings), choice, ceiling)
 
@@ -175,37 +175,39 @@ def _constraint(
     return constraint
 
 
-def _empty_sample(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, audience: TurnAudience) -> Sample:
+def _empty_sample(
+    turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, sinks: TurnSinks
+) -> SampledTurn:
     """What the deltas are kept in, with those who hear of them."""
-    before = spot.head.node
-    return Sample(
+    before = turn_context.cursor.node
+    return SampledTurn(
         prompt.segment.log,
-        listener=None if audience.tell is None else _listener(spot, prompt, request, audience.tell),
-        watch=audience.watch,
-        handle=audience.handle_of(spot.number),
+        event_parser=None if sinks.on_event is None else _event_parser(turn_context, prompt, request, sinks.on_event),
+        on_progress=sinks.on_progress,
+        handle=sinks.handle_of(turn_context.number),
         # A client counts on from the calls that it has already; only a turn that goes on with a cut one has any.
         calls_before=len(before.turn.tool_calls) if prompt.continued and before is not None else 0,
     )
 
 
-def _listener(
-    spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, tell: Callable[[TurnEvent], None]
-) -> TurnListener:
-    before, log = spot.head.node, prompt.segment.log
-    listener = TurnListener(spot.state.chat, spot.head.tools, request.tool_choice, tell)
-    listener.begin(
+def _event_parser(
+    turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, on_event: Callable[[TurnEvent], None]
+) -> TurnEventParser:
+    before, log = turn_context.cursor.node, prompt.segment.log
+    event_parser = TurnEventParser(turn_context.state.chat, turn_context.cursor.tools, request.tool_choice, on_event)
+    event_parser.begin(
         log.ids[before.begin :] if prompt.continued and before is not None else (),
-        calls_before=_calls_before(spot, prompt),
+        calls_before=_calls_before(turn_context, prompt),
         longest_stop=max(map(len, request.sampling.stop), default=0),
     )
-    return listener
+    return event_parser
 
 
 def _sampling(
-    state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: Sample
+    state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: SampledTurn
 ) -> Coroutine[Any, Any, None]:
     # No coroutine of its own: each delta would go through one frame more.
-    state.play.report_activity(f"{state.name}: engine")
+    state.episode.report_activity(f"{state.name}: engine")
     return sample(
         into,
         state.chat.engine,
@@ -213,24 +215,26 @@ def _sampling(
         new_ids=prompt.new_ids,
         source=prompt.source,
         tokenizer=state.chat.tokenizer,
-        stall_seconds=state.play.limits.configured.stall_seconds,
+        stall_seconds=state.episode.limits.configured.stall_seconds,
     )
 
 
 # --- what came of it
 
 
-def _written_down(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest, sampled: Sample) -> Node:
+def _recorded(
+    turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, sampled: SampledTurn
+) -> TurnNode:
     """Put the prompt into its segment, and what was sampled into a turn behind it, which is not read yet."""
-    head, segment = spot.head, prompt.segment
+    cursor, segment = turn_context.cursor, prompt.segment
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
     # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
-    del head.queued[: prompt.queued]
+    del cursor.queued[: prompt.queued]
     turn = Turn(
-        agent=spot.state.name,
-        number=spot.number,
+        agent=turn_context.state.name,
+        number=turn_context.number,
         log=segment.log,
         start=sampled.start,
         end=sampled.end,
@@ -252,10 +256,10 @@ def _written_down(spot: TurnSpot, prompt: PreparedPrompt, request: _TurnRequest,
         # An engine knows one number only; which limit it stands for is known here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
-    return _node(spot, prompt, turn)
+    return _node(turn_context, prompt, turn)
 
 
-def _take_back(node: Node) -> None:
+def _take_back(node: TurnNode) -> None:
     """What was sampled of its message is trained on no more."""
     first = node.spoken
     for each in node.path():
@@ -264,16 +268,16 @@ def _take_back(node: Node) -> None:
             break
 
 
-def _node(spot: TurnSpot, prompt: PreparedPrompt, turn: Turn) -> Node:
+def _node(turn_context: TurnContext, prompt: PreparedPrompt, turn: Turn) -> TurnNode:
     """The node of a turn in the forest; what it says is not read yet."""
-    before, messages = spot.head.node, prompt.segment.messages
+    before, messages = turn_context.cursor.node, prompt.segment.messages
     begin, answered = turn.start, len(messages) - prompt.asked
     if prompt.continued and before is not None:
         # A call may be cut in two, so the message is read again from its first turn on.
         messages.pop()
         begin, answered = before.begin, before.answered
-    calls = _calls_before(spot, prompt)
-    return Node(
+    calls = _calls_before(turn_context, prompt)
+    return TurnNode(
         turn=turn,
         segment=prompt.segment,
         parent=before,
@@ -287,9 +291,9 @@ def _node(spot: TurnSpot, prompt: PreparedPrompt, turn: Turn) -> Node:
     )
 
 
-def _calls_before(spot: TurnSpot, prompt: PreparedPrompt) -> int:
+def _calls_before(turn_context: TurnContext, prompt: PreparedPrompt) -> int:
     """How many calls there were before the message that the turn says, or goes on with."""
-    before, again = spot.head.node, spot.head.again
+    before, again = turn_context.cursor.node, turn_context.cursor.again
     if prompt.continued and before is not None:
         return before.calls_before
     if again is not None and prompt.segment.cause in (RETRY, AGAIN):
@@ -297,21 +301,21 @@ def _calls_before(spot: TurnSpot, prompt: PreparedPrompt) -> int:
     return 0 if before is None else before.calls
 
 
-async def _parse(spot: TurnSpot, node: Node, sampled: Sample) -> None:
+async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn) -> None:
     """Fill in what the sampled ids say, as text, reasoning and calls."""
-    turn, chat, text = node.turn, spot.state.chat, sampled.text
+    turn, chat, text = node.turn, turn_context.state.chat, sampled.text
     ids = turn.log.ids
     if text is not None and node.begin < turn.start:
         text = chat.tokenizer.decode(ids[node.begin : turn.start]) + text
     spoken = ids[node.begin : turn.end]
     stopped = turn.finish is FinishReason.STOP and isinstance(turn.stop, int)
-    if sampled.listener is not None:
-        sampled.listener.finish(stopped=stopped, text=text)
+    if sampled.event_parser is not None:
+        sampled.event_parser.finish(stopped=stopped, text=text)
     if text is None:
         text = text_of(spoken, chat, stopped=stopped)
-    before, tools = node.calls_before, spot.head.tools
+    before, tools = node.calls_before, turn_context.cursor.tools
     read = partial(ParsedTurn.of, text, spoken, chat, tools, before=before, tool_choice=turn.tool_choice)
-    said = read() if chat.parser.named is None else await _in_thread(spot.state, read)
+    said = read() if chat.parser.named is None else await _in_thread(turn_context.state, read)
     turn.text, turn.reasoning, turn.tool_calls = said.text, said.reasoning, said.tool_calls
     turn.thinking = said.cut_in_reasoning(turn, chat)
     node.calls = before + len(said.tool_calls)
@@ -320,7 +324,7 @@ async def _parse(spot: TurnSpot, node: Node, sampled: Sample) -> None:
 
 async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
     """Read a turn in another library's way, which may take a second for a long one; a cancellation waits for it."""
-    state.play.report_activity(f"{state.name}: reading")
+    state.episode.report_activity(f"{state.name}: reading")
     with anyio.CancelScope(shield=True):
-        said: ParsedTurn = await state.play.shared.workers.call_beside(Job(read, "tool format"))
+        said: ParsedTurn = await state.episode.shared.workers.call_beside(Job(read, "tool format"))
     return said

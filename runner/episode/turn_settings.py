@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from runner.engines.base import Session
-from runner.episode.forest import Head
 from runner.episode.key import MAIN
 from runner.episode.limits import Ending
 from runner.episode.state import ConversationState
+from runner.episode.turn_tree import Cursor
 from runner.errors import EngineError, RequestRejected
 from runner.options import Constraint, ConstraintKind, Sampling, ToolChoice
 from runner.parsing.schema_grammar import answer_constraint, not_enforced
@@ -21,26 +21,26 @@ from runner.trajectory import Outcome
 from runner.turn_events import IdsSampled, TurnAdmitted, TurnEvent
 
 __all__ = [
-    "NOBODY",
-    "TurnAudience",
-    "TurnSpot",
+    "NO_SINKS",
+    "TurnContext",
+    "TurnSinks",
     "end_by",
     "enforced_constraint",
     "given_constraint",
+    "record_not_enforced",
     "sampling_of",
-    "say_not_enforced",
     "tool_choice_of",
     "unconstrained",
 ]
 
 
 @dataclass(slots=True)
-class TurnSpot:
+class TurnContext:
     """Where a turn is taken."""
 
     state: ConversationState
     """The conversation."""
-    head: Head
+    cursor: Cursor
     """The point of the conversation at which the agent speaks; it moves behind the turn."""
     number: int
     """The turn's number."""
@@ -50,38 +50,38 @@ class TurnSpot:
     @property
     def name(self) -> str:
         """The name of the turn's request, for people and logs."""
-        return f"{self.state.play.key.id}/{self.state.thread}/{self.number}"
+        return f"{self.state.episode.key.id}/{self.state.thread}/{self.number}"
 
     @property
     def seed(self) -> int:
         """The seed of the turn's random numbers."""
-        return derive_seed(self.state.play.seed, self.state.thread, self.number)
+        return derive_seed(self.state.episode.seed, self.state.thread, self.number)
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAudience:
+class TurnSinks:
     """Whoever hears of a turn while it is sampled, and what names the turn to them."""
 
     handle: Callable[[int], str] | None = None
     """Makes what names the turn of a number to a client."""
-    tell: Callable[[TurnEvent], None] | None = None
+    on_event: Callable[[TurnEvent], None] | None = None
     """Is told what the turn says."""
-    watch: Callable[[TurnAdmitted | IdsSampled], None] | None = None
+    on_progress: Callable[[TurnAdmitted | IdsSampled], None] | None = None
     """Is told when the engine took the turn's request, and its ids as they are sampled."""
-    refuses: bool = False
+    raise_unbridgeable: bool = False
     """Whether a prompt that cannot be made is raised as `Unbridgeable` and ends nothing; else it ends the episode."""
 
     @property
     def listens(self) -> bool:
         """Whether anybody hears of the turn before it is over."""
-        return self.tell is not None or self.watch is not None
+        return self.on_event is not None or self.on_progress is not None
 
     def handle_of(self, number: int) -> str:
         """What names the turn of this number to a client; "" where nobody names turns."""
         return "" if self.handle is None else self.handle(number)
 
 
-NOBODY = TurnAudience()
+NO_SINKS = TurnSinks()
 """The audience of a turn that nobody hears before it is over: one for all of them, since most turns are such."""
 
 
@@ -96,7 +96,7 @@ def end_by(state: ConversationState, error: EngineError) -> NoReturn:
     # A request that the engine refuses is refused again: the same seeds make the same request.
     rejected = isinstance(error, RequestRejected)
     ending = Ending(Outcome.ENGINE_ERROR, agent=state.name, error=str(error), permanent=rejected)
-    state.play.limits.end_episode(ending)
+    state.episode.limits.end_episode(ending)
 
 
 def tool_choice_of(state: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
@@ -106,7 +106,7 @@ def tool_choice_of(state: ConversationState, tools: Sequence[Tool], given: ToolC
     if given is not None:
         return given
     # The environment's is meant for `main`: another agent may not have the tool that it names.
-    choice = state.play.environment.tool_choice
+    choice = state.episode.environment.tool_choice
     known = ("auto", "none", *(tool.name for tool in tools))
     return choice if state.name == MAIN or choice in known else "auto"
 
@@ -131,14 +131,14 @@ def given_constraint(settings: Sampling) -> Constraint | None:
     return None
 
 
-def say_not_enforced(state: ConversationState, settings: Sampling) -> None:
+def record_not_enforced(state: ConversationState, settings: Sampling) -> None:
     """Note once a run what a schema says that nothing holds its turns to."""
     schema = settings.schema
     if schema is None:
         return
     told = not_enforced(schema)
-    if told and state.play.shared.is_new(f"schema {told}"):
-        state.play.faults.append(f"Sampling(schema=...): not enforced: {', '.join(told)}")
+    if told and state.episode.shared.is_new(f"schema {told}"):
+        state.episode.faults.append(f"Sampling(schema=...): not enforced: {', '.join(told)}")
 
 
 def unconstrained(settings: Sampling) -> Sampling:

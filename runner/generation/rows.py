@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from runner.concurrency.threads import soon_on_this_loop
 from runner.engines.base import Engine, FinishReason, GenerationRequest, width_of
-from runner.episode.sample import Sample, sample
+from runner.episode.sample import SampledTurn, sample
 from runner.errors import EngineDead, EngineError, RequestRejected
 from runner.options import Sampling
 from runner.seeds import derive_seed
@@ -85,7 +85,7 @@ async def _sample_row(row: Row, setting: RowSetting) -> SampledRow:
         return SampledRow(row.index, log, len(log), FinishReason.CONTEXT)
     request = _request(row, setting, room)
     for tried in range(setting.retries + 1):
-        into = Sample(TokenLog())
+        into = SampledTurn(TokenLog())
         await sample(
             into,
             setting.engine,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from runner.engines.base import BaseEngine, Engine
 from runner.episode.key import EpisodeKey
-from runner.episode.lifecycle import Play
+from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
 from runner.runs.run_setup import RunSetup
@@ -84,7 +84,7 @@ class LocalPlayer:
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
         """An attempt, on this event loop."""
-        return Play(self.shared, key)
+        return EpisodeRunner(self.shared, key)
 
     def watch_width(self, listener: Callable[[int], None]) -> None:
         """Call the listener once: the width is constant."""

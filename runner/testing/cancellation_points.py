@@ -21,7 +21,7 @@ from runner.engines.scripted.script import Latency
 from runner.environment.checks import as_environment, check_playable
 from runner.environment.lifespan import lifespan_of
 from runner.episode.key import EpisodeKey
-from runner.episode.lifecycle import Play
+from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.model import ChatModel
 from runner.episode.shared import RunShared
 from runner.errors import BadOption
@@ -315,10 +315,10 @@ async def _play_everywhere(
         opened.callback(shared.workers.close)
         lifespan = lifespan_of(made, shared.workers, close_seconds=shared.limits.close_seconds)
         shared.resources = await opened.enter_async_context(lifespan)
-        last: list[Play] = []
+        last: list[EpisodeRunner] = []
 
         async def episode() -> None:
-            play = Play(shared, EpisodeKey(task=one, index=0))
+            play = EpisodeRunner(shared, EpisodeKey(task=one, index=0))
             last[:] = [play]
             await play.run(in_this_task=True)
 

@@ -23,7 +23,7 @@ from anyio.streams.text import TextReceiveStream
 
 from runner import Concurrency, Conversation, Environment, Limits, Run, Task, ToolCall, Turn, reward
 from runner.engines.scripted.script import Latency, ModelCall, Reply
-from runner.episode.turn_settings import TurnAudience
+from runner.episode.turn_settings import TurnSinks
 from runner.messages import Message
 from runner.runs.event_loop import collector_settings, on_event_loop
 from runner.testing import ScriptedEngine
@@ -209,7 +209,7 @@ class _Load:
     async def _generate(self, conversation: Conversation) -> None:
         began = time.perf_counter()
         # Heard while it is sampled, as a client's is, by somebody who does nothing with it.
-        turn = await conversation._generate(TurnAudience(tell=lambda event: None), None, None)
+        turn = await conversation._generate(TurnSinks(on_event=lambda event: None), None, None)
         self._note([turn], [time.perf_counter() - began])
 
     def _note(self, turns: Sequence[Turn], took: Sequence[float]) -> None:

@@ -26,7 +26,7 @@ from runner.engines.vllm.runtime import VllmRuntime
 from runner.engines.vllm.settings import RequestConverter
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.episode.sample import Sample, sample
+from runner.episode.sample import SampledTurn, sample
 from runner.models import ResolvedModel
 from runner.options import Sampling
 from runner.runs.event_loop import collector_settings, on_event_loop
@@ -191,7 +191,7 @@ def _request(number: int) -> GenerationRequest:
 
 async def _stream(engine: VllmEngine, request: GenerationRequest, log: TokenLog) -> None:
     await sample(
-        Sample(log),
+        SampledTurn(log),
         engine,
         request,
         new_ids=PROMPT,

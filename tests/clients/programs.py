@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import ToolCall
-from runner.endpoint import clients
+from runner.endpoint import client_config
 from runner.endpoint.endpoint import Endpoint
 from runner.testing import Reply, call
 from tests.clients.installing import CLIENTS
@@ -17,7 +17,7 @@ from tests.clients.playing import PROMPT
 
 __all__ = ["PROGRAMS", "SCRIPTS", "Program"]
 
-KNOWN = {client.name: client for client in clients.CLIENTS}
+KNOWN = {client.name: client for client in client_config.CLIENTS}
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -21,9 +21,9 @@ from runner.chat_requests import ChatCall, ChatRequest
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.responses import Responses
-from runner.endpoint.wire import WireForm, WireRequest
-from runner.episode.alignment import Aligned
-from runner.episode.chat import ChatDesk
+from runner.endpoint.wire_form import WireForm, WireRequest
+from runner.episode.alignment import Alignment
+from runner.episode.chat_service import ChatService
 from runner.episode.state import ConversationState
 from runner.models import demo_model
 from runner.testing import Latency, Reply
@@ -80,7 +80,7 @@ def captured() -> Iterator[list[Captured]]:
     """The requests that endpoints are sent inside of the block."""
     came: list[Captured] = []
     read_by: dict[type[WireForm], Any] = {form: form.read for form in (ChatCompletions, Responses, AnthropicMessages)}
-    record = ChatDesk._record
+    record = ChatService._record
 
     def reading(form: type[WireForm]) -> Callable[..., WireRequest]:
         def read(self: WireForm, body: Mapping[str, Any], headers: Mapping[str, str]) -> WireRequest:
@@ -92,7 +92,9 @@ def captured() -> Iterator[list[Captured]]:
 
         return read
 
-    def recording(self: ChatDesk, thread: ConversationState, asked: ChatCall, found: Aligned, seconds: float) -> Any:
+    def recording(
+        self: ChatService, thread: ConversationState, asked: ChatCall, found: Alignment, seconds: float
+    ) -> Any:
         made = record(self, thread, asked, found, seconds)
         one = known[id(asked.messages)]
         one.thread, one.record = thread, made
@@ -104,7 +106,7 @@ def captured() -> Iterator[list[Captured]]:
     with ExitStack() as stack:
         for form in read_by:
             stack.enter_context(patch.object(form, "read", reading(form)))
-        stack.enter_context(patch.object(ChatDesk, "_record", recording))
+        stack.enter_context(patch.object(ChatService, "_record", recording))
         yield came
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from runner.endpoint.labels import _LABELS
-from runner.episode.reading import VOLATILE
+from runner.episode.client_messages import VOLATILE
 from tests.filler import filler
 from tests.recorded_words import IDENTIFIER, KEPT, STAYS
 

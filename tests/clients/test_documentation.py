@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.chat_requests import Tolerated
-from runner.endpoint.clients import CLIENTS, Client
+from runner.endpoint.client_config import CLIENTS, Client
 from tests.clients.installing import CLIENTS as INSTALLS
 from tests.clients.programs import PROGRAMS
 

@@ -292,7 +292,7 @@ class Holding(Dice):
 
     async def rollout(self, conversation: Conversation) -> None:
         async with self.episode.limiter("one", 1):
-            limiter: Any = self.episode._play.shared.limiter("one", 1)
+            limiter: Any = self.episode._state.shared.limiter("one", 1)
             EVENTS.append(str(limiter._worker))
             await until(lambda: HOLDS.on)
         await conversation.generate()

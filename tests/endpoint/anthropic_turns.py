@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runner import ContentPiece, ReasoningPiece, Sampling, ToolCalled
 from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_messages import AnthropicMessages
-from runner.endpoint.wire import Answered, AnswerWriter, WireRequest
+from runner.endpoint.wire_form import Answered, AnswerWriter, WireRequest
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
 from runner.testing.strategies import awkward_text

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from runner.chat_requests import ChatCall
 from runner.endpoint.response_events import ResponseWriter
 from runner.endpoint.responses import Responses
-from runner.endpoint.wire import Answered, WireRequest
+from runner.endpoint.wire_form import Answered, WireRequest
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
 from runner.parsing.events import ContentPiece, ReasoningPiece

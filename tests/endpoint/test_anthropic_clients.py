@@ -14,7 +14,7 @@ import pytest
 from runner import Conversation, Outcome, Trajectory
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.refusals import Reason, refusal_of
-from runner.endpoint.wire import Answered
+from runner.endpoint.wire_form import Answered
 from runner.testing import Fault, Reply, assert_exact
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
@@ -66,7 +66,7 @@ class Program:
 
     def __init__(self, episode: Any, form: AnthropicMessages, *, system_as_user: bool) -> None:
         self.system_as_user = system_as_user
-        self._desk = episode._play.desk
+        self._desk = episode._state.chat_service
         self._form = form
         self._asked = 0
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from runner import ContentPiece, ReasoningPiece, ToolCalled
 from runner.endpoint.refusals import Reason, Refused
-from runner.endpoint.wire import Answered, Restarted
+from runner.endpoint.wire_form import Answered, Restarted
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
 from runner.turn_events import TurnAdmitted, TurnProgress, TurnRestarted

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from runner import BadInput, Sampling
 from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Refused
-from runner.endpoint.wire import WireRequest
-from runner.episode.reading import MessageReader, joined
+from runner.endpoint.wire_form import WireRequest
+from runner.episode.client_messages import MessageReader, joined
 from runner.tools.external_tools import tools_of
 from runner.turn_events import TurnProgress
 from tests.endpoint.anthropic_turns import FORM, HANDLE, PARTS, rebuilt, said, streamed, whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner import Conversation, Endpoint, Outcome, Sampling
-from runner.endpoint.bodies import MESSAGES, decode_body
+from runner.endpoint.request_body import MAX_MESSAGES, decode_body
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, http, user
 from tests.playing import Plain, play_all
@@ -129,7 +129,7 @@ async def test_a_history_of_more_messages_than_are_read_is_refused_before_one_is
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             async with self.episode.serve() as endpoint, http(endpoint) as client:
-                body = {"model": "any", name: [user(str(number)) for number in range(MESSAGES + 1)]}
+                body = {"model": "any", name: [user(str(number)) for number in range(MAX_MESSAGES + 1)]}
                 answer = await client.post(path, json=body)
                 assert answer.status_code == 400
                 assert f"{name}: 10,001 of them" in answer.json()["error"]["message"]

@@ -171,7 +171,7 @@ for number in range(5):
 
 
 async def test_keys_of_episodes_that_are_over_are_forgotten_oldest_first(monkeypatch: Any) -> None:
-    monkeypatch.setattr(application, "KEYS_KEPT", 2)
+    monkeypatch.setattr(application, "MAX_FINISHED_KEYS", 2)
 
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:
@@ -196,7 +196,7 @@ async def test_the_key_of_an_episode_that_is_over_holds_nothing_of_it() -> None:
 
         async def rollout(self, conversation: Conversation) -> None:
             async with self.episode.serve() as endpoint, http(endpoint) as client:
-                plays.append(weakref.ref(self.episode._play))
+                plays.append(weakref.ref(self.episode._state))
                 await client.post("/chat/completions", json=ASKED)
                 if len(plays) == 4:
                     gc.collect()

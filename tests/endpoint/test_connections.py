@@ -133,7 +133,7 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"])
 async def test_connections_without_a_key_lock_out_nobody_who_has_one(sent: bytes, monkeypatch: Any) -> None:
     """Twice as many as there may be, which hold their places for as long as they can."""
-    monkeypatch.setattr(server, "CONNECTIONS", 20)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
 
     async def probe(endpoint: Endpoint) -> None:
         async with AsyncExitStack() as stack, httpx.AsyncClient() as client:
@@ -157,7 +157,7 @@ async def _asked(stream: SocketStream, sent: bytes) -> bytes:
 async def test_a_connection_that_is_being_answered_keeps_its_place_and_one_that_was_answered_gives_it(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
     engine = ScriptedEngine(["A long answer.", "Done."], chunks=1, tick=0.001, latency=Latency(first=1, between=20))
 
     async def loop(endpoint: Endpoint) -> None:

@@ -138,11 +138,11 @@ async def test_a_reward_is_told_with_its_key_wherever_that_stands(where: str) ->
 
 async def test_a_reward_is_told_also_where_the_program_fills_its_places() -> None:
     async def loop(endpoint: Endpoint) -> None:
-        endpoint._door.in_flight += endpoint._door.at_once
+        endpoint._route.in_flight += endpoint._route.max_requests
         async with http(endpoint) as client:
             assert (await client.post("/end")).status_code == 429
             assert (await client.post(endpoint.end_url, json={"reward": 1})).status_code == 200
-        endpoint._door.in_flight -= endpoint._door.at_once
+        endpoint._route.in_flight -= endpoint._route.max_requests
 
     await served(loop, [])
 
@@ -185,7 +185,7 @@ async def test_what_is_being_answered_when_it_says_so_is_answered() -> None:
 
 @pytest.mark.parametrize("then", ["sys.exit(3)", "import time; time.sleep(600)"], ids=["by itself", "not"])
 async def test_a_program_that_says_so_has_ten_seconds_to_end_whatever_its_code(then: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(endpoint_module, "LAST_SECONDS", 0.2 if "sleep" in then else 50.0)
+    monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.2 if "sleep" in then else 50.0)
     told: list[Any] = []
 
     async def loop(endpoint: Endpoint) -> None:

@@ -12,11 +12,11 @@ import orjson
 import pytest
 
 from runner import Endpoint
-from runner.endpoint.application import READ_AT_ONCE
-from runner.endpoint.bodies import CALLS, TOOL_BYTES, TOOLS, VALUES, decode_body
+from runner.endpoint.application import MAX_BYTES_READ_ON_LOOP
 from runner.endpoint.refusals import Refused
-from runner.episode import chat
-from runner.episode.reading import MessageReader
+from runner.endpoint.request_body import MAX_CALLS, MAX_TOOL_BYTES, MAX_TOOLS, MAX_VALUES, decode_body
+from runner.episode import chat_service
+from runner.episode.client_messages import MessageReader
 from runner.errors import BadMessage
 from runner.messages import AnsweredCalls, CallIndex, Message, check_answers
 from runner.tools.external_tools import tool_of
@@ -108,7 +108,7 @@ async def test_a_request_that_comes_after_a_large_one_is_answered_before_it(path
 
     async def loop(endpoint: Endpoint) -> None:
         raw = orjson.dumps(body_of(path, name))
-        assert len(raw) > READ_AT_ONCE
+        assert len(raw) > MAX_BYTES_READ_ON_LOOP
 
         async def ask(what: str, path: str, raw: bytes) -> None:
             answer = await client.post(path, content=raw)
@@ -122,7 +122,7 @@ async def test_a_request_that_comes_after_a_large_one_is_answered_before_it(path
             ).status_code == 200
             async with anyio.create_task_group() as group:
                 group.start_soon(ask, "large", path, raw)
-                await until(lambda: endpoint._door.in_flight > 0)
+                await until(lambda: endpoint._route.in_flight > 0)
                 group.start_soon(ask, "small", "/chat/completions", orjson.dumps(SMALL))
 
     engine = recording(lambda _: "Done.", template="hermes", context=10_000_000)
@@ -143,13 +143,13 @@ async def test_tools_of_a_client_that_has_left_are_looked_at_no_further(path: st
         return make(index, tool)
 
     async def loop(endpoint: Endpoint) -> None:
-        monkeypatch.setattr(chat, "tool_of", counted)
+        monkeypatch.setattr(chat_service, "tool_of", counted)
         raw = orjson.dumps(body_of(path, "1,000 tools"))
         async with http(endpoint) as client, anyio.create_task_group() as group:
             group.start_soon(_post, client, path, raw)
             await until(lambda: len(made) > 5)
             group.cancel_scope.cancel()
-        await until(lambda: endpoint._door.in_flight == 0)
+        await until(lambda: endpoint._route.in_flight == 0)
         at_its_end = len(made)
         async with http(endpoint) as client:
             assert (await client.post("/chat/completions", json=SMALL)).status_code == 200
@@ -169,13 +169,13 @@ async def test_messages_of_a_client_that_has_left_are_read_no_further(path: str,
 
     async def loop(endpoint: Endpoint) -> None:
         monkeypatch.setattr(MessageReader, "_read", counted)
-        monkeypatch.setattr(chat, "PIECE", 0.0)
+        monkeypatch.setattr(chat_service, "LOOP_SLICE_SECONDS", 0.0)
         raw = orjson.dumps(body_of(path, "4,000 calls in turns"))
         async with http(endpoint) as client, anyio.create_task_group() as group:
             group.start_soon(_post, client, path, raw)
             await until(lambda: len(read) > 5)
             group.cancel_scope.cancel()
-        await until(lambda: endpoint._door.in_flight == 0)
+        await until(lambda: endpoint._route.in_flight == 0)
         assert len(read) < 4_000
 
     await served(loop, recording(lambda _: "Done.", template="hermes", context=10_000_000), serve={"train": False})
@@ -189,12 +189,12 @@ async def _post(client: httpx.AsyncClient, path: str, raw: bytes) -> None:
 
 
 def too_large(path: str, what: str) -> tuple[dict[str, Any], str]:
-    described = {"name": "run", "description": "x" * TOOL_BYTES, "parameters": PARAMETERS}
+    described = {"name": "run", "description": "x" * MAX_TOOL_BYTES, "parameters": PARAMETERS}
     match what:
         case "tools":
-            messages, tools, said = [user("One.")], chat_tools(TOOLS + 1), f"tools: {TOOLS + 1:,} of them"
+            messages, tools, said = [user("One.")], chat_tools(MAX_TOOLS + 1), f"tools: {MAX_TOOLS + 1:,} of them"
         case "calls":
-            messages, tools, said = calling(CALLS + 1, CALLS + 1), [RUN], f"{CALLS + 1:,} calls of tools"
+            messages, tools, said = calling(MAX_CALLS + 1, MAX_CALLS + 1), [RUN], f"{MAX_CALLS + 1:,} calls of tools"
             messages = [*messages[:2], user("One.")]
         case _:
             messages, tools = [user("One.")], [{"type": "function", "function": described}]
@@ -228,14 +228,14 @@ async def test_a_request_of_too_much_is_refused_by_its_number(path: str, what: s
 @pytest.mark.parametrize(
     "raw",
     [
-        orjson.dumps({"x": [1] * (VALUES + 1)}),
-        orjson.dumps({"x": [{}] * (VALUES + 1)}),
-        orjson.dumps({"x": [[]] * (VALUES + 1)}),
-        orjson.dumps({"x": {str(number): number for number in range(VALUES + 1)}}),
-        orjson.dumps({"x": ["a"] * (2 * VALUES + 2)}),
-        orjson.dumps({"x": ['\\"'] * (VALUES + 1)}),
-        b'{"x": ' + b"[" * (VALUES + 1) + b"]" * (VALUES + 1) + b"}",
-        b'{"x": ' + b"[" * (VALUES + 1),
+        orjson.dumps({"x": [1] * (MAX_VALUES + 1)}),
+        orjson.dumps({"x": [{}] * (MAX_VALUES + 1)}),
+        orjson.dumps({"x": [[]] * (MAX_VALUES + 1)}),
+        orjson.dumps({"x": {str(number): number for number in range(MAX_VALUES + 1)}}),
+        orjson.dumps({"x": ["a"] * (2 * MAX_VALUES + 2)}),
+        orjson.dumps({"x": ['\\"'] * (MAX_VALUES + 1)}),
+        b'{"x": ' + b"[" * (MAX_VALUES + 1) + b"]" * (MAX_VALUES + 1) + b"}",
+        b'{"x": ' + b"[" * (MAX_VALUES + 1),
     ],
     ids=["numbers", "objects", "lists", "members", "strings", "quotes", "nested", "unclosed"],
 )
@@ -249,7 +249,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(raw: bytes, monk
 
 
 def test_a_text_that_looks_like_many_values_is_read() -> None:
-    text = 'a, {"b": [1, 2]}, \\" \\\\ {[,' * VALUES
+    text = 'a, {"b": [1, 2]}, \\" \\\\ {[,' * MAX_VALUES
     assert decode_body(orjson.dumps({"x": text, "y": [text, "\\"]}))["x"] == text
 
 

@@ -18,7 +18,7 @@ from runner import BadEnvironment, BadOption, Outcome, RunFile
 from runner.cli.run import run_command
 from runner.cli.serve import key_lines, serve_command
 from runner.cli.settings import RunSettings
-from runner.endpoint.clients import Address, files, pointers
+from runner.endpoint.client_config import Address, files, pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.environment.open_episodes import OpenEpisodes
 from runner.environment.program import Program

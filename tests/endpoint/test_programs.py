@@ -151,7 +151,7 @@ while len([f for f in glob.glob({str(tmp_path)!r} + "/*.pid") if open(f).read()]
 
 
 async def test_a_program_that_ignores_sigterm_and_forks_is_ended_by_a_limit(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(programs, "GRACE", 0.1)
+    monkeypatch.setattr(programs, "TERMINATE_GRACE_SECONDS", 0.1)
     code = f"""
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -208,8 +208,8 @@ async def test_when_an_episode_ends_the_process_group_of_its_program_is_gone(
     ends: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Within ten times of what is promised; test_interrupted has Ctrl-C on a process."""
-    monkeypatch.setattr(programs, "GRACE", 0.1)
-    monkeypatch.setattr(endpoint_module, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(programs, "TERMINATE_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.1)
     code = f"""
 import signal, time, urllib.error
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -289,7 +289,7 @@ async def test_a_code_can_be_let_be() -> None:
 
 
 async def test_a_program_has_ten_seconds_once_it_was_told_that_the_episode_is_over(monkeypatch: Any) -> None:
-    monkeypatch.setattr(endpoint_module, "LAST_SECONDS", 0.2)
+    monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.2)
     code = """
 import time
 ask("One.")
@@ -430,7 +430,7 @@ async def test_a_home_that_a_program_did_away_with_is_no_error() -> None:
 
 async def test_only_the_end_of_what_a_program_prints_is_kept() -> None:
     finished, _ = await ran("ask('One.')\nfor n in range(100000): print('line', n)")
-    assert len(finished.stdout) <= programs.OUTPUT
+    assert len(finished.stdout) <= programs.MAX_OUTPUT_BYTES
     assert finished.stdout.endswith("line 99999\n")
 
 

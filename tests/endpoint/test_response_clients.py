@@ -15,7 +15,7 @@ import pytest
 from runner import Conversation, Outcome, Trajectory, Turn
 from runner.chat_requests import ChatCall
 from runner.endpoint.responses import Responses
-from runner.endpoint.wire import Answered
+from runner.endpoint.wire_form import Answered
 from runner.testing import Fault, Reply, assert_exact, call
 from runner.turn_events import TurnProgress
 from tests.endpoint.response_building import as_codex_keeps, deltas, events_of, letters
@@ -63,7 +63,7 @@ async def respond(
         answered = Answered.of(turn, continued)
         written.append(writer.end(answered) if stream else writer.whole(answered))
 
-    turn = await episode._play.desk.ask(request.asked, relay=Heard(tell), give=give)
+    turn = await episode._state.chat_service.ask(request.asked, relay=Heard(tell), give=give)
     if not stream:
         output: list[dict[str, Any]] = json.loads(written[-1])["output"]
         return turn, output

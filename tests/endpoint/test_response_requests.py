@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.responses import Responses
-from runner.episode.reading import MessageReader
+from runner.episode.client_messages import MessageReader
 from runner.options import Sampling
 from tests.endpoint.response_building import (
     EVENT,

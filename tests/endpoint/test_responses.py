@@ -15,7 +15,7 @@ from openai.types.responses import Response
 
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.responses import Responses
-from runner.endpoint.wire import Answered, Restarted, WireRequest
+from runner.endpoint.wire_form import Answered, Restarted, WireRequest
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall, as_messages
 from runner.parsing.events import ContentPiece, ReasoningPiece

@@ -15,7 +15,7 @@ from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.refusals import Refused
 from runner.endpoint.responses import Responses
-from runner.endpoint.wire import WireForm
+from runner.endpoint.wire_form import WireForm
 from runner.options import Sampling
 from tests.endpoint.serving import RUN, chat_body, http, openai_client, served, user
 from tests.playing import recording

@@ -163,7 +163,7 @@ async def test_a_malformed_body_is_a_clear_400(body: bytes) -> None:
 
 
 async def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(monkeypatch: Any) -> None:
-    monkeypatch.setattr(application, "BODY", 2**20)
+    monkeypatch.setattr(application, "MAX_BODY_BYTES", 2**20)
 
     async def chunks() -> Any:
         for _ in range(40):
@@ -185,12 +185,12 @@ async def test_a_request_is_in_flight_from_its_head_on() -> None:
     async def probe(endpoint: Endpoint) -> None:
         async with http(endpoint) as client, await anyio.connect_tcp(*address_of(endpoint)) as slow:
             await slow.send(_head(endpoint, len(body)) + body[:10])
-            await until(lambda: endpoint._door.in_flight == 1)
+            await until(lambda: endpoint._route.in_flight == 1)
             busy = await client.post("/chat/completions", content=b" " * 2**20 + body)
             assert (busy.status_code, busy.headers["x-should-retry"]) == (429, "true")
             await slow.send(body[10:])
             assert b" 200 " in (await slow.receive()).splitlines()[0]
-            await until(lambda: endpoint._door.in_flight == 0)
+            await until(lambda: endpoint._route.in_flight == 0)
 
     await probed(probe, serve={"at_once": 1})
 
@@ -204,7 +204,7 @@ async def test_who_is_sending_a_body_when_the_episode_ends_is_told_so() -> None:
                 async with self.episode.serve() as endpoint:
                     slow = await stack.enter_async_context(await anyio.connect_tcp(*address_of(endpoint)))
                     await slow.send(_head(endpoint, 100) + b"{")
-                    await until(lambda: endpoint._door.in_flight == 1)
+                    await until(lambda: endpoint._route.in_flight == 1)
                 told.append(await slow.receive())
 
     await play_all(Served, ScriptedEngine(lambda _: "Done."))
@@ -252,7 +252,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(by_f
     if by_files:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 20_000))
     else:
-        monkeypatch.setattr(server, "CONNECTIONS", 20)
+        monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
 
     async def probe(endpoint: Endpoint) -> None:
         opened = [await anyio.connect_tcp(*address_of(endpoint)) for _ in range(60)]

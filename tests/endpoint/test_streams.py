@@ -15,9 +15,8 @@ import pytest
 
 from runner import Conversation, Endpoint, Limits, Outcome, Sampling
 from runner.chat_requests import Again, Delivery
-from runner.endpoint import line as line_module
-from runner.endpoint import streaming
-from runner.endpoint.wire import AnswerWriter
+from runner.endpoint import client_connection, streaming
+from runner.endpoint.wire_form import AnswerWriter
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
 from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
@@ -136,15 +135,15 @@ async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_fo
     }
 
     async def loop(endpoint: Endpoint) -> None:
-        passed = line_module.Line.write
+        passed = client_connection.ClientConnection.write
 
         async def losing(line: Any, body: bytes, *, more: bool = True) -> None:
             ends.append(body)
             if len(ends) == 1:
-                raise line_module.ClientGone
+                raise client_connection.ClientGone
             await passed(line, body, more=more)
 
-        monkeypatch.setattr(line_module.Line, "write", losing)
+        monkeypatch.setattr(client_connection.ClientConnection, "write", losing)
         async with http(endpoint) as client:
             body = {"model": "any", "stream": stream, **bodies[form]}
             with pytest.raises(httpx.HTTPError):
@@ -179,8 +178,8 @@ async def test_requests_at_the_same_time_are_siblings_and_never_an_error() -> No
 async def test_a_request_that_waits_hears_that_it_is_heard_and_errors_before_keep_their_status(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(streaming, "FIRST_BYTE", 0.05)
-    monkeypatch.setattr(streaming, "KEEP_ALIVE", 0.05)
+    monkeypatch.setattr(streaming, "FIRST_BYTE_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
     engine = ScriptedEngine(lambda _: "Words.", chunks=1, tick=0.001, latency=Latency(first=400, between=1))
 
     async def loop(endpoint: Endpoint) -> None:
@@ -195,7 +194,7 @@ async def test_a_request_that_waits_hears_that_it_is_heard_and_errors_before_kee
 
 
 async def test_a_stream_is_kept_alive_while_a_call_is_sampled_that_is_told_at_its_end(monkeypatch: Any) -> None:
-    monkeypatch.setattr(streaming, "KEEP_ALIVE", 0.05)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
     call = '<tool_call>\n{"name": "run", "arguments": {"command": "' + "x" * 100 + '"}}\n</tool_call>'
     engine = ScriptedEngine(
         lambda _: call, chunks=1, tick=0.001, latency=Latency(first=1, between=5), template="hermes"
@@ -257,7 +256,7 @@ async def test_a_client_that_never_reads_holds_up_neither_the_engine_nor_the_end
                 body = orjson.dumps({**ASKED, "return_token_ids": True, "logprobs": True, "top_logprobs": 20})
                 head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc.decode()}\r\n"
                 deaf.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-                (told,) = await _connections(self.episode._play.shared.endpoints)
+                (told,) = await _connections(self.episode._state.shared.endpoints)
                 await until(lambda: told.flow.write_paused)
                 paused.append(True)
                 await anyio.sleep(3600)
@@ -285,7 +284,7 @@ async def test_what_is_written_goes_out_at_once() -> None:
         async def rollout(self, conversation: Conversation) -> None:
             async with self.episode.serve() as endpoint, http(endpoint) as client:
                 await client.post("/chat/completions", json={**ASKED, "stream": False})
-                for each in await _connections(self.episode._play.shared.endpoints):
+                for each in await _connections(self.episode._state.shared.endpoints):
                     own = each.transport.get_extra_info("socket")
                     kept.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 

@@ -23,8 +23,8 @@ from runner.chat_requests import ChatCall, ChatRequest
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.responses import Responses
-from runner.endpoint.wire import WireForm
-from runner.episode.forest import Node
+from runner.endpoint.wire_form import WireForm
+from runner.episode.turn_tree import TurnNode
 from runner.testing import Fault, Reply
 from runner.trajectory import Turn
 from tests.filler import expanded
@@ -148,7 +148,7 @@ async def replay(
 
     class Foreign(Plain):
         async def rollout(self, conversation: Conversation) -> None:
-            desk = self.episode._play.desk
+            desk = self.episode._state.chat_service
             handles: dict[int, str] = {}
             for number, request in enumerate(requests):
                 await _ask(desk, ask(request, handles), request, engine)
@@ -207,9 +207,9 @@ def _record(desk: Any, number: int) -> ChatRequest:
     return next(each for each in records if each.number == number)
 
 
-def _node(desk: Any, number: int) -> Node:
+def _node(desk: Any, number: int) -> TurnNode:
     """The turn that answered a request, in the forest."""
     record = _record(desk, number)
     thread = next(each for each in desk.threads if record in each.requests)
-    nodes: Iterator[Node] = iter(thread.nodes)
+    nodes: Iterator[TurnNode] = iter(thread.nodes)
     return next(each for each in nodes if each.turn.number == record.turn)

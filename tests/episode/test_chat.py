@@ -12,7 +12,7 @@ import pytest
 
 from runner import BadInput, Conversation, EpisodeOver, Limits, Outcome, RunFile, Sampling, Trajectory, Turn
 from runner.chat_requests import Again, Delivery, Tolerated, Verdict
-from runner.episode import histories, reading
+from runner.episode import client_messages, history_tree
 from runner.testing import assert_exact, call
 from tests.episode.awkward import misspelling
 from tests.histories import OPENER, template
@@ -362,9 +362,9 @@ async def test_a_row_of_assistant_messages_is_joined_no_more_often_than_it_is_lo
 
     def counted(messages: Any) -> Any:
         looked.append(len(messages))
-        return reading.joined(messages)
+        return client_messages.joined(messages)
 
-    monkeypatch.setattr(histories, "joined", counted)
+    monkeypatch.setattr(history_tree, "joined", counted)
     row = [{"role": "assistant", "content": f"Part {number}."} for number in range(300)]
 
     async def loop(episode: Any) -> None:

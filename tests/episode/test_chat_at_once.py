@@ -15,7 +15,7 @@ import pytest
 
 from runner import Conversation, EpisodeOver, Limits, Outcome, Trajectory, Turn, tool
 from runner.chat_requests import Again, Delivery, Verdict
-from runner.episode.histories import Histories
+from runner.episode.history_tree import HistoryTree
 from runner.testing import Fault, Reply, assert_exact, call
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RUN
@@ -126,13 +126,13 @@ async def test_an_answer_that_was_finished_and_never_came_is_given_and_nothing_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = anyio.CancelScope()
-    say = Histories.say
+    say = HistoryTree.say
 
     def and_goes_away(histories: Any, *given: Any) -> None:
         say(histories, *given)
         client.cancel()
 
-    monkeypatch.setattr(Histories, "say", and_goes_away)
+    monkeypatch.setattr(HistoryTree, "say", and_goes_away)
 
     class LosesIt(Plain):
         async def rollout(self, conversation: Conversation) -> None:

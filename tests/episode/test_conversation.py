@@ -296,4 +296,6 @@ async def test_a_long_first_prompt_is_encoded_off_the_event_loop_and_once_for_a_
     assert len(trajectories) == 8
     assert len({trajectory.turns[0].prompt_ids.tobytes() for trajectory in trajectories}) == 1
     assert (set(encoded), len(encoded)) == (threads, 1)
-    assert jobs.count("prompt") == (size > prompting.SMALL), "those who wait for it are given it, and ask for no thread"
+    assert jobs.count("prompt") == (size > prompting.MAX_CHARACTERS_ON_LOOP), (
+        "those who wait for it are given it, and ask for no thread"
+    )

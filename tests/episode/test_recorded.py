@@ -12,8 +12,8 @@ import pytest
 
 from runner import Outcome
 from runner.chat_requests import Again, Tolerated, Verdict
-from runner.endpoint.clients import CLIENTS
-from runner.episode.reading import VOLATILE
+from runner.endpoint.client_config import CLIENTS
+from runner.episode.client_messages import VOLATILE
 from runner.testing import assert_exact
 from tests.episode.awkward import misspelling
 from tests.episode.recorded import FOLDER, NAMES, recorded, replay, replies

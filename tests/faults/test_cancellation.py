@@ -11,7 +11,7 @@ from runner import Concurrency, Environment, Run, ScriptedEngine
 from runner.concurrency.threads import Workers
 from runner.engines.scripted.script import Latency
 from runner.episode.key import EpisodeKey
-from runner.episode.lifecycle import Play
+from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.model import ChatModel
 from runner.episode.shared import RunShared
 from runner.options import Limits, Sampling
@@ -48,7 +48,7 @@ async def test_cancelling_an_episode_anywhere_leaves_no_open_request(
         kept: list[Outcome] = []
 
         async def episode() -> None:
-            play = Play(shared, EpisodeKey(task=task, index=0))
+            play = EpisodeRunner(shared, EpisodeKey(task=task, index=0))
             try:
                 await play.run(in_this_task=True)  # so that its points are those of this task
             finally:

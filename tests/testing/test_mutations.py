@@ -19,9 +19,9 @@ import pytest
 from runner import Conversation, Environment, Message, Outcome, Task, Trajectory, Turn, reward, tool
 from runner.episode import conversation as conversations
 from runner.episode import turn as turns
-from runner.episode.forest import Node
-from runner.episode.lifecycle import Play
+from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.tool_calls import answer_calls
+from runner.episode.turn_tree import TurnNode
 from runner.testing import (
     AwkwardTokenizer,
     Leaked,
@@ -172,15 +172,15 @@ def test_a_failed_episode_that_gets_a_reward_of_zero(monkeypatch: pytest.MonkeyP
         def step(self, turn: Turn) -> str | None:
             raise ZeroDivisionError
 
-    made = Play._trajectory
+    made = EpisodeRunner._trajectory
 
-    def never_none(play: Play, *arguments: Any) -> Trajectory:
+    def never_none(play: EpisodeRunner, *arguments: Any) -> Trajectory:
         trajectory = made(play, *arguments)
         trajectory.reward = trajectory.reward or 0.0
         return trajectory
 
     assert play(Fails, "It is 3").outcome is Outcome.ENV_ERROR
-    monkeypatch.setattr(Play, "_trajectory", never_none)
+    monkeypatch.setattr(EpisodeRunner, "_trajectory", never_none)
     with pytest.raises(AssertionError, match=r"t-0#0 main: a reward of 0\.0, but env_error, 1 turns, trained"):
         play(Fails, "It is 3")
 
@@ -204,7 +204,7 @@ def test_log_probabilities_that_are_shifted_by_one_pass(monkeypatch: pytest.Monk
 def test_a_turn_that_says_something_else_than_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = turns._parse
 
-    async def in_capitals(spot: Any, node: Node, sampled: Any) -> None:
+    async def in_capitals(spot: Any, node: TurnNode, sampled: Any) -> None:
         await parse(spot, node, sampled)
         node.turn.text = node.turn.text.upper()
 

@@ -11,16 +11,18 @@ import anyio
 from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Reason, Refused, ended
 from runner.trajectory import Turn
-from runner.turn_events import GiveTurn, TurnRelay
+from runner.turn_events import DeliverTurn, TurnEventSink
 
-__all__ = ["Answering", "Door"]
+__all__ = ["EpisodeRoute", "RequestHandler"]
 
 
-class Answering(Protocol):
+class RequestHandler(Protocol):
     """An episode that takes requests with whole histories."""
 
-    async def ask(self, asked: ChatCall, *, relay: TurnRelay | None = None, give: GiveTurn | None = None) -> Turn:
-        """Have a request answered; see `ChatDesk.ask`."""
+    async def ask(
+        self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
+    ) -> Turn:
+        """Have a request answered; see `ChatService.ask`."""
         ...
 
     async def count(self, asked: ChatCall) -> int:
@@ -32,33 +34,33 @@ class Answering(Protocol):
         ...
 
 
-class Door:
+class EpisodeRoute:
     """Where the requests of one key come in; once it is shut they are told that the episode is over.
 
     Args:
-        answering: what answers them.
+        handler: what answers them.
         model: the name of the model that answers.
         context: how many ids it can have.
-        at_once: how many requests may be in flight.
+        max_requests: how many requests may be in flight.
     """
 
-    def __init__(self, answering: Answering, *, model: str, context: int, at_once: int) -> None:
-        self.answering = answering
+    def __init__(self, handler: RequestHandler, *, model: str, context: int, max_requests: int) -> None:
+        self.handler = handler
         """The episode that answers."""
         self.model = model
         """The name of the model that answers."""
         self.context = context
         """The number of ids that the model can have."""
-        self.at_once = at_once
+        self.max_requests = max_requests
         """The number of requests that may be in flight."""
         self.in_flight = 0
         """The number of requests that are in flight."""
         self._scopes: set[anyio.CancelScope] = set()
-        self.told_over: Callable[[], None] = _nothing
+        self.on_over: Callable[[], None] = _nothing
         """Is called whenever a client is told that the episode is over."""
         self.ended = anyio.Event()
         """Is set once a client said that its episode is over."""
-        self.last_words: Mapping[str, Any] = {}
+        self.end_body: Mapping[str, Any] = {}
         """What it said then."""
         self.is_shut = False
         """Whether nothing is answered any more."""
@@ -72,11 +74,11 @@ class Door:
     @property
     def is_full(self) -> bool:
         """Whether as many requests are in flight as may be."""
-        return self.in_flight >= self.at_once
+        return self.in_flight >= self.max_requests
 
     def busy(self) -> Refused:
         """What a client is told where it is full."""
-        return Refused(Reason.BUSY, f"{self.at_once} requests of this key are in flight: wait for one of them.")
+        return Refused(Reason.BUSY, f"{self.max_requests} requests of this key are in flight: wait for one of them.")
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -106,9 +108,9 @@ class Door:
 
     def end(self, said: Mapping[str, Any]) -> None:
         """Take a client's word that its episode is over: what is being answered is answered, and nothing further."""
-        self.last_words = said
+        self.end_body = said
         self.ended.set()
-        self.told_over()
+        self.on_over()
 
 
 def _nothing() -> None:

@@ -15,51 +15,58 @@ import anyio
 
 from runner.chat_requests import ChatRequest, Delivery, Tolerated, UnknownReference
 from runner.engines.base import FinishReason
-from runner.episode.forest import Head, Node
-from runner.episode.reading import RECENT, MessageReader, ReadMessage, joined, thought_of, with_thought_apart
-from runner.episode.same_turn import begins, changed_around
+from runner.episode.client_messages import (
+    MAX_RECENT_HISTORIES,
+    MessageReader,
+    ReadMessage,
+    joined,
+    thought_of,
+    with_thought_apart,
+)
 from runner.episode.state import ConversationState
+from runner.episode.turn_comparison import begins, changed_around
+from runner.episode.turn_tree import Cursor, TurnNode
 from runner.messages import AnsweredCalls, CallIndex
 
-__all__ = ["AskedTurn", "Histories", "HistoryPoint", "Walk"]
+__all__ = ["HistoryMatch", "HistoryNode", "HistoryTree", "RequestNode"]
 
-JOINED = 64
+MAX_JOINED_MESSAGES = 64
 """A turn may come back as so many messages, one for each of its calls."""
 
 
 @dataclass(slots=True, eq=False)
-class HistoryPoint:
+class HistoryNode:
     """A point in the tree: all histories that begin with the same messages end here."""
 
-    after: dict[tuple[Hashable, CallIndex | None], HistoryPoint] = field(default_factory=dict)
+    after: dict[tuple[Hashable, CallIndex | None], HistoryNode] = field(default_factory=dict)
     """The point that each further message leads to."""
-    asked: list[AskedTurn] = field(default_factory=list)
+    asked: list[RequestNode] = field(default_factory=list)
     """The turns whose prompt ends here, in the order in which they were asked for."""
-    said: list[AskedTurn] = field(default_factory=list)
+    said: list[RequestNode] = field(default_factory=list)
     """The turns whose message is the last one here."""
 
 
 @dataclass(slots=True, eq=False)
-class AskedTurn:
+class RequestNode:
     """A turn in the tree, from the moment on at which it is asked for."""
 
     thread: ConversationState
     """The conversation in which it was asked."""
-    asked: HistoryPoint
+    asked: HistoryNode
     """The point at which its prompt ends."""
-    parent: AskedTurn | None
+    parent: RequestNode | None
     """The turn that it follows."""
-    head: Head
+    cursor: Cursor
     """The head of the conversation at which it was asked; a sibling request begins there too."""
-    behind: AskedTurn | None = None
+    behind: RequestNode | None = None
     """The turn that its history was found to end with, before what it was asked."""
-    children: list[AskedTurn] = field(default_factory=list)
+    children: list[RequestNode] = field(default_factory=list)
     """The turns that follow it."""
     record: ChatRequest | None = None
     """The request that asked for it; None for a turn of an author's own."""
-    node: Node | None = None
+    node: TurnNode | None = None
     """The node of the turn in the forest, once it was sampled."""
-    said: HistoryPoint | None = None
+    said: HistoryNode | None = None
     """The point at which its message ends."""
     number: int = 0
     """The turn's number in the order in which turns entered the tree."""
@@ -94,20 +101,20 @@ class AskedTurn:
         """Whether it was sampled to its end."""
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
-    def line(self) -> Iterator[AskedTurn]:
+    def line(self) -> Iterator[RequestNode]:
         """Itself and all turns that go on from it, at any depth."""
         left = [self]
         while left:
-            asked_turn = left.pop()
-            yield asked_turn
-            left += asked_turn.children
+            request_node = left.pop()
+            yield request_node
+            left += request_node.children
 
-    def path(self) -> Iterator[AskedTurn]:
+    def path(self) -> Iterator[RequestNode]:
         """The turns on its path, itself first."""
-        asked_turn: AskedTurn | None = self
-        while asked_turn is not None:
-            yield asked_turn
-            asked_turn = asked_turn.parent
+        request_node: RequestNode | None = self
+        while request_node is not None:
+            yield request_node
+            request_node = request_node.parent
 
     def fits(self, label: str) -> bool:
         """Whether it may be of the client that calls itself so."""
@@ -115,10 +122,10 @@ class AskedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedTurn:
     """The comparison of a history with the turns that it tells."""
 
-    parent: AskedTurn | None
+    parent: RequestNode | None
     """The last of these turns."""
     messages: int
     """The number of messages that were compared."""
@@ -127,12 +134,12 @@ class Compared:
 
 
 @dataclass(slots=True)
-class Walk:
+class HistoryMatch:
     """The history of a request, message by message through the tree."""
 
     messages: list[ReadMessage] = field(default_factory=list)
     """The messages, those of one turn joined."""
-    points: list[HistoryPoint] = field(default_factory=list)
+    points: list[HistoryNode] = field(default_factory=list)
     """The point that each message leads to."""
     answers: list[CallIndex | None] = field(default_factory=list)
     """The call that each message answers."""
@@ -146,10 +153,10 @@ class Walk:
     """The bytes of the messages as JSON."""
     volatile: int = 0
     """The number of lines that were taken out of the messages."""
-    compared: Compared | None = None
+    compared: ComparedTurn | None = None
     """An earlier comparison of the beginning of this history, so that it is not made twice."""
 
-    def copied(self) -> Walk:
+    def copied(self) -> HistoryMatch:
         """The same, to be gone on with."""
         return replace(
             self,
@@ -161,7 +168,7 @@ class Walk:
             sent=dict(self.sent),
         )
 
-    def add(self, message: ReadMessage, point: HistoryPoint, answered: CallIndex | None) -> None:
+    def add(self, message: ReadMessage, point: HistoryNode, answered: CallIndex | None) -> None:
         """Go on by a message."""
         if "reasoning_content" in message.message:
             self.thoughts.append(len(self.messages))
@@ -173,61 +180,61 @@ class Walk:
         self.volatile += message.volatile
 
     @property
-    def end(self) -> HistoryPoint:
+    def end(self) -> HistoryNode:
         """Where the whole history leads to."""
         return self.points[-1]
 
 
-class Histories:
+class HistoryTree:
     """The tree of one episode, and who answers to which handle."""
 
     def __init__(self) -> None:
         self.reader = MessageReader()
         """Reads messages, and keeps what it read."""
-        self.latest: dict[ConversationState, AskedTurn] = {}
+        self.latest: dict[ConversationState, RequestNode] = {}
         """The turn of each conversation that was asked for last."""
         self._numbered = 0
-        self._root = HistoryPoint()
-        self._handles: dict[str, AskedTurn] = {}
-        self._known: dict[int, AskedTurn] = {}
+        self._root = HistoryNode()
+        self._handles: dict[str, RequestNode] = {}
+        self._known: dict[int, RequestNode] = {}
         self._taken_in: dict[int, int] = {}
-        self._recent = deque[_Walked](maxlen=RECENT)
+        self._recent = deque[_MatchedHistory](maxlen=MAX_RECENT_HISTORIES)
 
     # --- what was asked and said
 
-    def ask(self, asked_turn: AskedTurn) -> None:
+    def ask(self, request_node: RequestNode) -> None:
         """Add a turn that is asked for now."""
-        asked_turn.number = self._numbered
+        request_node.number = self._numbered
         self._numbered += 1
-        self.latest[asked_turn.thread] = asked_turn
-        asked_turn.asked.asked.append(asked_turn)
-        if asked_turn.parent is not None:
-            asked_turn.parent.children.append(asked_turn)
+        self.latest[request_node.thread] = request_node
+        request_node.asked.asked.append(request_node)
+        if request_node.parent is not None:
+            request_node.parent.children.append(request_node)
 
-    def forget(self, asked_turn: AskedTurn) -> None:
+    def forget(self, request_node: RequestNode) -> None:
         """Take away one that came to nothing."""
-        asked_turn.asked.asked.remove(asked_turn)
-        if asked_turn.parent is not None:
-            asked_turn.parent.children.remove(asked_turn)
-        asked_turn.over.set()
+        request_node.asked.asked.remove(request_node)
+        if request_node.parent is not None:
+            request_node.parent.children.remove(request_node)
+        request_node.over.set()
 
-    def say(self, asked_turn: AskedTurn, node: Node, handles: Sequence[str]) -> None:
+    def say(self, request_node: RequestNode, node: TurnNode, handles: Sequence[str]) -> None:
         """Add what was sampled for a turn."""
-        asked_turn.node = node
-        asked_turn.given = self.reader.read_one(node.turn.as_message())
-        self._known[id(node)] = asked_turn
+        request_node.node = node
+        request_node.given = self.reader.read_one(node.turn.as_message())
+        self._known[id(node)] = request_node
         reply = self.reader.read_one(node.reply)
         # Where it goes on with a turn that was cut, its message is the whole one, which began there.
-        begun = self._known.get(id(node.spoken), asked_turn)
-        asked_turn.said = _stepped(begun.asked, reply.key, None)
-        asked_turn.said.said.append(asked_turn)
-        self._handles.update(dict.fromkeys(handles, asked_turn))
-        asked_turn.over.set()
+        begun = self._known.get(id(node.spoken), request_node)
+        request_node.said = _stepped(begun.asked, reply.key, None)
+        request_node.said.said.append(request_node)
+        self._handles.update(dict.fromkeys(handles, request_node))
+        request_node.over.set()
 
-    def named(self, handles: Sequence[str]) -> AskedTurn | None:
+    def named(self, handles: Sequence[str]) -> RequestNode | None:
         """The latest turn that one of these names; None where none is known."""
         known = [self._handles[handle] for handle in handles if handle in self._handles]
-        return max(known, key=lambda asked_turn: asked_turn.number, default=None)
+        return max(known, key=lambda request_node: request_node.number, default=None)
 
     def own_id(self, call_id: str) -> str:
         """The id of a call as its turn has it, where it is one that a client was given; else the same."""
@@ -236,7 +243,7 @@ class Histories:
         calls = [] if turn is None or turn.node is None else turn.node.turn.tool_calls
         return calls[int(number)].id if number.isdecimal() and int(number) < len(calls) else call_id
 
-    def turn_of(self, message: ReadMessage) -> AskedTurn | None:
+    def turn_of(self, message: ReadMessage) -> RequestNode | None:
         """The turn that an assistant message tells, by its ids and as it was said; None for any other."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         return turn if turn is not None and turn.given is not None and turn.given.key == message.key else None
@@ -246,11 +253,11 @@ class Histories:
         for node in thread.nodes[self._taken_in.get(id(thread), 0) :]:
             before = node.spoken.parent
             parent = None if before is None else self._known.get(id(before))
-            walk = self.walk(self.reader.read(node.messages[:-1]))
-            head = Head(thread.head.tools, list(node.asked), before, "" if node.answered else node.segment.cause)
-            asked_turn = AskedTurn(thread, walk.end, parent, head, parent)
-            self.ask(asked_turn)
-            self.say(asked_turn, node, ())
+            match = self.match(self.reader.read(node.messages[:-1]))
+            cursor = Cursor(thread.cursor.tools, list(node.asked), before, "" if node.answered else node.segment.cause)
+            request_node = RequestNode(thread, match.end, parent, cursor, parent)
+            self.ask(request_node)
+            self.say(request_node, node, ())
         self._taken_in[id(thread)] = len(thread.nodes)
 
     # --- looking up
@@ -286,34 +293,36 @@ class Histories:
             raise UnknownReference(given, is_item=True)
         return turn.node.turn.as_message()
 
-    def walk(self, messages: Sequence[ReadMessage]) -> Walk:
+    def match(self, messages: Sequence[ReadMessage]) -> HistoryMatch:
         """Follow a history; where it is a new one, the tree grows.
 
         Histories grow: where one begins as another that was followed lately, only what it has besides is looked at.
         """
         before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
-        walk, calls = (Walk(), AnsweredCalls()) if before is None else (before.walk.copied(), before.calls.copied())
-        point, index = (walk.end if walk.points else self._root), 0
+        match, calls = (
+            (HistoryMatch(), AnsweredCalls()) if before is None else (before.match.copied(), before.calls.copied())
+        )
+        point, index = (match.end if match.points else self._root), 0
         history, rest = list(messages), messages[0 if before is None else len(before.history) :]
-        messages = self._in_order_of_calls(self._gathered(rest, walk), walk)
+        messages = self._in_order_of_calls(self._gathered(rest, match), match)
         while index < len(messages):
             sent = messages[index]
-            taken, message = self._next(point, messages, index, walk)
+            taken, message = self._next(point, messages, index, match)
             index += taken
             if message is None:
                 continue
             sent = sent if taken == 1 else message
             told = self._turn_told_by(message) or message
             if told is not sent:
-                walk.sent[len(walk.messages)], message = sent, told
-            answered = calls.by(len(walk.messages), message.message)
+                match.sent[len(match.messages)], message = sent, told
+            answered = calls.by(len(match.messages), message.message)
             point = _stepped(point, message.key, answered)
-            walk.add(message, point, answered)
-        self._recent.append(_Walked(history, walk, calls))
-        return walk
+            match.add(message, point, answered)
+        self._recent.append(_MatchedHistory(history, match, calls))
+        return match
 
     def _next(
-        self, point: HistoryPoint, messages: list[ReadMessage], index: int, walk: Walk
+        self, point: HistoryNode, messages: list[ReadMessage], index: int, match: HistoryMatch
     ) -> tuple[int, ReadMessage | None]:
         """The next message of a history, joined of how many; None where those are no part of it."""
         message = messages[index]
@@ -324,14 +333,14 @@ class Histories:
         end = index + 1
         if end < len(messages) and messages[end].role != "assistant" and (message.key, None) in point.after:
             return 1, message
-        while end < min(len(messages), index + JOINED) and messages[end].role == "assistant":
+        while end < min(len(messages), index + MAX_JOINED_MESSAGES) and messages[end].role == "assistant":
             end += 1
         # What ends a history is no part of it where its turn is asked for again.
-        lost = [asked_turn for asked_turn in point.asked if asked_turn.lost]
+        lost = [request_node for request_node in point.asked if request_node.lost]
         if end == len(messages) and lost:
             whole = joined(messages[index:end])
-            if any(_is_part(whole, asked_turn) for asked_turn in lost):
-                walk.tolerated.add(Tolerated.CUT_ITEMS)
+            if any(_is_part(whole, request_node) for request_node in lost):
+                match.tolerated.add(Tolerated.CUT_ITEMS)
                 return end - index, None
         for last in range(end, index, -1) if any(each.said for each in point.after.values()) else ():
             whole = joined(messages[index:last])
@@ -344,8 +353,10 @@ class Histories:
             whole = joined(messages[index:last])
             if self._turn_told_by(whole) is not None:
                 return last - index, whole
-        if end > index + 1 and any(_is_part(message, asked_turn) for asked_turn in point.asked if asked_turn.gone):
-            walk.tolerated.add(Tolerated.CUT_ITEMS)
+        if end > index + 1 and any(
+            _is_part(message, request_node) for request_node in point.asked if request_node.gone
+        ):
+            match.tolerated.add(Tolerated.CUT_ITEMS)
             return 1, None
         return 1, message
 
@@ -363,7 +374,7 @@ class Histories:
         changed = changed_around(ours, message)
         return None if changed is None else replace(ours, size=message.size, tolerated=message.tolerated | changed)
 
-    def _gathered(self, messages: Sequence[ReadMessage], walk: Walk) -> list[ReadMessage]:
+    def _gathered(self, messages: Sequence[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
         """The same with calls of one turn together that came as several messages, with results between them."""
         gathered: list[ReadMessage] = []
         last: int | None = None  # where the calls of a turn stand that may go on
@@ -372,7 +383,7 @@ class Histories:
             apart = last is not None and message.role == "assistant" and len(gathered) > last + 1
             if apart and before is not None and last is not None and self._are_one_turn(before, message):
                 gathered[last] = joined([before, message])
-                walk.tolerated.add(Tolerated.REORDERED)
+                match.tolerated.add(Tolerated.REORDERED)
                 continue
             if message.role == "assistant":
                 last = len(gathered)
@@ -384,7 +395,7 @@ class Histories:
     def _are_one_turn(self, one: ReadMessage, other: ReadMessage) -> bool:
         return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
 
-    def _in_order_of_calls(self, messages: list[ReadMessage], walk: Walk) -> list[ReadMessage]:
+    def _in_order_of_calls(self, messages: list[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
         """The same with the results of calls that were made at once in the order of the calls.
 
         Clients send them as they come, and most templates tell by their order alone which call each of them answers.
@@ -400,11 +411,11 @@ class Histories:
                 ordered = _in_order(results, self._positions(spoke), lambda each: each.message.get("tool_call_id", ""))
                 if ordered != results:
                     messages[begin:index] = ordered
-                    walk.tolerated.add(Tolerated.REORDERED)
+                    match.tolerated.add(Tolerated.REORDERED)
             begin = None
             if message is not None and message.role == "assistant":
                 goes_on = index > 0 and messages[index - 1].role == "assistant"
-                spoke = [*spoke[1 - JOINED :], message] if goes_on else [message]
+                spoke = [*spoke[1 - MAX_JOINED_MESSAGES :], message] if goes_on else [message]
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
@@ -425,12 +436,12 @@ class Histories:
 
 
 @dataclass(frozen=True, slots=True)
-class _Walked:
+class _MatchedHistory:
     """A history that was followed."""
 
     history: list[ReadMessage]
     """Its messages as they came."""
-    walk: Walk
+    match: HistoryMatch
     """Where they led."""
     calls: AnsweredCalls
     """The calls in it."""
@@ -460,27 +471,27 @@ def _in_order(values: list[Any], positions: Mapping[str, int], id_of: Callable[[
     return sorted(values, key=lambda each: positions.get(id_of(each), len(positions)))
 
 
-def _stepped(point: HistoryPoint, key: Hashable, answered: CallIndex | None) -> HistoryPoint:
+def _stepped(point: HistoryNode, key: Hashable, answered: CallIndex | None) -> HistoryNode:
     step = key, answered
     found = point.after.get(step)
     if found is None:
-        found = point.after[step] = HistoryPoint()
+        found = point.after[step] = HistoryNode()
     return found
 
 
-def _is_part(message: ReadMessage, asked_turn: AskedTurn) -> bool:
-    return asked_turn.node is not None and begins(message.message, asked_turn.node.reply)
+def _is_part(message: ReadMessage, request_node: RequestNode) -> bool:
+    return request_node.node is not None and begins(message.message, request_node.node.reply)
 
 
-def _has_thought_of_turn(message: ReadMessage, point: HistoryPoint) -> bool:
+def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
     """Whether a content begins with the reasoning of a turn that was said here."""
-    heard = thought_of(message.message)
-    said = (turn.node for each in point.after.values() for turn in each.said) if heard else ()
-    return any(node is not None and node.reply.get("reasoning_content", "").strip() == heard for node in said)
+    received = thought_of(message.message)
+    said = (turn.node for each in point.after.values() for turn in each.said) if received else ()
+    return any(node is not None and node.reply.get("reasoning_content", "").strip() == received for node in said)
 
 
-def _thinks_alike(message: ReadMessage, known: HistoryPoint) -> bool:
+def _thinks_alike(message: ReadMessage, known: HistoryNode) -> bool:
     """Whether a message has the reasoning of a turn that said the same; it may lack it."""
-    heard = message.message.get("reasoning_content", "").strip()
+    received = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.said if each.node is not None)
-    return not heard or any(heard == thought.strip() for thought in thoughts)
+    return not received or any(received == thought.strip() for thought in thoughts)

@@ -9,18 +9,18 @@ from runner.messages import Message
 from runner.tools.tool import Tool
 from runner.trajectory import Origin, Segment, Turn
 
-__all__ = ["Head", "Node"]
+__all__ = ["Cursor", "TurnNode"]
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class TurnNode:
     """A turn, and what a prompt is made of that goes on from it."""
 
     turn: Turn
     """The turn."""
     segment: Segment
     """The segment in which it was sampled."""
-    parent: Node | None
+    parent: TurnNode | None
     """The turn that it follows, of this conversation or of the one that it branched from; None for a first."""
     answered: int
     """The index, in its segment, of the first message that this turn answers; 0 where the whole prompt was rendered."""
@@ -60,41 +60,41 @@ class Node:
         return Origin(self.turn.agent, self.turn.number, self.turn)
 
     @property
-    def spoken(self) -> Node:
+    def spoken(self) -> TurnNode:
         """The turn that its message began in."""
         node = self
         while node.turn.start != node.begin and node.parent is not None:
             node = node.parent
         return node
 
-    def line(self) -> Iterator[Node]:
+    def line(self) -> Iterator[TurnNode]:
         """The turns whose ids its own come behind, itself first; their messages stand in its segment."""
-        node: Node | None = self
+        node: TurnNode | None = self
         while node is not None:
             yield node
             node = node.parent if node.answered or node.turn.start != node.begin else None
 
-    def path(self) -> Iterator[Node]:
+    def path(self) -> Iterator[TurnNode]:
         """The turns on its path, itself first."""
-        node: Node | None = self
+        node: TurnNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
 
 @dataclass(slots=True, eq=False)
-class Head:
+class Cursor:
     """Where a conversation speaks next, and what is put before it there."""
 
     tools: list[Tool]
     """What may be called."""
     queued: list[Message] = field(default_factory=list)
     """Messages that were added and not put before the model yet; all of them where nothing is gone on from."""
-    node: Node | None = None
+    node: TurnNode | None = None
     """The turn that it goes on from."""
     whole: str = ""
     """Why everything is rendered anew, whatever stands in `node`; "" where the ids of `node` stay."""
-    again: Node | None = None
+    again: TurnNode | None = None
     """The turn to sample again; it applies only while `queued` equals the messages that this turn was asked."""
     takes_back: bool = False
     """Whether the turn in `again` is not trained on any more once it is sampled again."""
@@ -109,7 +109,7 @@ class Head:
         """The turn that a segment follows which begins here; None where no turn stands before."""
         return None if self.node is None else self.node.origin
 
-    def copied(self) -> Head:
+    def copied(self) -> Cursor:
         """A head at the same point, for another turn that is asked there."""
         return replace(self, queued=list(self.queued))
 

@@ -35,19 +35,19 @@ __all__ = [
 
 T = TypeVar("T")
 
-MESSAGES: Final = 10_000
+MAX_MESSAGES: Final = 10_000
 """The most messages, or items, that a history may have."""
 
-CALLS: Final = 10_000
+MAX_CALLS: Final = 10_000
 """The most calls of tools that a history may have."""
 
-TOOLS: Final = 2_000
+MAX_TOOLS: Final = 2_000
 """The most tools that a request may offer."""
 
-TOOL_BYTES: Final = 512 * 1024
+MAX_TOOL_BYTES: Final = 512 * 1024
 """The most bytes of JSON that a tool may have."""
 
-VALUES: Final = 500_000
+MAX_VALUES: Final = 500_000
 """The most values that a body may have: a million of them take a second to be read, and nothing else runs meanwhile."""
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
@@ -70,8 +70,8 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     Raises:
         Refused: it holds none, or a history of too many messages, or too many values.
     """
-    if _may_hold_more(raw) and (values := _values_in(raw)) > VALUES:
-        bad(f"the body has {values:,} values, and at most {VALUES:,} are read: send a shorter history or fewer tools.")
+    if _may_hold_more(raw) and (values := _values_in(raw)) > MAX_VALUES:
+        bad(f"the body has {values:,} values, more than {MAX_VALUES:,}: send a shorter history or fewer tools.")
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         body = orjson.loads(raw)
@@ -84,8 +84,8 @@ def decode_body(raw: bytes) -> dict[str, Any]:
         bad(f"the body is a JSON {type(body).__name__}: send an object.")
     for name in ("messages", "input"):
         given = body.get(name)
-        if isinstance(given, list) and len(given) > MESSAGES:
-            bad(f"{name}: {len(given):,} of them, and a history has at most {MESSAGES:,}: send a shorter one.")
+        if isinstance(given, list) and len(given) > MAX_MESSAGES:
+            bad(f"{name}: {len(given):,} of them, and a history has at most {MAX_MESSAGES:,}: send a shorter one.")
     return body
 
 
@@ -99,14 +99,14 @@ def _without_half(found: re.Match[bytes]) -> bytes:
 
 def _may_hold_more(raw: bytes) -> bool:
     """Whether a body may have too many values: what stands between them stands in texts too."""
-    return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > VALUES
+    return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES
 
 
 def _values_in(raw: bytes) -> int:
     """How many values a body has; at least so many where it is no JSON."""
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
-    if strings > 2 * VALUES:  # keys among them
+    if strings > 2 * MAX_VALUES:  # keys among them
         return strings // 2
     outside = b"".join(bare.split(b'"')[::2])
     return outside.count(b",") + outside.count(b"{") + outside.count(b"[")
@@ -118,18 +118,20 @@ def check_size(asked: ChatCall) -> None:
     Raises:
         Refused: it has too many tools or calls, or one of its tools is too large; says how many there may be.
     """
-    if len(asked.tools) > TOOLS:
-        bad(f"tools: {len(asked.tools):,} of them, and a request has at most {TOOLS:,}: offer fewer.")
+    if len(asked.tools) > MAX_TOOLS:
+        bad(f"tools: {len(asked.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
     calls = 0
     for message in asked.messages:
         made = message.get("tool_calls") if isinstance(message, dict) else None
         calls += len(made) if isinstance(made, list) else 0
-    if calls > CALLS:
-        bad(f"the history has {calls:,} calls of tools, and at most {CALLS:,} are read: send a shorter one.")
+    if calls > MAX_CALLS:
+        bad(f"the history has {calls:,} calls of tools, and at most {MAX_CALLS:,} are read: send a shorter one.")
     for index, tool in enumerate(asked.tools):
         size = len(canonical_json(tool))
-        if size > TOOL_BYTES:
-            bad(f"tools[{index}]: it has {size:,} bytes, and a tool has at most {TOOL_BYTES:,}: shorten its schema.")
+        if size > MAX_TOOL_BYTES:
+            bad(
+                f"tools[{index}]: it has {size:,} bytes, and a tool has at most {MAX_TOOL_BYTES:,}: shorten its schema."
+            )
 
 
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
@@ -217,10 +219,10 @@ def _top_k(value: float) -> float:
 
 def _top_p(value: float) -> float:
     """The mass that is kept; OpenAI takes 0, which keeps the likeliest id alone."""
-    return value or _LEAST_TOP_P
+    return value or _MIN_TOP_P
 
 
-_LEAST_TOP_P: Final = 1e-6
+_MIN_TOP_P: Final = 1e-6
 _READ: Final[Mapping[str, Callable[[float], float]]] = {"top_k": _top_k, "top_p": _top_p, "min_tokens": _whole}
 """How fields are read that clients write in several ways."""
 
@@ -274,7 +276,7 @@ def _constraint(kind: str, value: Any, where: str) -> Any:
     return value
 
 
-MOST_UNREAD: Final = 20
+MAX_UNREAD_FIELDS: Final = 20
 """So many fields of a body that nothing reads are noted."""
 
 
@@ -285,7 +287,9 @@ def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: di
         for name, value in body.items()
         if name not in known and name not in not_granted and value not in (None, False, "", [], {})
     )
-    not_granted.update((name[:60], _shortly(value)) for name, value in list(itertools.islice(unread, MOST_UNREAD)))
+    not_granted.update(
+        (name[:60], _shortly(value)) for name, value in list(itertools.islice(unread, MAX_UNREAD_FIELDS))
+    )
 
 
 def _shortly(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from runner.endpoint.wire import TokenText
+from runner.endpoint.wire_form import TokenText
 from runner.messages import canonical_json
 from runner.tokens.top_logprobs import TopLogprobs
 

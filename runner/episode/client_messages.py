@@ -19,7 +19,7 @@ from runner.tokens.bridging.history import canonical, normalize
 from runner.tokens.system_support import SystemSupport
 
 __all__ = [
-    "RECENT",
+    "MAX_RECENT_HISTORIES",
     "UNPARSED",
     "MessageReader",
     "ReadMessage",
@@ -31,7 +31,7 @@ __all__ = [
     "with_thought_apart",
 ]
 
-RECENT: Final = 8
+MAX_RECENT_HISTORIES: Final = 8
 """So many histories of an episode are kept as they were read and followed: one for each client that is at work."""
 
 VOLATILE: Final = ("x-anthropic-billing-header:",)
@@ -96,7 +96,7 @@ class MessageReader:
 
     def __init__(self) -> None:
         self._known: dict[bytes, ReadMessage] = {}
-        self._recent = deque[list[ReadMessage]](maxlen=RECENT)
+        self._recent = deque[list[ReadMessage]](maxlen=MAX_RECENT_HISTORIES)
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ReadMessage]:
         """Read the messages of a request.

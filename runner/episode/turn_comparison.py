@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from runner.chat_requests import Tolerated
-from runner.episode.reading import UNPARSED, ReadMessage
+from runner.episode.client_messages import UNPARSED, ReadMessage
 from runner.messages import Message
 from runner.tokens.bridging.history import canonical
 

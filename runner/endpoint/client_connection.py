@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import anyio
 
-__all__ = ["ClientGone", "Line", "Send"]
+__all__ = ["ClientConnection", "ClientGone", "Send"]
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends a message of ASGI."""
 
-READ_SECONDS: Final = 60.0
+CLIENT_READ_SECONDS: Final = 60.0
 """Seconds in which a client has to read what was written; one that does not is left."""
 
 
@@ -23,7 +23,7 @@ class ClientGone(Exception):
     """The client has gone away."""
 
 
-class Line:
+class ClientConnection:
     """The way back to a client, for one answer; one task writes at a time."""
 
     def __init__(self, send: Send) -> None:
@@ -62,11 +62,11 @@ class Line:
         loop = asyncio.get_running_loop()
 
         def look() -> None:
-            if self._sending is not None and time.monotonic() - self._sending >= READ_SECONDS:
+            if self._sending is not None and time.monotonic() - self._sending >= CLIENT_READ_SECONDS:
                 self.gone = True
                 scope.cancel()
             # Looked at now and then, by no task: either would cost more than the writes.
-            self._looking = loop.call_later(READ_SECONDS / 4, look)
+            self._looking = loop.call_later(CLIENT_READ_SECONDS / 4, look)
 
         look()
         try:

@@ -10,7 +10,7 @@ from runner.episode.state import ConversationState, EpisodeState
 __all__ = ["name_threads"]
 
 
-def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> None:
+def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) -> None:
     """Give threads the names of their trajectories; a second call changes nothing.
 
     `main` is the trained one that was at work the longest from its first request to its last, counted in requests of
@@ -18,13 +18,13 @@ def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> No
     turns than who sent it, and begins after that one and ends before. Others have the label of their client, or are
     numbered.
     """
-    if not threads or play.renamed:
+    if not threads or episode.renamed:
         return
-    main = _main(play, threads)
-    if main is not None and MAIN in play.states:
-        play.states[MAIN].close_sessions()
-        del play.states[MAIN]
-    taken = {name for name, state in play.states.items() if not any(state is thread for thread in threads)}
+    main = _main(episode, threads)
+    if main is not None and MAIN in episode.states:
+        episode.states[MAIN].close_sessions()
+        del episode.states[MAIN]
+    taken = {name for name, state in episode.states.items() if not any(state is thread for thread in threads)}
     numbered = 0
     for thread in threads:
         name = MAIN if thread is main else next((one.label for one in thread.requests if one.label), "")
@@ -32,9 +32,9 @@ def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> No
             numbered += 1
             name = f"{MAIN}-{numbered}"
         taken.add(name)
-        play.renamed[thread.thread] = name
-    _rename(play, threads)
-    home = play.states.get(MAIN)
+        episode.renamed[thread.thread] = name
+    _rename(episode, threads)
+    home = episode.states.get(MAIN)
     # A thread that never spoke leaves no trajectory, and what it was asked is to be told all the same.
     silent = [thread for thread in threads if not thread.turns and thread is not home]
     if home is not None and home.turns:
@@ -42,9 +42,9 @@ def name_threads(play: EpisodeState, threads: Sequence[ConversationState]) -> No
         home.requests.sort(key=lambda request: request.number)
 
 
-def _main(play: EpisodeState, threads: Sequence[ConversationState]) -> ConversationState | None:
-    own = play.states.get(MAIN)
-    if own is not None and (own.turns or MAIN in play.shared.other_models):
+def _main(episode: EpisodeState, threads: Sequence[ConversationState]) -> ConversationState | None:
+    own = episode.states.get(MAIN)
+    if own is not None and (own.turns or MAIN in episode.shared.other_models):
         return None
     trained = [thread for thread in threads if thread.counted and thread.turns]
     return max(trained, key=lambda thread: (_has_tools(thread), _at_work(thread), len(thread.turns)), default=None)
@@ -59,11 +59,11 @@ def _at_work(thread: ConversationState) -> int:
     return max(numbers) - min(numbers)
 
 
-def _rename(play: EpisodeState, threads: Sequence[ConversationState]) -> None:
-    names = play.renamed
+def _rename(episode: EpisodeState, threads: Sequence[ConversationState]) -> None:
+    names = episode.renamed
     for thread in threads:
         thread.name = names[thread.thread]
-    for state in play.states.values():
+    for state in episode.states.values():
         for segment in state.segments:
             if segment.origin is not None:
                 segment.origin.agent = names.get(segment.origin.agent, segment.origin.agent)
@@ -71,4 +71,4 @@ def _rename(play: EpisodeState, threads: Sequence[ConversationState]) -> None:
             turn.agent = names.get(turn.agent, turn.agent)
         for request in state.requests:
             request.parent_agent = names.get(request.parent_agent, request.parent_agent)
-    play.states = {names.get(name, name): state for name, state in play.states.items()}
+    episode.states = {names.get(name, name): state for name, state in episode.states.items()}

@@ -16,23 +16,23 @@ from runner.tokens.decode import IncrementalDecoder
 from runner.tools.tool import Tool
 from runner.turn_events import ToolCalled, TurnEvent, TurnRestarted
 
-__all__ = ["TurnListener"]
+__all__ = ["TurnEventParser"]
 
 
-class TurnListener:
+class TurnEventParser:
     """Reads a turn's ids as they come and tells what they say; all of it is what the finished turn has.
 
     What may be the end of the turn is held back until something comes behind it.
     """
 
     def __init__(
-        self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, tell: Callable[[TurnEvent], None]
+        self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, on_event: Callable[[TurnEvent], None]
     ) -> None:
         """Listen to a conversation of these `tools`."""
         self._chat = chat
         self._tools = tools
         self._tool_choice: ToolChoice = tool_choice
-        self._tell = tell
+        self._on_event = on_event
         self._names = {tool.name for tool in tools}
         self._closing = frozenset((*chat.stop_ids, *chat.bridger.closes.of_turn))
         self._begun: tuple[Sequence[int], int, int] = ((), 0, 0)
@@ -49,14 +49,14 @@ class TurnListener:
         self._begun = (said, calls_before, longest_stop)
         self._clear()
 
-    def hear(self, ids: Sequence[int]) -> None:
+    def feed(self, ids: Sequence[int]) -> None:
         """These ids were sampled."""
         self._listen(ids, self._events_of)
 
     def restart(self) -> None:
         """All that was sampled of the turn is thrown away."""
         self._clear()
-        self._tell(TurnRestarted())
+        self._on_event(TurnRestarted())
 
     def finish(self, *, stopped: bool, text: str | None) -> None:
         """The turn is over.
@@ -73,7 +73,7 @@ class TurnListener:
             self._decode(self._held)
             self._cut(len(text))
         self._held.clear()
-        self._pass_on(0, self._events_of)
+        self._release(0, self._events_of)
         self._events_of(self._stream.finish())
 
     # --- from ids to text
@@ -93,7 +93,7 @@ class TurnListener:
     def _listen(self, ids: Sequence[int], use: Callable[[Iterable[Event]], None]) -> None:
         if self._longest_stop:
             # What comes may end the turn by a stop string that began in what waits.
-            self._pass_on(self._longest_stop - 1, use)
+            self._release(self._longest_stop - 1, use)
         for token_id in ids:
             if token_id not in self._closing:
                 self._decode(self._held)
@@ -102,7 +102,7 @@ class TurnListener:
             else:
                 self._held.append(token_id)
         if not self._longest_stop:
-            self._pass_on(0, use)
+            self._release(0, use)
 
     def _decode(self, ids: Iterable[int]) -> None:
         for token_id in ids:
@@ -123,7 +123,7 @@ class TurnListener:
             self._waiting -= len(piece)
             self._emit(kept, token_id if kept == piece else -1)
 
-    def _pass_on(self, waiting: int, use: Callable[[Iterable[Event]], None]) -> None:
+    def _release(self, waiting: int, use: Callable[[Iterable[Event]], None]) -> None:
         """Read what has come, as long as at least so many characters of it wait."""
         while self._pieces and self._waiting - len(self._pieces[0][0]) >= waiting:
             piece, token_id = self._pieces.popleft()
@@ -135,9 +135,9 @@ class TurnListener:
     def _events_of(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, ReasoningPiece | ContentPiece):
-                self._tell(type(event)(self._spelling.restored(event.text)))
+                self._on_event(type(event)(self._spelling.restored(event.text)))
             else:
-                self._tell(ToolCalled(self._call(event)))
+                self._on_event(ToolCalled(self._call(event)))
 
     def _note(self, events: Iterable[Event]) -> None:
         """Count what was told before."""
