@@ -1,4 +1,4 @@
-"""What is told of a turn while it is sampled: where it begins, its ids, and what they say, piece by piece."""
+"""Events of a turn while it is sampled: its start, its ids, and its text, reasoning and tool calls piece by piece."""
 
 from __future__ import annotations
 
@@ -25,64 +25,64 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ToolCalled:
-    """The model has called a tool; nothing that it still says changes this call."""
+    """A complete tool call of the model. Later ids of the turn do not change it."""
 
     call: ToolCall
-    """The call as `Turn.tool_calls` will have it; one that cannot be read has its `error` set."""
+    """The call, as in `Turn.tool_calls`. A call that cannot be parsed has its `error` set."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRestarted:
-    """The turn is sampled anew, since its engine cut it for its trainer: nothing counts that was told of it before."""
+    """The turn is sampled again, since its engine cut it for its trainer. Discard all earlier events of the turn."""
 
 
 TurnEvent: TypeAlias = ReasoningPiece | ContentPiece | ToolCalled | TurnRestarted
-"""Something that a turn said while it is sampled."""
+"""An event of a turn while it is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAdmitted:
-    """The engine took the turn's request: from here on it is sampled."""
+    """The engine admitted the request of the turn and starts to sample it."""
 
     handle: str
-    """What names the turn to a client; "" where nothing does."""
+    """Id of the turn for a client; "" where it has none."""
     prompt_ids: Sequence[int]
-    """All that the model sees."""
+    """All prompt ids of the turn."""
     calls_before: int = 0
-    """How many calls the message has already, where the turn goes on with one that was cut."""
+    """Number of calls that the message already has, where the turn continues one that was cut; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdsSampled:
-    """These ids were sampled next; what they say may be told later."""
+    """Newly sampled ids. The events of their text may come later."""
 
     token_ids: Sequence[int]
-    """The ids."""
+    """The sampled ids."""
     logprobs: Sequence[float] | None
-    """The log-probability of each of them in nats; None where the engine tells none."""
+    """Log-probability of each id in nats; None where the engine does not return them."""
     top: TopLogprobs | None
-    """The likeliest ids at their positions; None where none were asked for."""
+    """The most likely ids at each position; None where none were requested."""
 
 
 TurnProgress: TypeAlias = TurnAdmitted | IdsSampled | TurnEvent
-"""All that is told of a turn to whoever passes it on."""
+"""Everything that is sent about a turn while it is sampled."""
 
 
 DeliverTurn: TypeAlias = Callable[[Turn, Turn | None], Awaitable[None]]
-"""Hands a turn over to its client; the second one is the cut turn with which it goes on, or None."""
+"""Delivers a finished turn to its client. The second argument is the cut turn that it continues, or None."""
 
 
 class TurnEventSink(Protocol):
-    """Passes a turn on while it is sampled. The sampling never waits for it."""
+    """Receiver of the events of a turn while it is sampled. The sampling never waits for it."""
 
     def put(self, progress: TurnProgress, /) -> None:
-        """Take what has come of the turn."""
+        """Queue an event."""
         ...
 
     def close(self) -> None:
-        """Take note that nothing more comes."""
+        """End the queue: no more events follow."""
         ...
 
     async def forward(self) -> None:
-        """Pass on what comes until nothing more does."""
+        """Send queued events until the queue is closed."""
         ...

@@ -1,4 +1,4 @@
-"""Rewritten histories: where in the forest of its turns a conversation goes on whose past was given anew."""
+"""Finds where a conversation continues after its author replaced the history."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ __all__ = ["before", "cursor_at", "left_behind"]
 
 
 def cursor_at(state: ConversationState, history: Sequence[Message]) -> Cursor:
-    """Where the conversation goes on whose whole past is `history`.
+    """Return the cursor for a conversation whose whole history becomes `history`.
 
-    The last turn that it begins with is gone on from. Where it ends as a turn's prompt did, that turn is played again,
-    and taken back if it was the last one.
+    It continues from the last turn that the history begins with. If the history ends where the prompt of a turn did,
+    that turn is sampled again, and taken back if it was the last one.
     """
     now = state.cursor
     found = None if now.whole or now.node is None else _aligned(now.node, now, history)
     if found is None or found[1].kind not in (AlignmentKind.SAME, AlignmentKind.APPEND):
-        # The ends of its paths; a turn that was cut is no end once it went on, and its message is another one.
+        # The leaves of the tree. A cut turn is not a leaf once it was continued: the message then belongs to the later
+        # turn.
         ends = (
             node for node in reversed(state.nodes) if not node.extended or node.turn.finish is not FinishReason.STOP
         )
         others = (node for node in ends if node is not now.node)
-        # Of those that share as much the current path is meant, then the latest.
+        # Of equally long matches, prefer the current path, then the latest turn.
         aligned = [each for each in (found, *(_aligned(node, now, history) for node in others)) if each is not None]
         found = max(aligned, key=lambda each: each[1].index, default=None)
     whole = Cursor(now.tools, list(history), now.node, "environment" if state.segments else "")
@@ -35,14 +36,14 @@ def cursor_at(state: ConversationState, history: Sequence[Message]) -> Cursor:
 
 
 def before(node: TurnNode, now: Cursor, whole: str, *, takes_back: bool) -> Cursor:
-    """Where a turn stands that is to be sampled once more."""
+    """Return the cursor at which a turn can be sampled again."""
     first = node.spoken
     cause = "" if node.answered else whole
     return Cursor(now.tools, list(node.asked), first.parent, cause, again=node, takes_back=takes_back)
 
 
 def left_behind(state: ConversationState, kept: TurnNode) -> list[TurnNode]:
-    """The other tries of a turn, and what followed them and it."""
+    """Return the other tries of a turn, and all turns that followed them or it."""
     first, left = kept.spoken, set[TurnNode]()
     on_path = set(kept.path())
     for node in state.nodes:
@@ -56,7 +57,7 @@ def left_behind(state: ConversationState, kept: TurnNode) -> list[TurnNode]:
 
 
 def _asked_alike(one: TurnNode, other: TurnNode) -> bool:
-    """Whether two turns had the same prompt, of which a server of messages gives no ids."""
+    """Return True if two turns had the same prompt. Turns of an engine for messages have no ids to compare."""
     if one.turn.start or other.turn.start:
         return one.turn.prompt_ids == other.turn.prompt_ids
     return list(one.asked) == list(other.asked)

@@ -1,7 +1,7 @@
-"""The histories of an episode: a tree of messages that says which turns were asked, and which were said, after which.
+"""The history tree of an episode: a tree of messages, with the turns that were requested and sampled at each point.
 
-A step of the tree is what counts in a message, with the index of the call that it answers. So a whole history is looked
-up by one step a message, however many turns there are.
+The key of a step is the normalized message, with the index of the call that it answers. Looking up a whole history
+takes one step a message, however many turns there are.
 """
 
 from __future__ import annotations
@@ -31,78 +31,78 @@ from runner.messages import AnsweredCalls, CallIndex
 __all__ = ["HistoryMatch", "HistoryNode", "HistoryTree", "RequestNode"]
 
 MAX_JOINED_MESSAGES = 64
-"""A turn may come back as so many messages, one for each of its calls."""
+"""Most messages that one turn may come back as, one for each of its calls."""
 
 
 @dataclass(slots=True, eq=False)
 class HistoryNode:
-    """A point in the tree: all histories that begin with the same messages end here."""
+    """A node of the tree: the end of all histories that begin with the same messages."""
 
     after: dict[tuple[Hashable, CallIndex | None], HistoryNode] = field(default_factory=dict)
-    """The point that each further message leads to."""
+    """The node after each further message."""
     asked: list[RequestNode] = field(default_factory=list)
-    """The turns whose prompt ends here, in the order in which they were asked for."""
+    """Requests whose prompt ends here, in the order of their arrival."""
     said: list[RequestNode] = field(default_factory=list)
-    """The turns whose message is the last one here."""
+    """Requests whose answer ends here."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestNode:
-    """A turn in the tree, from the moment on at which it is asked for."""
+    """A request for a turn, in the tree from its arrival on."""
 
     thread: ConversationState
-    """The conversation in which it was asked."""
+    """The conversation that answers."""
     asked: HistoryNode
-    """The point at which its prompt ends."""
+    """The node at which the prompt ends."""
     parent: RequestNode | None
-    """The turn that it follows."""
+    """The request of the turn that it follows."""
     cursor: Cursor
-    """The head of the conversation at which it was asked; a sibling request begins there too."""
+    """The cursor of the turn; a sibling request begins there too."""
     behind: RequestNode | None = None
-    """The turn that its history was found to end with, before what it was asked."""
+    """The last turn in the request's history; None without one."""
     children: list[RequestNode] = field(default_factory=list)
-    """The turns that follow it."""
+    """Requests that follow it."""
     record: ChatRequest | None = None
-    """The request that asked for it; None for a turn of an author's own."""
+    """The record of the request; None for an author's own turn."""
     node: TurnNode | None = None
-    """The node of the turn in the forest, once it was sampled."""
+    """The turn's node in the turn tree, once it was sampled."""
     said: HistoryNode | None = None
-    """The point at which its message ends."""
+    """The node at which the answer ends."""
     number: int = 0
-    """The turn's number in the order in which turns entered the tree."""
+    """Number in the order of arrival."""
     taken_back: bool = False
-    """Whether it was sampled anew."""
+    """True if the turn was sampled again."""
     over: anyio.Event = field(default_factory=anyio.Event)
-    """Set once nothing more is sampled for it."""
+    """Set once sampling for it is over."""
     gone: bool = False
-    """Whether whoever asked went away."""
+    """True if the client disconnected."""
     told: Sequence[ReadMessage] | None = None
-    """What it was asked, as a later request goes on from it by its id; None where no request can."""
+    """The history of the request, for a later one that refers to it by id; None if no request can."""
     given: ReadMessage | None = None
-    """Its message as the client was given it, once it was sampled."""
+    """The answer as the client received it, once it was sampled."""
 
     @property
     def label(self) -> str:
-        """The client's own name for who asked."""
+        """The client's own name for the caller."""
         return self.record.label if self.record is not None else ""
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is being sampled for somebody who waits."""
+        """True while the turn is sampled for a client that waits."""
         return self.record is not None and self.record.delivery is Delivery.IN_FLIGHT and not self.gone
 
     @property
     def lost(self) -> bool:
-        """Whether whoever asked went away before it was there, and nobody asked again."""
+        """True if the client disconnected before the answer, and did not ask again."""
         return self.gone and not self.taken_back
 
     @property
     def finished(self) -> bool:
-        """Whether it was sampled to its end."""
+        """True if the turn was sampled to its end."""
         return self.node is not None and self.node.turn.finish not in (FinishReason.ABORT, FinishReason.ERROR)
 
     def line(self) -> Iterator[RequestNode]:
-        """Itself and all turns that go on from it, at any depth."""
+        """Itself and all turns that follow it, at any depth."""
         left = [self]
         while left:
             request_node = left.pop()
@@ -117,47 +117,47 @@ class RequestNode:
             request_node = request_node.parent
 
     def fits(self, label: str) -> bool:
-        """Whether it may be of the client that calls itself so."""
+        """Return True if it may belong to the client with this label."""
         return not label or not self.label or label == self.label
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedTurn:
-    """The comparison of a history with the turns that it tells."""
+    """A comparison of a history with the turns in it."""
 
     parent: RequestNode | None
     """The last of these turns."""
     messages: int
-    """The number of messages that were compared."""
+    """Number of compared messages."""
     changed: frozenset[Tolerated]
-    """The differences that were found in these messages."""
+    """The differences in these messages."""
 
 
 @dataclass(slots=True)
 class HistoryMatch:
-    """The history of a request, message by message through the tree."""
+    """The history of a request, matched with the tree message by message."""
 
     messages: list[ReadMessage] = field(default_factory=list)
-    """The messages, those of one turn joined."""
+    """The messages; those of one turn are joined."""
     points: list[HistoryNode] = field(default_factory=list)
-    """The point that each message leads to."""
+    """The node after each message."""
     answers: list[CallIndex | None] = field(default_factory=list)
     """The call that each message answers."""
     tolerated: set[Tolerated] = field(default_factory=set)
-    """The differences that the client made on the way, which change nothing."""
+    """Differences that the client made and that change nothing."""
     thoughts: list[int] = field(default_factory=list)
-    """The indices of the messages that have reasoning."""
+    """Indices of the messages that have reasoning."""
     sent: dict[int, ReadMessage] = field(default_factory=dict)
-    """Of messages that stand for a turn by their ids: as the client sent them, by index."""
+    """By index, messages that were replaced by their turn because of their ids, as the client sent them."""
     size: int = 0
-    """The bytes of the messages as JSON."""
+    """Bytes of the messages as JSON."""
     volatile: int = 0
-    """The number of lines that were taken out of the messages."""
+    """Number of volatile lines that were removed from the messages."""
     compared: ComparedTurn | None = None
-    """An earlier comparison of the beginning of this history, so that it is not made twice."""
+    """An earlier comparison of the beginning of this history, to be reused."""
 
     def copied(self) -> HistoryMatch:
-        """The same, to be gone on with."""
+        """Return a copy that can be extended."""
         return replace(
             self,
             messages=list(self.messages),
@@ -169,7 +169,7 @@ class HistoryMatch:
         )
 
     def add(self, message: ReadMessage, point: HistoryNode, answered: CallIndex | None) -> None:
-        """Go on by a message."""
+        """Add a message."""
         if "reasoning_content" in message.message:
             self.thoughts.append(len(self.messages))
         self.messages.append(message)
@@ -181,18 +181,18 @@ class HistoryMatch:
 
     @property
     def end(self) -> HistoryNode:
-        """Where the whole history leads to."""
+        """The node at the end of the history."""
         return self.points[-1]
 
 
 class HistoryTree:
-    """The tree of one episode, and who answers to which handle."""
+    """The history tree of one episode, with an index of turns by handle."""
 
     def __init__(self) -> None:
         self.reader = MessageReader()
-        """Reads messages, and keeps what it read."""
+        """Reads and caches messages."""
         self.latest: dict[ConversationState, RequestNode] = {}
-        """The turn of each conversation that was asked for last."""
+        """The latest request of each conversation."""
         self._numbered = 0
         self._root = HistoryNode()
         self._handles: dict[str, RequestNode] = {}
@@ -203,7 +203,7 @@ class HistoryTree:
     # --- what was asked and said
 
     def ask(self, request_node: RequestNode) -> None:
-        """Add a turn that is asked for now."""
+        """Add a request."""
         request_node.number = self._numbered
         self._numbered += 1
         self.latest[request_node.thread] = request_node
@@ -212,19 +212,19 @@ class HistoryTree:
             request_node.parent.children.append(request_node)
 
     def forget(self, request_node: RequestNode) -> None:
-        """Take away one that came to nothing."""
+        """Remove a request that led to no turn."""
         request_node.asked.asked.remove(request_node)
         if request_node.parent is not None:
             request_node.parent.children.remove(request_node)
         request_node.over.set()
 
     def say(self, request_node: RequestNode, node: TurnNode, handles: Sequence[str]) -> None:
-        """Add what was sampled for a turn."""
+        """Add the sampled turn of a request."""
         request_node.node = node
         request_node.given = self.reader.read_one(node.turn.as_message())
         self._known[id(node)] = request_node
         reply = self.reader.read_one(node.reply)
-        # Where it goes on with a turn that was cut, its message is the whole one, which began there.
+        # If it continues a cut turn, its message is the whole one, which began there.
         begun = self._known.get(id(node.spoken), request_node)
         request_node.said = _stepped(begun.asked, reply.key, None)
         request_node.said.said.append(request_node)
@@ -232,24 +232,24 @@ class HistoryTree:
         request_node.over.set()
 
     def named(self, handles: Sequence[str]) -> RequestNode | None:
-        """The latest turn that one of these names; None where none is known."""
+        """Return the latest turn that one of these handles names; None if all are unknown."""
         known = [self._handles[handle] for handle in handles if handle in self._handles]
         return max(known, key=lambda request_node: request_node.number, default=None)
 
     def own_id(self, call_id: str) -> str:
-        """The id of a call as its turn has it, where it is one that a client was given; else the same."""
+        """Return the call id that the turn sampled, for one that a client received; any other id unchanged."""
         handle, _, number = call_id.rpartition("_")
         turn = self._handles.get(handle)
         calls = [] if turn is None or turn.node is None else turn.node.turn.tool_calls
         return calls[int(number)].id if number.isdecimal() and int(number) < len(calls) else call_id
 
     def turn_of(self, message: ReadMessage) -> RequestNode | None:
-        """The turn that an assistant message tells, by its ids and as it was said; None for any other."""
+        """Return the turn of an assistant message, if its ids and its content are those of that turn; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         return turn if turn is not None and turn.given is not None and turn.given.key == message.key else None
 
     def take_in(self, thread: ConversationState) -> None:
-        """Add the turns of a conversation that nobody asked for by a request: an author's own."""
+        """Add the turns that an author took without a request."""
         for node in thread.nodes[self._taken_in.get(id(thread), 0) :]:
             before = node.spoken.parent
             parent = None if before is None else self._known.get(id(before))
@@ -267,12 +267,12 @@ class HistoryTree:
 
         Args:
             messages: its messages.
-            previous: the id of an earlier answer that stands before them, with what it was asked; "" for none.
-            own_system: whether the first message is a system message, which then stands before all of that.
+            previous: id of an earlier answer that precedes them, together with its history; "" for none.
+            own_system: True if the first message is a system message, which then precedes all of that.
 
         Raises:
-            BadMessage: one is no message, or holds what is not text.
-            UnknownReference: an id is not that of a turn of the episode.
+            BadMessage: an item is not a message, or has content that is not text.
+            UnknownReference: an id does not belong to a turn of the episode.
         """
         read = self.reader.read([self._referred(each) for each in messages] if _refers(messages) else messages)
         if not previous:
@@ -283,7 +283,7 @@ class HistoryTree:
         return [*read[:own_system], *turn.told, turn.given, *read[own_system:]]
 
     def _referred(self, message: Any) -> Any:
-        """The message of the turn that one refers to by an id alone; any other message as it is."""
+        """Return the message of the turn that an id alone refers to; any other message unchanged."""
         given = message.get("refers") if isinstance(message, Mapping) else None
         if given is None:
             return message
@@ -294,9 +294,9 @@ class HistoryTree:
         return turn.node.turn.as_message()
 
     def match(self, messages: Sequence[ReadMessage]) -> HistoryMatch:
-        """Follow a history; where it is a new one, the tree grows.
+        """Match a history with the tree, which grows for new messages.
 
-        Histories grow: where one begins as another that was followed lately, only what it has besides is looked at.
+        Where a history begins with one that was matched recently, only the rest is looked at.
         """
         before = next((each for each in reversed(self._recent) if each.goes_on_in(messages)), None)
         match, calls = (
@@ -324,7 +324,7 @@ class HistoryTree:
     def _next(
         self, point: HistoryNode, messages: list[ReadMessage], index: int, match: HistoryMatch
     ) -> tuple[int, ReadMessage | None]:
-        """The next message of a history, joined of how many; None where those are no part of it."""
+        """Return how many messages were taken, and the next message, joined from them; None for a message to skip."""
         message = messages[index]
         if message.role != "assistant":
             return 1, message
@@ -335,7 +335,7 @@ class HistoryTree:
             return 1, message
         while end < min(len(messages), index + MAX_JOINED_MESSAGES) and messages[end].role == "assistant":
             end += 1
-        # What ends a history is no part of it where its turn is asked for again.
+        # The last message is the new prompt where its turn is requested again.
         lost = [request_node for request_node in point.asked if request_node.lost]
         if end == len(messages) and lost:
             whole = joined(messages[index:end])
@@ -345,10 +345,10 @@ class HistoryTree:
         for last in range(end, index, -1) if any(each.said for each in point.after.values()) else ():
             whole = joined(messages[index:last])
             known = point.after.get((whole.key, None))
-            # What a cut turn thought may stand before the turn that was sampled in its stead.
+            # Reasoning of a cut turn may precede the turn that was sampled in its place.
             if known is not None and known.said and (last == index + 1 or _thinks_alike(whole, known)):
                 return last - index, whole
-        # One turn as several messages of which one has its ids.
+        # One turn as several messages, one of which has its ids.
         for last in range(end, index + 1, -1) if any(map(self._names_turn, messages[index:end])) else ():
             whole = joined(messages[index:last])
             if self._turn_told_by(whole) is not None:
@@ -364,20 +364,20 @@ class HistoryTree:
         return self.named(message.handles) is not None
 
     def _turn_told_by(self, message: ReadMessage) -> ReadMessage | None:
-        """The message of the turn that this one tells in another form, with ids that prove it; None for any other."""
+        """Return the message of the turn that this one has another form of, proven by its ids; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
         if turn is None:
             return None
         ours = turn.given
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
-            return None  # it is told as it was
+            return None  # unchanged
         changed = changed_around(ours, message)
         return None if changed is None else replace(ours, size=message.size, tolerated=message.tolerated | changed)
 
     def _gathered(self, messages: Sequence[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
-        """The same with calls of one turn together that came as several messages, with results between them."""
+        """Join calls of one turn that came as several messages, with results between them."""
         gathered: list[ReadMessage] = []
-        last: int | None = None  # where the calls of a turn stand that may go on
+        last: int | None = None  # positions of the calls of a turn that may continue
         for message in messages:
             before = gathered[last] if last is not None else None
             apart = last is not None and message.role == "assistant" and len(gathered) > last + 1
@@ -396,12 +396,12 @@ class HistoryTree:
         return one.handles[:1] == other.handles[:1] != () and self.named(one.handles) is not None
 
     def _in_order_of_calls(self, messages: list[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
-        """The same with the results of calls that were made at once in the order of the calls.
+        """Sort the results of parallel calls by the order of the calls.
 
-        Clients send them as they come, and most templates tell by their order alone which call each of them answers.
+        Clients send them as they arrive, and most templates match results to calls by order alone.
         """
         begin: int | None = None  # where results begin
-        spoke: list[ReadMessage] = []  # what was said last, since a turn may come as several messages
+        spoke: list[ReadMessage] = []  # the latest assistant messages, since a turn may come as several
         for index, message in enumerate([*messages, None]):
             if message is not None and message.role == "tool":
                 begin = index if begin is None else begin
@@ -419,7 +419,7 @@ class HistoryTree:
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
-        """The position of each call, by id, in messages that may tell one turn."""
+        """Return the position of each call, by id, in messages that may belong to one turn."""
         ids: list[str] = []
         for message in spoke:
             ids += message.call_ids
@@ -429,7 +429,7 @@ class HistoryTree:
         return {call_id: position for position, call_id in enumerate(ids)}
 
     def _calls_of(self, message: ReadMessage) -> dict[str, int]:
-        """The calls of the turn that a message names, by id."""
+        """Return the calls of the turn that a message names, by id."""
         turn = self.named(message.handles)
         given = () if turn is None or turn.given is None else turn.given.call_ids
         return {call_id: position for position, call_id in enumerate(given)}
@@ -437,19 +437,19 @@ class HistoryTree:
 
 @dataclass(frozen=True, slots=True)
 class _MatchedHistory:
-    """A history that was followed."""
+    """A history that was matched."""
 
     history: list[ReadMessage]
     """Its messages as they came."""
     match: HistoryMatch
-    """Where they led."""
+    """The match."""
     calls: AnsweredCalls
     """The calls in it."""
 
     def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
-        """Whether a history begins as this one does, and what follows stands for itself.
+        """Return True if a history begins with this one, and the rest can be read independently.
 
-        What is read of messages depends on those beside them where a turn came as several, or its results did.
+        Reading depends on neighbouring messages where a turn, or the results of its calls, came as several messages.
         """
         length = len(self.history)
         if not 0 < length < len(messages) or messages[length - 1] is not self.history[-1]:
@@ -484,14 +484,14 @@ def _is_part(message: ReadMessage, request_node: RequestNode) -> bool:
 
 
 def _has_thought_of_turn(message: ReadMessage, point: HistoryNode) -> bool:
-    """Whether a content begins with the reasoning of a turn that was said here."""
+    """Return True if a content begins with the reasoning of a turn that was sampled here."""
     received = thought_of(message.message)
     said = (turn.node for each in point.after.values() for turn in each.said) if received else ()
     return any(node is not None and node.reply.get("reasoning_content", "").strip() == received for node in said)
 
 
 def _thinks_alike(message: ReadMessage, known: HistoryNode) -> bool:
-    """Whether a message has the reasoning of a turn that said the same; it may lack it."""
+    """Return True if the reasoning of a message is missing, or that of a turn with the same content."""
     received = message.message.get("reasoning_content", "").strip()
     thoughts = (each.node.reply.get("reasoning_content", "") for each in known.said if each.node is not None)
     return not received or any(received == thought.strip() for thought in thoughts)

@@ -1,8 +1,8 @@
 """The hooks of an environment, as its episode calls them.
 
-`Environment`, which authors subclass, stands above the episode and is not known here. What the hooks are given that
-stands above this module, the episode and its conversation, is Any: a protocol in its stead would have to be the very
-type that `Environment` names, since attributes that are assigned, and parameters, take no wider one.
+`Environment`, which authors subclass, is in a layer above, as are the episode and the conversation that the hooks
+receive: these are typed as Any. A protocol would have to be the very type that `Environment` names, since assigned
+attributes and parameters do not accept a wider one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Hooks", "check_reply", "check_system_prompts", "unclosed"]
 
 
 class Hooks(Protocol):
-    """As much of an `Environment` as an episode needs."""
+    """The part of `Environment` that an episode uses."""
 
     system_prompt: str | None
     tool_choice: ToolChoice
@@ -49,33 +49,33 @@ class Hooks(Protocol):
     def close(self) -> Awaitable[None] | None: ...
 
     def fresh(self) -> Self:
-        """Another environment, made by the call that made this one."""
+        """Return a new environment, made by the same call as this one."""
 
     @property
     def made_with(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call that made it."""
+        """The arguments of that call."""
 
     def overrides(self, hook: str) -> bool:
-        """Tell whether the author wrote this hook."""
+        """Return True if the author overrode this hook."""
 
     def bound_tools(self) -> list[Tool]:
         """The tools of `@tool`, bound to this object."""
 
 
 def check_reply(hook: str, reply: Any) -> None:
-    """Refuse what the methods of a Gymnasium environment return, where the messages for the model belong.
+    """Refuse the return values of a Gymnasium environment in place of messages for the model.
 
     Args:
-        hook: the name of the hook, `step` or `prompt`.
-        reply: what it returned.
+        hook: name of the hook, `step` or `prompt`.
+        reply: the returned value.
 
     Raises:
-        TypeError: it is a tuple of something else than messages, or no kind of message at all.
+        TypeError: it is a tuple of anything but messages, or not a message at all.
     """
     if reply is None or isinstance(reply, str):
         return
     ends = "; None ends the episode" if hook == "step" else ""
-    told = f"return what the model is told: a string, a message, or a list of messages{ends}"
+    told = f"return the observation for the model: a string, a message, or a list of messages{ends}"
     if isinstance(reply, list | tuple) and not all(isinstance(each, Mapping) and "role" in each for each in reply):
         kinds = ", ".join(type(each).__name__ for each in reply)
         if isinstance(reply, tuple) or any(isinstance(each, bool | int | float) for each in reply):
@@ -99,9 +99,9 @@ def check_system_prompts(environment: Hooks, system_prompt: str | None, task: Ta
 
 
 def unclosed(environment: Hooks) -> Iterator[tuple[str, Callable[[], Awaitable[object]]]]:
-    """What hangs on the environment and can be seen to be open: its name and what closes it, what came last first.
+    """Return the open resources that are attributes of the environment: name and closing call, latest first.
 
-    What it has from its constructor or from `lifespan()` belongs to others too.
+    Attributes from its constructor or from `lifespan()` are left out, since they are shared.
     """
     own = list(vars(environment).items())
     theirs: list[object] = []
@@ -134,11 +134,11 @@ def _of_others(environment: Hooks) -> Iterator[object]:
 
 
 def _is_of_this_task(group: asyncio.TaskGroup) -> bool:
-    """It was opened in this task, and has tasks."""
+    """Return True if a task group was opened in this task, and has tasks."""
     return bool(getattr(group, "_tasks", ())) and getattr(group, "_parent_task", None) is asyncio.current_task()
 
 
 def _is_suspended(generator: Any) -> bool:
-    """It has begun, and waits at a `yield`."""
+    """Return True if a generator has begun, and waits at a `yield`."""
     frame = getattr(generator, "ag_frame", None)
     return frame is not None and frame.f_lasti > 0 and not generator.ag_running

@@ -1,4 +1,4 @@
-"""The life of an episode: one environment, set up, played, scored and closed, whatever happens in between."""
+"""The life cycle of an episode: one environment is set up, played, scored and closed, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["EpisodeRunner", "Phase"]
 
 
 class Phase(enum.StrEnum):
-    """Where in its life an episode stands."""
+    """The phase of an episode's life cycle."""
 
     SETUP = "setup"
     PLAYING = "playing"
@@ -44,21 +44,21 @@ class Phase(enum.StrEnum):
 
 
 class EpisodeRunner(EpisodeState):
-    """One attempt at an episode, from a fresh environment to its trajectories. What goes wrong in it stays in it.
+    """Runs one attempt at an episode, from a fresh environment to its trajectories. Errors stay inside.
 
-    What its conversations and the author's `Episode` may know of it is in `EpisodeState`.
+    The part of its state that conversations and the author's `Episode` use is in `EpisodeState`.
     """
 
     def __init__(self, shared: RunShared, key: EpisodeKey) -> None:
         super().__init__(key, shared)
         self.phase = Phase.SETUP
-        """The phase of its life that the episode is in."""
+        """The current phase."""
         self.began = anyio.current_time()
-        """When it was made, in the event loop's time."""
+        """Time of its creation, in the event loop's time."""
         self.chat_service: ChatService = ChatService(self, open_thread)
         self.episode = Episode(self)
-        """The same as the author sees it."""
-        # All hooks run in it, so that one of them may close what another one opened.
+        """The author's view of it."""
+        # All hooks run in this task, so that one hook may close a scope that another one opened.
         self._task = OwnTask()
         self._opening = self._task.clock()
         self._scoring = Clock(over_hooks=True)
@@ -70,7 +70,7 @@ class EpisodeRunner(EpisodeState):
         self._make_environment()
 
     def _make_environment(self) -> None:
-        """Make the environment that plays. Where none can be made, nothing is played and no hook is called."""
+        """Make the environment of the episode. If that fails, no hook is called."""
         try:
             environment = self.shared.environment.fresh()
             task = deep_copy(self.key.task)
@@ -85,23 +85,23 @@ class EpisodeRunner(EpisodeState):
 
     @property
     def permanent(self) -> bool:
-        """Whether it would end the same if it were played again."""
+        """True if another attempt would end the same."""
         return self._ending is not None and self._ending.permanent
 
     @property
     def turns_taken(self) -> int:
-        """How many turns of `main` there are so far."""
+        """Number of turns of `main` so far."""
         return len(self.episode.turns)
 
     def trained_logs(self) -> Iterator[TokenLog]:
-        """The token logs so far of the agents that are trained."""
+        """The token logs so far of the trained agents."""
         for state in self.states.values():
             if state.train:
                 yield from (segment.log for segment in state.segments)
 
     def cancel(self, ending: Ending | None = None) -> None:
-        """Cut the play where it stands; it is closed and kept, as partial unless another ending is given."""
-        # What closes is not cut: it has a limit of its own, and must not leave open what the author opened.
+        """Cut the rollout. The episode is closed and kept, as partial unless another ending is given."""
+        # Closing is not cut: it has its own limit, and must not leave the author's resources open.
         scopes = {Phase.SETUP: self._opening, Phase.PLAYING: self.limits.clock, Phase.SCORING: self._scoring}
         if self.phase in scopes and not self._was_cut:
             self._was_cut, self._ending = True, ending or Ending(Outcome.CANCELLED)
@@ -110,12 +110,11 @@ class EpisodeRunner(EpisodeState):
     async def run(self, *, in_this_task: bool = False) -> list[Trajectory]:
         """Play the episode and return the trajectories of its agents, `main` first.
 
-        Cancelled from outside, it still closes the environment, in a bounded shield, and keeps what it has in
+        If it is cancelled from outside, it still closes the environment, in a bounded shield, and keeps its results in
         `trajectories()`.
 
         Args:
-            in_this_task: the hooks run in the task that calls this and not in one of their own, for whoever steps
-                through them.
+            in_this_task: run the hooks in the calling task instead of a new one, for debuggers.
         """
         try:
             await self._task.run(
@@ -127,7 +126,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if cancellation_is_asked_for():
                 raise
-            # The author's code cancelled its own task by hand; that is no reason for the run to end.
+            # The author's code cancelled its own task by hand; the run continues.
             forget_native_cancellation()
             died = next((fault for fault in self.faults if fault.startswith("close(): ")), "")
             text = (
@@ -151,7 +150,7 @@ class EpisodeRunner(EpisodeState):
         except Exception as error:
             passing, self._ending = error, failure(error)
         except BaseException as error:
-            # Also a cancellation: what `setup()` entered is left with what passes through it.
+            # Cancellations included: they pass through the contexts that `setup()` entered.
             passing = error
         self._begin_closing()
         outer = self._task.clock(self.limits.configured.close_seconds)
@@ -163,7 +162,7 @@ class EpisodeRunner(EpisodeState):
             self.faults.append(f"exit_stack: unwinding took longer than {outer.seconds:g} s")
 
     async def _live(self) -> BaseException | None:
-        """Live until the environment is closed; gives the cancellation with which its setup was cut."""
+        """Run until the environment is closed. Return the cancellation that cut its setup, or None."""
         if self._ending is not None:
             return None
         was_set_up, cut, main = False, None, None
@@ -176,7 +175,7 @@ class EpisodeRunner(EpisodeState):
                 except anyio.get_cancelled_exc_class() as error:
                     cut = error
                     raise
-            if clock.fired:  # perhaps whoever was cancelled went on as if nothing were
+            if clock.fired:  # the cancelled code may have swallowed it
                 self._blame_setup(clock.seconds)
             elif main is not None:
                 await self._play_and_score(main)
@@ -193,11 +192,11 @@ class EpisodeRunner(EpisodeState):
             await self._score(ending)
 
     def _begin_closing(self) -> None:
-        """From here on only `close_seconds` ends it: what cancels the run has to wait."""
+        """Enter the closing phase, which only `close_seconds` ends: cancellations of the run wait."""
         if self.phase is not Phase.CLOSING:
             self._enter(Phase.CLOSING)
             self._task.shield()
-            # What cancelled it until now is no reason for the scopes that are left now to be cancelled too.
+            # An earlier cancellation must not cancel the scopes that are left now.
             forget_native_cancellation()
 
     # --- before the first turn
@@ -252,7 +251,7 @@ class EpisodeRunner(EpisodeState):
         self._enter(Phase.PLAYING)
         with self.limits.clock as clock:
             clock.start(self.limits.configured.seconds)
-            # The usual loop hands nothing to tasks that are not the episode's own.
+            # The default rollout starts no code that could send requests.
             async with (
                 self.chat_service.open(self._task.tasks) if self.environment.overrides("rollout") else nullcontext()
             ):
@@ -280,7 +279,7 @@ class EpisodeRunner(EpisodeState):
 
     async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
         self.report_activity(f"{kind} {name}()")
-        # Before each of them: a judge that ran into a limit in one reward may speak again in the next.
+        # Before each of them: a judge that reached a limit in one reward may take turns again in the next.
         self.limits.begin_scoring()
         try:
             value = await self.author_code.call(getattr(self.environment, name), name=f"{kind} {name}()")
@@ -302,7 +301,7 @@ class EpisodeRunner(EpisodeState):
             self.faults.append(error)
 
     def _fail_scoring(self, ending: Ending) -> None:
-        if not self._was_cut:  # else what a reward says of that is no fault of its own
+        if not self._was_cut:  # else the error is a consequence, not a fault of the reward
             self._ending = ending
 
     def _keep_score(self, name: str, kind: str, value: Any) -> None:
@@ -315,7 +314,7 @@ class EpisodeRunner(EpisodeState):
 
     async def _close(self) -> None:
         close, own = self.environment.close, self._task
-        # A scope that `setup()` entered in the exit stack may be cancelled, and is left only after this; one that
+        # A scope that `setup()` entered in the exit stack may be cancelled, and is left only after this. One that
         # `close()` is to leave cannot be left under a shield.
         shield = own.outer.fired or (cancellation_is_asked_for() and not self.exit_stack.is_empty)
         options: dict[str, Any] = {} if shield or not is_async(close) else {"clock": own.clock}
@@ -327,7 +326,10 @@ class EpisodeRunner(EpisodeState):
             self.faults.append(f"close(): {describe_error(error)}")
 
     async def _unwind(self, passing: BaseException | None) -> None:
-        """Leave what `setup()` entered. What is passing goes through it: a task group that died cancelled its host."""
+        """Leave the contexts that `setup()` entered.
+
+        The current error passes through them: a task group that failed cancelled its host.
+        """
         try:
             swallowed = await self.exit_stack.unwind(passing)
             if passing is not None and not swallowed and not self._opening.fired:
@@ -337,7 +339,7 @@ class EpisodeRunner(EpisodeState):
         except anyio.get_cancelled_exc_class():
             if not self._opening.fired or cancellation_is_asked_for():
                 raise
-            forget_native_cancellation()  # it is that of the setup, which went through
+            forget_native_cancellation()  # it is that of the setup, which passed through
         except (Exception, SystemExit, BaseExceptionGroup) as error:
             if passing is None:
                 self.faults.append(f"exit_stack: {describe_error(error)}")
@@ -345,15 +347,18 @@ class EpisodeRunner(EpisodeState):
                 self._ending = failure(error)
 
     async def _close_rest(self) -> None:
-        """Close what hooks opened and left open, as far as it hangs on the environment."""
+        """Close the resources that hooks left open, if they are attributes of the environment."""
         for name, close in unclosed(self.environment):
             self._closed_late.append(f"self.{name}")
-            # Another part of it may be where nobody finds it, and then this one cannot be closed either.
+            # Another part of it may be out of reach, and then this one cannot be closed either.
             with suppress(Exception, BaseExceptionGroup), self._task.clock(self.limits.configured.close_seconds):
                 await close()
 
     def _blame_left_open(self) -> None:
-        """Say what hooks left open. What could not be closed fails the episode, whose processes may still run."""
+        """Record resources that hooks left open.
+
+        One that could not be closed fails the episode, since its processes may still run.
+        """
         task, closed = self._task, ", ".join(self._closed_late)
         if not task.left_open and not closed:
             return
@@ -371,9 +376,11 @@ class EpisodeRunner(EpisodeState):
     # --- what is left of it
 
     def trajectories(self) -> list[Trajectory]:
-        """What each agent that spoke saw and did; `main` first, also silent where no trained one spoke.
+        """Return the trajectory of each agent with turns, `main` first.
 
-        An episode into which its author put something that a run file cannot keep has failed.
+        `main` has one without turns if no trained agent took a turn.
+
+        An episode into which its author put a value that a run file cannot store has failed.
         """
         ending = self._ending or Ending(Outcome.CANCELLED)
         trajectories = self._trajectories(ending)
@@ -388,17 +395,17 @@ class EpisodeRunner(EpisodeState):
         seconds = anyio.current_time() - self.began
         spoke = {name: state for name, state in self.states.items() if state.turns}
         others = [self._trajectory(name, ending, seconds) for name in spoke if name != MAIN]
-        # Where nobody is there to be trained on, something must still say how the episode ended.
+        # Without a trained trajectory, one must still record how the episode ended.
         if MAIN not in spoke and any(state.train for state in spoke.values()):
             return others
-        # An agent that spoke in setup() was opened before `main`; and where setup() failed there is no `main` yet.
+        # An agent that took a turn in setup() was opened before `main`. If setup() failed, there is no `main` yet.
         main = self._trajectory(MAIN, ending, seconds) if MAIN in self.states else self._empty(MAIN, ending, seconds)
         return [main, *others]
 
     def _empty(self, agent: str, ending: Ending, seconds: float) -> Trajectory:
         trajectory = silent(self.shared, self.key, ending, agent)
         trajectory.limit_agent = self.renamed.get(ending.agent, ending.agent)
-        trajectory.reason = str(self.episode.reason)  # whatever an author has put there
+        trajectory.reason = str(self.episode.reason)  # any value that an author assigned
         trajectory.seconds = seconds
         return trajectory
 
@@ -413,7 +420,7 @@ class EpisodeRunner(EpisodeState):
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
         grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.shared.scorers)
-        # With group rewards the sum waits for them: until then there is none.
+        # With group rewards the sum waits for them; until then it is None.
         if not grouped:
             trajectory.reward = weighted_sum(trajectory.rewards, self.shared.scorers)
         return trajectory

@@ -1,4 +1,4 @@
-"""The limits of one episode: what its agents may still use, and how it ended once they may use no more."""
+"""The limits of one episode: the remaining turns and tokens of its agents, and the ending once a limit fired."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _OUTCOME_OF_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEX
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an episode ended."""
+    """The end of an episode."""
 
     outcome: Outcome
     """The outcome of all its trajectories."""
     limit: str = ""
     """The field of `Limits` that fired, or "max_tokens"."""
     agent: str = ""
-    """The agent whose limit it was."""
+    """The agent that reached the limit."""
     error: str = ""
-    """What went wrong, for people."""
+    """The error text, for people."""
     permanent: bool = False
-    """The engine failed and would fail again: playing the episode once more is in vain."""
+    """True if the engine failed and would fail again, so that another attempt is useless."""
 
     @classmethod
     def of_cut_turn(cls, turn: Turn, error: str = "") -> Ending | None:
-        """The ending of an episode whose last turn was cut for its length; None where it was not."""
+        """Return the ending of an episode whose last turn was cut for its length; None for any other turn."""
         outcome = _OUTCOME_OF_CUT.get(turn.finish)
         return None if outcome is None else cls(outcome, str(turn.stop), turn.agent, error)
 
@@ -46,42 +46,42 @@ class Ending:
 
 
 class EpisodeLimits:
-    """What the conversations of one episode share: turns, sampled tokens, and why there are no more of them.
+    """The turns and sampled tokens that the conversations of one episode share, and the ending.
 
-    The first reason stays. Who asks for a turn after it has the whole play cancelled, so that nobody can swallow it by
-    accident.
+    The first ending stays. A request for a turn after it cancels the whole rollout, so that no `except` can swallow it
+    by accident.
     """
 
     def __init__(self, configured: Limits) -> None:
         self.configured = configured
-        """The limits that were given, every field set."""
+        """The configured limits, with every field set."""
         self.turns = 0
         """Turns of counted conversations so far."""
         self.tokens = 0
         """Tokens sampled so far in counted conversations."""
         self.clock = Clock(counts_sampling=True, over_hooks=True)
-        """The clock over the play; whoever ends the play cancels the scope of this clock."""
+        """The clock over the rollout. Ending the rollout cancels its scope."""
         self.last_turn: Turn | None = None
         """The last turn of a counted conversation."""
         self.silenced_by: Ending | None = None
-        """Why nobody may speak any more; how the episode ends is judged when its `rollout` is over."""
+        """The ending after which no agent may take turns. The outcome is chosen when `rollout` is over."""
         self.ended_by_author = False
-        """`Episode.end()` was called."""
+        """True once `Episode.end()` was called."""
         self.context_full: Ending | None = None
-        """How the episode ends if nobody speaks any more: a prompt did not fit, and the author may still shorten it."""
+        """The ending if no further turn is taken: a prompt did not fit, and the author may still shorten it."""
         self._agents_without_room: set[str] = set()
         self._scoring = False
 
     def tokens_left(self) -> int | None:
-        """Tokens that the counted conversations may still sample, or None for no limit."""
+        """Tokens that the counted conversations may still sample; None for no limit."""
         return None if self.configured.tokens is None else self.configured.tokens - self.tokens
 
     async def let_speak(self, agent: str, *, counted: bool) -> None:
-        """Let an agent take a turn, or raise.
+        """Return if an agent may take a turn, else raise.
 
         Raises:
-            EpisodeOver: the episode has ended, or the agent's turn would go over a limit.
-            RuntimeError: an agent that is trained or evaluated spoke in a reward.
+            EpisodeOver: the episode has ended, or the turn would exceed a limit.
+            RuntimeError: a trained or evaluated agent takes a turn in a reward.
         """
         if self._scoring:
             if counted:
@@ -93,10 +93,10 @@ class EpisodeLimits:
         if self.silenced_by is not None:
             self.clock.scope.cancel()
             await anyio.lowlevel.checkpoint()
-            # Outside of the play, as in `close()`, there was nothing left to cancel.
+            # Outside of the rollout, as in `close()`, there is nothing left to cancel.
             raise EpisodeOver(str(self.silenced_by))
         if self.clock.fired:
-            # The rollout swallowed the cancellation: it is cancelled again here, before a turn begins.
+            # The rollout swallowed the cancellation, so it is cancelled again before a turn begins.
             await anyio.lowlevel.checkpoint()
             raise EpisodeOver("the episode's time is up")
         if self.ended_by_author:
@@ -110,7 +110,7 @@ class EpisodeLimits:
             self.end_episode(Ending(Outcome.TOKEN_LIMIT, "tokens", agent))
 
     def count(self, turn: Turn, *, counted: bool) -> None:
-        """Note a turn that was sampled; it is `counted` where the limits are meant for its conversation."""
+        """Count a sampled turn. It is `counted` if the limits apply to its conversation."""
         if counted:
             self.turns += 1
             self.tokens += turn.tokens
@@ -118,7 +118,7 @@ class EpisodeLimits:
         self.context_full = None
 
     def end_episode(self, ending: Ending) -> NoReturn:
-        """Keep this ending, unless there is one already, and raise it to the rollout."""
+        """Set the ending, unless there is one already, and raise it to the rollout."""
         self.silenced_by = self.silenced_by or ending
         raise EpisodeOver(str(ending))
 
@@ -126,7 +126,7 @@ class EpisodeLimits:
         """Raise that a prompt does not fit the context.
 
         The first time it ends nothing: the author may catch it and `replace` the history with a shorter one. The second
-        time without a `replace` in between it is the episode's ending. The prompt has at least `prompt` ids.
+        time without a `replace` in between, it ends the episode. The prompt has at least `prompt` ids.
         """
         ending = Ending(Outcome.CONTEXT_LIMIT, "context", agent, error)
         if not counted:
@@ -138,12 +138,12 @@ class EpisodeLimits:
         raise ContextFull(str(ending), prompt=prompt, context=context)
 
     def context_rewritten(self, agent: str) -> None:
-        """Forget that the agent's prompt did not fit: the author replaced it."""
+        """Clear the state of the agent's oversized prompt, after the author replaced it."""
         self._agents_without_room.discard(agent)
         self.context_full = None
 
     def begin_scoring(self) -> None:
-        """Let agents that are not trained speak again, however the play ended: they may judge it."""
+        """Let untrained agents take turns again, however the rollout ended: they may be judges."""
         self._scoring = True
         self.silenced_by = None
         self._agents_without_room.clear()

@@ -1,4 +1,4 @@
-"""A turn of an agent whose engine takes messages: the history goes out, a message comes back, and there are no ids."""
+"""A turn on an engine that takes messages: sends the history and receives a message, without token ids."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ __all__ = ["MessageTurn"]
 
 @dataclass(slots=True)
 class _Answer:
-    """What came of one request; filled in while it streams, so that a cancellation loses nothing."""
+    """The result of one request. It is filled in while the request streams, so that a cancellation loses nothing."""
 
     sinks: TurnSinks
-    """Whoever hears of it meanwhile."""
+    """Receivers of the turn's events."""
     handle: str
-    """The name of the turn to a client."""
+    """Id of the turn for a client."""
     text: list[str] = field(default_factory=list)
-    """The pieces of its text."""
+    """Pieces of the text."""
     reasoning: list[str] = field(default_factory=list)
-    """The pieces of its reasoning."""
+    """Pieces of the reasoning."""
     calls: list[ToolCall] = field(default_factory=list)
-    """Its calls, in order."""
+    """The calls, in order."""
     admitted: bool = False
-    """The server began to answer."""
+    """True once the server began to answer."""
     finish: MessageFinish = field(default_factory=lambda: MessageFinish(FinishReason.ABORT))
-    """How the answer ended."""
+    """Reason of the end, usage and raw fields of the answer."""
     error: EngineError | None = None
-    """The failure of the server, if it failed."""
+    """The server's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
-    """How long it was queued, and how long its first piece and the others took."""
+    """Times in the queue, to the first piece and for the others."""
 
     def begin(self) -> None:
         self.admitted = True
@@ -80,11 +80,11 @@ class _Answer:
 
 
 class MessageTurn:
-    """One turn that a server of messages is asked for.
+    """One turn on an engine that takes messages.
 
     Args:
-        spot: where it is taken.
-        engine: the server.
+        turn_context: the place of the turn.
+        engine: the engine.
     """
 
     def __init__(self, turn_context: TurnContext, engine: MessageEngine) -> None:
@@ -94,13 +94,13 @@ class MessageTurn:
         self._engine = engine
 
     async def take(self, sampling: Sampling | None, tool_choice: ToolChoice | None, sinks: TurnSinks) -> Turn:
-        """Let the agent speak once; `take_turn` says what the arguments mean."""
+        """Take one turn; see `take_turn` for the arguments."""
         self._refuse_unaskable()
         settings = sampling_of(self._state, sampling)
         self._engine.check_sampling(settings)
         choice = tool_choice_of(self._state, self._cursor.tools, tool_choice)
         with self._segment() as segment:
-            # A copy: while the server answers, the author may add what only the turn after this one will see.
+            # A copy: while the server answers, the author may add messages for the turn after this one.
             queued = list(self._cursor.queued)
             request, ceiling = self._request(settings, choice, [*self._history(), *queued])
             said, node = _Answer(sinks, sinks.handle_of(self._turn_context.number)), None
@@ -108,7 +108,7 @@ class MessageTurn:
             try:
                 await self._sample(stream, said)
             finally:
-                # Cancelled or failed, what was said is kept all the same.
+                # A cancelled or failed turn is recorded too.
                 if said.admitted:
                     node = self._recorded(segment, queued, said, stream.seed)
                     turn = node.turn
@@ -129,27 +129,27 @@ class MessageTurn:
     def _refuse_unaskable(self) -> None:
         state, cursor, node = self._state, self._cursor, self._cursor.node
         if not cursor.queued and node is not None and not cursor.whole:
-            cut = "" if node.turn.finish is FinishReason.STOP else ", and no server goes on with one that was cut"
+            cut = "" if node.turn.finish is FinishReason.STOP else ", and no server continues a turn that was cut"
             raise RuntimeError(
                 f"nothing was added to conversation {state.name!r} since its last turn{cut}: add() an answer."
             )
         if not cursor.queued:
             raise RuntimeError(f"conversation {state.name!r} has no message yet: add() one, or give it a prompt.")
-        # Only the server counts, and only what it was asked.
+        # Only the server counts tokens, and only those of its requests.
         used = node.turn.usage.total_tokens if node is not None and not cursor.whole and node.turn.usage else 0
         if used >= state.context:
             text = f"{state.episode.key.id}: {used} tokens do not fit the context of {state.context}"
             state.refuse_prompt(text, prompt=used)
 
     def _history(self) -> Sequence[Message]:
-        """What the model has before what is queued."""
+        """Return the messages before the queued ones."""
         cursor = self._cursor
         return () if cursor.node is None or cursor.whole else cursor.node.messages
 
     def _request(
         self, settings: Sampling, choice: ToolChoice, messages: Sequence[Message]
     ) -> tuple[MessageRequest, str]:
-        """The request, and the limit that its `max_tokens` stands for."""
+        """Return the request, and the limit that sets its `max_tokens`."""
         state, ceiling = self._state, "max_tokens"
         left = state.episode.limits.tokens_left() if state.counted else None
         if left is not None and left < settings.max_tokens:
@@ -166,7 +166,7 @@ class MessageTurn:
         return request, ceiling
 
     async def _sample(self, stream: MessageStream, said: _Answer) -> None:
-        """Take down what the server says; what goes wrong with it is kept and not raised."""
+        """Record the server's answer. Its errors are kept and not raised."""
         state = self._state
         state.episode.report_activity(f"{state.name}: engine")
         stall_seconds = state.episode.limits.configured.stall_seconds
@@ -192,7 +192,10 @@ class MessageTurn:
 
     @contextmanager
     def _segment(self) -> Iterator[Segment]:
-        """The segment in which the turn stands; where it extends one, nobody else may meanwhile, nor once it has."""
+        """Return the segment of this turn.
+
+        While a turn extends a segment, and afterwards, no other turn may extend it.
+        """
         cursor, node = self._cursor, self._cursor.node
         tools = cursor.schemas()
         if node is None or cursor.whole or cursor.again is not None or node.segment.tools != tools:
@@ -217,12 +220,12 @@ class MessageTurn:
         return BRANCH if cursor.again is not None else "environment"
 
     def _recorded(self, segment: Segment, queued: Sequence[Message], said: _Answer, seed: int | None) -> TurnNode:
-        """Put the prompt into its segment, and what was said into a turn behind it."""
+        """Add the prompt to its segment, and the answer as a turn after it."""
         cursor, before = self._cursor, self._cursor.node
         calls_before = 0 if before is None else before.calls
         answered = len(segment.messages)
         segment.messages.extend(queued)
-        # Only now, since a prompt that the server never got stays queued; what was added meanwhile stays too.
+        # Only now: a prompt that the server never took stays queued, as do messages that were added during the request.
         del cursor.queued[: len(queued)]
         parsed = said.as_parsed()
         turn = Turn(
@@ -264,7 +267,7 @@ async def _read(pieces: MessageStream, said: _Answer, silence: Clock, began: flo
         if first is None:
             first = now
             said.timings.first_token = max(0.0, now - began - pieces.waited)
-        # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every piece.
+        # Moving the deadline costs a timer, so it moves once in an eighth of the limit, not at every piece.
         if now - received > patience / 8:
             received = now
             silence.start(silence.seconds)

@@ -1,6 +1,6 @@
-"""What speaks for an agent: an engine with the template, the bridge and the tool format that a run uses with it.
+"""The model of an agent: an engine with the template, the bridge and the tool format that a run uses with it.
 
-One that takes messages has none of these.
+An engine that takes messages has none of these.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ __all__ = ["ChatModel", "Encoding", "MessageModel", "Model"]
 
 
 class Encoding:
-    """A prompt that is being encoded, for whoever wants the same meanwhile."""
+    """A prompt that is being encoded, shared by all requests for the same one."""
 
     def __init__(self) -> None:
         self.done = anyio.Event()
-        """Is set once nobody encodes it any more."""
+        """Set when the encoding is over."""
         self.ids: array[int] | None = None
-        """Its ids then; None where that was given up or failed."""
+        """The ids; None if the encoding failed or was cancelled."""
 
 
 class ChatModel:
-    """An engine with its template, which together speak for one or more agents of a run.
+    """An engine with its template, as the model of one or more agents of a run.
 
     Args:
-        engine: where tokens are sampled.
+        engine: samples the tokens.
         options: names that the template reads.
-        now: the time that it sees.
-        history: how the past of a conversation is kept.
-        turns: how turns are written, where that is known from a run's header; else it is learnt.
-        named: makes what reads calls of a vocabulary, where the user named a tool format.
-        fit_tools: the schemas of tools are fitted to what the template shows, where that is known; else it is learnt.
+        now: the time that the template sees.
+        history: policy for the past of a conversation.
+        turns: the format of turns, if it is known from a run's header; else it is learnt.
+        named: makes the parser of calls for a vocabulary, if the user named a tool format.
+        fit_tools: fit the tools' schemas to the fields that the template shows, if that is known; else it is learnt.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class ChatModel:
         fit_tools: bool | None = None,
     ) -> None:
         self.engine = engine
-        """Where its tokens are sampled."""
+        """The engine that samples its tokens."""
         self.history = history or History()
-        """How the past of a conversation is kept."""
+        """Policy for the past of a conversation."""
         self.tokenizer = engine.tokenizer
         """The engine's tokenizer, fitted to the template by the bridger."""
         self.renderer: Renderer = engine.template.renderer(options, now, fit_tools=fit_tools)
@@ -80,23 +80,24 @@ class ChatModel:
         """The ids that end its turns."""
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
-        # The bridger gives back one that treats words which the template writes as control tokens; it needed the first.
+        # The bridger returns a tokenizer that treats words which the template writes as control tokens; it needed the
+        # first one.
         self.tokenizer = self.bridger.tokenizer
         self.encoding: dict[PromptText, Encoding] = {}
-        """The long prompts that are being encoded in threads."""
+        """Long prompts that threads are encoding."""
         self.learnt = turns or cached_format(self.renderer)
-        """What was learnt of how its template writes a turn."""
+        """The learnt format in which its template writes a turn."""
         self.parser = TurnParser(
             self.learnt.format,
             _control_tokens(self.learnt.format, self.tokenizer),
             None if named is None else named(self.tokenizer),
             _texts_of(self.stop_ids, self.tokenizer),
         )
-        """Reads its turns."""
+        """Parses its turns."""
 
     @cached_property
     def systems(self) -> SystemSupport:
-        """What the template does with system messages."""
+        """The template's support for system messages."""
         return system_support(self.renderer)
 
     @cached_property
@@ -104,18 +105,18 @@ class ChatModel:
         return id_use(self.renderer)
 
     def with_fitting_ids(self, messages: Sequence[Message], own: Callable[[], Collection[str]]) -> Sequence[Message]:
-        """A history that is rendered from the start, with ids of calls as the template wants them.
+        """Return a history to render from the start, with call ids that the template accepts.
 
         Args:
             messages: the history.
-            own: tells the ids that turns of this episode wrote, which stay.
+            own: returns the call ids that turns of this episode sampled; these stay.
         """
         if not any(message.get("tool_calls") for message in messages) or self._id_use is IdUse.UNREAD:
             return messages
         return with_fitting_ids(self.learnt.format, messages, own(), by_turn=self._id_use is IdUse.COUNTED)
 
     def trial_bridger(self) -> Bridger:
-        """A bridger that has learnt nothing from the run's conversations, to try appends on."""
+        """Return a bridger without the learnt state of the run's conversations, to try appends."""
         return Bridger(
             self.tokenizer,
             self.renderer,
@@ -125,41 +126,40 @@ class ChatModel:
         )
 
     def closing_stop(self, turn: Turn) -> int | None:
-        """The sampled id that closed a turn, or None where it was cut.
+        """Return the sampled id that closed a turn, or None if the turn was cut.
 
-        A stop string, or a stop id of the author's own, closes no turn of the template: such a turn is cut.
+        A stop string, or the author's own stop id, does not close a turn of the template: such a turn counts as cut.
         """
         if turn.finish is FinishReason.STOP and isinstance(turn.stop, int) and turn.stop in self.stop_ids:
             return turn.stop
         return None
 
     def bridge(self, turn: Turn, tail: Tail) -> Bridge:
-        """The bridge from a turn to what answers it."""
+        """Return the bridge from a turn to the messages that answer it."""
         return self.bridger.join(tail, sampled=turn.token_ids, stop=self.closing_stop(turn), thinking=turn.thinking)
 
 
 class MessageModel:
-    """An engine that takes messages and gives messages; template, vocabulary and tool format are its server's.
+    """An engine that takes and returns messages; template, vocabulary and tool format belong to its server.
 
     Args:
-        engine: what is asked.
+        engine: the engine.
     """
 
     def __init__(self, engine: MessageEngine) -> None:
         self.engine = engine
-        """What is asked."""
 
 
 Model: TypeAlias = ChatModel | MessageModel
-"""What speaks for an agent."""
+"""The model of an agent."""
 
 
 def _texts_of(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The texts of those ids that are control tokens."""
+    """Return the texts of those ids that are control tokens."""
     return tuple(tokenizer.decode([token_id]) for token_id in ids if token_id in tokenizer.control_ids)
 
 
 def _control_tokens(form: TurnFormat, tokenizer: Tokenizer) -> dict[str, int]:
-    """What of a format's texts is one control id each."""
+    """Return those texts of a format that are a single control id."""
     ids = {token_id for text in form.texts() for token_id in tokenizer.encode(text)} & tokenizer.control_ids
     return {tokenizer.decode([token_id]): token_id for token_id in sorted(ids)}

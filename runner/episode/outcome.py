@@ -1,4 +1,4 @@
-"""Which outcome an episode gets: one judgement, in the order of what is true first."""
+"""Chooses the outcome of an episode: the most specific cause first."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["failure", "judge", "silent"]
 
 
 def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
-    """How a play ended that nobody cut from outside, and that `error` came out of.
+    """Return how an episode ended that was not cut from outside, and whose rollout raised `error`.
 
-    A limit that fired comes before what the author raised after it.
+    A limit that fired takes precedence over an error that the author raised later.
     """
     limits, abandoned = episode.limits, episode.author_code.abandoned
-    # A thread that was left behind may still change the world that the rewards would look at.
+    # An abandoned thread may still change the state that the rewards would look at.
     if abandoned:
-        text = f"{abandoned} did not come back in time; its thread was left behind and may still write"
+        text = f"{abandoned} did not come back in time; its thread still runs and may write"
         return Ending(Outcome.ENV_ERROR, _limit_of(error) or "seconds", error=text)
     if limits.silenced_by is not None and limits.silenced_by.outcome is not Outcome.COMPLETED:
         return limits.silenced_by
-    # After an ending, whoever asks for a turn has the clock's scope cancelled: then it is not the clock that fired.
+    # After an ending, a request for a turn cancels the clock's scope: then the clock did not fire.
     if limits.clock.fired and limits.silenced_by is None:
         return Ending(Outcome.TIME_LIMIT, "seconds")
     if limits.context_full is not None:
@@ -37,12 +37,12 @@ def judge(episode: EpisodeState, error: BaseException | None) -> Ending:
 
 
 def failure(error: BaseException) -> Ending:
-    """The ending of an episode whose environment raised."""
+    """Return the ending of an episode whose environment raised."""
     return Ending(Outcome.ENV_ERROR, _limit_of(error), error=describe_error(error))
 
 
 def silent(shared: RunShared, key: EpisodeKey, ending: Ending, agent: str = MAIN) -> Trajectory:
-    """The trajectory of an agent that has said nothing, of an episode that ended so."""
+    """Return the trajectory of an agent without turns, for an episode with this ending."""
     return Trajectory(
         id=key.id,
         task=key.task,
@@ -60,7 +60,7 @@ def silent(shared: RunShared, key: EpisodeKey, ending: Ending, agent: str = MAIN
 
 
 def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether the error is of this kind, or a group of nothing else."""
+    """Return True if the error is of this kind, or a group that contains only this kind."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(kind)[1] is None
     return isinstance(error, kind)

@@ -1,4 +1,4 @@
-"""A turn as it is read: what its sampled ids say, as reasoning, text and tool calls. Verification reads alike."""
+"""Parses the sampled ids of a turn into reasoning, text and tool calls. Verification uses the same code."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["ParsedTurn", "checked_call", "closing_length", "text_of"]
 
 
 def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
-    """The text of a turn's ids, of which the last is its stop where it `stopped`.
+    """Return the text of a turn's ids. If the turn `stopped`, the last id is its stop.
 
-    The stop is left out, and a close of the template's that the model wrote before it.
+    The stop is left out, as is a template's close of a turn that the model wrote before it.
     """
     spoken = ids[: len(ids) - stopped]
     return chat.tokenizer.decode(spoken[: len(spoken) - closing_length(spoken, chat)])
 
 
 def closing_length(spoken: Sequence[int], chat: ChatModel) -> int:
-    """How many ids at the end of what was said, without the stop, are the begin of the template's close of a turn."""
+    """Return how many ids at the end, before the stop, begin the template's close of a turn."""
     close = chat.bridger.closes.of_turn
     return next((n for n in range(len(close), 0, -1) if list(spoken[-n:]) == close[:n]), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What a turn said."""
+    """The parsed content of a turn."""
 
     text: str
-    """The text of the turn without its reasoning and its calls."""
+    """The text without reasoning and calls."""
     reasoning: str
-    """The reasoning of the turn, or ""."""
+    """The reasoning, or ""."""
     tool_calls: list[ToolCall]
-    """Its calls, in order; one that did not parse has `error` set."""
+    """The calls, in order. One that did not parse has `error` set."""
     ends_in_thought: bool = False
-    """Whether the text ends before its reasoning does."""
+    """True if the text ends inside its reasoning."""
 
     @classmethod
     def of(
@@ -54,9 +54,9 @@ class ParsedTurn:
         before: int,
         tool_choice: ToolChoice,
     ) -> ParsedTurn:
-        """Read a turn's text, which is that of `ids`.
+        """Parse a turn's text, which is that of `ids`.
 
-        Its calls are numbered from `before` on, how many its conversation had before.
+        Its calls are numbered from `before` on, the number of earlier calls in the conversation.
         """
         stopped = bool(ids) and ids[-1] in chat.stop_ids
         spelling = SpelledTokens(text, ids[: len(ids) - stopped], chat.parser.marker_tokens, chat.tokenizer)
@@ -71,11 +71,14 @@ class ParsedTurn:
         )
 
     def cut_in_reasoning(self, turn: Turn, chat: ChatModel) -> bool:
-        """Whether the turn, which said this, was cut inside its reasoning."""
+        """Return True if the turn was cut inside its reasoning."""
         return self.ends_in_thought and chat.closing_stop(turn) is None
 
     def as_message(self) -> Message:
-        """The assistant message. A call that did not parse is none: templates drop or refuse what would answer it."""
+        """Return the assistant message.
+
+        Calls that did not parse are left out: templates drop or refuse their answers.
+        """
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -88,7 +91,7 @@ class ParsedTurn:
 def checked_call(
     call: ToolCall, spelling: SpelledTokens | SpelledTokenStream, names: Collection[str], chat: ChatModel
 ) -> ToolCall:
-    """The call as it was said; one with an error where the name that the model made up would become control ids."""
+    """Return the call; with an error if its made-up name would become control ids."""
     call = spelling.restored_call(call)
     if call.error is not None or call.name in names:
         return call

@@ -1,4 +1,4 @@
-"""The next prompt of a conversation: a first render, a bridge, a fork where there is none, or a cut turn going on."""
+"""Makes the next prompt of a conversation: a first render, a bridge, a fork, or the continuation of a cut turn."""
 
 from __future__ import annotations
 
@@ -34,71 +34,73 @@ __all__ = [
 ]
 
 REENCODED = "reencoded"
-"""The cause of a first segment whose prompt holds what the same episode sampled: other ids may say the same."""
+"""Cause of a first segment whose prompt contains text that this episode sampled: its ids may differ from the sampled
+ones.
+"""
 
 MAX_CHARACTERS_ON_LOOP = 16_384
-"""Prompts of more characters are made off the event loop: encoding one of 80 kB takes some 50 ms."""
+"""Prompts with more characters are rendered and encoded in a thread: encoding 80 kB takes about 50 ms."""
 
 TOOL_CHARACTERS = 1_000
-"""The characters that a tool is taken to add to a prompt: a guess, which only decides whether a thread renders it."""
+"""Estimated characters of one tool in a prompt. It only decides whether a thread renders the prompt."""
 
 MESSAGE_CHARACTERS = 100
-"""What a message is taken to add to it besides what it says: a template may take 20 us for each."""
+"""Estimated extra characters of one message: a template may take 20 us for each."""
 
 T = TypeVar("T")
 
 Schemas = Sequence[dict[str, Any]]
 
-# These the messages, the template or the run's options lack for any prompt: rendering everything anew mends none.
+# Problems of the messages, the template or the run's options for any prompt: rendering everything again does not help.
 _NO_FORK_HELPS = (Property.REASONING_CLOSED, Property.TEXT_KEPT, Property.CONTENT_SHOWN)
 
 
 @dataclass(slots=True)
 class PreparedPrompt:
-    """A prompt that the engine has not been given yet. Nothing is recorded before it has it."""
+    """A prompt that the engine does not have yet. It is recorded once the engine has admitted it."""
 
     segment: Segment
-    """The segment whose log it extends, or the one that it begins."""
+    """The segment whose log it extends, or a new one."""
     ids: array[int]
-    """What the model is given: the segment's log and `new_ids`."""
+    """All prompt ids: the segment's log and `new_ids`."""
     new_ids: Sequence[int]
-    """The ids to be appended to the log."""
+    """The ids to append to the log."""
     source: Source
-    """Where `new_ids` came from."""
+    """Source of `new_ids`."""
     plain: bool
-    """Whether all its messages are plain."""
+    """True if all its messages are plain."""
     messages: Sequence[Message] = ()
-    """The messages to be appended to the segment."""
+    """The messages to append to the segment."""
     asked: int = 0
-    """How many of the last of them are what the turn is asked."""
+    """Number of its last messages that the turn answers."""
     queued: int = 0
-    """How many of the conversation's queued messages are among them."""
+    """Number of the conversation's queued messages in it."""
     junction: Junction | None = None
-    """How the prompt was made from the turn before; None where it was not."""
+    """The junction with the turn before; None for a prompt that follows no turn."""
     continued: bool = False
-    """A cut turn goes on."""
+    """True if it continues a cut turn."""
     taken_back: TurnNode | None = None
-    """The turn that is played again and not trained on."""
+    """The turn that is sampled again and no longer trained on."""
 
 
 async def next_prompt(
     state: ConversationState, cursor: Cursor, *, extend: bool, raise_unbridgeable: bool = False
 ) -> PreparedPrompt:
-    """The prompt of the next turn, of the queued messages and what was seen before.
+    """Return the prompt of the next turn, made of the queued messages and the history.
 
     Args:
         state: the conversation.
-        cursor: where it speaks next.
-        extend: the segment of the turn that it goes on from may be extended; else a new one has a copy of its ids.
-        raise_unbridgeable: where there is no exact one, raise why; else the episode ends.
+        cursor: the point of the turn.
+        extend: True to extend the segment of the turn before; else a new segment begins with a copy of its ids.
+        raise_unbridgeable: True to raise if there is no exact prompt; else the episode ends.
 
     Raises:
-        EpisodeOver: it cannot fit the context, or there is none that is exact.
-        Unbridgeable: the same of one that is only refused.
-        RuntimeError: nothing was added that could be answered.
+        EpisodeOver: the prompt does not fit the context, or there is no exact one.
+        Unbridgeable: there is no exact prompt, and `raise_unbridgeable` is set.
+        RuntimeError: there is no message to answer.
     """
     _refuse_oversized(state, cursor)
-    # A copy: while a template renders in a thread, the author may add what only the turn after this one will see.
+    # A copy: while a template renders in a thread, the author may add messages for the turn after this one.
     queued = list(cursor.queued)
     try:
         prompt = await _prompt_of(state, cursor, queued)
@@ -131,7 +133,7 @@ async def _prompt_of(state: ConversationState, cursor: Cursor, queued: list[Mess
 
 
 async def _first(state: ConversationState, cursor: Cursor, messages: Sequence[Message]) -> PreparedPrompt:
-    """The first prompt of a segment, rendered from the start."""
+    """Return the first prompt of a segment, rendered from the start."""
     messages = state.chat.with_fitting_ids(messages, state.episode.call_ids)
     reencoded = cursor.node is None and not cursor.whole and not state.segments
     again = reencoded and any(map(state.episode.was_said, messages))
@@ -148,7 +150,7 @@ async def _first(state: ConversationState, cursor: Cursor, messages: Sequence[Me
 
 
 def _once_more(again: TurnNode, *, takes_back: bool) -> PreparedPrompt:
-    """The very ids of a turn's prompt, once more."""
+    """Return the exact prompt ids of a turn that is sampled again."""
     first = again.spoken
     start = first.turn.start
     ids, messages = first.turn.log.ids[:start], again.segment.messages[: again.start]
@@ -168,7 +170,7 @@ def _once_more(again: TurnNode, *, takes_back: bool) -> PreparedPrompt:
 
 
 def _branch_off(prompt: PreparedPrompt, node: TurnNode) -> None:
-    """Begin a segment of its own with a copy of the ids that the prompt goes on from."""
+    """Begin a new segment with a copy of the ids that the prompt continues from."""
     tools, shared = node.segment.tools, node.turn.end
     prompt.segment = Segment(cause=BRANCH, tools=tools, origin=node.origin, shared=shared)
     prompt.new_ids, prompt.source = prompt.ids, Source.PROMPT
@@ -178,7 +180,7 @@ def _branch_off(prompt: PreparedPrompt, node: TurnNode) -> None:
 async def _answering(
     state: ConversationState, cursor: Cursor, node: TurnNode, new: Sequence[Message]
 ) -> PreparedPrompt:
-    """The prompt after a turn that is answered, by the run's policy."""
+    """Return the prompt after a turn that is answered, by the run's history policy."""
     plain = node.plain and all(map(is_plain, new))
     segment, last, history, tools = node.segment, node.turn, state.chat.history, cursor.schemas()
     if tools != segment.tools:
@@ -215,7 +217,7 @@ async def _bridge(
 async def _forked(
     state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas, cause: str
 ) -> PreparedPrompt:
-    """A new segment with everything rendered anew, loss mask 0 throughout."""
+    """Return a new segment with everything rendered again, loss mask 0 throughout."""
     bridger, messages = state.chat.bridger, [*node.messages, *new]
     text = await _in_thread(state, partial(bridger.prompt_text, messages, tools))
     ids = await _encoded(state, text)
@@ -225,7 +227,7 @@ async def _forked(
 
 
 async def _followed(state: ConversationState, node: TurnNode, new: Sequence[Message], tools: Schemas) -> PreparedPrompt:
-    """What the template makes of everything: an append where it leaves the past as it was, else a fork."""
+    """Return the template's render of everything: an append where it leaves the past unchanged, else a fork."""
     fork = await _forked(state, node, new, tools, "template")
     before = node.turn.end
     unsampled = any(message["role"] == "assistant" for message in new)
@@ -237,7 +239,7 @@ async def _followed(state: ConversationState, node: TurnNode, new: Sequence[Mess
 
 
 async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
-    """The ids of a whole prompt; a long one is encoded in a thread, and where several want the same, once."""
+    """Return the ids of a whole prompt. A long one is encoded in a thread, and only once for concurrent requests."""
     chat = state.chat
     if len(text[0]) <= MAX_CHARACTERS_ON_LOOP:
         return chat.bridger.prompt_ids(text)
@@ -259,9 +261,9 @@ async def _encoded(state: ConversationState, text: PromptText) -> array[int]:
 
 
 async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
-    """Render where it does not hold up the event loop.
+    """Render in a thread, so that the event loop stays free.
 
-    It is no work of the episode's: its clocks stand still, as while it waits for a place in the engine.
+    The episode's clocks are paused, as while it waits for a place in the engine.
     """
     with Waiting():
         made: T = await state.episode.shared.workers.call(Job(render, "chat template"))
@@ -272,13 +274,13 @@ async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
 
 
 def oversized(state: ConversationState, cursor: Cursor) -> int:
-    """Characters of the queued messages where they are too many for the context in any case, else 0."""
+    """Return the characters of the queued messages if they cannot fit the context in any case, else 0."""
     size = sum(len(message["content"]) for message in cursor.queued)
     return size if size > state.context * state.chat.tokenizer.longest_token else 0
 
 
 def _refuse_oversized(state: ConversationState, cursor: Cursor) -> None:
-    # Before it is encoded: that takes its time on a huge text, on the event loop.
+    # Checked before encoding, which would block the event loop for a huge text.
     size = oversized(state, cursor)
     if size:
         least = size // state.chat.tokenizer.longest_token
@@ -287,7 +289,7 @@ def _refuse_oversized(state: ConversationState, cursor: Cursor) -> None:
 
 
 def _end_without_prompt(state: ConversationState, cursor: Cursor, missing: Unbridgeable) -> NoReturn:
-    """End the episode: whose fault it is depends on who spoke, and on what cut the turn that cannot be answered."""
+    """End the episode. The outcome depends on who wrote the past, and on the cause that cut the turn."""
     name = state.name
     ending: Ending | None = None
     if not state.train:
@@ -301,9 +303,9 @@ def _end_without_prompt(state: ConversationState, cursor: Cursor, missing: Unbri
 
 
 def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted: int) -> Junction:
-    """The junction of a prompt that the template's own render of everything put after a turn.
+    """Return the junction of a prompt that the template's own render of everything put after a turn.
 
-    The `ids` are the whole prompt, encoded in one go; `inserted` of them came after the turn.
+    The `ids` are the whole prompt, encoded at once; `inserted` of them came after the turn.
     """
     seam = Seam.SPECIAL if {ids[last.end - 1], ids[last.end]} & chat.tokenizer.control_ids else Seam.VERIFIED
     close = Close.MASKED if chat.closing_stop(last) is None else Close.SAMPLED
@@ -311,5 +313,5 @@ def followed_junction(chat: ChatModel, ids: Sequence[int], last: Turn, inserted:
 
 
 def forked_junction(cause: str) -> Junction:
-    """The junction of a prompt that was rendered whole and encoded in one go: nothing was joined to anything."""
+    """Return the junction of a prompt that was rendered and encoded as a whole."""
     return Junction(Result.FORKED, Anchor.NONE, Close.MASKED, Seam.VERIFIED, 0, cause=cause)

@@ -1,4 +1,4 @@
-"""Sampling one turn: a request's deltas into the token log, with stop strings and the watch on a silent engine."""
+"""Samples one turn into the token log, finds stop strings, and detects a stalled engine."""
 
 from __future__ import annotations
 
@@ -24,40 +24,44 @@ __all__ = ["SampledTurn", "sample"]
 
 @dataclass(slots=True)
 class SampledTurn:
-    """What one request left in the log; filled in while it streams, so that a cancellation loses nothing."""
+    """The result of one request in the log.
+
+    It is filled in while the request streams, so that a cancellation loses nothing.
+    """
 
     log: TokenLog
-    """Where the ids go."""
+    """The log that receives the ids."""
     start: int = 0
-    """The index of the first sampled id."""
+    """Index of the first sampled id."""
     end: int = 0
     """One past the index of the last sampled id."""
     admitted: bool = False
-    """The engine took the request, so the model saw its prompt."""
+    """True once the engine admitted the request, so that the model saw the prompt."""
     finish: FinishReason = FinishReason.ABORT
-    """Why it ended."""
+    """Reason of the end."""
     stop: int | str | None = None
     """The stop id or stop string that ended the turn, or the text of an error."""
     text: str | None = None
     """The text before a stop string, where one was found."""
     dropped: int = 0
-    """How many ids were sampled past a stop string; they are not in the log."""
+    """Number of ids after a stop string; they are not in the log."""
     resampled: int = 0
-    """How many ids were sampled before the engine cut the turn for its trainer; they are not in the log either."""
+    """Number of ids that were sampled before the engine cut the turn for its trainer; they are not in the log either.
+    """
     cached_tokens: int | None = None
-    """How many ids of the prompt the prefix cache held; None where the engine does not say."""
+    """Number of prompt ids that the prefix cache held; None where the engine does not report it."""
     error: EngineError | None = None
     """The engine's failure, if it failed."""
     timings: Timings = field(default_factory=Timings)
-    """How long it was queued, and how long its first id and the others took."""
+    """Times in the queue, to the first id and for the others."""
     event_parser: TurnEventParser | None = None
-    """Who hears what is sampled while it is."""
+    """Parses the ids while they are sampled."""
     on_progress: Callable[[TurnAdmitted | IdsSampled], None] | None = None
-    """Is told when the engine took the request, and which ids it samples."""
+    """Called when the engine admits the request, and with the sampled ids."""
     handle: str = ""
-    """What names the turn to a client."""
+    """Id of the turn for a client."""
     calls_before: int = 0
-    """How many calls its message has already."""
+    """Number of calls that its message already has."""
 
     def begin(self, ids: Sequence[int], source: Source) -> None:
         self.log.append_prompt(ids, source)
@@ -81,7 +85,7 @@ class SampledTurn:
         self.finish, self.stop = FinishReason.ERROR, str(error)
 
     def begin_again(self) -> None:
-        """The engine cut the turn for its trainer: what it had sampled goes, and the prompt stays."""
+        """Drop the sampled ids and keep the prompt, since the engine cut the turn for its trainer."""
         self.resampled += self.end - self.start
         self.log.cut(self.start)
         self.end = self.start
@@ -98,7 +102,7 @@ class SampledTurn:
         self.stop, self.text = stops.found, stops.text
 
     def close(self, stream: DeltaStream) -> None:
-        """Take over what was drained while the block was left, and how the stream ended."""
+        """Keep the ids that arrived while the block was left, and the end of the stream."""
         if not self.admitted:
             return
         for delta in stream.rest:
@@ -110,7 +114,7 @@ class SampledTurn:
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")
         self.cached_tokens = finish.cached_tokens
-        # The engine counts all that it sampled; what came past a stop string is not in the log.
+        # The engine counts all that it sampled; ids after a stop string are not in the log.
         self.log.stamp(finish.versions, self.start)
         if self.text is not None:
             self.finish = FinishReason.STOP
@@ -121,9 +125,9 @@ class SampledTurn:
 
 
 class StopStrings:
-    """Looks for stop strings in the text of ids as they come, with work proportional to what comes.
+    """Finds stop strings in the text of ids as they arrive. The work is proportional to the new ids.
 
-    One that is complete with the first `after` ids is none.
+    A stop string that is complete within the first `after` ids does not count.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, after: int = 0) -> None:
@@ -142,13 +146,13 @@ class StopStrings:
         return cls(tokenizer, sampling.stop, after=sampling.min_tokens)
 
     def feed(self, ids: Sequence[int]) -> int | None:
-        """How many of `ids` belong to the turn if one of them completed a stop string, else None."""
+        """Return how many of `ids` belong to the turn if one of them completed a stop string, else None."""
         for index, token_id in enumerate(ids):
             piece = self._decoder.feed([token_id])
             self._fed += 1
             if not piece:
                 continue
-            # A stop string may begin in what came before, but not end there.
+            # A stop string may begin in earlier text, but not end there.
             window, before = self._tail + piece, len(self._tail)
             self._pieces.append(piece)
             looked = self._stop if self._fed > self._after else ()
@@ -158,7 +162,7 @@ class StopStrings:
                 if (at := window.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if hits:
-                # The first one, and of several at the same position the longest.
+                # The first one; of several at the same position, the longest.
                 at, _, self.found = min(hits)
                 text = "".join(self._pieces)
                 self.text = text[: len(text) - len(window) + at]
@@ -177,16 +181,16 @@ async def sample(
     tokenizer: Tokenizer,
     stall_seconds: float | None,
 ) -> None:
-    """Stream `request` into the log, behind `new_ids`, which are appended once the engine has admitted it.
+    """Stream `request` into the log after `new_ids`, which are appended once the engine has admitted it.
 
-    What comes is kept in `into` whatever happens, an engine's failure too: it is not raised.
+    Everything that arrives is kept in `into`, an engine's failure included: it is not raised.
     """
     cut = True
     with WhileSampling():
         while cut:
             stops = StopStrings.of(tokenizer, request.sampling) if request.sampling.stop else None
             cut = await _sample_once(into, engine, request, (new_ids, source), stops, stall_seconds)
-            new_ids = ()  # the log has them from the first try on
+            new_ids = ()  # the log has them since the first try
 
 
 async def _sample_once(
@@ -197,7 +201,7 @@ async def _sample_once(
     stops: StopStrings | None,
     stall_seconds: float | None,
 ) -> bool:
-    """Whether the engine cut the turn for its trainer, so that it has to be sampled again."""
+    """Sample once. Return True if the engine cut the turn for its trainer, so that it must be sampled again."""
     stream = engine.stream(request)
     cuts = engine.cuts
     silence = Clock(stall_seconds, counts_sampling=True)
@@ -218,7 +222,7 @@ async def _sample_once(
             into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
         into.close(stream)
     aborted = ended and into.error is None and into.finish is FinishReason.ABORT
-    if aborted and engine.cuts == cuts:  # else it could be sampled again and again
+    if aborted and engine.cuts == cuts:  # else it could be sampled again without end
         into.fail(EngineError(f"{request.name}: the engine ended the request by itself"))
         return False
     if aborted:
@@ -227,7 +231,7 @@ async def _sample_once(
 
 
 def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
-    """A block in which the engine is not silent either while it samples for others."""
+    """A block in which an engine that is busy with other requests does not count as silent."""
     return nullcontext() if engine.progress is None else engine.progress.watched(silence)
 
 
@@ -243,7 +247,7 @@ async def _read(
             into.timings.first_token = now - admitted
         if progress is not None:
             progress.note(now)
-        # Moving the deadline costs a timer, so it moves at an eighth of the patience, not at every delta.
+        # Moving the deadline costs a timer, so it moves once in an eighth of the limit, not at every delta.
         elif now - received > patience / 8:
             received = now
             silence.start(silence.seconds)

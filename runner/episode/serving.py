@@ -1,4 +1,4 @@
-"""An episode as its endpoint knows it: its desk, with what the author wants of threads."""
+"""The request handler of an episode's endpoint: its chat service with the options of `Episode.serve`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ from runner.turn_events import DeliverTurn, TurnEventSink
 __all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "check_serving", "model_name"]
 
 Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
-"""Which threads are trained: all, none, those of which a function says so, or by default those that offer tools."""
+"""Selection of the threads that are trained: all, none, those for which a function returns True, or by default those
+that offer tools.
+"""
 
 Overflow: TypeAlias = str
-"""What becomes of a history that does not fit: "tell" the client, which may shorten it, or "end" the episode."""
+"""Treatment of a history that does not fit: "tell" the client, which may shorten it, or "end" the episode."""
 
 SentHistory: TypeAlias = str
-"""Whose words of the past the model sees: "append" what it said itself, by its very ids, also what the client left out;
-"client" what the client sends, rendered anew at every request, as a server without us would have it."""
+"""Source of the past that the model sees. "append": its own sampled ids, also those that the client left out.
+
+"client": the history that the client sends, rendered again at every request, as without this endpoint.
+"""
 
 
 class ServedEpisode:
-    """Answers what an endpoint of an episode is asked.
+    """Answers the requests of an endpoint.
 
     Args:
         episode: the episode.
-        train: which threads are trained.
-        overflow: what becomes of a history that does not fit.
-        history: whose words of the past the model sees.
-        system_as_user: system messages in mid-conversation are put before the model as a user's.
+        train: selects the threads that are trained.
+        overflow: treatment of a history that does not fit.
+        history: source of the past that the model sees.
+        system_as_user: turn system messages in mid-conversation into user messages.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class ServedEpisode:
     async def ask(
         self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
-        """Have a request answered; see `ChatService.ask`."""
+        """Answer a request; see `ChatService.ask`."""
         self._refuse_if_over()
         asked = replace(asked, train=self._trains(asked), system_as_user=self._system_as_user, as_sent=self._as_sent)
         try:
@@ -74,11 +78,11 @@ class ServedEpisode:
             raise
 
     async def count(self, asked: ChatCall) -> int:
-        """How many ids the prompt of a request has."""
+        """Return the number of ids in the prompt of a request."""
         return await self._chat_service.count(asked)
 
     def text_of(self, ids: Sequence[int], /) -> str:
-        """The texts of ids one after the other; bytes that are no text by themselves stand as `text_of_token` says."""
+        """Return the text of ids. Bytes that are not text by themselves appear as in `text_of_token`."""
         if not isinstance(self._chat, ChatModel):
             return ""
         return "".join(text_of_token(self._chat.tokenizer, token_id) for token_id in ids)
@@ -93,13 +97,13 @@ class ServedEpisode:
         names = [_tool_name(tool) for tool in asked.tools]
         try:
             return bool(self._train(ChatThread("", asked.label, names, bool(names), (), ())))
-        except Exception as error:  # no client of it can do anything about that
+        except Exception as error:  # no client can fix that
             self._episode.limits.end_episode(failure(error))
 
     def _refuse_if_over(self) -> None:
-        """Say to a client that the episode is over, as often as it asks.
+        """Raise that the episode is over, at every request.
 
-        A turn that is asked for then has the whole play cancelled, and a program could not end by itself.
+        A turn after the end would cancel the whole rollout, and then the program could not end by itself.
         """
         ending, now = self._episode.limits.silenced_by, anyio.current_time()
         if ending is None:
@@ -110,7 +114,7 @@ class ServedEpisode:
 
 
 def check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str, str]) -> None:
-    """Refuse values of the options of serving by their `names`."""
+    """Raise BadOption for wrong values of the options of serving, called by their `names`."""
     choices = ((names[0], overflow, ("tell", "end")), (names[1], history, ("append", AS_SENT)))
     for name, value, known in choices:
         if value not in known:
@@ -118,7 +122,7 @@ def check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str,
 
 
 def model_name(chat: Model) -> str:
-    """What a model is called to clients: the last part of its path."""
+    """Return the model's name for clients: the last part of its path."""
     model = chat.engine.describe().get("model")
     return Path(model).name if isinstance(model, str) else "scripted"
 

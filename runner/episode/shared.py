@@ -1,4 +1,4 @@
-"""What all episodes of a run share."""
+"""State that all episodes of a run share."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ __all__ = ["Limiter", "RunShared"]
 
 
 class Limiter(Protocol):
-    """Lets so many in at once."""
+    """Limits how many borrowers are inside at the same time."""
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
-        """Wait until the borrower is let in."""
+        """Wait until the borrower may enter."""
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Let the next one in."""
+        """Let the next borrower enter."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunShared:
-    """What the episodes of one run share. Nothing of it is global: two runs on one loop share an engine at most."""
+    """State of one run that its episodes share. Nothing is global: two runs on one loop share at most an engine."""
 
     environment: Hooks
-    """The object that the author constructed; it plays no episode itself."""
+    """The object that the author constructed. Episodes use their own."""
     chat: Model
-    """The model that speaks for every agent without one of its own."""
+    """Model of every agent without its own."""
     other_models: Mapping[str, Model] = field(default_factory=dict)
-    """The models of agents on engines of their own; those agents are not trained."""
+    """Models of agents with their own engines. Those agents are not trained."""
     sampling: Sampling
     """The run's sampling, with unset fields."""
     limits: Limits
-    """The run's limits over those of the environment's class, every field set."""
+    """The run's limits merged over those of the environment's class, with every field set."""
     own_limits: Limits = Limits()
     """The run's limits, with unset fields."""
     scorers: tuple[Scorer, ...]
@@ -51,49 +51,49 @@ class RunShared:
     seed: int
     """The run's seed."""
     workers: Workers
-    """The threads in which the run's synchronous code is called."""
+    """The threads that run synchronous code."""
     endpoints: EndpointServer = field(default_factory=EndpointServer)
-    """Serves episodes to agent programs."""
+    """HTTP server of the endpoints for agent programs."""
     resources: Any = None
-    """What `lifespan()` yielded."""
+    """The value that `lifespan()` yielded."""
     make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
-    """Makes a limiter of this name, which lets so many in; another one where several processes play the run."""
+    """Make a limiter with this name and limit. A run on several processes has its own."""
     _asked: set[str] = field(default_factory=set)
     _told: set[str] = field(default_factory=set)
     _limiters: dict[str, tuple[int, Limiter]] = field(default_factory=dict)
-    # By `counted`, for conversations without sampling of their own. Nearly all episodes ask for one of these two, and
-    # merging the layers for each of them costs a good part of a turn.
+    # By `counted`, for conversations without their own sampling. Nearly all episodes need one of these two, and merging
+    # the layers each time costs a good part of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
 
     def chat_of(self, agent: str) -> Model:
-        """The model that speaks for an agent."""
+        """Return the model of an agent."""
         self._asked.add(agent)
         return self.other_models.get(agent, self.chat)
 
     def heard_of(self, agent: str) -> None:
-        """Take note that an agent was there, in an episode that was played elsewhere."""
+        """Record that an episode that was played elsewhere opened this agent."""
         self._asked.add(agent)
 
     def evaluates(self, agent: str) -> bool:
-        """Whether the run evaluates this agent: it speaks through a server of messages and has no engine of its own."""
+        """Return True if the run evaluates this agent: its engine takes messages, and it has no engine of its own."""
         return agent not in self.other_models and isinstance(self.chat, MessageModel)
 
     def is_new(self, what: str) -> bool:
-        """Whether nobody asked this before: for what is said once a run."""
+        """Return True at the first call with this key, for messages that appear once a run."""
         if what in self._told:
             return False
         self._told.add(what)
         return True
 
     def unused(self) -> list[str]:
-        """Agents with engines of their own that no episode opened: a misspelt name, mostly."""
+        """Return the agents with their own engines that no episode opened; mostly misspelt names."""
         return sorted(self.other_models.keys() - self._asked)
 
     def sampling_of(self, *, counted: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
-        """The sampling of a conversation, every field set.
+        """Return the sampling of a conversation, with every field set.
 
-        A field is the conversation's; else the run's, which is meant for agents that are trained or evaluated; else the
-        environment's; else the default.
+        A field comes from the conversation; else from the run, for agents that are trained or evaluated; else from the
+        environment; else it is the default.
         """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
         base = self._sampling.get(counted) if of_the_class else None
@@ -105,7 +105,10 @@ class RunShared:
         return base if conversation is None else conversation.over(base)
 
     def limits_of(self, environment: Limits) -> Limits:
-        """The limits of an episode, every field set, when its environment may have assigned some in `setup()`."""
+        """Return the limits of an episode, with every field set.
+
+        Its environment may have assigned some in `setup()`.
+        """
         if environment is self.environment.limits or environment == self.environment.limits:
             return self.limits
         if not isinstance(environment, Limits):
@@ -119,11 +122,11 @@ class RunShared:
 
     @property
     def trains_main(self) -> bool:
-        """Whether what `main` says is trained on."""
+        """Return True if the turns of `main` are trained on."""
         return MAIN not in self.other_models and not self.evaluates(MAIN)
 
     def limiter(self, name: str, limit: int) -> Limiter:
-        """The run's limiter of that name, for `Episode.limiter`."""
+        """Return the run's limiter of that name, for `Episode.limiter`."""
         if limit < 1:
             raise BadOption(f"limiter({name!r}, {limit}): at least one must get in.")
         if name not in self._limiters:

@@ -1,11 +1,10 @@
-"""The state of one episode and of its conversations, as the modules of this package share it.
+"""The state of one episode and of its conversations, shared by the modules of this package.
 
-What is here decides little: `prompting` makes prompts of it, `turn` samples and records, `Conversation` and `Episode`
-are what the author sees of it, and `Play` in `lifecycle` is the state that plays itself. A `Conversation` is not its
-`ConversationState` in the same way, since authors would see on it what is no business of theirs.
+The classes here decide little: `prompting` makes prompts, `turn` samples and records, `Conversation` and `Episode` are
+what the author sees, and `EpisodeRunner` in `lifecycle` extends the state of an episode. A `Conversation` does not
+extend its `ConversationState`, since authors would see internals.
 
-In this package `play` is an `EpisodeState` and `state` a `ConversationState`; `episode` and `conversation` are the
-objects of the author.
+In this package `state` is a `ConversationState`, and its `episode` an `EpisodeState`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = ["ChatHandler", "ConversationState", "EpisodeState", "OpenConversation
 
 
 class OpenConversation(Protocol):
-    """As much of a `Conversation`, which stands above this module, as an episode calls."""
+    """The methods of a `Conversation` that an episode calls. The class itself is in a layer above."""
 
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Run the calls of a turn."""
@@ -50,73 +49,73 @@ class OpenConversation(Protocol):
 
 
 class ChatHandler(Protocol):
-    """As much of a `ChatService`, which stands above this module, as an episode and its endpoint call."""
+    """The methods of a `ChatService` that an episode and its endpoint call. The class itself is in a layer above."""
 
     threads: list[ConversationState]
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests of whoever asks."""
+        """True while it answers requests."""
         ...
 
     async def ask(
         self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
-        """Have a request answered."""
+        """Answer a request."""
         ...
 
     async def count(self, asked: ChatCall) -> int:
-        """How many ids the prompt of a request has."""
+        """Return the number of ids in the prompt of a request."""
         ...
 
 
 class EpisodeState:
-    """The state of one attempt, which `Episode` and its conversations share; `Play` adds the life cycle."""
+    """The state of one attempt, shared by `Episode` and its conversations. `EpisodeRunner` adds the life cycle."""
 
     def __init__(self, key: EpisodeKey, shared: RunShared) -> None:
         self.key = key
-        """Which play of which task this is."""
+        """Task, index and attempt of the episode."""
         self.seed = key.seed(shared.seed)
         """The seed of the episode's sampling."""
         self.shared = shared
-        """What the episodes of the run share."""
+        """State that is shared by the episodes of the run."""
         self.environment = shared.environment
-        """The environment that plays; the shared one until a fresh one is made."""
+        """The environment: the shared object until the episode has its own."""
         self.limits = EpisodeLimits(shared.limits)
-        """What the episode may still use, and how it ended."""
+        """The limits that are left, and how the episode ended."""
         self.author_code = AuthorCode(shared.workers)
         """Calls the author's hooks and tools."""
         self.states: dict[str, ConversationState] = {}
-        """The conversations so far, by agent, in the order in which they were opened."""
+        """The conversations by agent, in the order in which they were opened."""
         self.chat_service: ChatHandler
-        """Takes the requests of somebody else's loop; `Play` sets it."""
+        """Answers requests with whole histories; set by `EpisodeRunner`."""
         self.renamed: dict[str, str] = {}
-        """What threads of requests are called in the end, by the name that they were opened with."""
+        """Final name of each thread of requests, by the name with which it was opened."""
         self.faults: list[str] = []
-        """What went wrong without changing the outcome, such as a `close()` or a metric that raised."""
+        """Problems that did not change the outcome, such as a `close()` or a metric that raised."""
         self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
-        """What `setup()` entered."""
+        """The contexts that `setup()` entered."""
         self.exit_stack_open = False
-        """`setup()` is running, so something may be entered."""
+        """True while `setup()` runs and may enter contexts."""
         self.activity = ""
-        """What the episode waits for, for people."""
+        """The current activity, such as "engine", for people."""
         self.since = 0.0
-        """When the episode began to wait for that, in the event loop's time."""
+        """Start of that activity, in the event loop's time."""
         self._limits_of_setup: Limits | None = None
         self.report_activity("setup")
 
     def report_activity(self, what: str) -> None:
-        """Say what the episode waits for from now on, for the live display and for whoever looks for a stuck one."""
+        """Set the current activity, for the live display and for the search for a stuck episode."""
         self.activity = what
         self.since = loop_time()
 
     def take_limits(self) -> None:
-        """Take over the limits that `setup()` may have given its episode."""
+        """Apply the limits that `setup()` may have assigned."""
         self._limits_of_setup = self.environment.limits
         self.limits.configured = self.shared.limits_of(self._limits_of_setup)
 
     def check_limits(self) -> None:
-        """Refuse limits that were assigned when they had been read."""
+        """Raise BadOption if limits were assigned after they were read."""
         taken, limits = self._limits_of_setup, self.environment.limits
         if taken is not None and limits is not taken and limits != taken:
             raise BadOption(
@@ -125,36 +124,36 @@ class EpisodeState:
             )
 
     async def _leave(self, leaving: Callable[[], bool | None], name: str) -> bool | None:
-        """Leave one thing of the exit stack in a thread; one that takes too long is left behind, and the next goes on.
+        """Leave one context of the exit stack in a thread. One that takes too long is abandoned, and the next is left.
 
-        The clock over the whole unwinding stands still, and a cancellation waits: each exit has its own limit.
+        The clock over the unwinding is paused, and a cancellation waits: each exit has its own limit.
         """
         seconds = self.limits.configured.close_seconds
         with Waiting(), anyio.CancelScope(shield=True):
             try:
                 swallowed: bool | None = await self.author_code.call(leaving, name=name, seconds=seconds)
             except TooSlow as error:
-                self.faults.append(f"exit_stack: {error}; its thread was left behind")
+                self.faults.append(f"exit_stack: {error}; its thread still runs")
                 return None
         return swallowed
 
     def call_ids(self) -> set[str]:
-        """The ids of all calls that were made in this episode, as their turns have them."""
+        """Return the ids of all calls of this episode, as its turns have them."""
         turns = (turn for state in self.states.values() for turn in state.turns)
         return {call.id for turn in turns for call in turn.tool_calls}
 
     def was_said(self, message: Message) -> bool:
-        """Tell whether an agent of this episode said what this assistant message does."""
+        """Return True if an agent of this episode sampled this assistant message."""
         if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
             return False
         return any(_says(turn, message) for state in self.states.values() for turn in state.turns)
 
 
-# Classes and no generators: a turn enters both, and a generator costs three times as much.
+# Classes, not generators: a turn enters both, and a generator costs three times as much.
 
 
 class NumberOfTurn:
-    """A block that has the number of a turn."""
+    """A block that reserves the number of a turn."""
 
     __slots__ = ("_number", "_state")
 
@@ -190,7 +189,7 @@ class SessionOfTurn:
 
 
 class ConversationState:
-    """What one agent has seen and said, and what waits to be put before it."""
+    """The messages and turns of one agent, and the messages that its model has not seen yet."""
 
     def __init__(
         self,
@@ -204,88 +203,89 @@ class ConversationState:
         sampling: Sampling | None,
     ) -> None:
         self.name = name
-        """The agent."""
+        """Name of the agent."""
         self.train = train
-        """Whether the conversation becomes a trajectory whose sampled ids are trained on."""
+        """True if the sampled ids of the conversation are trained on."""
         self.counted = counted
-        """Whether the run's sampling and limits are meant for it: it is trained, or evaluated as `main` is where a
-        server of messages speaks for it."""
+        """True if the run's sampling and limits apply: to a trained agent, or to an evaluated `main` on an engine for
+        messages.
+        """
         self.episode = episode
-        """The episode it speaks in."""
+        """The episode of the conversation."""
         self.conversation: OpenConversation
-        """The conversation as the author sees it; whoever opens it sets this."""
+        """The author's object; set by the code that opens the conversation."""
         self.model = episode.shared.chat_of(name)
-        """What speaks for it."""
+        """The model of the agent."""
         check_answers(messages)
         self.cursor = Cursor(checked_tools(tools), list(messages))
-        """Where it speaks next."""
+        """The point of the next turn."""
         self.turns: list[Turn] = []
-        """What it said, by number."""
+        """The turns by number."""
         self.nodes: list[TurnNode] = []
-        """The same as a forest, in the order in which the turns ended."""
+        """The nodes of the turn tree, in the order in which the turns ended."""
         self.segments: list[Segment] = []
-        """Its token logs, with the messages that are their view."""
-        self._indices: dict[int, int] = {}  # of its segments, by identity
+        """The token logs, with the messages that they render."""
+        self._indices: dict[int, int] = {}  # ids of its segments
         self.numbered = 0
-        """How many numbers of turns were given out."""
+        """Number of turn numbers that were reserved."""
         self.requests: list[ChatRequest] = []
         """The requests that were answered here."""
         self.thread = name
-        """The name that its seeds follow from: that which it was opened with."""
+        """Name with which it was opened; its seeds depend on it."""
         self.own_sampling = sampling
-        """The sampling that it was opened with; None for none of its own."""
+        """Sampling with which it was opened; None for none."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
-        # Only an episode's very first request waits behind those of episodes under way; a second agent's does not.
+        # Only the first request of an episode waits for those of episodes in progress; that of a second agent does not.
         self._sessions = [self.model.engine.session(late=bool(episode.states), beside=self._another())]
         self._free_sessions = list(self._sessions)
 
     @cached_property
     def chat(self) -> ChatModel:
-        """The model that speaks for it, by ids."""
+        """The model of the agent, which takes ids."""
         assert isinstance(self.model, ChatModel), "who asks for ids has looked what speaks"
         return self.model
 
     @property
     def context(self) -> int:
-        """How many tokens this conversation may hold."""
+        """Most tokens that the conversation may hold."""
         limit = self.episode.limits.configured.context
         engine = self.model.engine.context
         return engine if limit is None else min(limit, engine)
 
     def session(self) -> SessionOfTurn:
-        """What the engine keeps of this conversation between turns; of turns at the same time, each has its own."""
+        """The engine's memory of this conversation between turns. Turns in flight at the same time have one each."""
         return SessionOfTurn(self)
 
     def take_session(self) -> Session:
-        """One that no turn has; a block with `session` gives it back."""
+        """Return a session that no other turn uses; a block with `session` returns it."""
         if not self._free_sessions:
             self._sessions.append(self.model.engine.session(late=True, beside=self._sessions[0]))
             self._free_sessions.append(self._sessions[-1])
         return self._free_sessions.pop()
 
     def give_back(self, session: Session) -> None:
-        """Leave the session of a turn that is over to the next one."""
+        """Free the session of a finished turn for the next one."""
         self._free_sessions.append(session)
 
     def _another(self) -> Session | None:
-        """What the same engine keeps of another conversation of the episode, if there is one."""
+        """Return the session of another conversation of the episode on the same engine; None without one."""
         engine = self.model.engine
         return next(
             (state._sessions[0] for state in self.episode.states.values() if state.model.engine is engine), None
         )
 
     def close_sessions(self) -> None:
-        """Give the engine's room back."""
+        """Free the sessions in the engine."""
         for session in self._sessions:
             self.model.engine.close_session(session)
 
     def number(self) -> NumberOfTurn:
-        """The number of a turn that begins now. What comes to no turn gives it back, unless a later one is given."""
+        """Reserve the number of a new turn. A turn that fails returns it, unless a later number was reserved."""
         return NumberOfTurn(self)
 
     def record(self, cursor: Cursor, node: TurnNode) -> None:
-        """Add a turn to its segment and to the forest, move the head behind it, and count it."""
+        """Add a turn to its segment and to the turn tree, move the cursor after it, and count it."""
         segment, turn = node.segment, node.turn
         segment.messages.append(node.reply)
         if not self.has(segment):
@@ -293,25 +293,31 @@ class ConversationState:
             self.segments.append(segment)
         turn.segment = self._indices[id(segment)]
         self.nodes.append(node)
-        insort(self.turns, turn, key=lambda turn: turn.number)  # one that was begun earlier may end later
+        insort(self.turns, turn, key=lambda turn: turn.number)  # a turn that began earlier may end later
         cursor.node, cursor.whole, cursor.again = node, "", None
         self.episode.limits.count(turn, counted=self.counted)
 
     def refuse_prompt(self, error: str, *, prompt: int, context: int = 0) -> NoReturn:
-        """Raise that a prompt of at least so many ids does not fit the context, or another one that a server told."""
+        """Raise for a prompt of at least this many ids that does not fit the context.
+
+        `context` is the size that a server reported; 0 for the conversation's own.
+        """
         context = context or self.context
         self.episode.limits.refuse_prompt(self.name, error, counted=self.counted, prompt=prompt, context=context)
 
     def has(self, segment: Segment) -> bool:
-        """Whether a segment is one of this conversation's."""
-        return id(segment) in self._indices  # all of which live as long as this
+        """Return True if a segment belongs to this conversation."""
+        return id(segment) in self._indices  # ids stay valid: the segments live as long as this object
 
     def node_of(self, turn: Turn) -> TurnNode | None:
-        """The node of a turn in the forest; None for a turn of somebody else."""
+        """Return the tree node of a turn; None for a turn of another conversation."""
         return next((node for node in reversed(self.nodes) if node.turn is turn), None)
 
     def sampling(self) -> Sampling:
-        """The sampling of the next turn, every field set; the environment's may have been assigned since the last."""
+        """Return the sampling of the next turn, with every field set.
+
+        The environment may assign its own between turns.
+        """
         episode = self.episode
         given = episode.environment.sampling
         if given is not self._environment_sampling:
@@ -325,7 +331,7 @@ class ConversationState:
         return self._sampling
 
     def into_trajectory(self, trajectory: Trajectory) -> None:
-        """Hand over what was seen and said; messages that the model never saw stand at the end."""
+        """Return the trajectory. Messages that the model never saw are at the end."""
         self._order_segments()
         cursor, segments = self.cursor, self.segments
         if cursor.queued:
@@ -349,7 +355,7 @@ class ConversationState:
         trajectory.thread = "" if self.thread == self.name else self.thread
 
     def _order_segments(self) -> None:
-        """Put the segments in the order of their first turns: of turns at the same time, a later one may end first."""
+        """Sort the segments by their first turns. Of turns in flight at the same time, a later one may end first."""
         if len(self.segments) < 2:
             return
         first: dict[int, int] = {}
@@ -364,7 +370,7 @@ class ConversationState:
 
 
 def _unsampled(cursor: Cursor) -> Segment:
-    """A segment of messages alone, which end with some that the model never saw."""
+    """Return a segment of messages only, the last of which the model never saw."""
     cause = cursor.whole or ("start" if cursor.node is None else BRANCH)
     return Segment(cause=cause, tools=cursor.schemas(), origin=cursor.origin, messages=[*cursor.seen, *cursor.queued])
 
@@ -377,10 +383,17 @@ def _says(turn: Turn, message: Message) -> bool:
 
 
 def checked_tools(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools as a list of its own; what is no tool is refused, and two of one name."""
+    """Return the tools as a new list.
+
+    Raises:
+        TypeError: an item is not a Tool.
+        ValueError: two tools have the same name.
+    """
     for tool in tools:
         if not isinstance(tool, Tool):
-            raise TypeError(f"{tool!r:.60} is no Tool: write Tool(function) for a function with hints and a docstring")
+            raise TypeError(
+                f"{tool!r:.60} is not a Tool: write Tool(function) for a function with hints and a docstring"
+            )
     names = [tool.name for tool in tools]
     for name in names if len(set(names)) < len(names) else ():
         if names.count(name) > 1:

@@ -1,4 +1,4 @@
-"""A turn that an author hears while it is sampled: iterate over it, or leave it, which cuts it."""
+"""A turn whose text, reasoning and calls an author reads while it is sampled; leaving the block cuts it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runner.turn_events import TurnEvent
 __all__ = ["StreamedTurn", "stream_turn"]
 
 Generate: TypeAlias = Callable[[Callable[[TurnEvent], None]], Awaitable[Turn]]
-"""Samples a turn and tells what it says."""
+"""Samples a turn, and calls its argument with each event."""
 
 
 class StreamedTurn:
-    """A turn while it is sampled: an iterator over what it says."""
+    """A turn while it is sampled: an asynchronous iterator over its events."""
 
     def __init__(self, events: MemoryObjectReceiveStream[TurnEvent], last: Callable[[], Turn | None]) -> None:
         self._events = events
@@ -31,10 +31,10 @@ class StreamedTurn:
 
     @property
     def turn(self) -> Turn:
-        """The turn as it was recorded: whole where the iteration came to its end, else what was sampled of it.
+        """The recorded turn: complete where the iteration reached its end, else what was sampled.
 
         Raises:
-            RuntimeError: it is still being sampled, or nothing was.
+            RuntimeError: the turn is still being sampled, or nothing was sampled.
         """
         self._settle()
         if self._turn is None:
@@ -42,7 +42,7 @@ class StreamedTurn:
         return self._turn
 
     def _settle(self) -> None:
-        """Take the turn, if it is there, before the agent speaks again."""
+        """Keep the turn, if there is one, before the agent's next turn."""
         if self._turn is None and (turn := self._last()) is not self._before:
             self._turn = turn
 
@@ -61,8 +61,13 @@ class StreamedTurn:
 
 @asynccontextmanager
 async def stream_turn(last: Callable[[], Turn | None], generate: Generate) -> AsyncIterator[StreamedTurn]:
-    """Sample a turn, which becomes the `last` one, while the block runs and no longer."""
-    # It holds no more than the turn does, and the sampling never waits for whoever listens.
+    """Sample a turn while the block runs. Leaving the block cuts it.
+
+    Args:
+        last: returns the latest turn, or None.
+        generate: samples the turn.
+    """
+    # The queue needs no limit: it holds no more than the turn does, and sampling never waits for its reader.
     on_event, events = anyio.create_memory_object_stream[TurnEvent](math.inf)
     streamed = StreamedTurn(events, last)
 

@@ -1,4 +1,4 @@
-"""What the threads of an episode's requests are called: decided when its play is over."""
+"""Names of the threads of an episode's requests, chosen once its `rollout` is over."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["name_threads"]
 
 
 def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) -> None:
-    """Give threads the names of their trajectories; a second call changes nothing.
+    """Set the names under which the threads become trajectories. A second call changes nothing.
 
-    `main` is the trained one that was at work the longest from its first request to its last, counted in requests of
-    the episode, of those that were offered tools if any was; unless an author's `main` spoke. A sub-agent may take more
-    turns than who sent it, and begins after that one and ends before. Others have the label of their client, or are
-    numbered.
+    Unless the author's own `main` took turns, `main` is the trained thread that was at work longest, from its first
+    request to its last, counted in requests of the episode. Threads that were offered tools come first. The number of
+    turns does not decide: a sub-agent may take more turns than its parent, but begins later and ends earlier. Other
+    threads are named by the label of their client, or numbered.
     """
     if not threads or episode.renamed:
         return
@@ -35,7 +35,7 @@ def name_threads(episode: EpisodeState, threads: Sequence[ConversationState]) ->
         episode.renamed[thread.thread] = name
     _rename(episode, threads)
     home = episode.states.get(MAIN)
-    # A thread that never spoke leaves no trajectory, and what it was asked is to be told all the same.
+    # A thread without turns leaves no trajectory, but the model saw its requests, so they are kept.
     silent = [thread for thread in threads if not thread.turns and thread is not home]
     if home is not None and home.turns:
         home.requests += [request for thread in silent for request in thread.requests]

@@ -1,4 +1,4 @@
-"""A turn: may the agent speak, its prompt, the request, sampling, the record of it, and what was said."""
+"""One turn from its limits to its record: prompt, request, sampling and parsing."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ async def take_turn(
     number: int | None = None,
     sinks: TurnSinks = NO_SINKS,
 ) -> Turn:
-    """Let the agent of a conversation speak once, where `head` stands, which moves behind the turn.
+    """Take one turn of a conversation at `cursor`, which then moves after the turn.
 
     Args:
         state: the conversation.
-        cursor: where it speaks; of several turns at the same time each has another one.
-        sampling: goes over the conversation's.
-        tool_choice: goes over the environment's.
-        number: the turn's number, where that was given out before.
-        sinks: who hears of the turn while it is sampled.
+        cursor: the point of the turn; turns in flight at the same time have different cursors.
+        sampling: takes precedence over the conversation's.
+        tool_choice: takes precedence over the environment's.
+        number: the turn's number, where it was reserved before.
+        sinks: receivers of the turn's events while it is sampled.
     """
     await state.episode.limits.let_speak(state.name, counted=state.counted)
     numbered = state.number() if number is None else nullcontext(number)
@@ -74,7 +74,7 @@ async def take_turn(
         try:
             await _sampling(state, prompt, request, sampled)
         finally:
-            # Cancelled or failed, what the model saw and said is kept all the same: the engine had it from admission.
+            # A cancelled or failed turn is recorded too: the engine had the prompt once it admitted the request.
             if sampled.admitted:
                 node = _recorded(turn_context, prompt, request, sampled)
                 await _parse(turn_context, node, sampled)
@@ -86,7 +86,10 @@ async def take_turn(
 
 
 class _Extending:
-    """Whether the turn may extend the segment of the one before it; nobody else may meanwhile, nor once it has."""
+    """A block whose value is True if the turn may extend the segment of the turn before it.
+
+    No other turn may extend it then.
+    """
 
     __slots__ = ("_node",)
 
@@ -117,13 +120,13 @@ def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
 @dataclass(slots=True)
 class _TurnRequest:
     generation: GenerationRequest
-    """What the engine is given."""
+    """The request to the engine."""
     sampling: Sampling
-    """What the turn records: the sampling as it was asked for, without the constraint."""
+    """The sampling that the turn records: as requested, without the constraint."""
     tool_choice: ToolChoice
-    """Whether the turn may, must or must not call a tool, or the tool it must call."""
+    """The tool choice: "auto", "none", "required" or the name of a tool."""
     ceiling: str
-    """The limit that the engine's `max_tokens` stands for: "max_tokens", "context" or "tokens"."""
+    """The limit that sets the engine's `max_tokens`: "max_tokens", "context" or "tokens"."""
 
 
 def _request(
@@ -152,7 +155,7 @@ def _request(
         seed=turn_context.seed,
         session=turn_context.session,
         constraint=_constraint(chat, tools, settings, choice),
-        # We look for stop strings in the deltas as they come, and what was sampled past one is thrown away.
+        # Stop strings are found in the deltas as they arrive; ids after one are dropped.
         acts_on_deltas=sinks.listens or bool(settings.stop),
     )
     return _TurnRequest(generation, unconstrained(settings), choice, ceiling)
@@ -178,14 +181,14 @@ def _constraint(
 def _empty_sample(
     turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, sinks: TurnSinks
 ) -> SampledTurn:
-    """What the deltas are kept in, with those who hear of them."""
+    """Return an empty record for the deltas, with the receivers of their events."""
     before = turn_context.cursor.node
     return SampledTurn(
         prompt.segment.log,
         event_parser=None if sinks.on_event is None else _event_parser(turn_context, prompt, request, sinks.on_event),
         on_progress=sinks.on_progress,
         handle=sinks.handle_of(turn_context.number),
-        # A client counts on from the calls that it has already; only a turn that goes on with a cut one has any.
+        # Clients number calls after those that they already have. Only a turn that continues a cut one has any.
         calls_before=len(before.turn.tool_calls) if prompt.continued and before is not None else 0,
     )
 
@@ -206,7 +209,7 @@ def _event_parser(
 def _sampling(
     state: ConversationState, prompt: PreparedPrompt, request: _TurnRequest, into: SampledTurn
 ) -> Coroutine[Any, Any, None]:
-    # No coroutine of its own: each delta would go through one frame more.
+    # Not a coroutine: it would add one frame to each delta.
     state.episode.report_activity(f"{state.name}: engine")
     return sample(
         into,
@@ -225,12 +228,12 @@ def _sampling(
 def _recorded(
     turn_context: TurnContext, prompt: PreparedPrompt, request: _TurnRequest, sampled: SampledTurn
 ) -> TurnNode:
-    """Put the prompt into its segment, and what was sampled into a turn behind it, which is not read yet."""
+    """Add the prompt to its segment and the sampled ids as a turn, which is not parsed yet."""
     cursor, segment = turn_context.cursor, prompt.segment
     if prompt.taken_back is not None:
         _take_back(prompt.taken_back)
     segment.messages.extend(prompt.messages)
-    # Only now, since a prompt that the engine never got stays queued; what was added meanwhile stays too.
+    # Only now: a prompt that the engine never admitted stays queued, as do messages that were added during the request.
     del cursor.queued[: prompt.queued]
     turn = Turn(
         agent=turn_context.state.name,
@@ -253,14 +256,14 @@ def _recorded(
     )
     if turn.finish is FinishReason.LENGTH:
         turn.stop = request.ceiling
-        # An engine knows one number only; which limit it stands for is known here.
+        # The engine has one number only, so the limit that it stands for is set here.
         if request.ceiling == "context":
             turn.finish = FinishReason.CONTEXT
     return _node(turn_context, prompt, turn)
 
 
 def _take_back(node: TurnNode) -> None:
-    """What was sampled of its message is trained on no more."""
+    """Exclude the sampled ids of its message from training."""
     first = node.spoken
     for each in node.path():
         each.turn.log.take_back(each.turn.start, each.turn.end)
@@ -269,11 +272,11 @@ def _take_back(node: TurnNode) -> None:
 
 
 def _node(turn_context: TurnContext, prompt: PreparedPrompt, turn: Turn) -> TurnNode:
-    """The node of a turn in the forest; what it says is not read yet."""
+    """Return the tree node of a turn, which is not parsed yet."""
     before, messages = turn_context.cursor.node, prompt.segment.messages
     begin, answered = turn.start, len(messages) - prompt.asked
     if prompt.continued and before is not None:
-        # A call may be cut in two, so the message is read again from its first turn on.
+        # A call may be cut in two, so the message is parsed again from its first turn on.
         messages.pop()
         begin, answered = before.begin, before.answered
     calls = _calls_before(turn_context, prompt)
@@ -292,7 +295,7 @@ def _node(turn_context: TurnContext, prompt: PreparedPrompt, turn: Turn) -> Turn
 
 
 def _calls_before(turn_context: TurnContext, prompt: PreparedPrompt) -> int:
-    """How many calls there were before the message that the turn says, or goes on with."""
+    """Return the number of calls before the message that the turn begins or continues."""
     before, again = turn_context.cursor.node, turn_context.cursor.again
     if prompt.continued and before is not None:
         return before.calls_before
@@ -302,7 +305,7 @@ def _calls_before(turn_context: TurnContext, prompt: PreparedPrompt) -> int:
 
 
 async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn) -> None:
-    """Fill in what the sampled ids say, as text, reasoning and calls."""
+    """Set text, reasoning and calls of a turn from its sampled ids."""
     turn, chat, text = node.turn, turn_context.state.chat, sampled.text
     ids = turn.log.ids
     if text is not None and node.begin < turn.start:
@@ -323,7 +326,10 @@ async def _parse(turn_context: TurnContext, node: TurnNode, sampled: SampledTurn
 
 
 async def _in_thread(state: ConversationState, read: Callable[[], ParsedTurn]) -> ParsedTurn:
-    """Read a turn in another library's way, which may take a second for a long one; a cancellation waits for it."""
+    """Parse a turn with another library in a thread, since a long turn may take a second.
+
+    A cancellation waits for it.
+    """
     state.episode.report_activity(f"{state.name}: reading")
     with anyio.CancelScope(shield=True):
         said: ParsedTurn = await state.episode.shared.workers.call_beside(Job(read, "tool format"))

@@ -1,4 +1,4 @@
-"""Whether a message that has the ids of a turn tells that turn, and what its client changed around the ids."""
+"""Compares a message that has the ids of a turn with that turn, and finds what its client changed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WORD: Final = re.compile(r"\w+")
 
 
 def changed_around(ours: ReadMessage, theirs: ReadMessage) -> frozenset[Tolerated] | None:
-    """The differences that a client made around the ids of a turn; None where it says something else than the turn.
+    """Return the differences that a client made to a turn; None where the message is a different one.
 
-    Left out, reformatted, renamed or reordered is the same turn. Other words, other values of arguments, or calls that
-    the turn did not make are an edit.
+    Text that was left out, reformatted, renamed or reordered leaves the turn the same. Other words, other values of
+    arguments, or calls that the turn did not make are an edit.
 
     Args:
-        ours: the turn's message as it was given out.
-        theirs: the message that came back, which names the turn.
+        ours: the turn's message as it was delivered.
+        theirs: the message that came back with the ids of the turn.
     """
     calls, text = _calls(ours, theirs), _text(ours.message["content"], theirs.message["content"])
     if calls is None or text is None:
@@ -80,19 +80,19 @@ def _reasoning(ours: ReadMessage, theirs: ReadMessage) -> set[Tolerated]:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text without markup, punctuation, case and compatibility forms of letters."""
+    """Return the words of a text without markup, punctuation, case and compatibility forms of letters."""
     plain = html.unescape(_MARKUP.sub(" ", text))
     return _WORD.findall(unicodedata.normalize("NFKC", plain).casefold())
 
 
 def _in_order(few: Sequence[str], many: Sequence[str]) -> bool:
-    """Whether all of `few` stand in `many`, in that order."""
+    """Return True if all items of `few` occur in `many`, in that order."""
     rest = iter(many)
     return all(word in rest for word in few)
 
 
 def begins(heard: Message, said: Message) -> bool:
-    """Whether a message says the beginning of what a turn said, as a client has it of one that was cut."""
+    """Return True if a message is the beginning of a turn, as a client has it after a stream that was cut."""
     for name in ("content", "reasoning_content"):
         if not str(said.get(name, "")).strip().startswith(str(heard.get(name, "")).strip()):
             return False

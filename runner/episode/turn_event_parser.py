@@ -1,4 +1,4 @@
-"""Reads a turn while it is sampled, and tells what it says."""
+"""Parses a turn while it is sampled, and sends its events."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["TurnEventParser"]
 
 
 class TurnEventParser:
-    """Reads a turn's ids as they come and tells what they say; all of it is what the finished turn has.
+    """Parses the ids of a turn as they are sampled, and sends events. Together they equal the finished turn.
 
-    What may be the end of the turn is held back until something comes behind it.
+    Ids or text that may be the end of the turn are held back until more follows.
     """
 
     def __init__(
         self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, on_event: Callable[[TurnEvent], None]
     ) -> None:
-        """Listen to a conversation of these `tools`."""
+        """Parse the turns of a conversation with these `tools`."""
         self._chat = chat
         self._tools = tools
         self._tool_choice: ToolChoice = tool_choice
@@ -39,31 +39,32 @@ class TurnEventParser:
         self._clear()
 
     def begin(self, said: Sequence[int], *, calls_before: int, longest_stop: int) -> None:
-        """A turn begins.
+        """Begin a turn.
 
         Args:
-            said: what earlier turns said of the same message, which was told before.
-            calls_before: how many calls the conversation had before the message.
-            longest_stop: the length of the longest stop string; 0 where there is none.
+            said: ids of earlier turns of the same message, whose events were sent before.
+            calls_before: number of calls in the conversation before the message.
+            longest_stop: length of the longest stop string in characters; 0 without one.
         """
         self._begun = (said, calls_before, longest_stop)
         self._clear()
 
     def feed(self, ids: Sequence[int]) -> None:
-        """These ids were sampled."""
+        """Take newly sampled ids."""
         self._listen(ids, self._events_of)
 
     def restart(self) -> None:
-        """All that was sampled of the turn is thrown away."""
+        """Discard everything that was sampled of the turn."""
         self._clear()
         self._on_event(TurnRestarted())
 
     def finish(self, *, stopped: bool, text: str | None) -> None:
-        """The turn is over.
+        """End the turn.
 
         Args:
-            stopped: its last id ended it, and says nothing.
-            text: what stands before the stop string that ended it, from the begin of its message; None where none did.
+            stopped: True if its last id ended it and is not part of its text.
+            text: text before the stop string that ended the turn, from the beginning of its message; None where none
+                did.
         """
         if text is None:
             said = list(self._held)[: len(self._held) - stopped]
@@ -86,13 +87,13 @@ class TurnEventParser:
         self._number = CallNumbers(self._chat.parser.format, before)
         self._held = deque[int]()  # ids that may end the turn
         self._pieces = deque[tuple[str, int]]()  # text that may begin a stop string, with the id that completed it
-        self._length = 0  # of all text so far
-        self._waiting = 0  # of what is in the pieces
+        self._length = 0  # characters of all text so far
+        self._waiting = 0  # characters in `_pieces`
         self._listen(said, self._note)
 
     def _listen(self, ids: Sequence[int], use: Callable[[Iterable[Event]], None]) -> None:
         if self._longest_stop:
-            # What comes may end the turn by a stop string that began in what waits.
+            # New ids may complete a stop string that began in the held text.
             self._release(self._longest_stop - 1, use)
         for token_id in ids:
             if token_id not in self._closing:
@@ -115,7 +116,7 @@ class TurnEventParser:
             self._waiting += len(piece)
 
     def _cut(self, length: int) -> None:
-        """Forget what stands behind so many characters of the text."""
+        """Discard the text after this many characters."""
         while self._pieces and self._length > length:
             piece, token_id = self._pieces.pop()
             kept = piece[: max(0, len(piece) - (self._length - length))]
@@ -124,7 +125,7 @@ class TurnEventParser:
             self._emit(kept, token_id if kept == piece else -1)
 
     def _release(self, waiting: int, use: Callable[[Iterable[Event]], None]) -> None:
-        """Read what has come, as long as at least so many characters of it wait."""
+        """Parse held pieces, and keep at least `waiting` characters."""
         while self._pieces and self._waiting - len(self._pieces[0][0]) >= waiting:
             piece, token_id = self._pieces.popleft()
             self._waiting -= len(piece)
@@ -140,7 +141,7 @@ class TurnEventParser:
                 self._on_event(ToolCalled(self._call(event)))
 
     def _note(self, events: Iterable[Event]) -> None:
-        """Count what was told before."""
+        """Count the calls of events that were sent before."""
         for event in events:
             if not isinstance(event, ReasoningPiece | ContentPiece):
                 self._call(event)

@@ -1,4 +1,4 @@
-"""What a turn is asked with: where, how it is sampled, what tools it may call, who hears it; what its failure ends."""
+"""Settings of a turn: its place, sampling, tool choice and event receivers."""
 
 from __future__ import annotations
 
@@ -36,20 +36,18 @@ __all__ = [
 
 @dataclass(slots=True)
 class TurnContext:
-    """Where a turn is taken."""
+    """The place of a turn: conversation, cursor, number and session."""
 
     state: ConversationState
-    """The conversation."""
     cursor: Cursor
-    """The point of the conversation at which the agent speaks; it moves behind the turn."""
+    """The point of the conversation at which the turn is taken; it moves after the turn."""
     number: int
-    """The turn's number."""
     session: Session
     """The engine's memory of the turns before."""
 
     @property
     def name(self) -> str:
-        """The name of the turn's request, for people and logs."""
+        """Name of the turn's request, for people and logs."""
         return f"{self.state.episode.key.id}/{self.state.thread}/{self.number}"
 
     @property
@@ -60,68 +58,71 @@ class TurnContext:
 
 @dataclass(frozen=True, slots=True)
 class TurnSinks:
-    """Whoever hears of a turn while it is sampled, and what names the turn to them."""
+    """Receivers of a turn's events while it is sampled, and the source of its id for clients."""
 
     handle: Callable[[int], str] | None = None
-    """Makes what names the turn of a number to a client."""
+    """Returns the id, for a client, of the turn with this number."""
     on_event: Callable[[TurnEvent], None] | None = None
-    """Is told what the turn says."""
+    """Called with each event of the turn's text, reasoning and calls."""
     on_progress: Callable[[TurnAdmitted | IdsSampled], None] | None = None
-    """Is told when the engine took the turn's request, and its ids as they are sampled."""
+    """Called when the engine admits the request, and with the sampled ids."""
     raise_unbridgeable: bool = False
-    """Whether a prompt that cannot be made is raised as `Unbridgeable` and ends nothing; else it ends the episode."""
+    """True to raise `Unbridgeable` where the prompt cannot be made, and end nothing; else that ends the episode."""
 
     @property
     def listens(self) -> bool:
-        """Whether anybody hears of the turn before it is over."""
+        """True if there is a receiver of events before the turn is over."""
         return self.on_event is not None or self.on_progress is not None
 
     def handle_of(self, number: int) -> str:
-        """What names the turn of this number to a client; "" where nobody names turns."""
+        """Id, for a client, of the turn with this number; "" where turns have none."""
         return "" if self.handle is None else self.handle(number)
 
 
 NO_SINKS = TurnSinks()
-"""The audience of a turn that nobody hears before it is over: one for all of them, since most turns are such."""
+"""Sinks of a turn without receivers; shared, since most turns are such."""
 
 
 def sampling_of(state: ConversationState, given: Sampling | None) -> Sampling:
-    """The sampling of the next turn, every field set; what is given goes over the conversation's own."""
+    """Return the sampling of the next turn, with every field set.
+
+    Fields of `given` take precedence over the conversation's.
+    """
     own = state.sampling()
     return own if given is None else given.over(own)
 
 
 def end_by(state: ConversationState, error: EngineError) -> NoReturn:
     """End the episode of a conversation whose engine failed."""
-    # A request that the engine refuses is refused again: the same seeds make the same request.
+    # The engine would refuse the request again: the same seeds make the same request.
     rejected = isinstance(error, RequestRejected)
     ending = Ending(Outcome.ENGINE_ERROR, agent=state.name, error=str(error), permanent=rejected)
     state.episode.limits.end_episode(ending)
 
 
 def tool_choice_of(state: ConversationState, tools: Sequence[Tool], given: ToolChoice | None) -> ToolChoice:
-    """Whether the next turn may, must or must not call a tool, or the tool that it must call."""
+    """Return the tool choice of the next turn: "auto", "none", "required" or the name of the tool to call."""
     if not tools:
         return "none"
     if given is not None:
         return given
-    # The environment's is meant for `main`: another agent may not have the tool that it names.
+    # The environment's choice is meant for `main`: another agent may not have the tool that it names.
     choice = state.episode.environment.tool_choice
     known = ("auto", "none", *(tool.name for tool in tools))
     return choice if state.name == MAIN or choice in known else "auto"
 
 
 def enforced_constraint(settings: Sampling) -> Constraint | None:
-    """What holds a turn to what its sampling says that the text must match; None for anything.
+    """Return the constraint on a turn's text that its sampling requests; None without one.
 
     Raises:
-        BadOption: nothing fits the schema.
+        BadOption: no text fits the schema.
     """
     return given_constraint(settings) if settings.schema is None else answer_constraint(settings.schema)
 
 
 def given_constraint(settings: Sampling) -> Constraint | None:
-    """What the sampling says that a turn's text must match, as a server is asked for it; None for anything."""
+    """Return the constraint as a server that enforces it itself receives it; None without one."""
     if settings.schema is not None:
         return Constraint(ConstraintKind.JSON, json.dumps(settings.schema))
     if settings.regex is not None:
@@ -132,7 +133,7 @@ def given_constraint(settings: Sampling) -> Constraint | None:
 
 
 def record_not_enforced(state: ConversationState, settings: Sampling) -> None:
-    """Note once a run what a schema says that nothing holds its turns to."""
+    """Add a fault, once a run, with the parts of a schema that nothing enforces."""
     schema = settings.schema
     if schema is None:
         return
@@ -142,7 +143,7 @@ def record_not_enforced(state: ConversationState, settings: Sampling) -> None:
 
 
 def unconstrained(settings: Sampling) -> Sampling:
-    """The sampling without its constraint, which a turn records apart."""
+    """Return the sampling without its constraint, which a turn records separately."""
     if settings.schema is None and settings.regex is None and settings.choice is None:
         return settings
     return replace(settings, schema=None, regex=None, choice=None)

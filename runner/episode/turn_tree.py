@@ -1,4 +1,4 @@
-"""The forest of a conversation's turns: what it takes to go on from any of them by its very ids."""
+"""The tree of a conversation's turns, from each of which a later turn can continue with the exact ids."""
 
 from __future__ import annotations
 
@@ -14,61 +14,60 @@ __all__ = ["Cursor", "TurnNode"]
 
 @dataclass(slots=True, eq=False)
 class TurnNode:
-    """A turn, and what a prompt is made of that goes on from it."""
+    """A turn, with what the prompt of a turn that follows it needs."""
 
     turn: Turn
-    """The turn."""
     segment: Segment
-    """The segment in which it was sampled."""
+    """Segment in which the turn was sampled."""
     parent: TurnNode | None
-    """The turn that it follows, of this conversation or of the one that it branched from; None for a first."""
+    """The turn before it, in this conversation or in the one that it branched from; None for a first turn."""
     answered: int
-    """The index, in its segment, of the first message that this turn answers; 0 where the whole prompt was rendered."""
+    """Index, in its segment, of the first message that the turn answers; 0 where the whole prompt was rendered."""
     start: int
-    """The index of its own message in the segment."""
+    """Index of its own message in the segment."""
     reply: Message
-    """The assistant message, read from the ids at `begin` on; a cut turn's message is as long as it got."""
+    """The assistant message, parsed from the ids at `begin` on. The message of a cut turn has what was sampled."""
     begin: int
-    """The first sampled id of its message, which may have begun in a turn that was cut."""
+    """Index of the first sampled id of its message. The message may have begun in an earlier turn that was cut."""
     calls_before: int
-    """The number of calls on the path before the message."""
+    """Number of calls on the path before the message."""
     calls: int
-    """The number of calls on the path up to and with the message."""
+    """Number of calls on the path, the message included."""
     plain: bool
-    """Whether every message up to it is plain, and gives a template nothing special to look back at (`is_plain`)."""
+    """True if every message up to it is plain: a template looks back at nothing special in it (`is_plain`)."""
     extended: bool = False
-    """Whether a later turn extends this segment; any other turn that follows then begins a segment of its own."""
+    """True if a later turn extends this segment. Any other turn that follows then begins its own segment."""
 
     @property
     def messages(self) -> list[Message]:
-        """The messages up to it and with it."""
+        """The messages up to it, its own included."""
         return [*self.segment.messages[: self.start], self.reply]
 
     @property
     def ends_segment(self) -> bool:
-        """Whether nothing stands behind it in its segment, nor is about to."""
+        """True if nothing follows it in its segment, and no turn in flight extends it."""
         return not self.extended and self.turn.end == len(self.segment.log)
 
     @property
     def asked(self) -> Sequence[Message]:
-        """The messages that it was asked: those between the turn before it and its own."""
+        """The messages that it answers: those between the previous turn and its own message."""
         return self.segment.messages[self.answered : self.start]
 
     @property
     def origin(self) -> Origin:
-        """The turn, as a segment names it that follows."""
+        """The `origin` of a segment that follows this turn."""
         return Origin(self.turn.agent, self.turn.number, self.turn)
 
     @property
     def spoken(self) -> TurnNode:
-        """The turn that its message began in."""
+        """The turn in which its message began."""
         node = self
         while node.turn.start != node.begin and node.parent is not None:
             node = node.parent
         return node
 
     def line(self) -> Iterator[TurnNode]:
-        """The turns whose ids its own come behind, itself first; their messages stand in its segment."""
+        """Turns whose ids precede its own in the log, itself first. Their messages are in its segment."""
         node: TurnNode | None = self
         while node is not None:
             yield node
@@ -84,33 +83,32 @@ class TurnNode:
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Where a conversation speaks next, and what is put before it there."""
+    """The point at which a conversation takes its next turn, and the messages to add there."""
 
     tools: list[Tool]
-    """What may be called."""
     queued: list[Message] = field(default_factory=list)
-    """Messages that were added and not put before the model yet; all of them where nothing is gone on from."""
+    """Added messages that the model has not seen yet; without a `node`, all messages."""
     node: TurnNode | None = None
-    """The turn that it goes on from."""
+    """The turn to continue from; None at the beginning."""
     whole: str = ""
-    """Why everything is rendered anew, whatever stands in `node`; "" where the ids of `node` stay."""
+    """Cause for rendering the whole prompt again, whatever `node` is; "" where the ids of `node` are kept."""
     again: TurnNode | None = None
-    """The turn to sample again; it applies only while `queued` equals the messages that this turn was asked."""
+    """The turn to sample again. It applies only while `queued` equals the messages that this turn answered."""
     takes_back: bool = False
-    """Whether the turn in `again` is not trained on any more once it is sampled again."""
+    """True if the turn in `again` is no longer trained on once it is sampled again."""
 
     @property
     def seen(self) -> list[Message]:
-        """The messages in front of the queued ones."""
+        """The messages before the queued ones."""
         return [] if self.node is None or self.whole else self.node.messages
 
     @property
     def origin(self) -> Origin | None:
-        """The turn that a segment follows which begins here; None where no turn stands before."""
+        """The turn that a segment which begins here follows; None for a first segment."""
         return None if self.node is None else self.node.origin
 
     def copied(self) -> Cursor:
-        """A head at the same point, for another turn that is asked there."""
+        """Return a cursor at the same point, for another turn."""
         return replace(self, queued=list(self.queued))
 
     def schemas(self) -> list[dict[str, object]]:

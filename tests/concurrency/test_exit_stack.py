@@ -153,7 +153,7 @@ async def test_hanging_exit_is_named_and_abandoned_and_others_run(
     seen: list[Any] = []
     played, faults = await finished(Hangs(seen, clock, release), tasks=tasks(3), concurrency=Concurrency(episodes=1))
     assert [(t.outcome, t.reward) for t in played] == [(Outcome.COMPLETED, 1.0)] * 3
-    assert faults == ["t1#0: exit_stack: Hangs.hang() took longer than 30 s; its thread was left behind"]
+    assert faults == ["t1#0: exit_stack: Hangs.hang() took longer than 30 s; its thread still runs"]
     assert [what for what, _ in seen] == ["t0 is left", "t1 is left", "t2 is left"]
 
 
@@ -228,4 +228,4 @@ def test_a_database_whose_query_never_ends_costs_its_own_episode_only() -> None:
     assert done.returncode == 0, done.stderr
     outcomes, faults = done.stdout.splitlines()
     assert outcomes == "[('completed', 2), ('env_error', 1)]"
-    assert faults == "1#0: exit_stack: closing.__exit__() took longer than 0.3 s; its thread was left behind"
+    assert faults == "1#0: exit_stack: closing.__exit__() took longer than 0.3 s; its thread still runs"

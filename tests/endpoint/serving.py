@@ -17,7 +17,7 @@ from runner.turn_events import TurnProgress
 from tests.episode.awkward import misspelling
 from tests.playing import Plain, play_all, recording
 
-__all__ = ["RUN", "Heard", "chat_body", "events_of", "http", "openai_client", "served", "until", "user"]
+__all__ = ["RUN", "ImmediateSink", "chat_body", "events_of", "http", "openai_client", "served", "until", "user"]
 
 RUN: Any = {
     "type": "function",
@@ -33,8 +33,8 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-class Heard:
-    """A relay that passes nothing on: what comes of a turn is heard at once."""
+class ImmediateSink:
+    """A sink that calls a function with each event at once."""
 
     def __init__(self, hear: Callable[[TurnProgress], None]) -> None:
         self.put = hear
@@ -42,7 +42,7 @@ class Heard:
     def close(self) -> None:
         pass
 
-    async def pass_on(self) -> None:
+    async def forward(self) -> None:
         pass
 
 

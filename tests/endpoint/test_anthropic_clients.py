@@ -19,7 +19,7 @@ from runner.testing import Fault, Reply, assert_exact
 from runner.trajectory import Turn
 from runner.turn_events import TurnProgress
 from tests.endpoint.anthropic_turns import rebuilt
-from tests.endpoint.serving import Heard
+from tests.endpoint.serving import ImmediateSink
 from tests.episode.awkward import misspelling
 from tests.playing import Plain, play_all
 
@@ -99,7 +99,7 @@ class Program:
             answers.append(rebuilt(b"".join(writer.tell([each]) for each in told) + writer.end(answered)))
 
         asked = replace(request.asked, system_as_user=self.system_as_user)
-        await self._desk.ask(asked, relay=Heard(told.append), give=give)
+        await self._desk.ask(asked, sink=ImmediateSink(told.append), deliver=give)
         (answer,) = answers
         return dict(answer)
 

@@ -19,7 +19,7 @@ from runner.endpoint.wire_form import Answered
 from runner.testing import Fault, Reply, assert_exact, call
 from runner.turn_events import TurnProgress
 from tests.endpoint.response_building import as_codex_keeps, deltas, events_of, letters
-from tests.endpoint.serving import Heard
+from tests.endpoint.serving import ImmediateSink
 from tests.episode.awkward import misspelling
 from tests.episode.client_recordings import RECORDINGS, SENT, Recording, Request, filled_in
 from tests.episode.recorded import NAMES, RecordedRequest, recorded, replay, replies
@@ -63,7 +63,7 @@ async def respond(
         answered = Answered.of(turn, continued)
         written.append(writer.end(answered) if stream else writer.whole(answered))
 
-    turn = await episode._state.chat_service.ask(request.asked, relay=Heard(tell), give=give)
+    turn = await episode._state.chat_service.ask(request.asked, sink=ImmediateSink(tell), deliver=give)
     if not stream:
         output: list[dict[str, Any]] = json.loads(written[-1])["output"]
         return turn, output
