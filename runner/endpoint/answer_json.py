@@ -53,13 +53,13 @@ def logprob_rows(
     return told
 
 
-_LEAST: Final = -9999.0
+_MIN_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON has not."""
 
 
 def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
     text = text_of([token_id])
-    logprob = logprob if math.isfinite(logprob) else _LEAST
+    logprob = logprob if math.isfinite(logprob) else _MIN_LOGPROB
     try:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
     except UnicodeEncodeError:  # a part of a character

@@ -1,4 +1,4 @@
-"""What a request with a whole history is to the turns that an episode has: the verdict, and where it goes on."""
+"""Aligns a request's whole history with the turns of an episode: the verdict, and the turn to continue from."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from runner.messages import Message, check_answers
 from runner.tokens.bridging.history import same_tools
 from runner.tokens.system_support import SystemSupport
 
-__all__ = ["AS_SENT", "Alignment", "align"]
+__all__ = ["AS_SENT", "RequestAlignment", "align"]
 
 AS_SENT = "client"
-"""The cause of a segment that has a history as its client sent it."""
+"""Cause of a segment with a history as its client sent it."""
 
 
 @dataclass(slots=True)
-class Alignment:
-    """The answer to where a request goes on."""
+class RequestAlignment:
+    """The result of aligning a request."""
 
     match: HistoryMatch
     """Its history in the tree."""
     verdict: Verdict
-    """The verdict: how the history relates to the turns that were sampled."""
+    """The relation of the history to the sampled turns."""
     parent: RequestNode | None = None
-    """The turn that it follows."""
+    """The request of the turn that it follows."""
     behind: RequestNode | None = None
-    """The turn that its history ends with, before what it asks; None where it tells no turn as it was."""
+    """The last turn in its history; None if no turn is in it unchanged."""
     before: RequestNode | None = None
-    """The turn whose prompt is asked again, or the first turn of a history that was given up whole."""
+    """The earlier request with the same prompt, or the first turn of a history that was discarded as a whole."""
     again: Again = Again.NO
-    """The treatment of a prompt that was asked before."""
+    """Treatment of a prompt that was requested before."""
     messages: list[Message] = field(default_factory=list)
-    """The messages to put behind the turn that it follows; the whole history where that is rendered anew."""
+    """The messages to add after the turn that it follows; the whole history where that is rendered again."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """The differences that the client made, which change nothing."""
+    """Differences that the client made and that change nothing."""
     as_sent: bool = False
-    """Whether its history is wanted as the client sends it."""
+    """True if the history is used as the client sends it."""
     told: Sequence[ReadMessage] = ()
-    """The history as it was read, without system messages of this request alone."""
+    """The history as it was read, without the system message of this request."""
 
     @property
     def whole(self) -> str:
-        """Why everything is rendered anew, or ""."""
+        """Cause for rendering everything again; "" for none."""
         if self.as_sent and (self.parent is not None or self.before is not None):
             return AS_SENT
         if self.verdict in (Verdict.FOREIGN, Verdict.RETOLD, Verdict.EDITED, Verdict.TOOLS):
@@ -70,18 +70,18 @@ def align(
     systems: Callable[[], SystemSupport],
     system_as_user: bool = False,
     as_sent: bool = False,
-) -> Alignment:
-    """Find where a request goes on.
+) -> RequestAlignment:
+    """Find the turn that a request continues from.
 
-    System messages are put as the template takes them, which `systems` says: at the beginning as one where it takes no
-    more, and with `system_as_user` those after it as a user's.
+    System messages are changed to what the template supports, which `systems` returns: joined at the beginning if it
+    takes only one, and with `system_as_user`, later ones become user messages.
 
-    The last handle that it sends back names a turn; its content up to there proves it. Where that fails, the deepest
-    turn before the first difference is meant; without a handle the deepest one that the content leads to, of several
-    that of the same label, then the latest.
+    The last handle that the client sends back selects a turn, if the content up to there confirms it. If that fails,
+    the deepest turn before the first difference is chosen. Without a handle it is the deepest turn that the content
+    leads to; of several, prefer the same label, then the latest.
 
     Raises:
-        BadMessage: it holds what is no message, or nothing that could be answered.
+        BadMessage: an item is not a message, or there is nothing to answer.
     """
     given = histories.read(messages, previous, own_system=own_system)
     read = given
@@ -91,7 +91,7 @@ def align(
         raise BadMessage("a request has no message: give the whole history, such as a user message.")
     match = histories.match(read)
     if not match.points:
-        raise BadMessage("a request begins with what was said of a turn that was cut: put what it was asked before it.")
+        raise BadMessage("a request begins with an answer that was cut: put its prompt before it.")
     echoed = next((each.handles for each in reversed(match.messages) if histories.named(each.handles)), ())
     named = histories.named([*handles, *echoed])
     parent = _parent(match, named, label)
@@ -116,13 +116,13 @@ def align(
 
 
 def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
-    """How many messages of the history lead to what a turn said."""
+    """Return how many messages of the history lead to the answer of a request."""
     return next(index for index, point in enumerate(match.points, 1) if point is request_node.said)
 
 
 def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
     for point in reversed(match.points):
-        # Only what the handle names, what came to it or goes on from it; where nothing does, the content alone tells.
+        # Only the named turn, its ancestors and its descendants. Without any, the content alone decides.
         known = [each for each in point.said if named is None or _in_line(each, named)]
         proven = [each for each in known if _reasons(match, each)]
         if proven:
@@ -136,7 +136,7 @@ def _in_line(one: RequestNode, other: RequestNode) -> bool:
 
 
 def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
-    """Whether the history has no other reasoning than its turns had; it may lack it."""
+    """Return True if the history has no reasoning that differs from its turns; it may lack reasoning."""
     said = {id(each.said): each for each in request_node.path()} if match.thoughts else {}
     for index in match.thoughts:
         turn = said.get(id(match.points[index]))
@@ -148,7 +148,7 @@ def _reasons(match: HistoryMatch, request_node: RequestNode) -> bool:
 
 
 def _names(message: ReadMessage, turn: RequestNode) -> bool:
-    """Whether a message has an id of a turn, which proves it whatever reasoning came with it."""
+    """Return True if a message has an id of a turn. The id proves the turn, whatever reasoning came with it."""
     return turn.node is not None and turn.node.turn.handle != "" and turn.node.turn.handle in message.handles
 
 
@@ -159,42 +159,42 @@ def _verdict(
     tools: Sequence[dict[str, Any]],
     label: str,
     histories: HistoryTree,
-) -> Alignment:
+) -> RequestAlignment:
     rest = match.messages[depth:]
     again = (each for each in reversed(match.end.asked) if _is_asked_again(each, parent, tools, label))
     before = next(again, None)
     if before is not None:
-        return Alignment(match, Verdict.AGAIN, before.parent, before=before, again=_again(before))
+        return RequestAlignment(match, Verdict.AGAIN, before.parent, before=before, again=_again(before))
     if not rest and parent is not None and parent.node is not None:
         if parent.node.turn.finish is FinishReason.STOP:
             raise BadMessage("the last message is what was sampled last, whole: add what answers it.")
-        return Alignment(match, Verdict.CONTINUED, parent)
+        return RequestAlignment(match, Verdict.CONTINUED, parent)
     if rest[-1].role == "assistant":
         raise BadMessage(
             f"message {len(match.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
-            f"was cut: put what is to be answered behind it."
+            f"was cut: add the message to answer after it."
         )
     edited = _named_elsewhere(match, histories)
     if edited is not None and (parent is not None or tools or not _offered(edited)):
-        return Alignment(match, Verdict.EDITED, edited)
+        return RequestAlignment(match, Verdict.EDITED, edited)
     spoken = sum(message.role == "assistant" for message in rest)
     begun = _begun(match, parent, depth, label)
     if spoken and (begun is not None or parent is not None):
         latest = _latest(begun, label) if begun is not None else None
         if begun is not None and latest is not None and spoken == _speeches(begun, latest):
-            return Alignment(match, Verdict.RETOLD, latest)
-        return Alignment(match, Verdict.FOREIGN, parent if parent is not None else begun)
+            return RequestAlignment(match, Verdict.RETOLD, latest)
+        return RequestAlignment(match, Verdict.FOREIGN, parent if parent is not None else begun)
     if parent is None:
         if begun is not None and not spoken:
-            return Alignment(match, Verdict.REWOUND, before=begun)
-        return Alignment(match, Verdict.NEW)
+            return RequestAlignment(match, Verdict.REWOUND, before=begun)
+        return RequestAlignment(match, Verdict.NEW)
     if parent.node is None or not same_tools(parent.node.segment.tools, tools):
-        return Alignment(match, Verdict.TOOLS, parent)
-    return Alignment(match, _followed(parent, histories, label), parent)
+        return RequestAlignment(match, Verdict.TOOLS, parent)
+    return RequestAlignment(match, _followed(parent, histories, label), parent)
 
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
-    """The turn that the last ids of a history name, where it does not stand after what that turn was asked."""
+    """Return the turn that the last ids of a history name, if it is not at its place in the history."""
     spoken = (message for message in reversed(match.messages) if message.role == "assistant")
     named = next((turn for each in spoken if (turn := histories.named(each.handles)) is not None), None)
     if named is None or named.node is None or any(named.said is point for point in match.points):
@@ -203,7 +203,10 @@ def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode
 
 
 def _offered(turn: RequestNode) -> bool:
-    """Whether a turn was offered tools; a request without any beside it is another errand, such as a summary."""
+    """Return True if a turn was offered tools.
+
+    A request without tools beside it is a separate one, such as a summary.
+    """
     return turn.node is not None and bool(turn.node.segment.tools)
 
 
@@ -220,12 +223,12 @@ def _again(before: RequestNode) -> Again:
 
 
 def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdict:
-    """What goes on from a turn with the same tools, by the client of this label."""
+    """Return the verdict on a request that follows a turn with the same tools, by the client with this label."""
     if not parent.children:
         return Verdict.APPEND
     if not parent.fits(label):
         return Verdict.BRANCH
-    # Other clients may have gone on from the turn in threads of their own, which leaves nothing of this one behind.
+    # Other clients may have continued the turn in their own threads, which does not make this one a branch.
     own = [each for each in parent.children if each.thread is parent.thread or each.label == label]
     if not own:
         return Verdict.APPEND
@@ -236,7 +239,7 @@ def _followed(parent: RequestNode, histories: HistoryTree, label: str) -> Verdic
 
 
 def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: str) -> RequestNode | None:
-    """A turn that was asked on the way, and whose own words do not follow."""
+    """Return a request on the way whose answer does not follow in the history."""
     for point in reversed(match.points[depth:-1]):
         for each in reversed(point.asked):
             if each.parent is parent and each.fits(label):
@@ -245,7 +248,7 @@ def _begun(match: HistoryMatch, parent: RequestNode | None, depth: int, label: s
 
 
 def _latest(begun: RequestNode, label: str) -> RequestNode | None:
-    """The latest turn on a path that begins with this one."""
+    """Return the latest turn on a path that begins with this one."""
     sampled = (each for each in begun.line() if each.node is not None and each.fits(label))
     return max(sampled, key=lambda each: each.number, default=None)
 
@@ -257,10 +260,10 @@ def _speeches(begun: RequestNode, latest: RequestNode) -> int:
 def _given_anew(
     match: HistoryMatch, start: int, stored: Sequence[Message], histories: HistoryTree, *, as_sent: bool = False
 ) -> list[Message]:
-    """The messages from `start` on as they may be put before the model.
+    """Return the messages from `start` on, as the model receives them.
 
-    Calls have the ids that their turns wrote, in place of those that clients were given; a result has the name of its
-    call. A turn that is proven by its ids is told in its own words, unless the history is wanted `as_sent`.
+    Calls have the ids that their turns sampled, in place of those that clients received; a result has the name of its
+    call. A turn that is proven by its ids has its sampled content, unless the history is used `as_sent`.
     """
     given = list[Message]()
     for index in range(start, len(match.messages)):
@@ -285,7 +288,7 @@ def _given_anew(
 
 
 def _changed(match: HistoryMatch, parent: RequestNode | None) -> frozenset[Tolerated]:
-    """What a client changed of the turns that it sends back."""
+    """Return the differences that a client made to the turns in its history."""
     before, begin, changed = match.compared, 0, set[Tolerated]()
     path = [] if parent is None else list(parent.path())
     if before is not None and before.parent in path:

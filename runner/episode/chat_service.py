@@ -1,7 +1,7 @@
-"""Requests with whole histories: somebody else's loop asks with messages, and the episode's conversations answer.
+"""Answers requests with whole histories, from an external agent loop, with the conversations of an episode.
 
-Whoever asks may be any task of the event loop, or a thread by way of `anyio.from_thread`. A request is handed over to a
-task that the episode started, so that what it samples is under the clocks and limits of the episode.
+The caller may be any task of the event loop, or a thread that uses `anyio.from_thread`. A task of the episode answers
+the request, so that the clocks and limits of the episode apply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 from runner.chat_requests import Again, ChatCall, ChatRequest, Delivery, Tolerated, Verdict
 from runner.concurrency.clocks import Asking
 from runner.concurrency.threads import Job
-from runner.episode.alignment import Alignment, align
+from runner.episode.alignment import RequestAlignment, align
 from runner.episode.client_messages import as_taken, several_systems
 from runner.episode.history_replacement import before
 from runner.episode.history_tree import HistoryTree, RequestNode
@@ -51,16 +51,16 @@ OpenThread = Callable[[EpisodeState, str, Sequence[Tool], bool], ConversationSta
 """Opens the conversation of a thread, by its name, its tools and whether it is trained."""
 
 GRANTED = frozenset({"max_tokens", "stop", "stop_ids", "schema", "regex", "choice", "logprobs"})
-"""The sampling that a trained thread is asked for and given; the rest is the run's own."""
+"""The sampling fields that a request may set in a trained thread; the others are the run's."""
 
 MAX_ITEMS_ON_LOOP = 100
-"""So many tools and messages are read at once; more of them would keep the event loop from others."""
+"""Most tools and messages that are read without a pause. More would block the event loop."""
 
 MAX_TOOL_CHARACTERS_ON_LOOP = 65_536
-"""Tools of more characters of JSON are made off the event loop, since each of their schemas is checked."""
+"""Tools with more characters of JSON are made in a thread, since each of their schemas is checked."""
 
 LOOP_SLICE_SECONDS = 0.005
-"""Seconds for which a long history keeps the event loop at a time."""
+"""Longest time that reading a long history blocks the event loop at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class _UsableTools:
     """The tools of a request."""
 
     callable: Sequence[Tool]
-    """Those that the model is shown."""
+    """The tools that the model is shown."""
     unwritable: Sequence[str]
-    """The names of the others, which the model's format of calls cannot write."""
+    """Names of the other tools, which the model's format of calls cannot express."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,31 +78,31 @@ class _OpenRequest:
     """A request that is being answered."""
 
     asked: ChatCall
-    """The request as the client made it."""
+    """The request of the client."""
     sink: TurnEventSink | None = None
-    """The relay of the turn while it is sampled."""
+    """Receiver of the turn's events while it is sampled."""
     began: float = field(default_factory=time.perf_counter)
-    """The moment at which it was there."""
+    """Time of arrival."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    """The scope in which it is answered; whoever asked and goes away cancels it."""
+    """The scope in which it is answered. A client that disconnects cancels it."""
     done: anyio.Event = field(default_factory=anyio.Event)
-    """Is set once nothing more is done for it."""
+    """Set when work on the request is over."""
     request_node: RequestNode | None = None
-    """The turn in the tree, once it is known what the history is."""
+    """Its node in the history tree, once the history is matched."""
     record: ChatRequest | None = None
     """The record of the request, from then on."""
     turn: Turn | None = None
     """The turn that answers it."""
     continued: Turn | None = None
-    """The cut turn with which that one goes on."""
+    """The cut turn that `turn` continues."""
     error: Exception | None = None
-    """The reason why there is no turn."""
+    """The reason for having no turn."""
     gone: bool = False
-    """Whether whoever asked went away."""
+    """True if the client disconnected."""
 
 
 class ChatService:
-    """Where an episode takes requests while it is played.
+    """Answers requests while an episode's rollout runs.
 
     Args:
         episode: the episode.
@@ -114,7 +114,7 @@ class ChatService:
         """The conversations that requests began, in that order."""
         self._episode = episode
         self._open_thread = open_thread
-        self._own: set[ConversationState] = set()  # the same, of which there may be a thousand
+        self._own: set[ConversationState] = set()  # cached: there may be a thousand
         self._histories = HistoryTree()
         self._numbered = 0
         self._tools: dict[str, _UsableTools] = {}
@@ -124,15 +124,15 @@ class ChatService:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests of whoever asks."""
+        """True while it answers requests."""
         return self._group is not None
 
     @asynccontextmanager
     async def open(self, tasks: TaskGroup) -> AsyncIterator[None]:
-        """Take requests inside of the block, under the clocks that run over it; those left at its end are cut.
+        """Answer requests inside of the block, under the clocks that run over it; requests left at its end are cut.
 
         Args:
-            tasks: where they are answered. It is no group of the block's own: in that the author's code may leave
+            tasks: the task group for the answers. It is not one of the block: in that the author's code may leave
                 scopes open.
         """
         self._group, self._context = tasks, copy_context()
@@ -150,14 +150,14 @@ class ChatService:
     async def ask(
         self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
-        """Have a request answered.
+        """Answer a request.
 
         Args:
             asked: the request.
-            sink: passes on what comes of the turn while it is sampled, which is nothing where a finished one is
-                replayed; where that fails, the turn is cut.
-            deliver: delivers the turn to the client; the second argument is the cut turn that it continues. Where that is
-                cancelled or fails, the client does not have it.
+            sink: receives the events of the turn while it is sampled; none for a finished turn that is replayed. If it
+                fails, the turn is cut.
+            deliver: delivers the turn to the client. Its second argument is the cut turn that it continues. If it fails
+                or is cancelled, the turn counts as undelivered.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached, as in `Conversation.generate`.
@@ -191,7 +191,7 @@ class ChatService:
         return request.turn
 
     async def count(self, asked: ChatCall) -> int:
-        """How many ids a prompt with the messages and tools of a request has, rendered anew.
+        """Return the number of ids in the prompt of a request, rendered from the start.
 
         Raises:
             BadInput: the messages or the tools cannot be used.
@@ -214,7 +214,7 @@ class ChatService:
 
     async def _hand_over(self, request: _OpenRequest, group: TaskGroup) -> None:
         self._answering[request] = None
-        # Whoever asks may be under no clock of the episode, and a task has those of whoever starts it.
+        # The caller may be under no clock of the episode; a task has the clocks of the task that starts it.
         self._context.copy().run(group.start_soon, self._serve, request)
         if request.sink is not None:
             await request.sink.forward()
@@ -225,7 +225,7 @@ class ChatService:
         return EpisodeOver(f"{self._episode.key.id} is not being played: no request can be answered")
 
     async def _serve(self, request: _OpenRequest) -> None:
-        request.error = self._is_over()  # where it is cut
+        request.error = self._is_over()  # if it is cut
         try:
             with request.scope, Asking():
                 if request.gone:
@@ -244,7 +244,7 @@ class ChatService:
     async def _answer(self, request: _OpenRequest) -> Turn:
         asked = request.asked
         offered = await self._tools_of(asked.tools)
-        tools = list(offered.callable)  # a copy: it becomes a head's own list, which authors may change
+        tools = list(offered.callable)  # a copy: it becomes the list of a cursor, which authors may change
         found, seconds = await self._aligned(asked, tools)
         if found.again is Again.REPLAYED and found.before is not None and found.before.node is not None:
             return self._replay(request, found, found.before.node.turn, seconds)
@@ -252,8 +252,8 @@ class ChatService:
             request.continued = found.parent.node.turn
         if request.continued is not None and isinstance(self._episode.shared.chat_of(MAIN), MessageModel):
             raise BadMessage(
-                "the last message is a turn that was cut, and the server of messages that answers here goes on with "
-                "none: put a user message after it."
+                "the last message is a turn that was cut, and an engine that takes messages cannot continue it: "
+                "add a user message."
             )
         thread = self._thread(asked, found, tools)
         sampling, not_granted = _granted(thread, asked.sampling)
@@ -267,7 +267,7 @@ class ChatService:
         request_node = request.request_node = RequestNode(
             thread, found.match.end, found.parent, cursor.copied(), found.behind, record=record
         )
-        if asked.form == "responses":  # the one form that goes on by an id alone
+        if asked.form == "responses":  # the only form that can refer to an answer by id alone
             request_node.told = found.told
         self._histories.ask(request_node)
         self._episode.limits.context_rewritten(thread.name)
@@ -285,7 +285,7 @@ class ChatService:
                 raise _unwritable(missing, [*cursor.seen, *cursor.queued], asked) from None
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
-                self._episode.limits.context_rewritten(thread.name)  # the client was told, and that is all
+                self._episode.limits.context_rewritten(thread.name)  # the client received the error, which is enough
             cut = not isinstance(error, Exception)
             record.delivery = Delivery.CUT if cut else Delivery.REFUSED
             record.error = "" if cut else str(error)
@@ -294,7 +294,10 @@ class ChatService:
             self._settle(request_node, found, cursor, thread.nodes[known:])
 
     async def _tools_of(self, given: Sequence[Any]) -> _UsableTools:
-        """The tools of a request; they come again with every one, and making them takes a look at each schema."""
+        """Return the tools of a request.
+
+        They are cached: each request repeats them, and making them checks each schema.
+        """
         if any(isinstance(each, Tool) for each in given):
             return self._offered(given)
         key = canonical_json(list(given))
@@ -302,7 +305,8 @@ class ChatService:
             made: Sequence[Any] = given
             if len(given) > MAX_ITEMS_ON_LOOP or len(key) > MAX_TOOL_CHARACTERS_ON_LOOP:
                 made = []
-                for index, each in enumerate(given):  # one by one, so that nothing is done for a client that has gone
+                # One by one, so that work stops for a client that has disconnected.
+                for index, each in enumerate(given):
                     made += [await self._episode.shared.workers.call(Job(partial(tool_of, index, each), "tools"))]
             self._tools[key] = self._offered(made)
             self._say_unchecked(self._tools[key].callable)
@@ -320,7 +324,7 @@ class ChatService:
         return _UsableTools(shown, unwritable)
 
     async def _read_ahead(self, messages: Sequence[Any]) -> None:
-        """Read a long history in pieces, between which others run: each message is known when it is asked for."""
+        """Read a long history in slices, between which other tasks run. The messages are then in the cache."""
         if not isinstance(messages, list) or len(messages) <= MAX_ITEMS_ON_LOOP:
             return
         until = time.perf_counter() + LOOP_SLICE_SECONDS
@@ -331,18 +335,18 @@ class ChatService:
                 until = time.perf_counter() + LOOP_SLICE_SECONDS
 
     def _say_unchecked(self, tools: Sequence[Tool]) -> None:
-        """Note once a run which keywords of the tools' schemas are not checked."""
+        """Add a fault, once a run, with the keywords of the tools' schemas that are not checked."""
         for tool in tools:
             notes = ", ".join(map(str, modern(tool.parameters).notes))
             if notes and self._episode.shared.is_new(f"{tool.name}: {notes}"):
                 self._episode.faults.append(f"the schema of the tool {tool.name!r} is not checked whole: {notes}")
 
-    async def _aligned(self, asked: ChatCall, tools: Sequence[Tool]) -> tuple[Alignment, float]:
+    async def _aligned(self, asked: ChatCall, tools: Sequence[Tool]) -> tuple[RequestAlignment, float]:
         schemas = [tool.as_openai() for tool in tools]
         await self._read_ahead(asked.messages)
         while True:
             began = time.perf_counter()
-            # An author's own conversations may have spoken since, and a request may go on from what they said.
+            # Turns of the author's own conversations, which a request may continue.
             for state in self._episode.states.values():
                 if state not in self._own:
                     self._histories.take_in(state)
@@ -368,15 +372,17 @@ class ChatService:
         chat = self._episode.shared.chat_of(MAIN)
         return chat.systems if isinstance(chat, ChatModel) else TAKES_ALL
 
-    def _replay(self, request: _OpenRequest, found: Alignment, turn: Turn, seconds: float) -> Turn:
+    def _replay(self, request: _OpenRequest, found: RequestAlignment, turn: Turn, seconds: float) -> Turn:
         assert found.before is not None
         request.request_node = found.before
         record = request.record = self._record(found.before.thread, request.asked, found, seconds)
-        record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until whoever asked has it
+        record.turn, record.delivery = turn.number, Delivery.UNDELIVERED  # until the client has it
         return turn
 
-    def _settle(self, request_node: RequestNode, found: Alignment, cursor: Cursor, added: Sequence[TurnNode]) -> None:
-        """Put what came of a request into the tree."""
+    def _settle(
+        self, request_node: RequestNode, found: RequestAlignment, cursor: Cursor, added: Sequence[TurnNode]
+    ) -> None:
+        """Add the result of a request to the tree."""
         node = next((each for each in added if each is cursor.node), None)
         if node is None:
             self._histories.forget(request_node)
@@ -386,11 +392,11 @@ class ChatService:
         assert request_node.record is not None
         request_node.record.turn = node.turn.number
         if request_node.record.delivery is Delivery.IN_FLIGHT:
-            request_node.record.delivery = Delivery.UNDELIVERED  # until whoever asked has it
+            request_node.record.delivery = Delivery.UNDELIVERED  # until the client has it
         self._histories.say(request_node, node, [node.turn.handle])
 
-    def _thread(self, asked: ChatCall, found: Alignment, tools: Sequence[Tool]) -> ConversationState:
-        """The conversation that answers: that of the turns it goes on from, unless another client asks."""
+    def _thread(self, asked: ChatCall, found: RequestAlignment, tools: Sequence[Tool]) -> ConversationState:
+        """Return the conversation that answers: that of the turns before, unless another client asks."""
         known = found.before or found.parent
         if known is not None and known.fits(asked.label) and known.thread in self._own:
             return known.thread
@@ -401,7 +407,9 @@ class ChatService:
         self._own.add(thread)
         return thread
 
-    def _record(self, thread: ConversationState, asked: ChatCall, found: Alignment, seconds: float) -> ChatRequest:
+    def _record(
+        self, thread: ConversationState, asked: ChatCall, found: RequestAlignment, seconds: float
+    ) -> ChatRequest:
         match = found.match
         parent = found.parent.node.turn if found.parent is not None and found.parent.node is not None else None
         record = ChatRequest(
@@ -425,7 +433,7 @@ class ChatService:
         return record
 
     def _handle(self, thread: ConversationState) -> Callable[[int], str]:
-        """What names a turn to a client: the same whenever the episode is played, as the seed of its sampling is."""
+        """Return the id of a turn for a client. It depends on the key alone, as the seed of its sampling does."""
         key = self._episode.key
 
         def named(number: int) -> str:
@@ -436,7 +444,7 @@ class ChatService:
 
 
 def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatCall) -> BadMessage:
-    """An error that says why a template cannot write a history, and what helps."""
+    """Return an error with the reason why a template cannot write a history, and the fix."""
     text = f"the chat template cannot write this history: {missing}"
     begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     late = any(message["role"] == "system" for message in messages[begin:])
@@ -450,14 +458,14 @@ def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatC
 
 
 def _streams(thread: ConversationState, tools: Sequence[Tool], asked: ChatCall) -> bool:
-    """Whether what a turn says can be told while it is sampled."""
+    """Return True if the events of a turn can be sent while it is sampled."""
     if isinstance(thread.model, MessageModel):
         return True
     return thread.model.parser.streams(tools, asked.tool_choice or "auto")
 
 
-def _cursor(found: Alignment, tools: list[Tool]) -> Cursor:
-    """Where the request is answered."""
+def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
+    """Return the cursor at which the request is answered."""
     again, parent = found.before, found.parent
     if found.verdict is Verdict.AGAIN and again is not None and not found.as_sent:
         if again.node is None:
@@ -466,7 +474,7 @@ def _cursor(found: Alignment, tools: list[Tool]) -> Cursor:
         return before(again.node, stands, "environment", takes_back=found.again is Again.TAKEN_BACK)
     node = None if parent is None else parent.node
     if node is not None and not found.whole:
-        # The same tools in another order: templates print them, so they stay as they were shown.
+        # The same tools in another order: templates print them, so the earlier order is kept.
         shown = [tool["function"]["name"] for tool in node.segment.tools]
         tools = sorted(tools, key=lambda tool: shown.index(tool.name))
     whole = found.whole or ("start" if node is None else "")
@@ -474,7 +482,10 @@ def _cursor(found: Alignment, tools: list[Tool]) -> Cursor:
 
 
 def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Sampling | None, dict[str, Any]]:
-    """What of the sampling is given; of a trained thread it is the run's, but for what ends or shapes the answer."""
+    """Return the fields of the sampling that apply.
+
+    In a trained thread they are the run's, except for those that end or shape the answer.
+    """
     if asked is None:
         return None, {}
     given = asked.given()
@@ -488,7 +499,7 @@ def _granted(thread: ConversationState, asked: Sampling | None) -> tuple[Samplin
 
 
 def _not_enforced(sampling: Sampling | None) -> dict[str, Any]:
-    """What a request's schema says that nothing holds the answer to."""
+    """Return the parts of a request's schema that nothing enforces."""
     schema = None if sampling is None else sampling.given().get("schema")
     told = not_enforced(schema) if schema is not None else []
     return {"schema": told} if told else {}

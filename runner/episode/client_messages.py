@@ -1,4 +1,4 @@
-"""Messages as clients send them back: what counts in each, and what they changed without meaning it."""
+"""Reads messages as clients send them back: normalizes each, and records the differences that change nothing."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ __all__ = [
 ]
 
 MAX_RECENT_HISTORIES: Final = 8
-"""So many histories of an episode are kept as they were read and followed: one for each client that is at work."""
+"""Most histories of an episode that are cached after reading and matching: one for each active client."""
 
 VOLATILE: Final = ("x-anthropic-billing-header:",)
-"""What lines of a system message begin with that differ from request to request, and are no instruction."""
+"""Beginnings of lines in a system message that differ from request to request, and are not instructions."""
 
 _THOUGHT: Final = re.compile(r"\s*<(think|thinking|thought|reasoning)>(?P<thought>.*?)</\1>\s*", re.DOTALL)
-"""How clients write reasoning into a content."""
+"""Reasoning inside a content, in the marks that clients use."""
 
 _KEYS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "cache_control"}
-    | {"handle", "not_text"}  # what readers of other forms add
+    | {"handle", "not_text"}  # fields that parsers of other forms add
 )
 _CALL_KEYS: Final = frozenset({"id", "type", "function"})
 _THOUGHTS: Final = frozenset({"thinking", "redacted_thinking", "reasoning"})
-"""The types of parts that hold reasoning in place of text."""
+"""Types of parts that hold reasoning instead of text."""
 
 _MINTED: Final = re.compile(r"call_[0-9a-f]{12}_\d+(?![0-9A-Za-z])")
-"""The id of a call as we give it out; clients put further text around it, such as the id of an item."""
+"""Call id as clients receive it. Clients put further text around it, such as the id of an item."""
 
 UNPARSED: Final = "unparsed"
-"""The name of the argument that holds the arguments of a past call that are not a JSON object."""
+"""Name of the argument that holds a past call's arguments if they are not a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,25 @@ class ReadMessage:
     """A message of a request."""
 
     message: Message
-    """The message as it may be put before a model."""
+    """The message as a model may receive it."""
     key: Hashable
-    """What counts in it: not its reasoning, nor ids."""
+    """Its content for comparison, without reasoning and ids."""
     size: int = 0
-    """How many bytes it has as JSON."""
+    """Bytes as JSON."""
     tolerated: frozenset[Tolerated] = frozenset()
-    """What the client changed in any case."""
+    """Differences that the client made in any case."""
     volatile: int = 0
-    """How many lines were taken out of it."""
+    """Number of volatile lines that were removed from it."""
     given: Mapping[str, Any] | None = None
-    """The message as it came, where it is made of strings alone."""
-    # Made once, and not at every look at a history.
+    """The message as it came, if it consists of strings alone."""
+    # Computed once, not at every look at a history.
     role: str = field(init=False)
-    """Who speaks."""
     call_ids: tuple[str, ...] = field(init=False)
     """The ids of its calls."""
     handles: tuple[str, ...] = field(init=False)
-    """What may name a turn in it: the ids of calls without their number, and the `handle` that it came with."""
+    """Possible handles of its turn: the ids of calls without their number, and its `handle`."""
     handle: str = ""
-    """What names its turn beside the ids of calls, such as the id of an item."""
+    """Id of its turn apart from the ids of calls, such as the id of an item."""
 
     def __post_init__(self) -> None:
         message, set_it = self.message, object.__setattr__
@@ -92,7 +91,7 @@ class ReadMessage:
 
 
 class MessageReader:
-    """Reads messages, and keeps what it read, since histories come again and again."""
+    """Reads and caches messages, since clients send a history again and again."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, ReadMessage] = {}
@@ -102,11 +101,11 @@ class MessageReader:
         """Read the messages of a request.
 
         Raises:
-            BadMessage: one is no message, or holds what is no text; named by its index.
+            BadMessage: an item is not a message, or has content that is not text; the error has its index.
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
-        # Comparing strings where they stood takes a fifth of the time of looking up their bytes.
+        # Comparing strings in place takes a fifth of the time of looking up their bytes.
         before = next((each for each in reversed(self._recent) if _goes_on(each, messages)), [])
         read = [
             known if known.given is not None and known.given == message else self._read(index, message)
@@ -114,16 +113,16 @@ class MessageReader:
         ]
         read += [self._read(index, messages[index]) for index in range(len(before), len(messages))]
         if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
-            # What is asked now is refused by its place; in the past a note stands for it.
+            # A bad message is refused in the new part; in the past, a note replaces it.
             _strictly(len(read) - 1, messages[-1])
         self._recent.append(read)
         return read
 
     def read_ahead(self, messages: Sequence[Any]) -> Iterator[None]:
-        """Read the messages one by one that were not read before, so that somebody else may run in between.
+        """Read the messages that are not cached one by one, so that other tasks may run in between.
 
         Raises:
-            BadMessage: one is no message, or holds what is no text; named by its index.
+            BadMessage: an item is not a message, or has content that is not text; the error has its index.
         """
         before = next((each for each in reversed(self._recent) if _goes_on(each, messages)), [])
         read = list(before)
@@ -133,7 +132,7 @@ class MessageReader:
         self._recent.append(read)
 
     def read_one(self, message: Mapping[str, Any]) -> ReadMessage:
-        """Read a message of ours, apart from any history."""
+        """Read a message that this episode made, apart from any history."""
         return self._read(0, message)
 
     def _read(self, index: int, message: Mapping[str, Any]) -> ReadMessage:
@@ -141,7 +140,7 @@ class MessageReader:
             raw = orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS, default=str)
         except orjson.JSONEncodeError:  # integers past 64 bits
             raw = canonical_json(message).encode("utf-8", "surrogatepass")
-        # Not by a digest of them: making one lets other threads run, and may wait for them.
+        # No digest: computing one lets other threads run, and may wait for them.
         known = self._known.get(raw)
         if known is None:
             known = self._known[raw] = _read(index, message, len(raw))
@@ -149,17 +148,17 @@ class MessageReader:
 
 
 def _goes_on(before: Sequence[ReadMessage], messages: Sequence[Any]) -> bool:
-    """Whether a history may be one that was read with more behind it: the last one of that tells nearly always."""
+    """Return True if a history may extend one that was read. Its last message nearly always decides."""
     length = len(before)
     return 0 < length <= len(messages) and before[-1].given is not None and before[-1].given == messages[length - 1]
 
 
 class _NotOfStrings(Exception):
-    """Something is not made of strings alone."""
+    """A value does not consist of strings alone."""
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what is made of strings alone, of which two that are equal are the same JSON."""
+    """Return a copy of a value that consists of strings alone. Equal copies have the same JSON."""
     if value is None or type(value) is str:
         return value
     if type(value) is list:
@@ -178,7 +177,7 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
     found.update(_differences(given))
     role, handle = message["role"], given.get("handle")
     if role in ("assistant", "tool"):
-        message.pop("name", None)  # of a tool it is that of the call which it answers
+        message.pop("name", None)  # that of a tool's message is the id of its call
     volatile = 0
     if role == "system" and any(mark in message["content"] for mark in VOLATILE):
         lines = message["content"].splitlines(keepends=True)
@@ -189,16 +188,16 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
         found.add(Tolerated.VOLATILE_LINES)
     own: Mapping[str, Any] | None = None
     with suppress(_NotOfStrings):
-        own = _copied(given)  # whoever gave it may change it
+        own = _copied(given)  # a copy, since the caller may change the original
     handle = handle if isinstance(handle, str) and role == "assistant" else ""
     return ReadMessage(message, key_of(message), size, frozenset(found), volatile, own, handle)
 
 
 def _strictly(index: int, given: Mapping[str, Any]) -> Message:
-    """A message as it may be put before a model.
+    """Return a message as a model may receive it.
 
     Raises:
-        BadMessage: it has a wrong shape, or holds what is not text.
+        BadMessage: it has a wrong shape, or content that is not text.
     """
     role = "system" if given.get("role") == "developer" else given.get("role")
     try:
@@ -209,9 +208,9 @@ def _strictly(index: int, given: Mapping[str, Any]) -> Message:
 
 
 def _softened(given: Mapping[str, Any], found: set[Tolerated]) -> Mapping[str, Any]:
-    """A message with a note in place of each part that is not text, and with arguments that are objects.
+    """Return a message with a note in place of each part that is not text, and with arguments that are objects.
 
-    Clients send all of their past with every request: one odd part of it would refuse every request from then on.
+    Clients send their whole past with every request: one odd part of it would refuse every later request.
     """
     content, calls = given.get("content"), given.get("tool_calls")
     soft = dict(given)
@@ -247,15 +246,15 @@ def _softened_call(call: Any, found: set[Tolerated]) -> Any:
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Return True if a text is a JSON object."""
     try:
-        return isinstance(json.loads(text), dict)  # orjson takes no half of a surrogate pair
+        return isinstance(json.loads(text), dict)  # orjson refuses half of a surrogate pair
     except (ValueError, RecursionError):
         return False
 
 
 def _unwrap_ids(message: Message) -> None:
-    """Take away what a client put around the ids of calls that we gave out."""
+    """Remove the text that a client put around our call ids."""
     answered = message.get("tool_call_id", "")
     if (minted := _MINTED.search(answered)) is not None:
         message["tool_call_id"] = minted[0]
@@ -265,14 +264,14 @@ def _unwrap_ids(message: Message) -> None:
 
 
 def key_of(message: Message) -> Hashable:
-    """What counts in a message as it may be put before a model."""
+    """Return the key of a message, for comparison."""
     made = message.get("tool_calls", ())
     calls = tuple((call["function"]["name"], canonical(call["function"]["arguments"])) for call in made)
     return message["role"], message["content"].strip(), message.get("name"), calls
 
 
 def said_by_user(read: ReadMessage) -> ReadMessage:
-    """A system message as a user's; any other one as it is."""
+    """Return a system message as a user message; any other one unchanged."""
     if read.role != "system":
         return read
     message: Message = {**read.message, "role": "user"}
@@ -282,13 +281,13 @@ def said_by_user(read: ReadMessage) -> ReadMessage:
 
 
 def thought_of(message: Message) -> str:
-    """The reasoning that stands in marks in front of a content, as some clients write it; "" where none does."""
+    """Return the reasoning in marks at the beginning of a content, as some clients write it; "" without any."""
     found = _THOUGHT.match(message["content"])
     return "" if found is None else found["thought"].strip()
 
 
 def with_thought_apart(read: ReadMessage) -> ReadMessage:
-    """A message with the reasoning that stands in front of its content as its reasoning."""
+    """Return a message with the reasoning at the beginning of its content moved to its own field."""
     found = _THOUGHT.match(read.message["content"])
     if found is None:
         return read
@@ -299,15 +298,15 @@ def with_thought_apart(read: ReadMessage) -> ReadMessage:
 
 
 def several_systems(messages: Sequence[ReadMessage]) -> bool:
-    """Whether a history begins with more than one system message."""
+    """Return True if a history begins with more than one system message."""
     return [each.role for each in messages[:2]] == ["system", "system"]
 
 
 def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as_user: bool) -> list[ReadMessage]:
-    """A history with system messages as a template takes them.
+    """Return a history with system messages that the template supports.
 
-    Those at the beginning are joined where it takes only one. With `system_as_user`, those after them are a user's,
-    and so are all where it takes none; where it takes no two user messages in a row, they are part of the next to them.
+    Those at the beginning are joined if it takes only one. With `system_as_user`, later ones become user messages, and
+    so do all if it takes none. If it takes no two user messages in a row, they are merged with the next one.
     """
     begin = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
     first, rest = list(messages[:begin]), list(messages[begin:])
@@ -322,7 +321,7 @@ def as_taken(messages: Sequence[ReadMessage], takes: SystemSupport, *, system_as
 
 
 def _without_rows(messages: Sequence[ReadMessage]) -> list[ReadMessage]:
-    """The same with what the system said as a part of the user message next to it."""
+    """Return the history with each of these system messages merged into the user message next to it."""
     made: list[ReadMessage] = []
     for message in messages:
         before = made[-1] if made else None
@@ -345,7 +344,7 @@ def _as_one(messages: Sequence[ReadMessage], named: Tolerated, role: Role) -> Re
 
 
 def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
-    """Several assistant messages as the one turn that they are of."""
+    """Join several assistant messages of one turn."""
     if len(messages) == 1:
         return messages[0]
     parts = [each.message for each in messages]
@@ -364,7 +363,7 @@ def joined(messages: Sequence[ReadMessage]) -> ReadMessage:
 
 
 def _differences(given: Mapping[str, Any]) -> list[Tolerated]:
-    """What a client changed, whatever it was given: we send texts, and arguments as objects."""
+    """Return the differences that every message of a client shows: ours have texts, and arguments as objects."""
     found, content, calls = [], given.get("content"), given.get("tool_calls") or ()
     parts = content if isinstance(content, list | tuple) else ()
     if content is None and given.get("role") == "assistant":

@@ -1,4 +1,4 @@
-"""A conversation: what one agent of an episode sees and says, as the author of a `rollout` uses it."""
+"""A conversation: the messages and turns of one agent, as the author of a `rollout` uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runner.trajectory import Turn
 __all__ = ["Conversation", "open_conversation", "open_thread"]
 
 DRAIN_SECONDS = 10.0
-"""How long a conversation that is closed waits for what was sampled of a turn in flight, which is under a shield."""
+"""Time for a closed conversation to record what was sampled of a turn in flight, under a shield."""
 
 
 def open_conversation(
@@ -43,16 +43,16 @@ def open_conversation(
     sampling: Sampling | None = None,
     counted: bool | None = None,
 ) -> Conversation:
-    """Open the conversation of an agent that has none; `Episode.conversation` says what the arguments mean.
+    """Open the conversation of an agent that has none; see `Episode.conversation` for the arguments.
 
-    It is `counted` where the run's sampling and limits are meant for it: None for whatever is trained.
+    It is `counted` if the run's sampling and limits apply: None for all that are trained.
     """
     if train and name in episode.shared.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
     if train and isinstance(episode.shared.chat, MessageModel):
         engine = type(episode.shared.chat.engine).__name__
         raise BadOption(
-            f"agent {name!r} speaks by a {engine}, which gives no token ids: it cannot be trained. Open its "
+            f"agent {name!r} speaks by a {engine}, which returns no token ids: it cannot be trained. Open its "
             "conversation without train=True to evaluate it."
         )
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
@@ -67,9 +67,9 @@ def open_conversation(
 
 
 def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: bool) -> ConversationState:
-    """Open the conversation of a thread of requests, which give their messages themselves.
+    """Open the conversation of a thread of requests, which bring their own messages.
 
-    What would be trained is evaluated where a server of messages speaks.
+    On an engine for messages, threads are evaluated in place of trained.
     """
     trained = train and not episode.shared.evaluates(name)
     open_conversation(episode, name, system_prompt=None, prompt=(), tools=tools, train=trained, counted=train)
@@ -77,10 +77,10 @@ def open_thread(episode: EpisodeState, name: str, tools: Sequence[Tool], train: 
 
 
 class Conversation:
-    """What one agent sees and says.
+    """The messages and turns of one agent.
 
-    The messages are a view for people and templates: what the model is given are the token ids that it saw and sampled
-    before, with what was added since behind them.
+    The messages are a view for people and templates. The model receives the token ids that it saw and sampled before,
+    followed by those of new messages.
     """
 
     def __init__(self, state: ConversationState) -> None:
@@ -90,17 +90,17 @@ class Conversation:
 
     @property
     def name(self) -> str:
-        """The agent that speaks: "main", or the name that the conversation was opened with."""
+        """Name of the agent: "main", or the name with which the conversation was opened."""
         return self._state.name
 
     @property
     def train(self) -> bool:
-        """Whether what the agent says becomes a trajectory to be trained on."""
+        """True if the agent's trajectory is trained on."""
         return self._state.train
 
     @property
     def tools(self) -> list[Tool]:
-        """The tools that the agent may call now; `replace` gives it others."""
+        """The tools that the agent may call now; `replace` changes them."""
         return self._state.cursor.tools
 
     @property
@@ -110,20 +110,20 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages so far, those included that were added and that the model did not see yet; a copy."""
+        """A copy of the messages so far, including those that the model has not seen yet."""
         cursor = self._state.cursor
         return [*cursor.seen, *cursor.queued]
 
     @property
     def context(self) -> int:
-        """How many tokens this conversation may hold: `Limits.context`, or what the engine can hold."""
+        """Most tokens that this conversation may hold: `Limits.context`, or the engine's limit."""
         return self._state.context
 
     def add(self, *messages: Prompt) -> None:
-        """Add messages; the next `generate` puts all that were added before the model at once.
+        """Add messages. The model receives all of them at the next `generate`.
 
         Raises:
-            BadMessage: one is no message, or answers no call. Then none of them is added.
+            BadMessage: an item is not a message, or answers no call. Then none of them is added.
         """
         cursor = self._state.cursor
         new = [made for message in messages for made in as_messages(message)]
@@ -132,18 +132,18 @@ class Conversation:
         cursor.queued.extend(new)
 
     async def generate(self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None) -> Turn:
-        """Let the agent speak.
+        """Sample the agent's next turn.
 
-        With nothing added since the last turn, a turn that was cut is continued; its text and its calls are then
-        those of the whole.
+        With no message added since the last turn, a turn that was cut is continued; its text and its calls then include
+        the earlier part.
 
         Args:
-            sampling: goes over the run's and the environment's, field by field.
-            tool_choice: goes over the environment's.
+            sampling: takes precedence over the run's and the environment's, field by field.
+            tool_choice: takes precedence over the environment's.
 
         Raises:
             EpisodeOver: a limit was reached, or the tokens or the engine failed; leaving `rollout` with it is normal.
-            RuntimeError: nothing was added, or another `generate` of this conversation is running.
+            RuntimeError: no message to answer, or another `generate` of this conversation is running.
             BadOption: the sampling, the limits or the tool choice cannot be used.
         """
         return await self._generate(NO_SINKS, sampling, tool_choice)
@@ -158,14 +158,14 @@ class Conversation:
     async def stream(
         self, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
     ) -> AsyncIterator[StreamedTurn]:
-        """Let the agent speak, and hear what it says while it does.
+        """Sample the agent's next turn, and iterate over its events while it is sampled.
 
-        The block is given the turn to iterate over; who leaves it before the turn is over cuts the turn there. All
-        else is as in `generate`.
+        The block receives the turn to iterate over. Leaving it before the turn is over cuts the turn there. Otherwise
+        it is like `generate`.
 
         Args:
-            sampling: goes over the run's and the environment's, field by field.
-            tool_choice: goes over the environment's.
+            sampling: takes precedence over the run's and the environment's, field by field.
+            tool_choice: takes precedence over the environment's.
         """
 
         def last() -> Turn | None:
@@ -197,11 +197,11 @@ class Conversation:
             raise
 
     async def remaining(self, *messages: Prompt) -> int:
-        """How many tokens are left in the context, also if these messages were added; negative where they do not fit.
+        """Return how many tokens are left in the context, after these messages; negative if they do not fit.
 
         Raises:
-            EpisodeOver: there is no exact bridge to them.
-            BadOption: a server of messages speaks here, which counts them itself.
+            EpisodeOver: the messages have no exact bridge.
+            BadOption: the engine takes messages, so only its server counts tokens.
         """
         state = self._state
         cursor = state.cursor
@@ -223,15 +223,15 @@ class Conversation:
             cursor.queued = queued
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
-        """Change what the agent saw; there is no other way to.
+        """Replace the history. It cannot be changed in any other way.
 
-        What only adds to the past is appended. Without the last thing that the agent said, that turn is played again
-        from the very ids of its prompt. Anything else is rendered anew. The latter two start a segment at the next
-        `generate`, mask 0 throughout.
+        Added messages are appended. Without the agent's last message, that turn is sampled again from its exact prompt
+        ids. Any other history is rendered again. The latter two start a segment at the next `generate`, mask 0
+        throughout.
 
         Args:
-            messages: the whole history from now on; None keeps it.
-            tools: what may be called from now on; None keeps them.
+            messages: the new whole history; None keeps it.
+            tools: the new tools; None keeps them.
         """
         state = self._state
         history = self.messages if messages is None else as_messages(messages)
@@ -250,22 +250,23 @@ class Conversation:
         train: bool = True,
         sampling: Sampling | None = None,
     ) -> Conversation:
-        """Open another conversation that begins as this one stands, and goes its own way from there.
+        """Open another conversation that begins with the history of this one.
 
-        It goes on from the very ids; in training both share them. What it says is a trajectory of its own, with a
-        reward of its own. Branches may speak at the same time.
+        It continues from the exact ids; in training both share them. Its turns become a trajectory with its own reward.
+        Branches may take turns at the same time.
 
         Args:
             name: the agent of the branch.
-            turn: the turn of this conversation that it goes on from; None where this one stands now, with what was
+            turn: the turn of this conversation to continue from; None for the current state, with messages that were
                 added since.
-            tools: what it may call; None has the same. With others everything is rendered anew, since templates print
-                them.
-            train: what it says is trained on.
-            sampling: goes over the run's and the class's; None has that of this conversation.
+            tools: the tools of the branch; None for the same. With others everything is rendered again, since templates
+                print them.
+            train: train on the turns of the branch.
+            sampling: takes precedence over the run's and the class's; None for that of this conversation.
 
         Raises:
-            BadOption: there is an agent of that name, it plays on an engine of its own, or the turn is another's.
+            BadOption: there is an agent with that name, the agent has its own engine, or the turn belongs to another
+                conversation.
         """
         state = self._state
         if name in state.episode.states:
@@ -284,17 +285,18 @@ class Conversation:
     async def tries(
         self, count: int, *, sampling: Sampling | None = None, tool_choice: ToolChoice | None = None
     ) -> list[Turn]:
-        """Let the agent say the next turn several times, at the same time and from the same ids.
+        """Sample the next turn several times, concurrently and from the same ids.
 
-        All of them are in its trajectory, and trained. It stands behind the first of them, until `keep` says otherwise.
+        All of them are in the trajectory, and trained on. The conversation continues from the first one, until `keep`
+        selects another.
 
         Args:
-            count: how many times.
-            sampling: goes over the run's and the environment's, field by field; each try has a seed of its own.
-            tool_choice: goes over the environment's.
+            count: number of tries.
+            sampling: takes precedence over the run's and the environment's, field by field; each try has its own seed.
+            tool_choice: takes precedence over the environment's.
 
         Returns:
-            The turns, in the order in which they were asked for.
+            The turns, in the order of their seeds.
 
         Raises:
             EpisodeOver: as in `generate`; what was sampled of the others is kept.
@@ -303,7 +305,7 @@ class Conversation:
         state = self._state
         heads = [state.cursor.copied() for _ in range(count)]
         with self._speaking(), ExitStack() as numbers:
-            # In this order, whichever of them begins first: their seeds follow from it.
+            # Numbered in this order, even if another one begins first: the seeds depend on it.
             numbered = [(cursor, numbers.enter_context(state.number())) for cursor in heads]
             await at_once(
                 [partial(take_turn, state, cursor, sampling, tool_choice, number=number) for cursor, number in numbered]
@@ -313,14 +315,14 @@ class Conversation:
         raise self._is_over()
 
     def keep(self, turn: Turn, *, train_others: bool = False) -> None:
-        """Go on from one of several tries, or from an earlier turn; what comes next has its very ids before it.
+        """Continue from one of several tries, or from an earlier turn. The next turn has its exact ids before it.
 
         Args:
             turn: a turn of this conversation.
-            train_others: the other tries of it, and what followed them and it, stay trained.
+            train_others: True to train on its other tries, and on the turns that followed them and it.
 
         Raises:
-            BadOption: the turn is none of this conversation's.
+            BadOption: the turn belongs to another conversation.
         """
         state, kept = self._state, self._node(turn)
         state.episode.limits.context_rewritten(state.name)
@@ -330,9 +332,9 @@ class Conversation:
         state.cursor = Cursor(state.cursor.tools, [], kept)
 
     async def close(self) -> None:
-        """End the conversation: a turn that is being sampled is cut, and what its engine kept of it is given back.
+        """End the conversation: cut the turn in flight, and free its memory in the engine.
 
-        The runner calls it when the episode is over. What was sampled of the turn is kept.
+        The runner calls it when the episode is over. The sampled part of the turn is kept.
         """
         self._closed = True
         if self._generation is not None:
@@ -342,11 +344,11 @@ class Conversation:
     def _node(self, turn: Turn) -> TurnNode:
         node = self._state.node_of(turn)
         if node is None:
-            raise BadOption(f"{turn!r} is no turn of conversation {self.name!r}: give one of its turns.")
+            raise BadOption(f"{turn!r} is not a turn of conversation {self.name!r}: give one of its turns.")
         return node
 
     def _speaking(self) -> _Generation:
-        """One `generate` at a time; `close` cuts it, from whatever task it was called in."""
+        """Allow one `generate` at a time, which `close` may cut from any task."""
         if self._closed:
             raise self._is_over()
         if self._generation is not None:
@@ -366,7 +368,7 @@ class _Generation:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._scope = anyio.CancelScope()
-        self._over: anyio.Event | None = None  # made only by who waits for it
+        self._over: anyio.Event | None = None  # created only by a task that waits
 
     def __enter__(self) -> None:
         self._conversation._generation = self
@@ -381,10 +383,10 @@ class _Generation:
         return bool(self._scope.__exit__(kind, error, traceback))
 
     async def cut(self) -> None:
-        """Cut it, and wait until what was sampled is kept."""
+        """Cut it, and wait until its sampled ids are recorded."""
         self._scope.cancel()
         over = self._over = self._over or anyio.Event()
-        # Shielded, since an episode that was cancelled itself wants the last tokens too; bounded, since the task that
-        # speaks may be the author's and swallow its cancellation.
+        # Shielded, since a cancelled episode needs the last tokens too. Bounded, since the task that generates may be
+        # the author's, and swallow its cancellation.
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + DRAIN_SECONDS):
             await over.wait()

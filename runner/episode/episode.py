@@ -1,4 +1,4 @@
-"""The episode: what the runner knows of one play, as the environment's author sees it in `self.episode`."""
+"""The episode as the environment's author sees it in `self.episode`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Episode"]
 
 
 class Episode:
-    """What the runner knows of this play of a task."""
+    """The episode of an environment."""
 
     turn: Turn
-    """The turn that is being answered, or that was answered last."""
+    """The turn that is being answered, or was answered last."""
 
     def __init__(self, episode: EpisodeState) -> None:
         self.id: str = episode.key.id
@@ -38,7 +38,7 @@ class Episode:
         self.seed: int = episode.seed
         """The seed of the episode's sampling; it differs within a group."""
         self.reason: str = ""
-        """The reason that `end(reason)` was called with; "" before, or where it was given none."""
+        """The argument of `end(reason)`; "" before, or without one."""
         self._state = episode
         self._rng: random.Random | None = None
 
@@ -52,7 +52,7 @@ class Episode:
 
     @property
     def conversations(self) -> dict[str, Conversation]:
-        """The conversations that are open, by agent."""
+        """The open conversations, by agent."""
         return {name: _seen_by_author(state) for name, state in self._state.states.items()}
 
     @property
@@ -63,21 +63,21 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """What `main` said last, but for what was left out; "" if it never spoke."""
+        """The text of the last turn of `main`, without reasoning and calls; "" before the first."""
         return next((turn.text for turn in reversed(self.turns) if not turn.left_out), "")
 
     @property
     def ended(self) -> bool:
-        """Whether `end` was called."""
+        """True once `end` was called."""
         return self._state.limits.ended_by_author
 
     @property
     def exit_stack(self) -> AsyncExitStack:
-        """Holds what `setup()` enters in it; it is unwound after `close()`, also if `setup()` failed.
+        """A stack for the contexts that `setup()` enters. It is unwound after `close()`, even if `setup()` failed.
 
-        It can be entered in `setup()` only. What a synchronous `setup()` entered is left in a worker thread, each exit
-        within `Limits.close_seconds`; what an asynchronous one entered is left on the event loop, in the episode's own
-        task.
+        Contexts can be entered in `setup()` only. Those of a synchronous `setup()` are left in a worker thread, each
+        exit within `Limits.close_seconds`; those of an asynchronous one are left on the event loop, in the episode's
+        own task.
         """
         if not self._state.exit_stack_open:
             raise RuntimeError(
@@ -87,7 +87,7 @@ class Episode:
         return self._state.exit_stack
 
     def end(self, reason: str = "") -> None:
-        """End the episode: what is being answered is answered, there is no further turn, and it is scored.
+        """End the episode: it takes no further turn, finishes requests that are being answered, and is scored.
 
         Args:
             reason: kept as the trajectory's `reason`.
@@ -110,20 +110,20 @@ class Episode:
         train: bool = False,
         sampling: Sampling | None = None,
     ) -> Conversation:
-        """The conversation of an agent: opened at its first call, the same one after.
+        """Return the conversation of an agent. The first call opens it.
 
         Args:
-            name: the agent; `main` is the one that `rollout` gets.
+            name: the agent; `main` is the one that `rollout` receives.
             system_prompt: its system message.
             prompt: its first messages.
-            tools: what it may call.
-            train: what it says becomes a trajectory of its own, to be trained on.
-            sampling: goes over the run's and the class's.
+            tools: the tools that it may call.
+            train: True to make its turns a trajectory that is trained on.
+            sampling: takes precedence over the run's and the class's.
 
         Raises:
-            BadOption: an agent on an engine of its own cannot be trained.
+            BadOption: an agent with its own engine cannot be trained.
             TypeError: the name is not text.
-            RuntimeError: `main` is not open yet; it is after `prompt()`.
+            RuntimeError: `main` is opened after `prompt()`, and is not open yet.
         """
         if not isinstance(name, str):
             raise TypeError(f"Episode.conversation({name!r:.60}): the name of an agent is text: give str(name)")
@@ -147,25 +147,27 @@ class Episode:
         handles: Sequence[str] = (),
         system_as_user: bool = False,
     ) -> Turn:
-        """Answer a loop that is not ours: it asks with its whole history, and a conversation of the episode answers.
+        """Answer a request with a whole history, from an external agent loop.
 
-        Where the history goes on from turns of the episode, their very ids are gone on from; what the history is
-        found to be stands in the trajectory's `requests`. What several ask at once is answered side by side. A
-        client whose last turn was cut by its own cancellation may ask the same again.
+        Where the history continues turns of the episode, their exact ids are kept. The relation of the history to the
+        turns is recorded in the trajectory's `requests`. Concurrent requests are answered concurrently. A client whose
+        last turn was cut by its own cancellation may send the same request again.
 
-        Any task may ask, and threads by `anyio.from_thread.run`. `turn.as_message()` is what the client is to append.
+        Any task may call it, and threads by `anyio.from_thread.run`. The client appends `turn.as_message()` to its
+        history.
 
         Args:
-            messages: the whole history, as a client of OpenAI's chat has it; developers speak as the system.
+            messages: the whole history, as a client of OpenAI's chat has it; developer messages count as system
+                messages.
             tools: the tools that may be called: schemas in OpenAI's form.
-            sampling: how the client would have the turn sampled. In a thread that is trained the run's sampling wins,
-                but for `stop`, `stop_ids`, `schema`, `regex` and `choice`; of two `max_tokens` the smaller one.
-            tool_choice: whether the turn may, must or must not call a tool.
-            label: the client's own name for who asks, such as the id of a sub-agent.
-            train: whether a thread that begins with this request is trained; None trains those that offer tools.
-            handles: what else the client sends back that names a turn (`Turn.handle`).
-            system_as_user: system messages in mid-conversation are put before the model as a user's, for templates
-                that take none there.
+            sampling: the client's sampling. In a trained thread the run's sampling takes precedence, except for `stop`,
+                `stop_ids`, `schema`, `regex` and `choice`; of two `max_tokens`, the smaller one applies.
+            tool_choice: "auto", "none", "required" or the name of a tool.
+            label: the client's own name for the caller, such as the id of a sub-agent.
+            train: True to train on a thread that begins with this request; None trains threads that offer tools.
+            handles: further ids that the client sends back and that name a turn (`Turn.handle`).
+            system_as_user: turn system messages in mid-conversation into user messages, for templates that take none
+                there.
 
         Raises:
             EpisodeOver: the episode has ended or a limit was reached.
@@ -195,22 +197,22 @@ class Episode:
     ) -> AsyncIterator[Endpoint]:
         """Serve the episode to agent programs over HTTP while the block runs, in `rollout`.
 
-        They ask in the form of OpenAI's Chat Completions or Responses or of Anthropic's Messages, and are answered as
-        by `chat`: the very ids of the turns that their history tells are gone on from.
+        Programs send requests in the form of OpenAI's Chat Completions or Responses or of Anthropic's Messages. They
+        are answered as by `chat`: the exact ids of the turns in their history are kept.
 
         Args:
-            train: whether what is said is trained on: a bool, or a function of the thread that begins; None trains
-                threads that are offered tools.
-            overflow: what becomes of a history that does not fit the context: "tell" the client, which may send a
-                shorter one, or "end" the episode.
-            history: "append" goes on from the very ids of what the model said, also of what the client left out of
-                it; "client" has the history as the client sends it, rendered anew at every request.
-            system_as_user: system messages in mid-conversation are put before the model as a user's, for templates
-                that take none there; Claude Code sends such messages.
-            at_once: how many requests may be in flight; further ones are told to wait.
+            train: True to train on all threads, or a function of a new thread; None trains threads that offer tools.
+            overflow: treatment of a history that does not fit the context: "tell" the client, which may send a shorter
+                one, or "end" the episode.
+            history: "append" continues from the exact sampled ids, also those that the client left out; "client"
+                renders the history that the client sends, again at every request.
+            system_as_user: turn system messages in mid-conversation into user messages, for templates that take none
+                there; Claude Code sends such messages.
+            at_once: most requests in flight; further ones are refused as busy.
 
         Raises:
-            BadOption: a value cannot be, nothing can listen there, or the server's library is not installed.
+            BadOption: a value is not allowed, the address cannot be listened on, or the server's library is not
+                installed.
             RuntimeError: the episode is not in its `rollout`.
         """
         episode = self._state
@@ -218,7 +220,7 @@ class Episode:
         if not episode.chat_service.is_open:
             raise RuntimeError(
                 "episode.serve() is for rollout(): before and after it, and in a tool of an environment without a "
-                "rollout of its own, nobody could be answered."
+                "rollout of its own, requests cannot be answered."
             )
         served = ServedEpisode(episode, train=train, overflow=overflow, history=history, system_as_user=system_as_user)
         chat = episode.shared.chat_of(MAIN)
@@ -234,13 +236,13 @@ class Episode:
             yield endpoint
 
     async def answer(self, turn: Turn) -> list[Message] | None:
-        """Answer a turn: run its calls, or ask `step(turn)` where it makes none.
+        """Answer a turn: run its calls, or call `step(turn)` if it has none.
 
         Args:
             turn: a turn of any agent of the episode.
 
         Returns:
-            The messages to be added to its conversation; None where `step` ends the episode.
+            The messages to add to its conversation; None if `step` ends the episode.
         """
         self.turn = turn
         began = loop_time()
@@ -270,14 +272,14 @@ class Episode:
 
     @asynccontextmanager
     async def limiter(self, name: str, limit: int) -> AsyncIterator[None]:
-        """Let at most `limit` of the run's episodes into this block at once; waiting stops their clocks.
+        """Let at most `limit` of the run's episodes into this block at the same time; waiting stops their clocks.
 
         Args:
-            name: blocks of the same name count together.
-            limit: how many may be inside, the same wherever the name is used.
+            name: blocks with the same name share the limit.
+            limit: most episodes inside, the same wherever the name is used.
 
         Raises:
-            BadOption: the limit is below 1, or another one than before.
+            BadOption: the limit is below 1, or differs from an earlier one.
         """
         limiter = self._state.shared.limiter(name, limit)
         # On behalf of this block, not of the task: the limiter refuses a task that enters a second one.
@@ -292,5 +294,5 @@ class Episode:
 
 
 def _seen_by_author(state: ConversationState) -> Conversation:
-    assert isinstance(state.conversation, Conversation)  # there is no other kind, and `state` cannot know it
+    assert isinstance(state.conversation, Conversation)  # always a Conversation, a class above `state`
     return state.conversation

@@ -75,18 +75,18 @@ def check_reply(hook: str, reply: Any) -> None:
     if reply is None or isinstance(reply, str):
         return
     ends = "; None ends the episode" if hook == "step" else ""
-    told = f"return the observation for the model: a string, a message, or a list of messages{ends}"
+    expected = f"return the observation for the model: a string, a message, or a list of messages{ends}"
     if isinstance(reply, list | tuple) and not all(isinstance(each, Mapping) and "role" in each for each in reply):
         kinds = ", ".join(type(each).__name__ for each in reply)
         if isinstance(reply, tuple) or any(isinstance(each, bool | int | float) for each in reply):
             raise TypeError(
                 f"{hook}() returned a {type(reply).__name__} of {len(reply)} ({kinds:.80}), as Gymnasium environments "
-                f"do. Here, {told}. Give the observation alone; keep what earns a reward on self, and return it from a "
-                f"@reward method."
+                f"do. Here, {expected}. Return the observation alone; keep the reward on self, and return it from a @reward "
+                f"method."
             )
         return
     if not isinstance(reply, list | tuple | Mapping):
-        raise TypeError(f"{hook}() returned {reply!r:.60}, of type {type(reply).__name__}: {told}.")
+        raise TypeError(f"{hook}() returned {reply!r:.60}, of type {type(reply).__name__}: {expected}.")
 
 
 def check_system_prompts(environment: Hooks, system_prompt: str | None, task: Task, prompt: Sequence[Message]) -> None:

@@ -398,7 +398,7 @@ class EpisodeRunner(EpisodeState):
         # Without a trained trajectory, one must still record how the episode ended.
         if MAIN not in spoke and any(state.train for state in spoke.values()):
             return others
-        # An agent that took a turn in setup() was opened before `main`. If setup() failed, there is no `main` yet.
+        # An agent that took a turn in setup() was opened before `main`. If setup() failed, `main` does not exist yet.
         main = self._trajectory(MAIN, ending, seconds) if MAIN in self.states else self._empty(MAIN, ending, seconds)
         return [main, *others]
 
@@ -420,7 +420,7 @@ class EpisodeRunner(EpisodeState):
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
         grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.shared.scorers)
-        # With group rewards the sum waits for them; until then it is None.
+        # With group rewards the sum waits for them; it is unset until then.
         if not grouped:
             trajectory.reward = weighted_sum(trajectory.rewards, self.shared.scorers)
         return trajectory

@@ -92,12 +92,12 @@ async def next_prompt(
         state: the conversation.
         cursor: the point of the turn.
         extend: True to extend the segment of the turn before; else a new segment begins with a copy of its ids.
-        raise_unbridgeable: True to raise if there is no exact prompt; else the episode ends.
+        raise_unbridgeable: True to raise without an exact prompt; else the episode ends.
 
     Raises:
-        EpisodeOver: the prompt does not fit the context, or there is no exact one.
-        Unbridgeable: there is no exact prompt, and `raise_unbridgeable` is set.
-        RuntimeError: there is no message to answer.
+        EpisodeOver: the prompt does not fit the context, or is not exact.
+        Unbridgeable: no exact prompt exists, and `raise_unbridgeable` is set.
+        RuntimeError: no message to answer.
     """
     _refuse_oversized(state, cursor)
     # A copy: while a template renders in a thread, the author may add messages for the turn after this one.
@@ -270,7 +270,7 @@ async def _in_thread(state: ConversationState, render: Callable[[], T]) -> T:
         return made
 
 
-# --- where there is none
+# --- without a prompt
 
 
 def oversized(state: ConversationState, cursor: Cursor) -> int:

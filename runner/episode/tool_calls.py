@@ -1,4 +1,4 @@
-"""Running the tool calls of a turn: asynchronous ones together, synchronous ones in order."""
+"""Runs the tool calls of a turn: asynchronous tools concurrently, synchronous ones in order."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ async def answer_calls(
     seconds: float | None,
     report_activity: Callable[[str], None],
 ) -> list[Message]:
-    """One tool message for each call that parsed, in order; then one user message for those that did not.
+    """Return one tool message for each call that parsed, in order, and one user message for those that did not.
 
     Raises:
-        Exception: what a tool raised, other than `ToolError`; the first by the order of the calls.
+        Exception: an error of a tool, other than `ToolError`; the first one in the order of the calls.
     """
     known = {tool.name: tool for tool in tools}
     calls = [call for call in turn.tool_calls if call.error is None]
@@ -81,7 +81,7 @@ class _RunningCalls:
             try:
                 self.results[call.id] = await self._result(call)
             except Exception as error:
-                # Kept and raised by whoever waits, since a task group would wrap it and lose the order of the calls.
+                # Kept, and raised by the task that waits: a task group would wrap it and lose the order of the calls.
                 self._errors[call.id] = error
                 siblings.cancel()
                 return
@@ -106,7 +106,7 @@ class _RunningCalls:
         return text
 
 
-# The result becomes text where the tool ran: a large one computed in a thread is not dumped on the loop.
+# The result becomes text where the tool ran, so that a large one from a thread is not serialized on the event loop.
 def _call(tool: Tool, arguments: dict[str, object]) -> str:
     return _text(tool, tool.call(**arguments))
 
@@ -124,7 +124,7 @@ def _text(tool: Tool, result: object) -> str:
 
 
 def _where(call: Callable[..., object]) -> str:
-    """Where a tool was written: its own frame is gone when its result turns out to have no text."""
+    """Return the place of a tool's definition: its frame is gone when its result turns out to have no text."""
     code = getattr(inspect.unwrap(call), "__code__", None)
     return f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 

@@ -137,9 +137,9 @@ def record_not_enforced(state: ConversationState, settings: Sampling) -> None:
     schema = settings.schema
     if schema is None:
         return
-    told = not_enforced(schema)
-    if told and state.episode.shared.is_new(f"schema {told}"):
-        state.episode.faults.append(f"Sampling(schema=...): not enforced: {', '.join(told)}")
+    missing = not_enforced(schema)
+    if missing and state.episode.shared.is_new(f"schema {missing}"):
+        state.episode.faults.append(f"Sampling(schema=...): not enforced: {', '.join(missing)}")
 
 
 def unconstrained(settings: Sampling) -> Sampling:

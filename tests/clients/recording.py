@@ -22,7 +22,7 @@ from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
 from runner.endpoint.responses import Responses
 from runner.endpoint.wire_form import WireForm, WireRequest
-from runner.episode.alignment import Alignment
+from runner.episode.alignment import RequestAlignment
 from runner.episode.chat_service import ChatService
 from runner.episode.state import ConversationState
 from runner.models import demo_model
@@ -93,7 +93,7 @@ def captured() -> Iterator[list[Captured]]:
         return read
 
     def recording(
-        self: ChatService, thread: ConversationState, asked: ChatCall, found: Alignment, seconds: float
+        self: ChatService, thread: ConversationState, asked: ChatCall, found: RequestAlignment, seconds: float
     ) -> Any:
         made = record(self, thread, asked, found, seconds)
         one = known[id(asked.messages)]

@@ -152,9 +152,9 @@ async def test_what_cannot_be_branched_is_refused_by_name() -> None:
             other = conversation.branch("a")
             with pytest.raises(BadOption, match=r"branch\('a'\): there is an agent of that name"):
                 conversation.branch("a")
-            with pytest.raises(BadOption, match="is no turn of conversation 'a'"):
+            with pytest.raises(BadOption, match="is not a turn of conversation 'a'"):
                 other.branch("b", turn=turn)
-            with pytest.raises(BadOption, match="is no turn of conversation 'a'"):
+            with pytest.raises(BadOption, match="is not a turn of conversation 'a'"):
                 other.keep(turn)
             with pytest.raises(BadOption, match="tries"):
                 await conversation.tries(0)
