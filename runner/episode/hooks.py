@@ -81,8 +81,8 @@ def check_reply(hook: str, reply: Any) -> None:
         if isinstance(reply, tuple) or any(isinstance(each, bool | int | float) for each in reply):
             raise TypeError(
                 f"{hook}() returned a {type(reply).__name__} of {len(reply)} ({kinds:.80}), as Gymnasium environments "
-                f"do. Here, {expected}. Return the observation alone; keep the reward on self, and return it from a @reward "
-                f"method."
+                f"do. Here, {expected}. Return the observation alone; keep the reward on self, and return it from "
+                f"a @reward method."
             )
         return
     if not isinstance(reply, list | tuple | Mapping):

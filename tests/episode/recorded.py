@@ -191,7 +191,7 @@ async def _ask(desk: Any, asked: ChatCall, request: RecordedRequest, engine: Any
 
     if request.ends != "cut":
         with suppress(_Gone):
-            await desk.ask(asked, give=give)
+            await desk.ask(asked, deliver=give)
         return
     enough = engine.stats().sampled_tokens + _ids(request)
     async with anyio.create_task_group() as group:
