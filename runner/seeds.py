@@ -1,4 +1,4 @@
-"""Seeds: every random number of a run follows from the run's seed and from what it is for."""
+"""Seeds: every random number of a run depends on the run's seed and on its purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["derive_seed"]
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A seed of 63 bits that depends on every part and its position, and on nothing else.
+    """Return a seed of 63 bits that depends on every part and its position, and on nothing else.
 
     Python's `hash` would differ from process to process.
     """

@@ -1,4 +1,4 @@
-"""Writes parts of answers that several wire forms have as JSON: texts, arguments of calls, log-probabilities."""
+"""Writes parts of answers that several wire forms share as JSON: texts, arguments of calls, log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["arguments_text", "encode", "logprob_rows"]
 
 
 def encode(value: Any) -> bytes:
-    """A value as JSON; halves of surrogate pairs, which are no text, become question marks."""
+    """Encode a value as JSON. Halves of surrogate pairs, which are not text, become question marks."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -25,11 +25,11 @@ def encode(value: Any) -> bytes:
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """The arguments of a call as the text that clients are given, and send back."""
+    """Return the arguments of a call as the text that clients receive and send back."""
     text = canonical_json(arguments)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a model may spell half of a surrogate pair, and it has to come back as such
+    except UnicodeEncodeError:  # a model may write half of a surrogate pair, which must come back unchanged
         return json.dumps(arguments, separators=(",", ":"), default=str)
     return text
 
@@ -42,7 +42,7 @@ def logprob_rows(
     *,
     count: int,
 ) -> list[dict[str, Any]]:
-    """The log-probability of each id as OpenAI writes it, with the `count` likeliest at its position."""
+    """Return the log-probability of each id as OpenAI writes it, with the `count` most likely ids at its position."""
     rows = [] if top is None or not count else list(zip(top.id_rows(), top.logprob_rows(), strict=True))
     told = []
     for index, token_id in enumerate(token_ids):
@@ -54,7 +54,7 @@ def logprob_rows(
 
 
 _MIN_LOGPROB: Final = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
@@ -64,6 +64,6 @@ def _token(text_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
     except UnicodeEncodeError:  # a part of a character
         raw = text.encode("utf-8", "surrogateescape")
-    # As OpenAI writes it, so that the bytes of several tokens, joined, are the text.
+    # As OpenAI writes it: the joined bytes of several tokens are the text.
     token = "".join(f"\\x{ord(each) - 0xDC00:02x}" if each >= "\udc80" and each <= "\udcff" else each for each in text)
     return {"token": token, "logprob": logprob, "bytes": list(raw)}

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests of blocks, answers whole or as the events of blocks."""
+"""Anthropic's Messages: requests made of blocks; answers in one piece or as a stream of block events."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class AnthropicMessages(WireForm):
         )
 
     def read_to_count(self, body: Mapping[str, Any], headers: Headers) -> ChatCall:
-        """Read a request whose prompt is to be counted.
+        """Read a request to count the tokens of its prompt.
 
         Raises:
-            Refused: something in it cannot be used; names the field and the fix.
+            Refused: a field cannot be used; the message has its name and the fix.
         """
         return asked_of(body, headers, form=self.name, counting=True)
 
@@ -52,7 +52,7 @@ class AnthropicMessages(WireForm):
         return _error(refused)
 
     def count(self, tokens: int) -> Mapping[str, Any]:
-        """The answer to a request whose prompt was to be counted."""
+        """Return the answer to such a request."""
         return {"input_tokens": tokens}
 
 
@@ -70,9 +70,9 @@ _ERROR_TYPES: Final = {
 
 
 def _error(refused: Refused) -> dict[str, Any]:
-    """The body of a refusal, as Anthropic's clients read it."""
+    """Return the body of a refusal, as Anthropic's clients read it."""
     message = refused.message
-    if refused.context:  # in these words clients tell that they have to compact
+    if refused.context:  # from these words clients detect that they must compact
         message = f"prompt is too long: {refused.prompt} tokens > {refused.context} maximum"
     elif refused.reason is Reason.OVER:  # the form has no field for a code
         message = f"{refused.reason}: {message}"
@@ -84,7 +84,7 @@ def _error(refused: Refused) -> dict[str, Any]:
 
 
 class _BlockKind(enum.StrEnum):
-    """The blocks that grow while they are written."""
+    """Blocks that are streamed piece by piece."""
 
     THINKING = "thinking"
     TEXT = "text"
@@ -105,7 +105,7 @@ class _MessageWriter(AnswerWriter):
         super().__init__(request, model, text_of)
         self._index = 0
         self._open: _BlockKind | None = None
-        # What was sampled since the last event that tells of it: clients skip events that are none of a block.
+        # Ids since the last event with ids: clients skip events that do not belong to a block.
         self._ids: list[int] = []
         self._logprobs: list[float | None] = []
 
@@ -171,14 +171,14 @@ class _MessageWriter(AnswerWriter):
     # --- blocks
 
     def _within(self, kind: _BlockKind) -> bytes:
-        """What has to be written so that a block of this kind is open."""
+        """Return the events that open a block of this kind, if none is open."""
         if self._open is kind:
             return b""
         closed, self._open = self._closed(), kind
         return closed + self._start(_EMPTY[kind])
 
     def _closed(self) -> bytes:
-        """What has to be written so that no block is open."""
+        """Return the events that close the open block."""
         if self._open is None:
             return b""
         signed = b""
@@ -216,7 +216,7 @@ _STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 def _head(handle: str, model: str) -> dict[str, Any]:
-    # Clients take answers of one id for one answer.
+    # Clients take answers with the same id for one answer.
     return {"id": f"msg_{handle.removeprefix('call_')}", "type": "message", "role": "assistant", "model": model}
 
 
@@ -225,7 +225,7 @@ def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _stop_reason(answered: Answered, request: WireRequest) -> tuple[str, str | None]:
-    """Why the turn ended, and the stop string that ended it where the client gave that."""
+    """Return the stop reason, and the stop string if the client set it."""
     turn, sampling = answered.turn, request.asked.sampling
     if turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT):
         return "max_tokens", None
@@ -243,7 +243,7 @@ def _usage_of(turn: Turn) -> dict[str, int]:
 
 
 def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
-    """As Anthropic counts: the input is what no cache held."""
+    """Return the counts in Anthropic's form: input tokens are those without a cache hit."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
@@ -253,12 +253,12 @@ def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
 
 
 def _finite(logprobs: Sequence[float]) -> list[float | None]:
-    """Log-probabilities as JSON can hold them."""
+    """Return log-probabilities as JSON can hold them."""
     return [each if math.isfinite(each) else None for each in logprobs]
 
 
 def _json(value: Any) -> bytes:
-    """A value as JSON; half of a surrogate pair is replaced, and integers may be of any size."""
+    """Encode a value as JSON. Half of a surrogate pair is replaced, and integers may have any size."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
     except TypeError:

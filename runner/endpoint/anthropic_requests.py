@@ -1,4 +1,4 @@
-"""Reads requests in the form of Anthropic's Messages: their blocks become messages of text, calls and results."""
+"""Reads requests in the form of Anthropic's Messages: blocks become messages with text, calls and results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _KNOWN: Final = frozenset(
         "thread",
         *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
         *("output_config", "output_format", "return_token_ids", "logprobs"),
-        # What changes nothing here.
+        # Fields without an effect here.
         *("metadata", "diagnostics", "cache_control", "betas", "anthropic_beta", "user_profile_id", "workspace_id"),
     )
 )
@@ -58,28 +58,28 @@ _TAKEN: Final = {
     "system": "text",
     "tool": "text",
 }
-"""The blocks that each kind of message may have."""
+"""The types of blocks that each kind of message may have."""
 
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
 
 def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: bool = False) -> ChatCall:
-    """What a request asks.
+    """Return the content of a request.
 
     Args:
         body: the request's body.
         headers: its headers.
-        form: the name of the form in which it came.
-        counting: whether its prompt is only to be counted, so that no `max_tokens` is needed.
+        form: name of the wire form.
+        counting: True if only the prompt is counted, so that `max_tokens` is not required.
 
     Raises:
-        Refused: something in it cannot be used.
+        Refused: a field cannot be used.
     """
     for name, why in _REFUSED.items():
         if body.get(name) not in (None, [], {}):
             bad(f"{name}: {why}")
     if body.get("thread") not in (None, {}):
-        # By this code clients know that they may go on without a thread.
+        # From this code clients know that they may continue without a thread.
         raise Refused(Reason.INVALID, f"thread: {_NO_THREAD}", code="thread_unsupported_request")
     not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) not in (None, [], {}, "auto")}
     note_unread(body, _KNOWN, not_granted)
@@ -104,7 +104,7 @@ def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: 
 
 @dataclass(slots=True)
 class _ReadHistory:
-    """The messages of a request, and what in them names turns."""
+    """The messages of a request, and the handles of turns in them."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     handles: list[str] = field(default_factory=list)
@@ -136,7 +136,7 @@ def _history(body: Mapping[str, Any]) -> _ReadHistory:
 class _Block:
     """A block of a content."""
 
-    # Histories come whole with every request, so this is made a thousand times for one: it does as little as may be.
+    # Every request repeats its history, so a thousand of these may be made for one: the constructor does little.
     __slots__ = ("_index", "_path", "given", "kind")
 
     def __init__(self, given: Mapping[str, Any], path: str, index: int | None = None) -> None:
@@ -147,7 +147,7 @@ class _Block:
 
     @property
     def where(self) -> str:
-        """Where it stands."""
+        """Path of the block in the body."""
         return self._path if self._index is None else f"{self._path}[{self._index}]"
 
     def text(self, name: str) -> str:
@@ -155,14 +155,14 @@ class _Block:
         return value if isinstance(value, str) else bad(f"{self.where}.{name}: give a string, not {value!r:.60}.")
 
     def refuse(self, role: str) -> NoReturn:
-        """Refuse it as one that such a message cannot have."""
+        """Refuse the block as one that such a message cannot have."""
         bad(
             f"{self.where}: a block of type {self.kind!r:.60} cannot be put before the model here; give {_TAKEN[role]}."
         )
 
 
 def _blocks(holder: Mapping[str, Any], name: str, where: str) -> list[_Block]:
-    """The blocks of a content, of which a string is one."""
+    """Return the blocks of a content; a string is one block."""
     content = holder.get(name)
     if isinstance(content, str):
         return [_Block({"type": "text", "text": content}, where)]
@@ -186,9 +186,9 @@ def _message(role: str, content: str, blocks: Sequence[_Block], **more: Any) -> 
 
 
 def _lines(blocks: Sequence[_Block], role: str, *, strict: bool = True) -> str:
-    """Texts that stand beside one another: each in lines of its own, since a line of them may be taken out.
+    """Join texts, each on its own lines, since a line may be removed later.
 
-    A note stands for what is not text, unless that is refused.
+    A note replaces content that is not text, unless that is refused.
     """
     return "\n".join([_text(block, role, strict=strict) for block in blocks])
 
@@ -202,7 +202,7 @@ def _text(block: _Block, role: str, *, strict: bool) -> str:
 
 
 def _has_notes(blocks: Sequence[_Block]) -> dict[str, bool]:
-    """What a message says of itself where a note stands for some of its blocks."""
+    """Return the mark of a message in which a note replaces some blocks."""
     return {"not_text": True} if any(block.kind != "text" for block in blocks) else {}
 
 
@@ -212,9 +212,9 @@ def _add_system(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _add_user(history: _ReadHistory, blocks: Sequence[_Block], *, strict: bool) -> None:
-    """The results, which answer what stands right before them, and then what the user says.
+    """Add the results, which answer the message before, and then the user's text.
 
-    What the user asks now has to be text; in the past, and in results, a note stands for what is not.
+    The user's new message must be text; in the past, and in results, a note replaces other content.
     """
     results = [_result(block) for block in blocks if block.kind == "tool_result"]
     history.messages += results
@@ -234,7 +234,7 @@ def _result(block: _Block) -> dict[str, Any]:
 
 
 def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
-    """What a turn said: its pieces have nothing between them, as they were written."""
+    """Add a turn. Its pieces are joined without separators, as they were sampled."""
     content, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     handle, notes = "", list[_Block]()
     for block in blocks:
@@ -247,7 +247,7 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
                     handle = block.text("signature")
                     history.handles.append(handle)
             case "redacted_thinking":
-                pass  # nobody but whoever wrote it can read it
+                pass  # only its author can read it
             case "tool_use":
                 calls.append(_call(block))
             case _:
@@ -264,7 +264,7 @@ def _add_assistant(history: _ReadHistory, blocks: Sequence[_Block]) -> None:
 
 
 def _call(block: _Block) -> dict[str, Any]:
-    # Of a past call they may be anything, such as a text that was cut; whoever reads the message sees to that.
+    # Those of a past call may be anything, such as a text that was cut; the reader of the message handles that.
     function = {"name": block.text("name"), "arguments": block.given.get("input") or {}}
     return {"id": block.text("id"), "type": "function", "function": function}
 
@@ -273,7 +273,10 @@ def _call(block: _Block) -> dict[str, Any]:
 
 
 def _tools(body: Mapping[str, Any], not_granted: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tools in OpenAI's form; those that the API itself would have run are left out, and that is told."""
+    """Return the tools in OpenAI's form.
+
+    Tools that the API itself would run are left out, and recorded as not granted.
+    """
     tools, left_out = list[dict[str, Any]](), list[str]()
     for index, tool in enumerate(listed(body, "tools")):
         where, kind = f"tools[{index}]", tool.get("type")
@@ -337,7 +340,7 @@ def _sampling(
 
 
 def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
-    """A field of an object that is itself a field."""
+    """Return a field of an object that is itself a field."""
     try:
         return field_of(holder, name, kind, default)
     except Refused as refused:
@@ -345,7 +348,7 @@ def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], defa
 
 
 def _session(body: Mapping[str, Any]) -> str:
-    """The session that Claude Code names in the id of its user, as the end of a text or as JSON."""
+    """Return the session in the user id of Claude Code, which is the end of a text or JSON."""
     user = field_of(body, "metadata", dict, {}).get("user_id")
     if not isinstance(user, str):
         return ""

@@ -1,4 +1,4 @@
-"""The tools whose schemas Anthropic's API knows by their type, and which the client runs: shell, editor, memory."""
+"""Schemas of the client-side tools that Anthropic's API names by type: shell, editor and memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TYPE: Final = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 
 
 def known_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A tool that is given by its type alone, as a function; None for one whose schema is not known here.
+    """Return the function for a tool that is given by its type alone; None for an unknown type.
 
-    Anthropic does not publish the words in which its models are told of them: these say the same in our own.
+    Anthropic does not publish the descriptions that its models receive: these are ours.
     """
     kind = tool.get("type")
     found = _TYPE.fullmatch(kind) if isinstance(kind, str) else None
@@ -58,7 +58,7 @@ def _bash(_: int) -> tuple[str, str, dict[str, Any]]:
         command=_string("The command to run; needed unless the shell is restarted."),
         restart={"type": "boolean", "description": "Whether to restart the shell in place of running a command."},
     )
-    return "bash", "Run a command in a bash shell that goes on from one call to the next.", parameters
+    return "bash", "Run a command in a bash shell that keeps its state from one call to the next.", parameters
 
 
 def _text_editor(version: int) -> tuple[str, str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def _text_editor(version: int) -> tuple[str, str, dict[str, Any]]:
         "file_text": _string("The content of a file that is created."),
         "old_str": _string("The text to be replaced, which stands once in the file."),
         "new_str": _string(new),
-        "insert_line": _integer("The number of the line behind which to insert; 0 for the beginning."),
+        "insert_line": _integer("The number of the line after which to insert; 0 for the beginning."),
     }
     if inserted == "insert_text":
         properties["insert_text"] = _string("The text to be inserted.")

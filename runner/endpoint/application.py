@@ -1,8 +1,8 @@
-"""The ASGI application of a run's endpoints: who asks, what for, and within which bounds.
+"""The ASGI application of a run's endpoints: keys, addresses and limits of requests.
 
-An episode is a path, `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting find it.
-Another key of the episode ends it with a reward, and does nothing else: programs are not given that one.
-Bodies and keys are never logged, and nothing that a request names is ever fetched.
+An episode is a path, `/e/KEY/v1/...`, and the same key is its API key, so that clients with either setting work.
+Another key of the episode ends it with a reward, and does nothing else: programs do not receive that one. Bodies and
+keys are never logged, and nothing that a request names is ever fetched.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 """Receives a message of ASGI."""
 
 MAX_BODY_BYTES: Final = 32 * 2**20
-"""The most bytes that a body may have."""
+"""Largest body."""
 
 MAX_DRAINED_BYTES: Final = 4 * MAX_BODY_BYTES
-"""Up to so many bytes a body that is too large is heard out, and thrown away."""
+"""A body up to this size that is too large is read to its end and discarded, so that the client reads the refusal."""
 
 MAX_BYTES_READ_ON_LOOP: Final = 128 * 1024
-"""A larger body is read in a thread, so that others are answered meanwhile."""
+"""A larger body is parsed in a thread, so that other requests are answered during that time."""
 
 BODY_SECONDS: Final = 60.0
-"""The seconds in which it has to come."""
+"""Longest time for a body to arrive."""
 
 KEY_KNOWN_EXTENSION: Final = "deltarunner.key_known"
-"""The extension of ASGI by which a server is told that a request has the key of an episode."""
+"""The ASGI extension by which the server learns that a request has the key of an episode."""
 
 MAX_FINISHED_KEYS: Final = 10_000
-"""The number of episodes that are over whose keys are known as such, two each."""
+"""Most finished episodes whose keys are remembered, two each."""
 
 _CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
 _FORMS: Final[Mapping[str, WireForm]] = {
@@ -68,11 +68,11 @@ _END: Final = "/end"
 
 
 class Application:
-    """Takes requests to the episodes of a run.
+    """Routes the requests of a run to its episodes.
 
     Args:
-        hosts: the values of a Host header that it answers to; a browser that was led here has another.
-        any_address: whether it answers to any address of numbers besides: a browser is led here by a name.
+        hosts: accepted values of the Host header. A browser that another site directs here sends a different one.
+        any_address: also accept any numeric address: another site can only use a name.
     """
 
     def __init__(self, hosts: Sequence[str], *, any_address: bool = False) -> None:
@@ -87,18 +87,18 @@ class Application:
     # --- keys
 
     def open(self, route: EpisodeRoute) -> tuple[str, str]:
-        """Take the requests of a new key, which comes back with the one that ends its episode."""
+        """Add a route with a new key. Return the key, and the one that ends the episode."""
         key, end_key = secrets.token_hex(16), secrets.token_hex(16)
         self._routes[_digest(key)] = key, route
         self._ends[_digest(end_key)] = end_key, route
         return key, end_key
 
     def shut(self, key: str, end_key: str) -> None:
-        """Tell whoever comes with these keys that the episode is over; what is in flight is cut."""
+        """Refuse further requests with these keys, since the episode is over, and cut those in flight."""
         _, route = self._routes.pop(_digest(key))
         self._ends.pop(_digest(end_key))
         route.shut()
-        for each in (key, end_key):  # the keys alone: a door holds all of its episode
+        for each in (key, end_key):  # the keys alone: a route holds its whole episode
             self._over[_digest(each)] = each
         while len(self._over) > 2 * MAX_FINISHED_KEYS:
             self._over.popitem(last=False)
@@ -112,18 +112,18 @@ class Application:
         return route
 
     def _known_route(self, keys: Sequence[str]) -> EpisodeRoute:
-        """The door of the first key that is that of an episode; a client may send others besides."""
-        refused = Refused(Reason.UNAUTHORIZED, "there is no key: use the endpoint's own api_key.")
+        """Return the route of the first known key; a client may send other keys besides."""
+        refused = Refused(Reason.UNAUTHORIZED, "the request has no API key: use the endpoint's own api_key.")
         for key in keys:
             try:
                 return self._find_route(key)
             except Refused as error:
-                # That an episode is over says more than that a key is unknown.
+                # The refusal of a finished episode says more than that of an unknown key.
                 refused = error if refused.reason is Reason.UNAUTHORIZED else refused
         raise refused
 
     def _route_to_end(self, keys: Sequence[str]) -> EpisodeRoute | None:
-        """The door of which one of these keys is the one that ends its episode."""
+        """Return the route for which one of these keys is the key that ends its episode; else None."""
         for key in keys:
             known, route = self._ends.get(_digest(key), ("", None))
             if route is not None and hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
@@ -153,19 +153,19 @@ class Application:
             raise Refused(Reason.FORBIDDEN, "this host is not the endpoint's own: use its base_url.")
         keys, path = _keys_and_path(scope["path"], headers)
         method = scope["method"]
-        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients ask whether anybody is there
+        if path in ("", "/") and method in ("GET", "HEAD"):  # some clients test with this whether a server is there
             await send_json(send, b"" if method == "HEAD" else b"{}")
             return
         path = path.rstrip("/").removeprefix("/v1")
         if path == _END and (ending := self._route_to_end(keys)) is not None:
-            _tell_known(scope)
+            _notify_known(scope)
             _only("POST", method)
             if ending.ended.is_set():
                 raise ended()
             await _end(ending, decode_body(await _read(receive, headers, ending) or b"{}"), send, reward=True)
             return
         route = self._known_route(keys)
-        _tell_known(scope)
+        _notify_known(scope)
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             _only("GET", method)
             await send_json(send, _models(route, one=path != _MODELS))
@@ -174,36 +174,38 @@ class Application:
             raise Refused(Reason.NOT_FOUND, _nothing_at(path))
         _only("POST", method)
         if route.is_full:
-            await _read(receive, headers, route, heard=False)
+            await _read(receive, headers, route, keep=False)
             raise route.busy()
-        # From here on, since a body takes room long before it is there.
+        # Counted from here on, since a body takes memory long before it is complete.
         with route.inside():
             raw = await _read(receive, headers, route) or b"{}"
             if path == _END:
                 await _end(route, decode_body(raw), send, reward=False)
             elif path == _COUNT:
-                await _count(route, await self._understood(_to_count, raw, headers), receive, send)
+                await _count(route, await self._parse(_to_count, raw, headers), receive, send)
             else:
                 form = _FORMS[path]
-                request = await self._understood(partial(_request, form), raw, headers)
+                request = await self._parse(partial(_request, form), raw, headers)
                 await answer(form, request, route, receive, send)
 
-    async def _understood(self, read: Callable[[bytes, Headers], T], raw: bytes, headers: Headers) -> T:
-        """What a body asks; a large one is read in a thread."""
+    async def _parse(self, read: Callable[[bytes, Headers], T], raw: bytes, headers: Headers) -> T:
+        """Parse a body, in a thread if it is large."""
         if len(raw) <= MAX_BYTES_READ_ON_LOOP:
             return read(raw, headers)
         return await anyio.to_thread.run_sync(read, raw, headers, limiter=self._threads)
 
 
 class _ClientIdle(Exception):
-    """The client went away before its request was there."""
+    """The client disconnected before its request was complete."""
 
 
-async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, heard: bool = True) -> bytes:
-    """The body of a request; nothing of one that is not `heard`, since a client that is cut off does not read why.
+async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep: bool = True) -> bytes:
+    """Return the body of a request.
+
+    Unless `keep`, it is read and discarded: a client that is cut off does not read why.
 
     Raises:
-        Refused: it is too large, or did not come in time, or the episode ended meanwhile.
+        Refused: it is too large, or did not arrive in time, or the episode ended in between.
     """
     encoding = headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
@@ -222,7 +224,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, hear
             size += len(part)
             if size > MAX_DRAINED_BYTES:
                 raise too_large
-            if heard and size <= MAX_BODY_BYTES:
+            if keep and size <= MAX_BODY_BYTES:
                 parts.append(part)
             if not message.get("more_body"):
                 break
@@ -275,7 +277,7 @@ async def _count(route: EpisodeRoute, asked: ChatCall, receive: Receive, send: S
 
 
 async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, reward: bool) -> None:
-    """End the episode of a door, with the reward that is said where one may be said."""
+    """End the episode of a route, with the reward in the body if the key allows one."""
     said = number(body, "reward")
     if said is not None and not reward:
         raise Refused(
@@ -289,7 +291,7 @@ async def _end(route: EpisodeRoute, body: Mapping[str, Any], send: Send, *, rewa
 
 async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
     async def begin(headers: Sequence[tuple[bytes, bytes]], status: int) -> None:
-        # What is left of the body is not read.
+        # The rest of the body is not read.
         closing = [*headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": closing})
 
@@ -300,7 +302,7 @@ async def _refuse(send: Send, form: WireForm, refused: Refused) -> None:
 
 
 def _models(route: EpisodeRoute, *, one: bool) -> bytes:
-    """The list of models, or one, in a form that serves both kinds of clients."""
+    """Return the list of models, or one model, in a form for both kinds of clients."""
     model = {
         "id": route.model,
         "object": "model",
@@ -316,9 +318,9 @@ def _models(route: EpisodeRoute, *, one: bool) -> bytes:
 
 
 def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
-    """The keys of a request, the one in its path or those in its headers, and the path behind it.
+    """Return the keys of a request, from its path or its headers, and the path after the key.
 
-    The libraries of providers send two where a program gives one and the environment another.
+    Libraries of providers send two keys if a program sets one and the environment another.
     """
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     told = [bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -326,15 +328,15 @@ def _keys_and_path(path: str, headers: Headers) -> tuple[list[str], str]:
     if path.startswith("/e/"):
         key, _, rest = path.removeprefix("/e/").partition("/")
         path = f"/{rest}"
-        # With the program's address the key that ends its episode may stand in a header.
+        # With the program's address, the key that ends its episode may be in a header.
         return [unquote(key), *(keys if path.rstrip("/").endswith(_END) else ())], path
     return keys, path
 
 
-def _tell_known(scope: Mapping[str, Any]) -> None:
-    """Tell the server that a request has the key of an episode."""
+def _notify_known(scope: Mapping[str, Any]) -> None:
+    """Notify the server that a request has the key of an episode."""
     if known := scope.get("extensions", {}).get(KEY_KNOWN_EXTENSION):
-        known["told"]()
+        known["callback"]()
 
 
 def _is_address(host: str) -> bool:
@@ -347,7 +349,7 @@ def _is_address(host: str) -> bool:
 
 
 def _digest(key: str) -> bytes:
-    # How long a look-up takes tells something of the digest, and nothing of the key.
+    # The duration of a look-up reveals some of the digest, and nothing of the key.
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: requests with messages, answers whole or as chunks."""
+"""OpenAI's Chat Completions: requests made of messages; answers in one piece or as chunks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _KNOWN: Final = frozenset(
         *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "bad_words", "ignore_eos", "logit_bias"),
         *("stream", "stream_options", "return_token_ids", "logprobs", "top_logprobs", "parallel_tool_calls"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        # What changes nothing here.
+        # Fields without an effect here.
         *("user", "metadata", "store", "safety_identifier", "modalities", "request_id", "session_id"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority"),
         *("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "continue_final_message"),
@@ -130,7 +130,7 @@ class ChatCompletions(WireForm):
 
 
 def _refuse_unknown_answers(body: Mapping[str, Any]) -> None:
-    """Refuse what asks for another kind of answer than is given."""
+    """Refuse requests for kinds of answers that are not supported."""
     for name in ("n", "best_of"):
         if field_of(body, name, int, 1) != 1:
             bad(f"{name}: one answer is sampled for a request; ask again for another one.")
@@ -151,7 +151,7 @@ def _stop_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _logit_bias(body: Mapping[str, Any]) -> dict[int, Any]:
-    """The biases by id; JSON has ids as strings."""
+    """Return the biases by id; in JSON, ids are strings."""
     given = field_of(body, "logit_bias", dict, {})
     if not all(each.isascii() and each.isdecimal() and len(each) < 20 for each in given):
         bad(f'logit_bias: give numbers by token id, such as {{"262": -100}}, not {given!r:.60}.')
@@ -159,9 +159,9 @@ def _logit_bias(body: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:
-    """The body of a refusal, as OpenAI's clients read it."""
+    """Return the body of a refusal, as OpenAI's clients read it."""
     message = refused.message
-    if refused.context:  # in these words clients tell that they have to compact
+    if refused.context:  # from these words clients detect that they must compact
         message = (
             f"This model's maximum context length is {refused.context} tokens. However, your messages resulted in "
             f"{refused.prompt} tokens. Please reduce the length of the messages."
@@ -171,7 +171,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 class _CompletionWriter(AnswerWriter):
-    """Writes chunks; the parts that do not change are encoded once."""
+    """Writes chunks. Constant parts are encoded once."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         super().__init__(request, model, text_of)
@@ -191,7 +191,7 @@ class _CompletionWriter(AnswerWriter):
         return begin.removesuffix(b"]}\n\n") + b'],"prompt_token_ids":%b}\n\n' % prompt
 
     def write_reasoning(self, text: str) -> bytes:
-        # DeepSeek's name of it and vLLM's, since each of them has clients that read no other.
+        # The names of DeepSeek and of vLLM, since each has clients that read no other.
         said = encode(text)
         return self._chunk(b'{"reasoning_content":%b,"reasoning":%b}' % (said, said))
 

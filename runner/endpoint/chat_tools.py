@@ -1,4 +1,4 @@
-"""Reads tools, their choice and their calls as Chat Completions have them: functions, and custom tools of a text."""
+"""Reads tools, tool choices and calls of Chat Completions: functions, and custom tools with a text argument."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 def read_chat_tools(
     body: Mapping[str, Any], not_granted: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], frozenset[str]]:
-    """The tools of a request, all as functions, and the names of those that are custom tools.
+    """Return the tools of a request, all as functions, and the names of those that are custom tools.
 
-    Those that a provider would run are left out, and that is told.
+    Tools that a provider would run are left out, and recorded as not granted.
 
     Raises:
-        Refused: a custom tool has no name, or a part of it is of the wrong type; named by its index.
+        Refused: a custom tool has no name, or a part of it has the wrong type; the message has its index.
     """
     tools, custom = list[dict[str, Any]](), set[str]()
     for index, tool in enumerate(listed(body, "tools")):
@@ -49,7 +49,7 @@ def read_chat_tools(
 
 
 def _grammar(given: Mapping[str, Any], where: str) -> str:
-    """What the description of a custom tool says of how its text is written."""
+    """Return the part of a custom tool's description with the grammar of its text."""
     form = _inner(given, where, "format", dict, {})
     grammar = _inner(form, f"{where}.format", "grammar", dict, {})
     definition = grammar.get("definition")
@@ -59,10 +59,10 @@ def _grammar(given: Mapping[str, Any], where: str) -> str:
 
 
 def read_chat_choice(body: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice | None:
-    """Whether a tool may, must or must not be called, or the one that must be.
+    """Return the tool choice: "auto", "none", "required" or the name of a tool.
 
     Raises:
-        Refused: it is no choice between tools.
+        Refused: it is not a choice between tools.
     """
     given = body.get("tool_choice")
     if given is None or given in ("auto", "none", "required"):
@@ -80,7 +80,7 @@ def read_chat_choice(body: Mapping[str, Any], not_granted: dict[str, Any]) -> To
 
 
 def _chosen(given: Any) -> str:
-    """The name of a tool that is chosen, or ""."""
+    """Return the name of the chosen tool, or ""."""
     for kind in ("function", "custom"):
         tool = given.get(kind) if isinstance(given, Mapping) else None
         name = tool.get("name") if isinstance(tool, Mapping) else None
@@ -90,7 +90,7 @@ def _chosen(given: Any) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """The mode; which of the tools may be called is held to where it is one that must be."""
+    """Return the mode. The list of allowed tools is enforced only if it requires a single one."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.allowed_tools.mode: give auto or required, not {mode!r:.60}.")
@@ -104,7 +104,7 @@ def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoic
 
 
 def read_chat_messages(messages: Sequence[Any]) -> list[Any]:
-    """The messages with calls of custom tools as calls of functions, and with a refusal as what was said."""
+    """Return the messages with calls of custom tools as calls of functions, and with a refusal as content."""
     return [_message(each) if isinstance(each, dict) else each for each in messages]
 
 
@@ -124,7 +124,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(parts: Any) -> str | None:
-    """The text of reasoning that came in parts; None where there is none, so that the turn is known without it."""
+    """Return the text of reasoning that came in parts; None without any, so that the turn is recognized without it."""
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str)) or None
 
@@ -138,7 +138,7 @@ def _call(call: Any) -> Any:
 
 
 def _inner(holder: Mapping[str, Any], where: str, name: str, kind: type[T], default: T) -> T:
-    """A field of an object that is itself a field."""
+    """Return a field of an object that is itself a field."""
     try:
         return field_of(holder, name, kind, default)
     except Refused as refused:

@@ -1,4 +1,4 @@
-"""What agent programs have to be told to ask an endpoint: variables and files, as data, with the versions tested."""
+"""Settings with which agent programs use an endpoint: variables and files, as data, with the tested versions."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["CLIENTS", "Address", "Client", "environ", "files", "flags", "pointer
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a client finds its episode."""
+    """The address of an episode for a client."""
 
     base_url: str
-    """The URL that ends with /v1, as OpenAI's clients want it."""
+    """The URL that ends with /v1, for OpenAI's clients."""
     root_url: str
-    """The same without /v1, as Anthropic's clients want it."""
+    """The same without /v1, for Anthropic's clients."""
     api_key: str
-    """The key."""
+    """The API key."""
     model: str
-    """The name of the model."""
+    """Name of the model."""
     context: int
-    """How many ids the model can have."""
+    """Most ids of the model, prompt and answer together."""
 
     def fill(self, text: str) -> str:
-        """The text with `{base_url}` and the other names of an address in it replaced."""
+        """Replace `{base_url}` and the other names of an address in a text."""
         for name, value in self._values().items():
             text = text.replace(f"{{{name}}}", str(value))
         return text
 
     def _values(self) -> dict[str, object]:
-        """What a text can name; shares of the context are those that clients take of a large one."""
+        """The names; shares of the context are those that clients reserve in a large one."""
         return {
             "base_url": self.base_url,
             "root_url": self.root_url,
@@ -51,24 +51,24 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """An agent program, or a library of them."""
+    """An agent program, or a library for agents."""
 
     name: str
     """Its name."""
     tested: str
-    """The version that was tested."""
+    """The tested version."""
     form: str
-    """The form of its requests, as their records call it."""
+    """Name of its wire form, as in the records of requests."""
     command: str = ""
-    """How a program is asked, as `deltarunner run --agent` takes it; "" of a library."""
+    """Command of a program, as for `deltarunner run --agent`; "" for a library."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """The variables that it reads."""
+    """Variables that it reads."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The files that it reads, by their path in its home."""
+    """Files that it reads, by their path in its home."""
     pointers: Mapping[str, str] = field(default_factory=dict)
-    """The variables by which it finds them in another folder than its home, which is `{home}`."""
+    """Variables that set the folder of its files, if that is not its home; `{home}` is the folder."""
     flags: Sequence[str] = ()
-    """What it is told on its command line where it has neither."""
+    """Command-line flags, for programs without such variables or files."""
 
 
 _OPENCODE = {
@@ -125,7 +125,7 @@ name = "deltarunner"
 base_url = "{base_url}"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
-# What is sent while a request waits for a place in the engine is no event to it.
+# It does not count comments during a wait for a place in the engine as events.
 stream_idle_timeout_ms = 3600000
 """
 
@@ -143,7 +143,7 @@ _CODEX_FLAGS = (
 
 
 def _json(value: object) -> str:
-    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # numbers are no strings
+    return re.sub('"#([a-z_]+)#"', r"{\1}", json.dumps(value, indent=2))  # numbers, not strings
 
 
 CLIENTS: Final = (
@@ -253,28 +253,28 @@ CLIENTS: Final = (
     Client("autogen", "0.7.5", "chat"),
     Client("inspect-ai", "0.3.285", "chat"),
 )
-"""The clients that were tested, with what they are told by."""
+"""The tested clients, with their settings."""
 
 
 def environ(address: Address) -> dict[str, str]:
-    """The variables of all clients."""
+    """Return the variables of all clients."""
     return {name: address.fill(value) for client in CLIENTS for name, value in client.environ.items()}
 
 
 def files(address: Address) -> dict[str, str]:
-    """The files of all clients, by their path in the home of a program."""
+    """Return the files of all clients, by their path in the home of a program."""
     return {path: address.fill(text) for client in CLIENTS for path, text in client.files.items()}
 
 
 def flags(address: Address) -> dict[str, list[str]]:
-    """What programs are told by on their command line that have nothing else, by their commands."""
+    """Return the command-line flags of programs that have no other setting, by their commands."""
     return {
         client.command.split()[0]: [address.fill(flag) for flag in client.flags] for client in CLIENTS if client.flags
     }
 
 
 def pointers(home: Path) -> dict[str, dict[str, str]]:
-    """The variables by which programs find their files in a folder that is not their home, by their commands."""
+    """Return the variables that set a program's folder, if that is not its home, by their commands."""
     return {
         client.command.split()[0]: {name: value.replace("{home}", str(home)) for name, value in client.pointers.items()}
         for client in CLIENTS

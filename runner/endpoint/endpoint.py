@@ -1,4 +1,4 @@
-"""An episode's endpoint, as an environment's author holds it: its address, its threads, and programs that ask it."""
+"""An episode's endpoint for the environment's author: its address, its threads, and agent programs that use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runner.trajectory import Turn
 __all__ = ["ChatThread", "Endpoint", "serving"]
 
 END_GRACE_SECONDS: Final = 10.0
-"""Seconds that a program has to end by itself once it was told that the episode is over."""
+"""Time for a program to end by itself after the refusal that the episode is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +33,38 @@ class ChatThread:
     """One of the conversations that clients began: a main agent, a sub-agent, a request for a title."""
 
     name: str
-    """Its agent; `main` and its number are given when the episode's play is over, until then it has another."""
+    """Name of its agent. The final names, `main` and numbers, are set when the `rollout` is over."""
     label: str
     """The client's own name for it, or ""."""
     tools: Sequence[str]
-    """The names of the tools that its first request offered."""
+    """Names of the tools that its first request offered."""
     trained: bool
-    """Whether what it says is trained on."""
+    """True if its turns are trained on."""
     turns: Sequence[Turn]
-    """What it said."""
+    """Its turns."""
     verdicts: Sequence[Verdict]
-    """What each of its requests was found to be."""
+    """The relation of each of its requests to earlier turns."""
 
 
 class Endpoint:
-    """Where agent programs find the episode."""
+    """The address of an episode for agent programs."""
 
     base_url: str
-    """The URL for clients of OpenAI's; it ends with /v1, and holds the key."""
+    """The URL for OpenAI's clients; it ends with /v1, and contains the key."""
     root_url: str
-    """The same without /v1, for clients of Anthropic's."""
+    """The same without /v1, for Anthropic's clients."""
     api_key: str
-    """The key, for clients that want one: it is that of this episode, and ends with it."""
+    """The API key, for clients that need one. It belongs to this episode, and becomes invalid with its end."""
     end_url: str
     """The URL that ends the episode with a reward, by `POST` with `{"reward": number}`.
 
-    It holds a key of its own, which opens nothing else. Keep it from the programs that are rewarded: neither `environ`
-    nor the settings of programs have it.
+    It contains another key, which allows nothing else. Keep it from the programs that are rewarded: neither `environ`
+    nor the settings of programs contain it.
     """
     model: str
-    """The name of the model."""
+    """Name of the model."""
     context: int
-    """How many ids the model can have, prompt and answer together, for clients that keep within it."""
+    """Most ids of the model, prompt and answer together, for clients that limit their histories."""
     environ: Mapping[str, str]
     """Variables by which known clients find the endpoint."""
 
@@ -97,18 +97,18 @@ class Endpoint:
 
     @property
     def over(self) -> bool:
-        """Whether a client was told that the episode is over, since it reached a limit, or said so itself."""
+        """True once a client ended the episode, or received the refusal that it is over, since it reached a limit."""
         return self._over.is_set()
 
     async def wait(self) -> Mapping[str, Any]:
-        """Wait until somebody says that the episode is over, with `POST`, or the run ends.
+        """Wait until a client ends the episode with a `POST` request, or the run ends.
 
-        A program does so at `base_url` and `/end`, and says no reward; who may say one does it at `end_url`. Whoever
-        has said it is answered nothing further, and a program of `run` has ten seconds to end by itself, also where
-        nobody waits; the episode ends as ever, when its `rollout` does.
+        A program posts to `base_url` and `/end`, without a reward; a client that may set a reward posts to `end_url`.
+        After that, further requests are refused, and a program of `run` has ten seconds to end by itself, also without
+        this call. The episode ends when its `rollout` does.
 
         Returns:
-            What was said: {"reward": number} where `end_url` was given one, else {}.
+            The body: {"reward": number} if `end_url` received one, else {}.
         """
         async with anyio.create_task_group() as group:
             for event in (self._route.ended, self._draining):
@@ -124,22 +124,22 @@ class Endpoint:
         wrap: Sequence[str] = (),
         check: bool = True,
     ) -> FinishedProgram:
-        """Run an agent program until it ends, with all that it started.
+        """Run an agent program until it and all processes that it started have ended.
 
-        It gets a clean environment: PATH, the language, `environ`, `env`, and a HOME of its own, in which known
-        clients find their settings, with a folder for what is temporary. It is not sandboxed: it may do whatever this
-        process may, but for what `wrap` keeps from it. Once the episode is over, it has ten seconds to end by itself.
+        It has a clean environment: PATH, the language, `environ`, `env`, and its own HOME with settings for known
+        clients and a folder for temporary files. It is not sandboxed: it has the rights of this process, unless `wrap`
+        limits them. Once the episode is over, it has ten seconds to end by itself.
 
         Args:
             argv: the program and its arguments.
-            cwd: the folder in which it runs; its home by default.
+            cwd: its working folder; its home by default.
             env: further variables.
-            wrap: what the command is put behind, such as `["bwrap", ...]` or `["docker", "run", ...]`.
-            check: raise where it ends with another code than 0.
+            wrap: a command to put before it, such as `["bwrap", ...]` or `["docker", "run", ...]`.
+            check: True to raise if it ends with another code than 0.
 
         Raises:
-            ProgramFailed: it did, and no limit is to blame: the episode was not over, and its last turn was not cut.
-            BadOption: there is no such program or folder, or the system cannot start it so.
+            ProgramFailed: it did, although the episode was not over and its last turn was not cut.
+            BadOption: the program or the folder does not exist, or the system cannot start it.
         """
         for given in (argv, wrap):
             if isinstance(given, str | bytes):
@@ -159,7 +159,7 @@ class Endpoint:
         return finished
 
     def _cut_short(self) -> bool:
-        """Whether the last turn was cut for its length, at which some programs give up."""
+        """Return True if the last turn was cut for its length, at which some programs give up."""
         turns = [thread.turns[-1] for thread in self.threads if thread.trained and thread.turns]
         return any(turn.finish in (FinishReason.LENGTH, FinishReason.CONTEXT) for turn in turns)
 
@@ -169,9 +169,9 @@ class Endpoint:
         scope.cancel()
 
     async def home(self) -> Path:
-        """The HOME of programs that are run, where known clients find their settings; it goes with the block."""
+        """The HOME of programs, with settings for known clients; it is removed after the block."""
         if self._home is None:
-            # Whatever a program made of it must not cost the episode.
+            # An error in removing a program's files must not fail the episode.
             make = partial(tempfile.TemporaryDirectory, prefix="deltarunner-", ignore_cleanup_errors=True)
             folder = await anyio.to_thread.run_sync(make)
             self._stack.push_async_callback(_removed, folder)
@@ -200,15 +200,15 @@ async def serving(
     context: int,
     max_requests: int,
 ) -> AsyncIterator[Endpoint]:
-    """An endpoint while the block runs and no longer.
+    """Serve an episode at a new endpoint while the block runs.
 
     Args:
         server: the run's server.
         handler: the episode.
-        threads: tells its threads.
-        model: the name of the model.
-        context: how many ids it can have.
-        max_requests: how many requests may be in flight.
+        threads: returns its threads.
+        model: name of the model.
+        context: most ids of the model.
+        max_requests: most requests in flight.
     """
     route = EpisodeRoute(handler, model=model, context=context, max_requests=max_requests)
     async with AsyncExitStack() as stack:

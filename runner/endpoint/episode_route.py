@@ -1,4 +1,4 @@
-"""What answers the requests of an endpoint: an episode, as far as an endpoint has to know it."""
+"""The route of an episode in the run's HTTP server, and the interface of the episode that answers its requests."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ __all__ = ["EpisodeRoute", "RequestHandler"]
 
 
 class RequestHandler(Protocol):
-    """An episode that takes requests with whole histories."""
+    """An episode that answers requests with whole histories."""
 
     async def ask(
         self, asked: ChatCall, *, sink: TurnEventSink | None = None, deliver: DeliverTurn | None = None
     ) -> Turn:
-        """Have a request answered; see `ChatService.ask`."""
+        """Answer a request; see `ChatService.ask`."""
         ...
 
     async def count(self, asked: ChatCall) -> int:
-        """How many ids the prompt of a request has."""
+        """Return the number of ids in the prompt of a request."""
         ...
 
     def text_of(self, ids: Sequence[int], /) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         ...
 
 
 class EpisodeRoute:
-    """Where the requests of one key come in; once it is shut they are told that the episode is over.
+    """The requests of one key. Once it is shut, every request is refused, since the episode is over.
 
     Args:
-        handler: what answers them.
-        model: the name of the model that answers.
-        context: how many ids it can have.
-        max_requests: how many requests may be in flight.
+        handler: answers the requests.
+        model: name of the model.
+        context: most ids of the model.
+        max_requests: most requests in flight.
     """
 
     def __init__(self, handler: RequestHandler, *, model: str, context: int, max_requests: int) -> None:
         self.handler = handler
         """The episode that answers."""
         self.model = model
-        """The name of the model that answers."""
+        """Name of the model."""
         self.context = context
-        """The number of ids that the model can have."""
+        """Most ids of the model, prompt and answer together."""
         self.max_requests = max_requests
-        """The number of requests that may be in flight."""
+        """Most requests in flight."""
         self.in_flight = 0
-        """The number of requests that are in flight."""
+        """Number of requests in flight."""
         self._scopes: set[anyio.CancelScope] = set()
         self.on_over: Callable[[], None] = _nothing
-        """Is called whenever a client is told that the episode is over."""
+        """Called whenever a client receives the refusal that the episode is over."""
         self.ended = anyio.Event()
-        """Is set once a client said that its episode is over."""
+        """Set once a client ended the episode."""
         self.end_body: Mapping[str, Any] = {}
-        """What it said then."""
+        """The body of the request that ended it."""
         self.is_shut = False
-        """Whether nothing is answered any more."""
+        """True if every request is refused."""
 
     def shut(self) -> None:
-        """Answer nothing any more, and cut what is being answered."""
+        """Refuse all further requests, and cut those in flight."""
         self.is_shut = True
         for scope in self._scopes:
             scope.cancel()
 
     @property
     def is_full(self) -> bool:
-        """Whether as many requests are in flight as may be."""
+        """True if the limit of requests in flight is reached."""
         return self.in_flight >= self.max_requests
 
     def busy(self) -> Refused:
-        """What a client is told where it is full."""
+        """Return the refusal for a full route."""
         return Refused(Reason.BUSY, f"{self.max_requests} requests of this key are in flight: wait for one of them.")
 
     @contextmanager
@@ -85,7 +85,7 @@ class EpisodeRoute:
         """Count a request as in flight inside of the block.
 
         Raises:
-            Refused: the door is shut, a client said that its episode is over, or too many are inside.
+            Refused: the route is shut, a client ended the episode, or too many requests are in flight.
         """
         if self.is_shut or self.ended.is_set():
             raise ended()
@@ -99,7 +99,7 @@ class EpisodeRoute:
 
     @contextmanager
     def cutting(self, scope: anyio.CancelScope) -> Iterator[None]:
-        """A block in which a scope is cancelled where the door is shut."""
+        """Return a block that shutting the route cuts, by cancelling its scope."""
         self._scopes.add(scope)
         try:
             yield
@@ -107,7 +107,7 @@ class EpisodeRoute:
             self._scopes.remove(scope)
 
     def end(self, said: Mapping[str, Any]) -> None:
-        """Take a client's word that its episode is over: what is being answered is answered, and nothing further."""
+        """End the episode for clients: requests in flight are answered, further ones are refused."""
         self.end_body = said
         self.ended.set()
         self.on_over()

@@ -1,4 +1,4 @@
-"""By which header a client says who of it asks, a session, a thread, a sub-agent, and what for."""
+"""Headers with which a client labels its requests: the session, thread or sub-agent, and the purpose."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _LABELS: Final = (
     "x-claude-code-session-id",
     "session-id",
 )
-"""The narrowest first: a sub-agent has the session of the agent that it serves."""
+"""The narrowest first: a sub-agent has the session of its parent agent."""
 
 _MAX_LABEL_CHARACTERS: Final = 200
 
 
 def label_of(headers: Headers) -> str:
-    """The client's own name for who asks; "" where it says nothing."""
+    """Return the client's own name for the caller; "" without one."""
     named = next((headers[name] for name in _LABELS if headers.get(name)), "")
-    return (named or _told_by_codex(headers, "thread_id"))[:_MAX_LABEL_CHARACTERS]
+    return (named or _codex_field(headers, "thread_id"))[:_MAX_LABEL_CHARACTERS]
 
 
 def purpose_of(headers: Headers) -> str:
-    """What the client says that it asks for, such as `turn` or `compaction`; "" where it says nothing."""
-    return (_told_by_codex(headers, "request_kind") or headers.get("x-openai-subagent", ""))[:_MAX_LABEL_CHARACTERS]
+    """Return the purpose of a request, such as `turn` or `compaction`; "" without one."""
+    return (_codex_field(headers, "request_kind") or headers.get("x-openai-subagent", ""))[:_MAX_LABEL_CHARACTERS]
 
 
-def _told_by_codex(headers: Headers, name: str) -> str:
-    """What Codex says of a turn in a header that holds JSON; a header that holds none says nothing."""
+def _codex_field(headers: Headers, name: str) -> str:
+    """Return a field of Codex's header with JSON; "" if the header is missing or not JSON."""
     try:
-        told: Any = orjson.loads(headers.get("x-codex-turn-metadata", "null"))
+        fields: Any = orjson.loads(headers.get("x-codex-turn-metadata", "null"))
     except orjson.JSONDecodeError:
         return ""
-    value = told.get(name) if isinstance(told, dict) else None
+    value = fields.get(name) if isinstance(fields, dict) else None
     return value if isinstance(value, str) else ""

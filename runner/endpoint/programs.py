@@ -1,4 +1,4 @@
-"""Runs an agent program in a process group of its own; whatever it started ends with it."""
+"""Runs an agent program in its own process group, and ends all processes that it started."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from runner.errors import BadOption, ProgramFailed
 __all__ = ["PROGRAM_ID_VARIABLE", "FinishedProgram", "program_environ", "run_program", "write_files"]
 
 PROGRAM_ID_VARIABLE: Final = "DELTARUNNER_PROGRAM"
-"""The variable by which the processes of a program are known that left its group."""
+"""Variable that identifies the processes of a program, also those that left its group."""
 
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""So many bytes of each output are kept, the last ones."""
+"""Bytes of each output that are kept, from its end."""
 
 TERMINATE_GRACE_SECONDS: Final = 2.0
-"""Seconds between asking a program to end and ending it."""
+"""Time between SIGTERM and SIGKILL for a program."""
 
 OUTPUT_DRAIN_SECONDS: Final = 1.0
-"""Seconds in which what a program printed is read once it has ended."""
+"""Time to read the rest of the output after a program has ended."""
 
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
-"""The only variables of ours that a program gets."""
+"""The only variables of this process that a program receives."""
 
 _TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP")
-"""The variables by which a program finds a folder for what is temporary; which it asks first differs."""
+"""Variables for the folder of temporary files; programs differ in which they read first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,28 @@ class FinishedProgram:
     """A program that has ended."""
 
     argv: Sequence[str]
-    """What was run."""
+    """The command."""
     returncode: int
-    """The code that it ended with; below 0 the signal that ended it."""
+    """Exit code; below 0 the signal that ended it."""
     stdout: str
-    """The last 64 KiB that it printed."""
+    """Its last 64 KiB of output."""
     stderr: str
-    """The last 64 KiB of its errors."""
+    """Its last 64 KiB of errors."""
 
     @property
     def ok(self) -> bool:
-        """Whether it ended with 0."""
+        """True if the exit code is 0."""
         return self.returncode == 0
 
     def failure(self) -> ProgramFailed:
-        """An error that says how it ended, with the last lines that it printed."""
+        """Return an error with the exit code and the last lines of output."""
         ended = f"code {self.returncode}" if self.returncode >= 0 else signal.Signals(-self.returncode).name
         last = (self.stderr.strip() or self.stdout.strip() or "it printed nothing").splitlines()[-8:]
         return ProgramFailed(f"{self.argv[0]} ended with {ended}: " + "\n".join(last))
 
 
 def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Put into the home of a program its files, by their path there, and a folder for what is temporary."""
+    """Write a program's files into its home, by their path there, and make a folder for temporary files."""
     _temporary(home).mkdir()
     for path, text in files.items():
         file = home / path
@@ -77,9 +77,9 @@ def write_files(home: Path, files: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def program_environ(home: Path, further: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """The whole environment of a program: of ours what it may see, a home that is furnished, and further variables.
+    """Return the whole environment of a program: some of our variables, its home, and further variables.
 
-    What is temporary is in its home, and goes with it, where nothing further says where to put that.
+    Temporary files are in its home, and removed with it, unless a further variable sets another folder.
     """
     own = {name: os.environ[name] for name in _KEPT if name in os.environ}
     own |= {"HOME": str(home), "TERM": "dumb"}
@@ -94,7 +94,7 @@ def _temporary(home: Path) -> Path:
 
 
 class RunningProgram:
-    """A program that runs."""
+    """A running program."""
 
     def __init__(self, argv: Sequence[str], process: subprocess.Popen[bytes], mark: str) -> None:
         self._argv = argv
@@ -103,19 +103,19 @@ class RunningProgram:
         self._stdout, self._stderr = _OutputTail(), _OutputTail()
 
     async def wait(self) -> FinishedProgram:
-        """Wait until it has ended; what it leaves behind is ended then."""
+        """Wait until it has ended, then end the processes that it left."""
         async with anyio.create_task_group() as readers:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
             await _ended(self._process.pid)
-            # What it started may hold its outputs open for ever.
+            # Processes that it started may keep its outputs open for ever.
             readers.cancel_scope.deadline = anyio.current_time() + OUTPUT_DRAIN_SECONDS
             await self._end_rest()
         return FinishedProgram(self._argv, self._process.returncode, self._stdout.text(), self._stderr.text())
 
     async def end(self) -> None:
-        """End it and all that it started, politely first."""
+        """End it and all processes that it started: SIGTERM first, then SIGKILL."""
         if self._process.returncode is None:
             if _signal_group(self._process.pid, signal.SIGTERM):
                 with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
@@ -128,11 +128,11 @@ class RunningProgram:
     async def _end_rest(self) -> None:
         _signal_group(self._process.pid, signal.SIGKILL)
         with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
-            # Until there is none: one that was not seen yet may have started another one.
+            # Repeat until none is left: a process that was not seen yet may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
         await _ended(self._process.pid)
-        # The last thing of all: from here on its number, and so that of its group, may be somebody else's.
+        # The last step: from here on its process id, and so that of its group, may belong to another process.
         self._process.wait()
 
 
@@ -140,32 +140,31 @@ class RunningProgram:
 async def run_program(
     argv: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> AsyncIterator[RunningProgram]:
-    """A program while the block runs and no longer.
+    """Run a program while the block runs.
 
     Args:
-        argv: what to run; a relative path is looked for in `cwd`, then in our own folder.
-        cwd: where.
+        argv: the command; a relative path is looked up in `cwd`, then in our own folder.
+        cwd: its working folder.
         env: its whole environment.
 
     Raises:
-        BadOption: there is no such program or folder, or the system does not take what it is given.
+        BadOption: the program or the folder does not exist, or the system rejects the command.
     """
     for each in argv:
         if not isinstance(each, str | os.PathLike):
             raise BadOption(f"run({argv!r:.80}): give a list of strings, not of {type(each).__name__}.")
     given = [os.fspath(each) for each in argv]
     if cwd is not None and not await anyio.Path(cwd).is_dir():
-        raise BadOption(f"run({given[:1]!r:.80}, cwd={os.fspath(cwd)!r}): there is no such folder.")
+        raise BadOption(f"run({given[:1]!r:.80}, cwd={os.fspath(cwd)!r}): this folder does not exist.")
     found = _found(given[0], cwd, env) if given else None
     if found is None:
         raise BadOption(
-            f"run({given!r:.80}): there is no program {given[0] if given else ''!r} that can be run, on PATH or by its "
-            f"path: install it."
+            f"run({given!r:.80}): {given[0] if given else ''!r} is not a program on PATH or by its path: install it."
         )
     mark = secrets.token_hex(16)
     try:
         process = _started([found, *given[1:]], cwd, {**env, PROGRAM_ID_VARIABLE: mark})
-    # An argument of 128 KiB or with a zero byte in it, a variable that is no text, a script that does not say of what.
+    # An argument of 128 KiB or with a zero byte, a variable that is not text, a script without an interpreter.
     except (OSError, TypeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
@@ -180,7 +179,7 @@ async def run_program(
 def _started(
     argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # Not by the event loop, which asks whatever ends for its code at once, and so frees its number.
+    # Not by the event loop, which reaps a child as soon as it ends, and so frees its process id.
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -194,7 +193,7 @@ def _started(
 
 
 def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str | None:
-    """The program on PATH, or by a path from its own folder, or from ours."""
+    """Return the program on PATH, or by a path from its working folder, or from ours."""
     paths = [program]
     if os.path.dirname(program) and not os.path.isabs(program):
         paths = [os.path.abspath(os.path.join(folder, program)) for folder in (cwd or "", "")]
@@ -202,7 +201,7 @@ def _found(program: str, cwd: str | os.PathLike[str] | None, env: Mapping[str, s
 
 
 class _OutputTail:
-    """The end of what a program prints."""
+    """The end of a program's output."""
 
     def __init__(self) -> None:
         self._parts = deque[bytes]()
@@ -224,12 +223,12 @@ class _OutputTail:
 
 
 async def _ended(pid: int) -> None:
-    """Wait until a child has ended; its code is left where it is, and so its number stays its own."""
+    """Wait until a child has ended without reaping it, so that its process id stays reserved."""
     try:
         descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # a system that has none
+    except (AttributeError, OSError):  # a system without it
         look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # A limiter of its own: programs that run for hours would take the threads of all others.
+        # A separate limiter: programs that run for hours would take the threads of all others.
         await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return
     try:
@@ -239,7 +238,7 @@ async def _ended(pid: int) -> None:
 
 
 def _signal_group(pid: int, number: int) -> bool:
-    """Send a signal to a process group; whether there is one."""
+    """Send a signal to a process group. Return True if the group exists."""
     try:
         os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -248,10 +247,10 @@ def _signal_group(pid: int, number: int) -> bool:
 
 
 def _kill_marked(mark: str) -> bool:
-    """End the processes that have a mark in their environment, where the system tells; whether there were any."""
+    """End the processes with a mark in their environment, on systems that show it. Return True if one existed."""
     wanted, found = f"{PROGRAM_ID_VARIABLE}={mark}".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
-        # It may have ended, or be somebody else's.
+        # It may have ended, or belong to another user.
         with contextlib.suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found = True

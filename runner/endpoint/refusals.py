@@ -1,4 +1,4 @@
-"""Why a request gets no answer: the status, a code, and one sentence. Each wire form writes it in its own words."""
+"""Refusals of requests: a reason with its status and code, and a message. Each wire form has its own body for them."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ __all__ = ["Reason", "Refused", "ended", "refusal_of"]
 
 
 class Reason(enum.StrEnum):
-    """Why a request is refused."""
+    """The reason of a refusal."""
 
     INVALID = "invalid_request"
-    """Something in it cannot be used; asking again is in vain."""
+    """A field cannot be used; do not retry."""
     OVERFLOW = "context_length_exceeded"
-    """Its history does not fit the model's context; a shorter one may."""
+    """The history does not fit the model's context; a shorter one may."""
     OVER = "episode_over"
-    """The episode has ended or reached a limit; asking again is in vain."""
+    """The episode has ended or reached a limit; do not retry."""
     UNAUTHORIZED = "invalid_api_key"
-    """Its key is that of no episode."""
+    """The key belongs to no episode."""
     NO_REWARD = "reward_not_allowed"
-    """It says a reward with the key of the program that is rewarded."""
+    """A reward came with the key of the program that is rewarded."""
     FORBIDDEN = "forbidden_host"
-    """It was sent to another host's name."""
+    """The Host header has another name."""
     NOT_FOUND = "not_found"
-    """There is nothing at this address."""
+    """This address does not exist."""
     METHOD = "method_not_allowed"
-    """There is something, for another method."""
+    """The address exists, for another method."""
     TOO_LARGE = "request_too_large"
-    """Its body is larger than the endpoint reads."""
+    """The body is too large."""
     SLOW = "request_timeout"
-    """Its body did not come in time."""
+    """The body did not arrive in time."""
     BUSY = "rate_limit_exceeded"
-    """Too many requests of this episode are in flight; asking again later helps."""
+    """Too many requests of this episode are in flight; retry later."""
     NO_ITEM = "item_not_found"
-    """It names an item that this episode did not give out."""
+    """An item id was not returned by this episode."""
     NO_RESPONSE = "previous_response_not_found"
-    """It goes on from a response that this episode did not give out."""
+    """A response id was not returned by this episode."""
     FAILED = "server_error"
-    """Something of ours failed."""
+    """An internal error."""
 
     @property
     def status(self) -> HTTPStatus:
-        """The status of the answer. None of them is 409, which every client tries again."""
+        """HTTP status of the answer. It is never 409, which every client retries."""
         return _STATUS.get(self, HTTPStatus.BAD_REQUEST)
 
     @property
     def retry(self) -> bool:
-        """Whether asking the same again may help."""
+        """True if a retry of the same request may help."""
         return self in (Reason.BUSY, Reason.FAILED, Reason.SLOW)
 
 
@@ -69,14 +69,14 @@ _STATUS = {
 
 
 class Refused(Exception):
-    """A request gets no answer.
+    """Raised for a request without an answer.
 
     Args:
-        reason: why.
-        message: the same in a sentence that names the thing and the fix.
-        prompt: how many ids the prompt has that does not fit, where that is the reason.
-        context: how many the model can have.
-        code: the word by which Anthropic's clients know it.
+        reason: the reason.
+        message: the thing and the fix, in a sentence.
+        prompt: number of prompt ids that do not fit, for that reason.
+        context: most ids of the model, for that reason.
+        code: the code for Anthropic's clients.
     """
 
     def __init__(self, reason: Reason, message: str, *, prompt: int = 0, context: int = 0, code: str = "") -> None:
@@ -89,12 +89,12 @@ class Refused(Exception):
 
 
 def ended() -> Refused:
-    """What a client is told whose episode is served no more."""
+    """Return the refusal of requests to an episode that is over."""
     return Refused(Reason.OVER, "the episode is over: it has ended.")
 
 
 def refusal_of(error: Exception) -> Refused:
-    """What a client is told of an error: all of ours, and nothing of what failed inside."""
+    """Return the refusal for an error: the text of our own errors, and nothing of internal ones."""
     match error:
         case Refused():
             return error

@@ -1,4 +1,4 @@
-"""Reads the fields of a request's body that several wire forms have; what cannot be used is refused by its name."""
+"""Reads fields of a request's body that several wire forms share. Wrong values are refused with the field's name."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_MESSAGES: Final = 10_000
-"""The most messages, or items, that a history may have."""
+"""Most messages, or items, of a history."""
 
 MAX_CALLS: Final = 10_000
-"""The most calls of tools that a history may have."""
+"""Most tool calls of a history."""
 
 MAX_TOOLS: Final = 2_000
-"""The most tools that a request may offer."""
+"""Most tools of a request."""
 
 MAX_TOOL_BYTES: Final = 512 * 1024
-"""The most bytes of JSON that a tool may have."""
+"""Largest tool as JSON."""
 
 MAX_VALUES: Final = 500_000
-"""The most values that a body may have: a million of them take a second to be read, and nothing else runs meanwhile."""
+"""Most JSON values of a body. A million of them take a second to parse, and nothing else runs during that time."""
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 _OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
-"""How an error of ours begins that names a field of `Sampling`, which clients know by another name."""
+"""Beginning of an error that names a field of `Sampling`, which clients know by another name."""
 
 SamplingFields = Mapping[str, str]
-"""The fields of a body that ask for sampling, by the name that `Sampling` has for each."""
+"""Sampling fields of a body, by their names in `Sampling`."""
 
 
 def bad(message: str) -> NoReturn:
-    """Refuse the request as one that cannot be used."""
+    """Refuse the request as invalid."""
     raise Refused(Reason.INVALID, message)
 
 
 def decode_body(raw: bytes) -> dict[str, Any]:
-    """The object that a body holds.
+    """Return the JSON object of a body.
 
     Raises:
-        Refused: it holds none, or a history of too many messages, or too many values.
+        Refused: it is not an object, or has too many messages or values.
     """
     if _may_hold_more(raw) and (values := _values_in(raw)) > MAX_VALUES:
         bad(f"the body has {values:,} values, more than {MAX_VALUES:,}: send a shorter history or fewer tools.")
@@ -79,7 +79,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
         try:
             body = orjson.loads(_ESCAPE.sub(_without_half, raw))
         except orjson.JSONDecodeError:
-            bad(f"the body is no JSON ({error}): send an object.")
+            bad(f"the body is not JSON ({error}): send an object.")
     if not isinstance(body, dict):
         bad(f"the body is a JSON {type(body).__name__}: send an object.")
     for name in ("messages", "input"):
@@ -93,30 +93,30 @@ _ESCAPE: Final = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[
 
 
 def _without_half(found: re.Match[bytes]) -> bytes:
-    """An escape as it is; U+FFFD for half of a surrogate pair, which JavaScript writes where it cut a text in two."""
+    """Return an escape; U+FFFD for half of a surrogate pair, which JavaScript writes where it cut a text in two."""
     return found[0] if found["half"] is None else b"\\ufffd"
 
 
 def _may_hold_more(raw: bytes) -> bool:
-    """Whether a body may have too many values: what stands between them stands in texts too."""
+    """Return True if a body may have too many values. Separators inside of texts count too."""
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES
 
 
 def _values_in(raw: bytes) -> int:
-    """How many values a body has; at least so many where it is no JSON."""
+    """Return the number of values in a body; a lower bound if it is not JSON."""
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
-    if strings > 2 * MAX_VALUES:  # keys among them
+    if strings > 2 * MAX_VALUES:  # keys included
         return strings // 2
     outside = b"".join(bare.split(b'"')[::2])
     return outside.count(b",") + outside.count(b"{") + outside.count(b"[")
 
 
 def check_size(asked: ChatCall) -> None:
-    """Refuse a request that would take long before its prompt is there.
+    """Refuse a request whose prompt would take long to make.
 
     Raises:
-        Refused: it has too many tools or calls, or one of its tools is too large; says how many there may be.
+        Refused: it has too many tools or calls, or a tool is too large; the message has the limit.
     """
     if len(asked.tools) > MAX_TOOLS:
         bad(f"tools: {len(asked.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
@@ -135,7 +135,7 @@ def check_size(asked: ChatCall) -> None:
 
 
 def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """A field of a type; null is the same as nothing, and 1.0 a whole number."""
+    """Return a field of a type. Null is the same as a missing field, and 1.0 a whole number."""
     value = body.get(name)
     if value is None:
         return default
@@ -147,12 +147,12 @@ def field_of(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T
 
 
 def _whole(value: Any) -> Any:
-    """A number without a fraction as a whole one: some languages know no other numbers than 1.0."""
+    """Return a number without a fraction as an integer: some languages write 1 as 1.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """A list of objects; null is an empty one."""
+    """Return a list of objects; null is an empty one."""
     values = field_of(body, name, list, [])
     for index, value in enumerate(values):
         if not isinstance(value, dict):
@@ -161,7 +161,7 @@ def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def number(body: Mapping[str, Any], name: str) -> float | None:
-    """A number, or None where there is none."""
+    """Return a number, or None for a missing field."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         bad(f"{name}: give a number, not {value!r:.60}.")
@@ -169,7 +169,7 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
 
 
 def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Stop strings: one, or a list of them."""
+    """Return the stop strings: one, or a list of them."""
     value = body.get(name) or ()
     given = (value,) if isinstance(value, str) else value
     if not isinstance(given, Sequence) or not all(isinstance(each, str) and each for each in given):
@@ -178,7 +178,7 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
-    """The smallest of the fields that say how many ids an answer may have; null and -1 leave it to the run."""
+    """Return the smallest of the fields that limit the answer's ids; null and -1 leave it to the run."""
     given = list[int]()
     for name in names:
         value = field_of(body, name, int, -1)
@@ -190,10 +190,10 @@ def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def sampling_of(body: Mapping[str, Any], fields: SamplingFields, **further: Any) -> Sampling | None:
-    """How a request would have its turn sampled; None where it says nothing of it.
+    """Return the sampling of a request; None if it has no such field.
 
     Raises:
-        Refused: a value cannot be.
+        Refused: a value is not allowed.
     """
     given: dict[str, Any] = {
         ours: _READ.get(ours, _as_it_is)(value)
@@ -213,18 +213,18 @@ def _as_it_is(value: float) -> float:
 
 
 def _top_k(value: float) -> float:
-    """The likeliest ids that are kept; vLLM's clients write -1 where all of them are."""
+    """Return the number of most likely ids to keep; vLLM's clients write -1 for all."""
     return 0 if value == -1 else _whole(value)
 
 
 def _top_p(value: float) -> float:
-    """The mass that is kept; OpenAI takes 0, which keeps the likeliest id alone."""
+    """Return the probability mass to keep; OpenAI accepts 0, which keeps only the most likely id."""
     return value or _MIN_TOP_P
 
 
 _MIN_TOP_P: Final = 1e-6
 _READ: Final[Mapping[str, Callable[[float], float]]] = {"top_k": _top_k, "top_p": _top_p, "min_tokens": _whole}
-"""How fields are read that clients write in several ways."""
+"""Conversions of fields that clients write in several ways."""
 
 _CONSTRAINTS: Final = {
     "guided_json": "schema",
@@ -234,16 +234,16 @@ _CONSTRAINTS: Final = {
     "regex": "regex",
     "choice": "choice",
 }
-"""The fields of vLLM's that say what an answer has to match, by the names that `Sampling` has for them."""
+"""vLLM's fields that constrain an answer, by their names in `Sampling`."""
 
 _NO_CONSTRAINTS: Final = ("grammar", "structural_tag", "guided_grammar")
 
 
 def constraint_of(body: Mapping[str, Any], schema: dict[str, Any] | None) -> dict[str, Any]:
-    """What an answer has to match, by the names of `Sampling`: a schema that was read, or what vLLM's fields say.
+    """Return the constraint on an answer, by its name in `Sampling`: a schema that was read, or vLLM's fields.
 
     Raises:
-        Refused: a field asks for what cannot be enforced here.
+        Refused: a field requests a constraint that cannot be enforced here.
     """
     found: dict[str, Any] = {} if schema is None else {"schema": schema}
     inner = field_of(body, "structured_outputs", dict, {})
@@ -277,11 +277,11 @@ def _constraint(kind: str, value: Any, where: str) -> Any:
 
 
 MAX_UNREAD_FIELDS: Final = 20
-"""So many fields of a body that nothing reads are noted."""
+"""Most unread fields of a body that are recorded."""
 
 
 def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: dict[str, Any]) -> None:
-    """Note the fields of a body that nothing here reads, so that the record of the request tells of them."""
+    """Record the fields of a body that are not read, as not granted."""
     unread = (
         (name, value)
         for name, value in body.items()
@@ -293,7 +293,7 @@ def note_unread(body: Mapping[str, Any], known: Collection[str], not_granted: di
 
 
 def _shortly(value: Any) -> Any:
-    """A value as a record may hold it: what is long or nested is told by its kind."""
+    """Return a value for a record: long or nested ones are replaced by their type."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     if len(inner) > 8 or not all(isinstance(each, bool | int | float | None) or _is_short(each) for each in inner):
         return f"({_KINDS.get(type(value), 'a value')})"
@@ -305,7 +305,7 @@ def _is_short(value: Any) -> bool:
 
 
 def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """The JSON schema that an answer has to match, of a field like OpenAI's `response_format`; None for any text."""
+    """Return the JSON schema for an answer, from a field like OpenAI's `response_format`; None for any text."""
     match form.get("type"):
         case None | "text":
             return None
@@ -324,9 +324,9 @@ def json_schema(form: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 def with_constraint(
     constraint: dict[str, Any], tools: Sequence[Any], tool_choice: ToolChoice | None, not_granted: dict[str, Any]
 ) -> dict[str, Any]:
-    """What an answer has to match, where it can be enforced.
+    """Return the constraint on an answer, if it can be enforced.
 
-    A turn that may call tools cannot be held to it, and that is told.
+    It cannot for a turn that may call tools; this is recorded as not granted.
     """
     if constraint and tools and tool_choice != "none":
         not_granted["response_format"] = "a turn that may call tools is not held to a schema"

@@ -1,8 +1,8 @@
-"""Writes an answer as OpenAI's Responses have it: items, one after the other, each opened when something comes of it.
+"""Writes an answer in the form of OpenAI's Responses: items one after another, each opened with its first piece.
 
-Whatever a turn says after a call stands in another message; the contents of its messages, joined, are its content. What
-was asked for besides stands beside an event's own fields: `prompt_token_ids` with the first, `token_ids` with whichever
-comes next. The log-probabilities of a turn's ids stand with its text, those of ids behind it with the last event.
+Text of a turn after a call is in another message; the joined contents of its messages are its content. Requested extras
+are additional fields of events: `prompt_token_ids` in the first one, `token_ids` in the next one that is sent. Log-
+probabilities of ids are with their text, those of the last ids in the last event.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _FAILURES: Final = {
     Reason.SLOW: "server_error",
 }
 _IN_VAIN: Final = "invalid_prompt"
-"""The code of what is not asked again: clients try every other one once more."""
+"""The code that clients do not retry: they retry any other one once."""
 
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being told: a text, of reasoning or of a message."""
+    """An item that is being streamed: a text, of reasoning or of a message."""
 
     item: dict[str, Any]
     kind: str
-    """The type of its text."""
+    """Type of its text."""
     delta: bytes
-    """The begin of each event that tells more of it."""
+    """Beginning of each event with a further piece."""
     text: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class _OpenItem:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes events; the parts of deltas that do not change are encoded once."""
+    """Writes events. Constant parts of deltas are encoded once."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         """Write an answer; see `AnswerWriter`."""
@@ -136,7 +136,7 @@ class ResponseWriter(AnswerWriter):
         return begin + self._event("response.failed", response=response)
 
     def whole(self, answered: Answered) -> bytes:
-        self.end(answered)  # whose items are those of a stream
+        self.end(answered)  # its items equal those of a stream
         response = {**self._final(answered), "output": self._output}
         if self._logprobs:
             response["logprobs"] = self._logprobs
@@ -148,7 +148,7 @@ class ResponseWriter(AnswerWriter):
     # --- items
 
     def _more(self, kind: str, text: str) -> bytes:
-        """The text of this kind goes on."""
+        """Return the events for a further piece of this kind of text."""
         begin = b""
         if self._open is None or self._open.kind != kind:
             begin = self._close() + self._begin_part(kind)
@@ -184,7 +184,7 @@ class ResponseWriter(AnswerWriter):
         return b'%b,"sequence_number":%d,"delta":%b%b}\n\n' % (part.delta, self._number - 1, encode(text), further)
 
     def _close(self, status: str = "completed") -> bytes:
-        """Finish the item that is being told."""
+        """Return the events that end the open item."""
         part = self._open
         if part is None:
             return b""
@@ -215,7 +215,7 @@ class ResponseWriter(AnswerWriter):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response without its output; tools and instructions, which may be long, are not given back."""
+        """Return the response without its output, and without tools and instructions, which may be long."""
         sampling = self.request.asked.sampling
         return {
             "id": item_id("resp", self.handle),
@@ -242,7 +242,7 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _final(self, answered: Answered) -> dict[str, Any]:
-        """The response of a finished turn, without its output."""
+        """Return the response of a finished turn, without its output."""
         cut = _CUT.get(answered.turn.finish)
         response = self._response("completed" if cut is None else "incomplete")
         if cut is not None:
@@ -256,11 +256,11 @@ _CUT: Final = {
     FinishReason.CONTEXT: "max_output_tokens",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
-"""What is incomplete of an answer, by why its turn ended."""
+"""Reason of an incomplete answer, by the end of its turn."""
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
-    """How many ids were read and sampled; which of them are reasoning is not counted."""
+    """Return the counts of ids; reasoning ids are not counted separately."""
     return {
         "input_tokens": turn.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_of(turn), "cache_write_tokens": 0},

@@ -1,7 +1,7 @@
-"""Reads the items of OpenAI's Responses as messages: what was said of one turn, which is several items, as one message.
+"""Reads the items of OpenAI's Responses as messages. Several items of one turn become one message.
 
-Items name the turn that they are of: by their ids, which are its handle after `rs_`, `msg_`, `fc_` or `ctc_`, by the
-ids of calls, and by the encrypted content of reasoning, which holds nothing else. A reference has the id alone.
+Items name their turn by their ids, which are its handle after `rs_`, `msg_`, `fc_` or `ctc_`, by the ids of calls, and
+by the encrypted content of reasoning, which contains nothing else. A reference has the id alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _NAMED: Final = re.compile(r"(?:call|rs|msg|fc|ctc)_([0-9a-f]{12})(?:_\d+j?)?")
-"""What names a turn, with what follows its handle's `call_`."""
+"""An id that names a turn; the group is the part of its handle after `call_`."""
 
 _TEXTS: Final = {
     "input_text": "text",
@@ -41,38 +41,38 @@ _TEXTS: Final = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-"""Where each part has its text."""
+"""Field with the text, by the type of a part."""
 
 _ROLES: Final = {"user": "user", "system": "system", "developer": "system"}
 
 
 def item_id(prefix: str, handle: str, number: int = 0) -> str:
-    """The id of an item, which names its turn; of further items of the kind it has a number."""
+    """Return the id of an item, which names its turn; a number follows for further items of the kind."""
     name = f"{prefix}_{handle.removeprefix('call_')}"
     return f"{name}_{number}" if number else name
 
 
 def flat_name(name: str, namespace: str) -> str:
-    """The one name by which a model calls a tool of a namespace."""
+    """Return the single name by which a model calls a tool of a namespace."""
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}" if namespace else name
 
 
-# A custom tool takes a text; a model calls it as a function whose only argument is that text. Where the model gave
-# other arguments, the text is those as JSON, and the id of the call says so, which every client sends back: else they
-# would come back as a text that nobody said.
+# A custom tool takes a text; a model calls it as a function whose only argument is that text. If the model wrote other
+# arguments, the text is their JSON, and the id of the call marks that. Every client sends the id back; without the
+# mark, they would come back as a text that the model did not write.
 
 CUSTOM_PARAMETERS: Final[Mapping[str, Any]] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-"""The schema of a custom tool as a model has it."""
+"""Schema of a custom tool for a model."""
 
 _OTHER: Final = "j"
 
 
 def custom_call(call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """The id and the text by which a client is told of a call of a custom tool."""
+    """Return the id and the text of a custom tool's call for a client."""
     text = arguments.get("input")
     if len(arguments) == 1 and isinstance(text, str):
         return call_id, text
@@ -80,30 +80,30 @@ def custom_call(call_id: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def custom_arguments(call_id: str, text: str) -> str:
-    """The arguments of such a call, as JSON."""
+    """Return the arguments of such a call, as JSON."""
     if minted(call_id) != call_id and _is_object(text):
         return text
     return arguments_text({"input": text})
 
 
 def minted(call_id: str) -> str:
-    """The id of a call as it was before its text was told as another one."""
+    """Return the id of a call without that mark."""
     own = call_id.removesuffix(_OTHER)
     return own if _NAMED.fullmatch(own) else call_id
 
 
 @dataclass(slots=True)
 class ReadItems:
-    """A list of items as messages."""
+    """Items as messages."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The messages."""
     handles: list[str] = field(default_factory=list)
-    """What names turns among the items, in order."""
+    """Handles of turns among the items, in order."""
 
 
 class _ItemKind(enum.IntEnum):
-    """What an item says of a turn, in the order in which a turn says it."""
+    """Kind of an item of a turn, in the order in which a turn has them."""
 
     REASONING = 0
     MESSAGE = 1
@@ -112,31 +112,34 @@ class _ItemKind(enum.IntEnum):
 
 @dataclass(slots=True)
 class _SaidItems:
-    """What was said of one turn, item by item."""
+    """The items of one turn."""
 
     handle: str
-    """The name of the turn; "" where the items tell none."""
+    """Handle of the turn; "" if the items have none."""
     last: _ItemKind
-    """The kind of the item that was read last."""
+    """Kind of the last item."""
     reasoning: list[str] = field(default_factory=list)
-    """The texts of its reasoning."""
+    """Texts of the reasoning."""
     texts: list[str] = field(default_factory=list)
-    """The texts of its messages."""
+    """Texts of the messages."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The calls, in OpenAI's chat form."""
     refers: str = ""
-    """The id by which an item was only referred to; then the whole turn is meant."""
+    """Id of an item that was only referred to; the whole turn is meant."""
     not_text: bool = False
-    """Whether a note stands for something that is not text."""
+    """True if a note replaces content that is not text."""
 
     def takes(self, handle: str, kind: _ItemKind) -> bool:
-        """Whether a further item is of the same turn; one that is told apart wrongly is joined by whoever knows it."""
+        """Return True if a further item belongs to the same turn.
+
+        Turns that are split wrongly are joined by the history tree.
+        """
         if handle or self.handle:
             return handle == self.handle
         return kind > self.last or kind == self.last != _ItemKind.MESSAGE
 
     def as_message(self) -> dict[str, Any] | None:
-        """The message; None of reasoning that is kept from us."""
+        """Return the message; None for reasoning in encrypted form only."""
         reasoning = "".join(self.reasoning)
         if not (self.texts or self.calls or reasoning or self.refers):
             return None
@@ -155,10 +158,10 @@ class _SaidItems:
 
 
 def read_items(items: Sequence[Mapping[str, Any]]) -> ReadItems:
-    """The messages that items stand for.
+    """Return the messages of these items.
 
     Raises:
-        Refused: one cannot be put before a model; named by its index.
+        Refused: an item cannot be put before a model; the message has its index.
     """
     reader = _ItemReader()
     for index, item in enumerate(items):
@@ -204,7 +207,7 @@ class _ItemReader:
                 bad(f"{where}: an item of the type {kind!r:.60} cannot be put before a model: leave it out.")
 
     def _reference(self, given: str) -> None:
-        """An item that is named by its id alone: the turn that it is of is known to whoever answers."""
+        """Read an item that has an id alone: the episode finds its turn."""
         if _handle_of({"id": given}) == "":
             raise refusal_of(UnknownReference(given, is_item=True))
         prefix = given.partition("_")[0]
@@ -212,7 +215,7 @@ class _ItemReader:
         self._of_turn({"id": given}, kind).refers = given
 
     def _note(self, kind: str, item: Mapping[str, Any]) -> None:
-        """An item of the past that is not text, such as a web search or the output of a tool that is not known here."""
+        """Add a note for a past item that is not text, such as a web search or the output of an unknown tool."""
         if kind.endswith(("_output", "_response")):
             self._finish_turn()
             self._add({"role": "user", "content": note_of(item)}, not_text=True)
@@ -226,7 +229,7 @@ class _ItemReader:
 
     def _message(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         role = item.get("role")
-        # What is asked now is refused by its place; in the past a note stands for it.
+        # A bad item is refused in the new part; in the past, a note replaces it.
         strict = is_last and role != "assistant"
         content, has_notes = _text_of(item.get("content"), f"{where}.content", strict=strict)
         if role == "assistant":
@@ -248,7 +251,7 @@ class _ItemReader:
         said.calls.append({"id": call_id, "type": "function", "function": function})
 
     def _of_turn(self, item: Mapping[str, Any], kind: _ItemKind) -> _SaidItems:
-        """Where an item belongs that says something of a turn."""
+        """Return the collected items of the turn that this item belongs to."""
         handle = _handle_of(item)
         if handle:
             self._handles[handle] = None
@@ -266,7 +269,7 @@ class _ItemReader:
 
 
 def _handle_of(item: Mapping[str, Any]) -> str:
-    """What names the turn of an item, or ""."""
+    """Return the handle of an item's turn, or ""."""
     for name in ("id", "call_id", "encrypted_content"):
         value = item.get(name)
         named = _NAMED.fullmatch(value) if isinstance(value, str) else None
@@ -291,13 +294,13 @@ def _arguments(item: Mapping[str, Any], where: str) -> str:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)  # orjson takes no half of a surrogate pair
+        return isinstance(json.loads(text), dict)  # orjson refuses half of a surrogate pair
     except (ValueError, RecursionError):
         return False
 
 
 def _text_of(content: Any, where: str, *, strict: bool = False) -> tuple[str, bool]:
-    """A text, or parts of one, and whether a note stands for a part of them; nothing is an empty text."""
+    """Return the text of a content, and True if a note replaces a part of it; a missing content is an empty text."""
     if content is None or isinstance(content, str):
         return content or "", False
     if not isinstance(content, list):

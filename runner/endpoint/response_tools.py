@@ -21,11 +21,11 @@ class OfferedTool:
     """A tool as the client knows it."""
 
     name: str
-    """Its name, within its namespace where it has one."""
+    """Its name, inside of its namespace."""
     namespace: str = ""
     """Its namespace, or ""."""
     custom: bool = False
-    """Whether it takes a text, and not arguments."""
+    """True if it takes a text in place of arguments."""
 
 
 @dataclass(slots=True)
@@ -33,18 +33,18 @@ class OfferedTools:
     """The tools of a request."""
 
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Those that a model can call, in OpenAI's nested form."""
+    """The tools that a model can call, in OpenAI's nested form."""
     by_name: dict[str, OfferedTool] = field(default_factory=dict)
-    """What each of them is to the client, by the name that the model has for it."""
+    """The client's tools, by their names for the model."""
     dropped: list[str] = field(default_factory=list)
-    """What a provider would have to run, by its type."""
+    """Types of the tools that a provider would run."""
 
 
 def read_tools(given: Sequence[Mapping[str, Any]]) -> OfferedTools:
-    """The tools of a request.
+    """Read the tools of a request.
 
     Raises:
-        Refused: one has no name, or a part of it is of the wrong type; named by its index.
+        Refused: a tool has no name, or a part of it has the wrong type; the message has its index.
     """
     offered = OfferedTools()
     for index, tool in enumerate(given):
@@ -92,7 +92,7 @@ def _field(tool: Mapping[str, Any], name: str, kind: type[T], default: T, where:
 
 
 def _grammar(tool: Mapping[str, Any], where: str) -> str:
-    """What the description of a custom tool says of how its text is written."""
+    """Return the part of a custom tool's description with the grammar of its text."""
     form = _field(tool, "format", dict, {}, where)
     definition = form.get("definition")
     if form.get("type") != "grammar" or not isinstance(definition, str):
@@ -101,10 +101,10 @@ def _grammar(tool: Mapping[str, Any], where: str) -> str:
 
 
 def read_tool_choice(given: Any, not_granted: dict[str, Any]) -> ToolChoice | None:
-    """Whether a tool may, must or must not be called, or the one that must be.
+    """Return the tool choice: "auto", "none", "required" or the name of a tool.
 
     Raises:
-        Refused: it is no choice between tools that a model can call.
+        Refused: it is not a choice between tools that a model can call.
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind in ("function", "custom"):
@@ -125,7 +125,7 @@ def _chosen(given: Mapping[str, Any], where: str) -> str:
 
 
 def _allowed(given: Mapping[str, Any], not_granted: dict[str, Any]) -> ToolChoice:
-    """The mode; which of the tools may be called is held to where it is one that must be."""
+    """Return the mode. The list of allowed tools is enforced only if it requires a single one."""
     mode = given.get("mode")
     if mode not in ("auto", "required"):
         bad(f"tool_choice.mode: give auto or required, not {mode!r:.60}.")

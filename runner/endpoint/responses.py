@@ -1,7 +1,7 @@
-"""OpenAI's Responses: requests with items, answers whole or as events.
+"""OpenAI's Responses: requests made of items; answers in one piece or as events.
 
-Each request has the whole history as its `input`, or goes on from an earlier response of the episode by its id. Items
-of earlier responses may be named by their ids.
+Each request has the whole history as its `input`, or continues an earlier response of the episode by its id. Items of
+earlier responses may be referred to by their ids.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SAMPLING: Final = {
 }
 _NOT_KEPT: Final = {
     "conversation": "no conversation is kept here under a name: give the whole history as input, or the "
-    "previous_response_id of the response that it goes on from.",
-    "background": "an answer is given to whoever waits for it: leave this out.",
+    "previous_response_id of the response that it continues.",
+    "background": "an answer is sent on the same connection only: leave this out.",
     "prompt": "no prompt is kept here: give its text as instructions or input.",
 }
 _NOT_GRANTED: Final = ("service_tier", "max_tool_calls", "context_management", "moderation")
@@ -57,7 +57,7 @@ _KNOWN: Final = frozenset(
         *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stop", "include"),
         *("stream", "return_token_ids", "top_logprobs", "parallel_tool_calls", "truncation", "reasoning", "store"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        # What changes nothing here.
+        # Fields without an effect here.
         *("user", "metadata", "safety_identifier", "stream_options", "background_options", "client_metadata"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority", "request_id"),
     )
@@ -149,7 +149,7 @@ def _text(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _not_granted(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked for and cannot be had, but for tools."""
+    """Return the requested features that are not granted, apart from tools."""
     not_granted = {name: body[name] for name in _NOT_GRANTED if body.get(name) is not None}
     if field_of(body, "parallel_tool_calls", bool, True) is False:
         not_granted["parallel_tool_calls"] = False

@@ -1,4 +1,4 @@
-"""The one socket of a run, on the run's own event loop; nothing listens before an episode is served."""
+"""The HTTP server of a run, on the run's event loop. It listens once an episode is served."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from runner.errors import BadOption
 __all__ = ["EndpointServer", "Listen", "parse_listen"]
 
 Listen = tuple[str, int]
-"""A host and a port; 0 takes any that is free."""
+"""Host and port; port 0 takes any free one."""
 
 MAX_CONNECTIONS: Final = 2_000
-"""The most connections at a time, or half of the files that may be open.
+"""Most connections at a time; half of the limit of open files, if that is less.
 
-For a further one the oldest is closed that has sent no key of an episode yet, else the one that has been idle longest;
-only where all of them are being answered, the further one itself.
+For a further connection, the oldest one is closed that has sent no key of an episode yet, else the one that has been
+idle longest. If all are in use, the further one is closed.
 """
 
 HEADER_SECONDS: Final = 20.0
-"""Seconds in which the head of a request has to come, and that of a connection's first one has to begin."""
+"""Longest time for the head of a request to arrive, and for that of a connection's first request to begin."""
 
 HEADER_BYTES: Final = 64 * 1024
-"""The most bytes that the head of a request may have."""
+"""Largest head of a request."""
 
 STOP_SECONDS: Final = 3.0
-"""Seconds in which the server has to stop; what is connected then is nobody's any more."""
+"""Longest time for the server to stop; the remaining connections are then abandoned."""
 
 IDLE_SECONDS: Final = 75
-"""Seconds after which a connection is closed on which nothing was asked any more."""
+"""Time after which an idle connection is closed."""
 
 ANSWER_DRAIN_SECONDS: Final = 0.2
-"""Seconds in which a client has to read the end of its answer once the run is over."""
+"""Time for a client to read the end of its answer once the run is over."""
 
 
 def parse_listen(text: str) -> Listen:
-    """The address in `HOST:PORT`, `HOST` or `:PORT`.
+    """Parse `HOST:PORT`, `HOST` or `:PORT`.
 
     Raises:
-        BadOption: it is none.
+        BadOption: it has another form.
     """
     if not isinstance(text, str):
         raise BadOption(f"listen={text!r:.60}: give HOST:PORT, such as 127.0.0.1:8000 or 0.0.0.0:0.")
@@ -68,7 +68,7 @@ class EndpointServer:
     """Serves the episodes of one run.
 
     Args:
-        listen: where it listens. Whoever can reach that address and has a key can use the model.
+        listen: the address. Anyone who can reach it and has a key can use the model.
     """
 
     def __init__(self, listen: str = "127.0.0.1:0") -> None:
@@ -78,9 +78,9 @@ class EndpointServer:
         self._server: Any = None
         self._stopped = anyio.Event()
         self.draining = anyio.Event()
-        """Is set once the run begins no further episode."""
+        """Set once the run begins no further episode."""
         self.url = ""
-        """The address of the server, once something was served."""
+        """The address of the server, once an episode was served."""
 
     async def __aenter__(self) -> Self:
         self._group = anyio.create_task_group()
@@ -99,12 +99,12 @@ class EndpointServer:
         try:
             await group.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as left:
-            if left.exceptions != (error,):  # what passes through goes on as it came
+            if left.exceptions != (error,):  # errors of the block pass unchanged
                 raise
 
     @contextlib.contextmanager
     def serving(self, route: EpisodeRoute) -> Iterator[tuple[str, str]]:
-        """Take requests at a door inside of the block; gives the key to it, and the one that ends its episode."""
+        """Serve a route inside of the block. Yield its key, and the key that ends the episode."""
         application = self._application or self._start()
         keys = application.open(route)
         try:
@@ -143,7 +143,7 @@ class EndpointServer:
             bound.close()
             raise
         self._application = application
-        # In a context of its own: it outlives the episode that asked for it first, whose clocks must not run over it.
+        # In a separate context: it outlives the episode that first needed it, whose clocks must not apply to it.
         Context().run(self._group.start_soon, self._serve, bound)
         return application
 
@@ -155,7 +155,7 @@ class EndpointServer:
 
 
 def _server(application: Application) -> Any:
-    """The server that speaks HTTP.
+    """Return the HTTP server.
 
     Raises:
         BadOption: its library is not installed.
@@ -166,21 +166,21 @@ def _server(application: Application) -> Any:
     except ImportError:
         raise BadOption("an endpoint needs uvicorn and httptools: pip install 'deltarunner[serve]'.") from None
 
-    # A quarter may be let in at once before the first of them is looked at, a quarter is the run's own.
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for any number
+    # A quarter may be accepted at once before the first of them is looked at, a quarter is the run's own.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % sys.maxsize  # -1 for no limit
     connections = min(MAX_CONNECTIONS, files // 2)
-    # Those that may be closed for others, the oldest first: the keyless, and those that were answered.
+    # Connections that may be closed for others, the oldest first: those without a key, and idle ones.
     keyless, idle = dict["Protocol", None](), dict["Protocol", None]()
 
     class Protocol(HttpToolsProtocol):
-        """A connection that is closed where there are too many, and where the head of a request is long in coming."""
+        """A connection that is closed if there are too many, or if the head of a request does not arrive in time."""
 
         _unread = 0
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as the library does it
             super().connection_made(transport)
-            # An event loop sees to that by itself only where it knows the socket's protocol; else whoever waits for a
-            # body behind its head waits for 40 ms.
+            # An event loop does this by itself only if it knows the socket's protocol; else a request whose body
+            # follows its head waits for 40 ms.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._late: TimerHandle | None = None
             self._in_head = False
@@ -195,7 +195,8 @@ def _server(application: Application) -> Any:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            # What has not ended yet, a URL or a header, was told to nobody.
+            # The parser reports a URL or a header once it is complete, so the bytes of an incomplete one are counted
+            # here.
             self._unread = self._unread + len(data) if self._in_head else 0
             self._within(self._unread)
 
@@ -215,7 +216,7 @@ def _server(application: Application) -> Any:
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._in_time()
-            self.scope["extensions"] = {KEY_KNOWN_EXTENSION: {"told": self._is_known}}
+            self.scope["extensions"] = {KEY_KNOWN_EXTENSION: {"callback": self._is_known}}
             super().on_headers_complete()
 
         def on_response_complete(self) -> None:
@@ -233,7 +234,7 @@ def _server(application: Application) -> Any:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _is_known(self) -> None:
-            """A request came with the key of an episode."""
+            """Record that a request came with the key of an episode."""
             self._forget()
 
         def _forget(self) -> None:
@@ -258,7 +259,7 @@ def _server(application: Application) -> Any:
                 self._late = None
 
     class Server(uvicorn.Server):
-        """A server that leaves Ctrl-C to the run, and at whose end nobody is being answered any more."""
+        """A server that leaves Ctrl-C to the run, and stops after all answers are cut."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -269,7 +270,7 @@ def _server(application: Application) -> Any:
             with anyio.move_on_after(ANSWER_DRAIN_SECONDS):
                 while state.tasks:
                     await asyncio.wait(list(state.tasks))
-            # Clients were told by now that their episodes are over, but for those that do not read.
+            # Clients know by now that their episodes are over, except for those that do not read.
             for connection in list(state.connections):
                 if isinstance(connection, Protocol) and connection.is_answering:
                     connection.transport.abort()
@@ -277,7 +278,7 @@ def _server(application: Application) -> Any:
             if state.tasks:
                 await asyncio.wait(list(state.tasks))
 
-    # Its warnings, as of a request that is no HTTP, would be printed into the run's display.
+    # Its warnings, such as of a request that is not HTTP, would be printed into the run's display.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return Server(
         uvicorn.Config(

@@ -1,4 +1,4 @@
-"""Answers one request: as a stream of events while the turn is sampled, or whole at its end."""
+"""Answers one request: as a stream of events while the turn is sampled, or in one piece at its end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from runner.turn_events import IdsSampled, TurnProgress
 __all__ = ["answer", "send_json", "send_refusal"]
 
 WRITE_INTERVAL_SECONDS: Final = 0.02
-"""Seconds in which what is sampled is gathered into one write; the first and the last go at once."""
+"""Interval between writes of a stream; the first and the last one are immediate."""
 
 FIRST_BYTE_SECONDS: Final = 2.0
-"""Seconds after which a client that waits hears that it is heard; until then an error has its own status."""
+"""Time after which a waiting client receives the head of its answer. Until then an error has its own status."""
 
 KEEP_ALIVE_SECONDS: Final = 10.0
-"""Seconds of silence after which a stream is kept alive."""
+"""Time without data after which a stream sends a comment to keep the connection alive."""
 
 STREAM_HEADERS: Final[Sequence[tuple[bytes, bytes]]] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,14 +37,14 @@ STREAM_HEADERS: Final[Sequence[tuple[bytes, bytes]]] = (
 async def answer(
     form: WireForm, request: WireRequest, route: EpisodeRoute, receive: Callable[[], Awaitable[Any]], send: Send
 ) -> None:
-    """Have a request answered and send the answer, or why there is none; a client that goes away cuts it.
+    """Answer a request, or send a refusal. A client that disconnects cuts the turn.
 
-    Where nothing more is sent of a stream that was begun, the server closes the connection: the client asks again.
+    If a stream cannot be continued, the server closes the connection, and the client retries.
     """
     connection = ClientConnection(send)
     writer = form.writer(request, route.model, route.handler.text_of)
     answered = _streamed if request.stream else _whole
-    error: Exception | None = ended()  # where it is cut, and the client is still there
+    error: Exception | None = ended()  # if it is cut, and the client is still there
     async with anyio.create_task_group() as group:
         scope = group.cancel_scope
         with route.cutting(scope), connection.left_if_unread(scope):
@@ -64,7 +64,7 @@ async def _until_gone(
 ) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    # A server says that also once the answer was sent, so that nobody has to cancel this, which costs more than it.
+    # A server sends this event also after the answer, so that the task needs no cancellation, which costs more.
     if not connection.over:
         connection.gone = True
         scope.cancel()
@@ -99,9 +99,9 @@ async def _streamed(
 
 
 class _Events:
-    """Passes a turn on as events, in as few writes as may be; says now and then that nothing is lost.
+    """Sends the events of a turn in few writes, and comments during silence.
 
-    What came when the turn is over waits for its end, and goes with it.
+    Events that arrive with the end of the turn are written together with it.
     """
 
     def __init__(self, connection: ClientConnection, writer: AnswerWriter) -> None:
@@ -117,8 +117,8 @@ class _Events:
         self._began = time.monotonic()
 
     def put(self, progress: TurnProgress, /) -> None:
-        """Take what has come of the turn."""
-        if isinstance(progress, IdsSampled) and not self._writer.tells_ids:
+        """Queue an event."""
+        if isinstance(progress, IdsSampled) and not self._writer.sends_ids:
             return
         self._came.append(progress)
         if len(self._came) == 1:
@@ -129,12 +129,12 @@ class _Events:
                 self._news.set()
 
     def close(self) -> None:
-        """Take note that nothing more comes."""
+        """End the queue: no more events follow."""
         self._closed = True
         self._news.set()
 
     async def forward(self) -> None:
-        """Write what comes until nothing more does."""
+        """Write events until the queue is closed."""
         connection, news = self._connection, self._news
         self._look()
         try:
@@ -154,12 +154,12 @@ class _Events:
                     timer.cancel()
 
     def taken(self) -> bytes:
-        """What has come and is not written yet, which may be nothing."""
+        """Return the events that are not written yet; may be empty."""
         came, self._came = self._came, []
-        return self._writer.tell(came) if came else b""
+        return self._writer.write(came) if came else b""
 
     def _look(self) -> None:
-        """Look from time to time whether nothing was said for long, which costs less than a timer of each write."""
+        """Check from time to time for a long silence, which costs less than a timer for each write."""
         patience = KEEP_ALIVE_SECONDS if self._connection.begun else FIRST_BYTE_SECONDS
         silent = time.monotonic() - max(self._began, self._connection.written)
         if silent >= patience:
@@ -190,7 +190,7 @@ async def _refuse(
 async def send_refusal(
     begin: Callable[..., Awaitable[None]], write: Callable[..., Awaitable[None]], form: WireForm, refused: Refused
 ) -> None:
-    """Send why a request gets no answer."""
+    """Send a refusal."""
     body = orjson.dumps(form.refusal(refused))
     headers = [*_json_headers(body), (b"x-should-retry", b"true" if refused.reason.retry else b"false")]
     if refused.reason is Reason.BUSY:
@@ -200,7 +200,7 @@ async def send_refusal(
 
 
 async def send_json(send: Send, body: bytes, status: int = 200) -> None:
-    """Send a whole answer."""
+    """Send an answer in one piece."""
     await send({"type": "http.response.start", "status": status, "headers": _json_headers(body)})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -1,4 +1,4 @@
-"""What the wire forms have in common: a request that was read, and a writer that tells a turn while it is sampled."""
+"""The interface of the wire forms: a parsed request, and a writer for the answer."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from runner.turn_events import IdsSampled, ToolCalled, TurnAdmitted, TurnProgres
 __all__ = ["AnswerWriter", "Answered", "Headers", "Restarted", "TokenText", "WireForm", "WireRequest", "cached_of"]
 
 Headers = Mapping[str, str]
-"""The headers of a request by their names in lower case."""
+"""Headers of a request by their names in lower case."""
 
 
 class TokenText(Protocol):
-    """Tells the text of ids; a byte that is no text by itself is the character that `surrogateescape` has for it."""
+    """Returns the text of ids; a byte that is not text by itself is the character of `surrogateescape`."""
 
     def __call__(self, ids: Sequence[int], /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireRequest:
-    """A request as it was read, whatever its form."""
+    """A parsed request of any wire form."""
 
     asked: ChatCall
-    """What it asks of the episode."""
+    """The request to the episode."""
     stream: bool
-    """Whether the answer is told while it is sampled."""
+    """True to stream the answer."""
     ids: bool = False
-    """Whether the token ids of prompt and answer are given too."""
+    """True to return the token ids of prompt and answer too."""
     logprobs: bool = False
-    """Whether the log-probability of each id is."""
+    """True to return the log-probability of each id."""
     top_logprobs: int = 0
-    """How many of the likeliest ids are, for each."""
+    """Number of most likely ids to return at each position."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the writer of its form has to know."""
+    """Further values for the writer of the form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a request: what a turn said, as the client is to have it."""
+    """The content of an answer."""
 
     turn: Turn
     """The turn."""
     text: str
-    """Its content."""
+    """Its text."""
     reasoning: str
     """Its reasoning."""
     calls: Sequence[tuple[str, str, Mapping[str, Any]]]
-    """The id, the name and the arguments of each call."""
+    """Id, name and arguments of each call."""
 
     @classmethod
     def of(cls, turn: Turn, continued: Turn | None = None) -> Answered:
-        """What a turn said; where it goes on with one that was cut, what that did not say."""
+        """Return the content of a turn. If it continues a truncated turn, only the new part."""
         made = turn.as_message().get("tool_calls", ())
         calls = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in made]
         if continued is None:
@@ -69,56 +69,56 @@ class Answered:
 
 
 class Restarted(Exception):
-    """The engine threw away a turn of which a part was told: the client has to ask again."""
+    """Raised if the engine discarded a turn after a part of it was sent: the client must retry."""
 
 
 class AnswerWriter(ABC):
-    """Writes one answer, whole or event by event; what a stream was not told is in its end.
+    """Writes one answer, in one piece or event by event. The end of a stream has all that was not sent before.
 
-    A subclass says how each part is written. Its methods return bytes as they go onto the wire, which may be none.
+    A subclass writes each part. Its methods return bytes as they are sent, which may be empty.
     """
 
     keep_alive: ClassVar[bytes] = b": waiting\n\n"
-    """What is sent while nothing else is."""
+    """Sent during silence."""
 
     def __init__(self, request: WireRequest, model: str, text_of: TokenText) -> None:
         """Write an answer to a request.
 
         Args:
             request: the request.
-            model: the name of the model that answers.
-            text_of: tells the text of ids.
+            model: name of the model.
+            text_of: returns the text of ids.
         """
         self.request = request
         self.model = model
         self.text_of = text_of
         self.handle = ""
-        """What names the turn."""
+        """Id of the turn."""
         self.prompt_ids: Sequence[int] = ()
-        """All that the model saw."""
+        """All prompt ids."""
         self._begun = False
         self._text = 0
         self._reasoning = 0
         self._called = 0
         self._calls = 0
 
-    # --- what is told
+    # --- progress
 
     @property
-    def tells_ids(self) -> bool:
-        """Whether the client is told of ids, and not of what they say alone."""
+    def sends_ids(self) -> bool:
+        """True if the client receives ids, not only text."""
         return self.request.ids or self.request.logprobs
 
-    def tell(self, progress: Iterable[TurnProgress]) -> bytes:
-        """What has come of the turn, in as few events as may be.
+    def write(self, progress: Iterable[TurnProgress]) -> bytes:
+        """Write progress of the turn, in few events.
 
         Raises:
-            Restarted: the turn is sampled anew, and some of it was told.
+            Restarted: the turn is sampled again, and a part of it was sent.
         """
-        return b"".join(self._told(each) for each in _merged(progress))
+        return b"".join(self._write_one(each) for each in _merged(progress))
 
     def end(self, answered: Answered) -> bytes:
-        """What of the turn was not told yet, and its end."""
+        """Write the rest of the turn, and its end."""
         parts: list[bytes] = []
         if not self._begun:
             parts.append(self._begin(TurnAdmitted(answered.turn.handle, answered.turn.prompt_ids)))
@@ -133,7 +133,7 @@ class AnswerWriter(ABC):
         parts.append(self.write_end(answered))
         return b"".join(parts)
 
-    def _told(self, progress: TurnProgress) -> bytes:
+    def _write_one(self, progress: TurnProgress) -> bytes:
         match progress:
             case TurnAdmitted():
                 return b"" if self._begun else self._begin(progress)
@@ -147,7 +147,7 @@ class AnswerWriter(ABC):
                 return self.write_text(text)
             case ToolCalled(call):
                 number, self._called = self._called, self._called + 1
-                # One that cannot be read is none to a client: nothing could answer it.
+                # A call that cannot be parsed is left out: a client could not answer it.
                 if call.error is not None:
                     return b""
                 index, self._calls = self._calls, self._calls + 1
@@ -161,7 +161,7 @@ class AnswerWriter(ABC):
         return self.write_begin()
 
     def _sampled(self, sampled: IdsSampled) -> bytes:
-        if not self.tells_ids:
+        if not self.sends_ids:
             return b""
         return self.write_ids(sampled.token_ids, sampled.logprobs, sampled.top)
 
@@ -169,68 +169,68 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def write_begin(self) -> bytes:
-        """The begin of a stream."""
+        """Return the beginning of a stream."""
 
     @abstractmethod
     def write_reasoning(self, text: str) -> bytes:
-        """A further piece of the reasoning."""
+        """Return a further piece of reasoning."""
 
     @abstractmethod
     def write_text(self, text: str) -> bytes:
-        """A further piece of the content."""
+        """Return a further piece of text."""
 
     @abstractmethod
     def write_call(self, index: int, call_id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
-        """The call of a tool, the `index`-th one of the answer."""
+        """Return a tool call, the `index`-th one of the answer."""
 
     def write_ids(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, top: TopLogprobs | None) -> bytes:
-        """Further sampled ids, for a client that asked for them; what they say may have been written or not."""
+        """Return further sampled ids, for a client that requested them; their text may come before or after."""
         return b""
 
     @abstractmethod
     def write_end(self, answered: Answered) -> bytes:
-        """The end of a stream."""
+        """Return the end of a stream."""
 
     @abstractmethod
     def write_refusal(self, refused: Refused) -> bytes:
-        """The end of a stream that was begun and gets no answer."""
+        """Return the end of a stream that has no answer."""
 
     @abstractmethod
     def whole(self, answered: Answered) -> bytes:
-        """The whole answer, for a client that does not listen to a stream."""
+        """Return the whole answer, for a client without a stream."""
 
 
 class WireForm(ABC):
-    """One form of requests and answers. It has no state."""
+    """A form of requests and answers, without state."""
 
     name: ClassVar[str]
-    """What the record of a request calls it."""
+    """Its name in the records of requests."""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
         """Read a request.
 
         Raises:
-            Refused: something in it cannot be used; names the field and the fix.
+            Refused: a field cannot be used; the message has its name and the fix.
         """
 
     @abstractmethod
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
-        """What writes the answer to a request."""
+        """Return a writer for the answer to a request."""
 
     @abstractmethod
     def refusal(self, refused: Refused) -> Mapping[str, Any]:
-        """The body of the answer to a request that is refused, in words by which clients of this form tell why."""
+        """Return the body of a refusal, in the words that clients of this form look for."""
 
 
 def cached_of(turn: Turn) -> int:
-    """How many tokens of a turn's prompt were cached, as far as its engine says."""
-    told = turn.cached_tokens if turn.usage is None else turn.usage.cached_tokens
-    return told or 0
+    """Return how many tokens of a turn's prompt were cached; 0 if the engine does not report it."""
+    cached = turn.cached_tokens if turn.usage is None else turn.usage.cached_tokens
+    return cached or 0
 
 
 def _merged(progress: Iterable[TurnProgress]) -> Iterable[TurnProgress]:
-    """The same with neighbouring pieces of a text as one."""
+    """Merge neighbouring pieces of text."""
     last: TurnProgress | None = None
     for each in progress:
         if isinstance(each, ContentPiece) and isinstance(last, ContentPiece):

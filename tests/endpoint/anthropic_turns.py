@@ -94,7 +94,7 @@ def streamed(told: Said, cuts: Iterable[int] = (), **fields: Any) -> bytes:
     """All that is written of a turn whose progress is told in pieces."""
     writes, begin, written = writer(**fields), 0, b""
     for end in [*sorted(cuts), len(told.progress)]:
-        written += writes.tell(told.progress[begin:end])
+        written += writes.write(told.progress[begin:end])
         begin = end
     return written + writes.end(Answered.of(told.turn))
 

@@ -96,7 +96,7 @@ class Program:
             if not stream:
                 answers.append(json.loads(writer.whole(answered)))
                 return
-            answers.append(rebuilt(b"".join(writer.tell([each]) for each in told) + writer.end(answered)))
+            answers.append(rebuilt(b"".join(writer.write([each]) for each in told) + writer.end(answered)))
 
         asked = replace(request.asked, system_as_user=self.system_as_user)
         await self._desk.ask(asked, sink=ImmediateSink(told.append), deliver=give)

@@ -171,9 +171,9 @@ def test_a_stream_is_kept_alive_by_pings_that_say_nothing() -> None:
 
 def test_a_turn_that_is_sampled_anew_after_some_of_it_was_told_is_not_told_on() -> None:
     writes = writer()
-    writes.tell([TurnAdmitted(HANDLE, PROMPT), ContentPiece("so")])
+    writes.write([TurnAdmitted(HANDLE, PROMPT), ContentPiece("so")])
     with pytest.raises(Restarted):
-        writes.tell([TurnRestarted()])
+        writes.write([TurnRestarted()])
 
 
 def test_what_goes_on_with_a_cut_turn_says_what_that_did_not() -> None:
@@ -231,7 +231,7 @@ def test_an_episode_that_is_over_is_told_by_its_code() -> None:
 def test_a_refusal_in_mid_stream_is_an_error_to_the_client() -> None:
     told = said(ORDERED)
     writes = writer()
-    written = writes.tell(told.progress[:4]) + writes.write_refusal(Refused(Reason.FAILED, "the engine died"))
+    written = writes.write(told.progress[:4]) + writes.write_refusal(Refused(Reason.FAILED, "the engine died"))
     with pytest.raises(anthropic.APIStatusError) as raised:
         rebuilt(written)
     assert raised.value.type == "api_error"

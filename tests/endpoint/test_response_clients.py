@@ -57,7 +57,7 @@ async def respond(
 
     def tell(progress: TurnProgress) -> None:
         if stream:
-            written.append(writer.tell([progress]))
+            written.append(writer.write([progress]))
 
     async def give(turn: Turn, continued: Turn | None) -> None:
         answered = Answered.of(turn, continued)

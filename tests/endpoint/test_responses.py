@@ -160,11 +160,11 @@ def test_the_log_probability_of_each_id_is_told_once(told: Told) -> None:
 
 def test_a_text_comes_as_it_is_sampled_and_nothing_waits_for_the_end() -> None:
     made = writer()
-    begin = events_of(made.tell([TurnAdmitted(HANDLE, PROMPT), ReasoningPiece("H"), ReasoningPiece("m")]))
+    begin = events_of(made.write([TurnAdmitted(HANDLE, PROMPT), ReasoningPiece("H"), ReasoningPiece("m")]))
     assert begin[-1]["delta"] == "Hm"
-    more = made.tell([ContentPiece("I "), IdsSampled([1], None, None), ContentPiece("look")])
+    more = made.write([ContentPiece("I "), IdsSampled([1], None, None), ContentPiece("look")])
     assert more.count(b"response.output_text.delta") == 4, "in two events, each of them named twice"
-    called = made.tell([ToolCalled(ToolCall("x", "shell", {"command": "ls"}))])
+    called = made.write([ToolCalled(ToolCall("x", "shell", {"command": "ls"}))])
     assert called.count(b"event: response.output_item.done") == 2, "the message is over, and so is the call"
 
 
@@ -173,7 +173,7 @@ def test_what_a_turn_says_behind_a_call_is_another_message() -> None:
     shell = ToolCall("x", "shell", {"command": "ls"})
     turn = turn_of([ContentPiece("I look."), shell, ContentPiece("\nAnd wait.")])
     admitted = TurnAdmitted(HANDLE, PROMPT)
-    raw = made.tell([admitted, ContentPiece("I look."), ToolCalled(shell), ContentPiece("\nAnd wait.")])
+    raw = made.write([admitted, ContentPiece("I look."), ToolCalled(shell), ContentPiece("\nAnd wait.")])
     output = last_of(raw + made.end(Answered.of(turn)))["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     assert len({item["id"] for item in output}) == 3
@@ -218,9 +218,9 @@ def test_a_turn_that_goes_on_with_a_cut_one_tells_what_that_did_not_say() -> Non
 
 def test_a_turn_that_is_sampled_anew_ends_its_stream() -> None:
     made = writer()
-    made.tell([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")])
+    made.write([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")])
     with pytest.raises(Restarted):
-        made.tell([TurnRestarted()])
+        made.write([TurnRestarted()])
 
 
 def test_half_of_a_surrogate_pair_comes_back_as_the_model_spelt_it() -> None:
@@ -245,7 +245,7 @@ def test_half_of_a_surrogate_pair_comes_back_as_the_model_spelt_it() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stream_without_an_answer_ends_with_why(reason: Reason, code: str, begun: bool) -> None:
     made = writer()
-    raw = made.tell([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")]) if begun else b""
+    raw = made.write([TurnAdmitted(HANDLE, PROMPT), ContentPiece("It")]) if begun else b""
     raw += made.write_refusal(Refused(reason, "it is so.", prompt=900, context=800))
     events = events_of(raw)
     assert events[0]["type"] == "response.created", "which openai-python reads first"
