@@ -194,7 +194,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 def told_of(told: Told, request: WireRequest) -> bytes:
     """The stream of a turn."""
     made = writer(request)
-    return b"".join([*map(made.tell, told.progress), made.end(Answered.of(told.turn))])
+    return b"".join([*map(made.write, told.progress), made.end(Answered.of(told.turn))])
 
 
 def deltas(events: Iterable[Mapping[str, Any]], kind: str) -> str:
