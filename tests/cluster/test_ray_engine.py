@@ -49,7 +49,7 @@ async def test_an_engine_whose_process_dies_ends_the_run_by_name() -> None:
 
 async def test_an_engine_that_cannot_be_sent_is_refused() -> None:
     async with ScriptedEngine("hi") as entered:
-        with pytest.raises(BadOption, match="nobody has entered"):
+        with pytest.raises(BadOption, match="was not entered"):
             RayEngine(entered)
     with pytest.raises(BadOption, match="Ray Client"):
         RayEngine(dice_engine(), address="ray://127.0.0.1:10001")
