@@ -141,7 +141,7 @@ WITHIN = (
     "runner.cluster.driver.Driver",
     "runner.cluster.run_setups.RunSetups",
     "runner.concurrency.clocks.Progress",
-    "runner.endpoint.episode_route.Door",
+    "runner.endpoint.episode_route.EpisodeRoute",
     "runner.endpoint.client_config.Address",
     "runner.engines.scripted.run_files.RecordedRun",
     "runner.engines.state.CheckedUpdate",

@@ -102,12 +102,7 @@ class _OpenRequest:
 
 
 class ChatService:
-    """Answers requests while an episode's rollout runs.
-
-    Args:
-        episode: the episode.
-        open_thread: opens the conversation of a thread.
-    """
+    """Answers requests while an episode's rollout runs."""
 
     def __init__(self, episode: EpisodeState, open_thread: OpenThread) -> None:
         self.threads: list[ConversationState] = []
@@ -132,8 +127,7 @@ class ChatService:
         """Answer requests inside of the block, under the clocks that run over it; requests left at its end are cut.
 
         Args:
-            tasks: the task group for the answers. It is not one of the block: in that the author's code may leave
-                scopes open.
+            tasks: the task group for the answers. It is outside the block, where the author may leave scopes open.
         """
         self._group, self._context = tasks, copy_context()
         try:
