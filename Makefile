@@ -7,7 +7,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients train train-proof bench docs release constraints clean
+.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients train train-proof bench weight-conformance docs release constraints clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
+	@echo "make weight-conformance  new weights of 50 architectures, tiny; writes docs/weight-conformance.md"
 	@echo "make docs    guides and reference as a site, in build/docs"
 	@echo "make release build the wheel and the source archive in dist, and check them; uploads nothing"
 	@echo "make constraints  write the versions that are installed to constraints.txt, which setup installs"
@@ -66,6 +67,10 @@ train: setup-train
 
 train-proof: setup-train
 	@$(BIN)/python -m examples.train_proof
+
+# About a minute a case, one process at a time; it continues where it was stopped.
+weight-conformance: setup
+	@$(BIN)/python -m tests.weight_conformance
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks

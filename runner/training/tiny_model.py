@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,14 @@ HEAD_COUNT: Final = 4
 MAX_CONTEXT: Final = 4096
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES: Final = {"intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+_HYBRID: Final = {
+    "attn_layer_indices": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 0,
+}
+"""Attention in the second of two layers, for configurations that compute the types of their layers."""
 _TOKENIZER_FILES: Final = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab*", "merges.txt")
 
 
@@ -30,8 +39,9 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
     if getattr(tiny, "quantization_config", None) is not None:
         del tiny.quantization_config  # random weights are not quantized
     text = tiny.get_text_config()
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
+    heads = getattr(text, "num_attention_heads", HEAD_COUNT)  # a model of recurrent layers alone has none
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    grouped = getattr(text, "num_key_value_heads", None) not in (None, heads)
     hidden = HIDDEN_SIZE if getattr(text, "head_dim", None) else HEAD_COUNT * head_size
     changes: dict[str, Any] = {
         "hidden_size": hidden,
@@ -45,15 +55,20 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "first_k_dense_replace": 1,
+        **_HYBRID,
         **_layers(text),
         **_SIZES,
         **{name: min(8, getattr(text, name, None) or 8) for name in _EXPERTS},
     }
-    if hasattr(text, "mamba_d_head") and hasattr(text, "mamba_expand"):
-        changes["mamba_n_heads"] = text.mamba_expand * hidden // text.mamba_d_head
+    if isinstance(getattr(text, "mamba_d_head", None), int) and hasattr(text, "mamba_expand"):
+        inner = text.mamba_expand * hidden
+        changes |= {"mamba_n_heads": inner // text.mamba_d_head, "mamba_d_ssm": inner}
+    if getattr(text, "model_type", "") == "mamba2":
+        changes |= {"num_heads": text.expand * hidden // head_size}
     for name, value in changes.items():
         if value is not None and getattr(text, name, None) is not None:
-            setattr(text, name, value)
+            with suppress(AttributeError):  # computed from others
+                setattr(text, name, value)
     return tiny
 
 

@@ -1,0 +1,120 @@
+"""`python -m tests.weight_conformance`: try new weights with many architectures, and write docs/weight-conformance.md.
+
+Each case runs in a process of its own and its result goes into results.json at once, so that a run may be stopped and
+continued. `--again` plays cases that have a result too; a name limits the run to that architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.repository import DOCS
+from tests.weight_conformance.architectures import ARCHITECTURES, Architecture
+from tests.weight_conformance.page import page
+
+RESULTS: Final = Path(__file__).parent / "results.json"
+PAGE: Final = DOCS / "weight-conformance.md"
+CASE_SECONDS: Final = 1200
+"""Seconds after which a case is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One trial: an architecture with a kind of output layer, in a number type."""
+
+    architecture: Architecture
+    tied: bool
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """The name of the case in the results."""
+        return f"{self.architecture.name}, {'tied' if self.tied else 'untied'}, {self.dtype}"
+
+
+def cases() -> Iterator[Case]:
+    """All cases: first each architecture in float32, then its other output layer, then bfloat16."""
+    for dtype in ("float32", "bfloat16"):
+        for number in range(2):
+            for architecture in ARCHITECTURES:
+                if number < len(architecture.tied):
+                    yield Case(architecture, architecture.tied[number], dtype)
+
+
+def play_here(case: Case) -> dict[str, Any]:
+    """Try one case in this process."""
+    import tempfile
+
+    import transformers
+
+    from runner.errors import DeltarunnerError, one_line
+    from runner.training import check_weights
+
+    of = case.architecture
+    config = getattr(transformers, of.config)(
+        **of.fields, vocab_size=1000, tie_word_embeddings=case.tied, architectures=[of.model_class]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        try:
+            report = check_weights(folder, tiny=True, dtype=case.dtype)
+        except DeltarunnerError as error:
+            return {"not_run": one_line(error)}
+    return {"rows": [asdict(row) for row in report.rows]}
+
+
+def play(case: Case) -> dict[str, Any]:
+    """Try one case in a process of its own, whatever happens there."""
+    command = [sys.executable, "-m", "tests.weight_conformance", "--one", case.key]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"not_run": f"not done after {CASE_SECONDS} s"}
+    if done.returncode:
+        return {"not_run": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def read_results() -> dict[str, Any]:
+    """The results so far, by case."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def write_results(results: Mapping[str, Any]) -> None:
+    """Write the results in the order of the cases, one line each."""
+    lines = [f"{json.dumps(case.key)}: {json.dumps(results[case.key])}" for case in cases() if case.key in results]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.weight_conformance", description=__doc__)
+    parser.add_argument("architectures", nargs="*", help="names of architectures; all by default")
+    parser.add_argument("--again", action="store_true", help="also play cases that have a result")
+    parser.add_argument("--page-only", action="store_true", help="only write the page")
+    parser.add_argument("--one", metavar="CASE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        (case,) = (case for case in cases() if case.key == options.one)
+        print(json.dumps(play_here(case)))
+        return
+    results = read_results()
+    for case in () if options.page_only else cases():
+        wanted = not options.architectures or case.architecture.name in options.architectures
+        if not wanted or (case.key in results and not options.again):
+            continue
+        print(case.key, flush=True)
+        results[case.key] = play(case)
+        write_results(results)
+    PAGE.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
