@@ -1,20 +1,23 @@
 """`python -m tests.weight_conformance`: try new weights with many architectures, and write docs/weight-conformance.md.
 
 Each case runs in a process of its own and its result goes into results.json at once, so that a run may be stopped and
-continued. `--again` plays cases that have a result too; a name limits the run to that architecture.
+continued. `--again` plays cases that have a result too, with `--way` only that way of them; a name limits the run to
+that architecture.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from runner.training import Way
 from tests.repository import DOCS
 from tests.weight_conformance.architectures import ARCHITECTURES, Architecture
 from tests.weight_conformance.page import page
@@ -23,6 +26,10 @@ RESULTS: Final = Path(__file__).parent / "results.json"
 PAGE: Final = DOCS / "weight-conformance.md"
 CASE_SECONDS: Final = 1200
 """Seconds after which a case is ended."""
+
+
+SCRATCH: Final = re.compile(r"(/tmp|/dev/shm)/[\w.+@/-]+")
+"""Temporary files in errors, which are others in each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ def cases() -> Iterator[Case]:
                     yield Case(architecture, architecture.tied[number], dtype)
 
 
-def play_here(case: Case) -> dict[str, Any]:
+def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
     """Try one case in this process."""
     import tempfile
 
@@ -64,23 +71,34 @@ def play_here(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         try:
-            report = check_weights(folder, tiny=True, dtype=case.dtype)
+            report = check_weights(folder, tiny=True, ways=ways, dtype=case.dtype)
         except DeltarunnerError as error:
             return {"not_run": one_line(error)}
     return {"rows": [asdict(row) for row in report.rows]}
 
 
-def play(case: Case) -> dict[str, Any]:
+def play(case: Case, ways: Sequence[str] = tuple(Way)) -> dict[str, Any]:
     """Try one case in a process of its own, whatever happens there."""
     command = [sys.executable, "-m", "tests.weight_conformance", "--one", case.key]
+    command += [argument for way in ways for argument in ("--way", way)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return {"not_run": f"not done after {CASE_SECONDS} s"}
     if done.returncode:
         return {"not_run": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(SCRATCH.sub("FOLDER", done.stdout.splitlines()[-1]))
     return result
+
+
+def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
+    """Replace the rows of some ways in a result."""
+    new = play(case, ways)
+    if "rows" not in new or "rows" not in old:
+        return new
+    rows = [*new["rows"], *(row for row in old["rows"] if row["way"] not in ways)]
+    order = [str(way) for way in Way]
+    return {"rows": sorted(rows, key=lambda row: order.index(row["way"]))}
 
 
 def read_results() -> dict[str, Any]:
@@ -96,22 +114,25 @@ def write_results(results: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.weight_conformance", description=__doc__)
-    parser.add_argument("architectures", nargs="*", help="names of architectures; all by default")
+    parser.add_argument("architectures", nargs="*", help="architectures or cases; all by default")
     parser.add_argument("--again", action="store_true", help="also play cases that have a result")
+    parser.add_argument("--way", action="append", choices=list(Way), help="only this way; may be repeated")
     parser.add_argument("--page-only", action="store_true", help="only write the page")
     parser.add_argument("--one", metavar="CASE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         (case,) = (case for case in cases() if case.key == options.one)
-        print(json.dumps(play_here(case)))
+        print(json.dumps(play_here(case, options.way or tuple(Way))))
         return
     results = read_results()
     for case in () if options.page_only else cases():
-        wanted = not options.architectures or case.architecture.name in options.architectures
+        names = {case.key, case.architecture.name}
+        wanted = not options.architectures or bool(names.intersection(options.architectures))
         if not wanted or (case.key in results and not options.again):
             continue
         print(case.key, flush=True)
-        results[case.key] = play(case)
+        old = results.get(case.key)
+        results[case.key] = play_again(case, old, options.way) if old and options.way else play(case)
         write_results(results)
     PAGE.write_text(page(results), encoding="utf-8")
 

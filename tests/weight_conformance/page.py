@@ -17,8 +17,8 @@ weights, two to four layers, and transformers in float32 as the reference. Each 
 `folder` and `state-dict`, and each kind of linear layer by `adapter`; the other ways change all tensors at once.
 [New weights](weights.md#which-tensors-arrive) explains the ways.
 
-A cell has the number of rows that are right. Any other verdict is named: *unseen* (the change moves scores by less than
-rounding does), *refused* (the reason is below), *wrong*.
+A cell has the number of rows that are right, and - where the way was not played. Any other verdict is named: *unseen*
+(the change moves scores by less than rounding does), *refused* (the reason is below), *wrong*.
 """
 
 

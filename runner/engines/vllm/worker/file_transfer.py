@@ -112,7 +112,8 @@ class FileTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is
 
     def send_weights(self) -> None:
         """Write the tensors to the file and have the engine load them."""
-        tensors = {name: tensor.contiguous() for name, tensor in self.source}
+        # Tied weights share memory, which safetensors refuses.
+        tensors = {name: tensor.detach().clone().contiguous() for name, tensor in self.source}
         save_file(tensors, self.folder / _FILE_NAME)
         metadata = self.source.metadata()
         update = _UpdateInfo(

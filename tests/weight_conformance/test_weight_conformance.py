@@ -1,0 +1,50 @@
+"""The page of weight conformance, and a sample of its cases played again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.weight_conformance.__main__ import PAGE, Case, cases, play, read_results
+from tests.weight_conformance.architectures import ARCHITECTURES
+from tests.weight_conformance.page import page
+
+SAMPLE = ("Llama, untied, float32", "Qwen3-MoE, untied, float32", "GPT-NeoX, untied, float32")
+
+
+def case_named(key: str) -> Case:
+    (case,) = (case for case in cases() if case.key == key)
+    return case
+
+
+def test_page_is_made_of_the_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read_results())
+
+
+def test_results_are_of_known_cases_and_thirty_architectures() -> None:
+    results = read_results()
+    assert results.keys() <= {case.key for case in cases()}
+    played = {key.split(",")[0] for key, result in results.items() if "rows" in result}
+    assert len(played) >= 30
+    assert played <= {architecture.name for architecture in ARCHITECTURES}
+
+
+def test_no_tensor_is_wrong() -> None:
+    wrong = [
+        (key, row["way"], row["tensor"], row["reason"])
+        for key, result in read_results().items()
+        for row in result.get("rows", ())
+        if row["verdict"] == "wrong"
+    ]
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+@pytest.mark.parametrize("key", SAMPLE)
+def test_sample_played_again_has_the_stored_verdicts(key: str) -> None:
+    result = play(case_named(key))
+    verdicts = [(row["way"], row["tensor"], row["verdict"]) for row in result["rows"]]
+    stored = [(row["way"], row["tensor"], row["verdict"]) for row in read_results()[key]["rows"]]
+    assert verdicts == stored
