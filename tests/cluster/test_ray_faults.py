@@ -251,7 +251,7 @@ async def test_run_that_loses_a_machine_ends_by_name_and_resumes_smaller(
                 if len(announced) == moment:
                     await anyio.to_thread.run_sync(small_cluster.tell, "kill")
 
-    words = "for 10 s there were fewer than 2 workers, 1 now. What happened last: .* is lost: "
+    words = "for 10 s there were fewer than 2 workers, 1 now. Latest events: .* is lost: "
     with anyio.fail_after(2 * WATCHDOG), pytest.raises(EngineDead, match=words):
         await play()
     before, committed = by_key(announced), stored(file)

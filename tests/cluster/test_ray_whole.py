@@ -96,7 +96,7 @@ async def test_worker_with_a_hanging_loop_ends_and_its_episodes_replay(cluster: 
     trajectories = await played(Hangs(str(trace), os.getpid()), engine)
     assert {trajectory.outcome for trajectory in trajectories} == {Outcome.COMPLETED}
     assert len(trajectories) == 6
-    told = r"worker \d on \S+ is lost: the event loop stands still in .*ray_games.py.* cannot be freed from outside"
+    told = r"worker \d on \S+ is lost: the event loop hangs in .*ray_games.py.* cannot be freed from outside"
     assert any(re.match(told, event) for event in engine.events), list(engine.events)
     await anyio.to_thread.run_sync(until_gone, [int(trace.read_text())])
 

@@ -119,7 +119,7 @@ def test_trainer_waiting_for_a_dead_worker_changes_nothing(at: str) -> None:
             await until(lambda: len(engine.workers()) == 2)
             launcher.workers[1].killed_in = at
             with pytest.raises(
-                EngineError, match=r"weights are the old ones: worker 1 on \S+ was lost .*meets the workers anew"
+                EngineError, match=r"weights are the old ones: worker 1 on \S+ was lost .*connects to the workers again"
             ):
                 await engine.update_weights(elsewhere(), version="new")
             assert engine.weight_version == "scripted"

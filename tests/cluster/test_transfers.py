@@ -65,7 +65,7 @@ async def test_world_of_another_size_is_refused_with_both_numbers() -> None:
         async with engine:
             with pytest.raises(BadWeights, match=r"world_size=3, and there are 5 ranks.*len\(await engines.devices"):
                 await engine.update_weights(elsewhere(3))
-            with pytest.raises(BadWeights, match="rank_offset='1' is no whole number"):
+            with pytest.raises(BadWeights, match="rank_offset='1' is not a whole number"):
                 await engine.update_weights(WeightTransfer(part("a"), init={"rank_offset": "1"}))
             assert [asked_of(worker, *TRANSFER_CALLS) for worker in launcher.alive] == [[], []]
             assert engine.weight_version == "scripted"
@@ -120,7 +120,7 @@ def test_worker_without_a_connection_is_named_before_any_call(kind: Callable[[],
             await until(lambda: members(engine) == {0, 2})
             asked = len(launcher.workers[0].calls)
             if isinstance(kind(), WeightTransfer):
-                with pytest.raises(BadWeights, match=r"worker 2 on \S+ has not met it.*Meet anew, with init="):
+                with pytest.raises(BadWeights, match=r"worker 2 on \S+ has not met it.*Connect again, with init="):
                     await engine.update_weights(WeightTransfer(part("a")))
                 assert not asked_of(launcher.workers[2], "check_weights")
                 assert [call for call, _ in launcher.workers[0].calls[asked:] if call != "heartbeat"] == []

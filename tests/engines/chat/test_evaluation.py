@@ -262,7 +262,7 @@ async def test_a_cut_turn_that_is_to_go_on_at_an_api_is_refused_alone() -> None:
                 (cut,) = (await create(model="any", messages=[hello], max_tokens=3)).choices
                 assert cut.finish_reason == "length"
                 said: Any = {"role": "assistant", "content": cut.message.content}
-                with pytest.raises(openai.BadRequestError, match="put a user message after it"):
+                with pytest.raises(openai.BadRequestError, match="add a user message"):
                     await create(model="any", messages=[hello, said])
                 await create(model="any", messages=[hello, said, {"role": "user", "content": "Go on."}])
 
