@@ -127,7 +127,7 @@ async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_fo
     ends: list[bytes] = []
     monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
     # Nothing is told before the end, so that the end is all of it.
-    monkeypatch.setattr(AnswerWriter, "tell", lambda writer, progress: b"")
+    monkeypatch.setattr(AnswerWriter, "write", lambda writer, progress: b"")
     bodies: dict[str, dict[str, Any]] = {
         "chat/completions": {"messages": [user("One.")], "return_token_ids": True},
         "responses": {"input": "One."},
