@@ -330,7 +330,7 @@ async def test_a_command_is_put_behind_what_wraps_it() -> None:
     ("argv", "cwd", "named"),
     [
         (["no-such-program"], None, "no-such-program"),
-        (["/dev/null"], None, "no program '/dev/null' that can be run"),
+        (["/dev/null"], None, "'/dev/null' is not a program"),
         ([], None, r"run\(\[\]\)"),
         ([sys.executable], "/no/such/folder", "/no/such/folder"),
         ("mini -y", None, "give a list of strings, such as"),
