@@ -298,7 +298,7 @@ def test_a_model_without_a_template_names_the_fix(tmp_path: Path) -> None:
 
 def test_a_broken_file_of_a_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(BadModel, match=r"generation_config\.json is no JSON"):
+    with pytest.raises(BadModel, match=r"generation_config\.json is not JSON"):
         stop_ids(model_of(tmp_path), 2)
 
 

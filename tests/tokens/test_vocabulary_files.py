@@ -145,5 +145,5 @@ def test_a_folder_whose_files_add_nothing_keeps_the_fingerprint(tmp_path: Path) 
 def test_files_that_are_no_settings_are_refused(tmp_path: Path, content: str) -> None:
     written(tmp_path, "gemma")
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(BadModel, match=r"'<s>' is listed as a token|tokenizer_config.json is no JSON"):
+    with pytest.raises(BadModel, match=r"'<s>' is listed as a token|tokenizer_config.json is not JSON"):
         load_tokenizer(tmp_path)
