@@ -108,7 +108,7 @@ def test_command_refuses_wrong_file_and_leaves_nothing(
     with pytest.raises(BadTask, match=said):
         run_command(settings, lambda _: NeverStarted("Yes"))
     assert [path for path in sorted(file.parent.iterdir()) if path.name != "__pycache__"] == before
-    assert "goes on from here" not in "".join(capfd.readouterr())
+    assert "resumes this run" not in "".join(capfd.readouterr())
 
 
 MINE = """
@@ -216,7 +216,7 @@ def test_command_that_played_nothing_offers_nothing_to_resume(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadTask, match="no puzzles here"):
         run_command(RunSettings(environment="mine.py:RaisingAsync"), lambda _: ScriptedEngine("Yes"))
-    assert "goes on from here" not in "".join(capfd.readouterr())
+    assert "resumes this run" not in "".join(capfd.readouterr())
 
 
 def test_command_counts_tasks_and_takes_a_byte_order_mark(
