@@ -333,7 +333,7 @@ async def test_template_option_that_cannot_be_kept_is_refused_early(tmp_path: Pa
 async def test_value_is_not_refused_where_no_file_is_kept() -> None:
     got: list[Trajectory] = []
     await until_end(Run(Plain, ScriptedEngine("Yes"), tasks=wrong()), got)
-    assert got[1].task.info == {"seen": {"x"}}
+    assert {"seen": {"x"}} in [trajectory.task.info for trajectory in got], "in the order in which they finish"
 
 
 @pytest.mark.anyio
