@@ -101,16 +101,24 @@ class _TaggedRules:
             return either(self._listed(value) for value in self.shape.values)
         self.left_out.add("", self.shape.unexpressed)
         fields = list(self._fields())
+        rest = self._rest(len(fields))
+        if rest is None and len(fields) < self.shape.least:
+            raise NoGrammar(
+                GrammarRequirement.TYPES_WRITTEN,
+                f"{self.tool} needs {self.shape.least} arguments, and its schema allows {len(fields)}",
+            )
         members = ordered_fields(
             self.rules,
             fields,
             self.rules.written(self.arguments.separator),
-            self._rest(len(fields)),
+            rest,
             least=self.shape.least,
             most=self.shape.most,
         )
         if not members.holds_bounds:
             self.left_out.add("", ("minProperties", "maxProperties"))
+        if rest is not None and self.shape.least - sum(required for _, required in fields) > 1:
+            self.left_out.add("", ("minProperties",))  # no grammar can forbid a key that occurs twice
         around = (self.rules.written(self.arguments.head), self.rules.written(self.arguments.tail))
         if self.arguments.none is not None:
             return members.within(*around, self.rules.written(self.arguments.none))

@@ -229,6 +229,8 @@ class SchemaRules:
         for name, conjunction, required in members_of(shape, self._shapes, sorted_keys=dialect.sorted_keys):
             fields.append((member(name, conjunction), required))
         rest = self._others(shape, depth, path, closed=closed, named=len(fields))
+        if rest is None and len(fields) < shape.least:
+            raise UnsatisfiableSchema(f"it needs {shape.least} properties and allows {len(fields)}")
         members = ordered_fields(
             self._rules,
             fields,
@@ -239,6 +241,8 @@ class SchemaRules:
         )
         if not members.holds_bounds:
             self._left_out.add(path, ("minProperties", "maxProperties"))
+        if rest is not None and shape.least - sum(required for _, required in fields) > 1:
+            self._left_out.add(path, ("minProperties",))  # no grammar can forbid a key that occurs twice
         return self._enclosed(members, dialect.open_object, dialect.close_object, depth)
 
     def _others(self, shape: ValueShape, depth: int, path: str, *, closed: bool, named: int) -> Rest | None:
