@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
-	@echo "make check   format, lint, layers and types: some seconds"
+	@echo "make check   format, lint, layers, plain English and types: some seconds"
 	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 10 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
@@ -39,12 +39,13 @@ setup-train:
 run: setup-run
 	@$(BIN)/deltarunner run calculator --episodes 64 --temperature 0 --show 3
 
-# Some seconds, or half a minute where mypy has not seen this tree before.
+# Some seconds, or half a minute if mypy has not seen this tree before.
 check: setup
-	@echo "check: format, lint, layers, types"
+	@echo "check: format, lint, layers, plain English, types"
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
+	@$(BIN)/python -m tests.plain_english
 	@$(BIN)/mypy
 
 test-quick: setup

@@ -31,7 +31,7 @@ AVOIDED: Final = {
     r"\banew\b": "again",
     r"\bbehind\b": "after",
     r"(?<!here )\b(is|are|was|were) no\b(?! longer| more)": "is not a",
-    r"(?<!here )\b(is|are|was|were) none\b": "is not one, is None",
+    r"(?<!here )\b(is|are|was|were) (?-i:none)\b": "is not one, is None",
     r"\bgives\b": "returns, contains",
     r"\bsomebody\b|\bnobody\b": "the caller, no task, ...",
     r"\bof (its|their) making\b": "that it made",
@@ -44,6 +44,9 @@ AVOIDED: Final = {
 }
 """Pattern of a word that slows readers, and what to write instead."""
 
+PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
+"""A value in an f-string, whose names are not prose."""
+
 HEADLESS: Final = re.compile(r"(What|Whatever|Whether|Whoever|Who|Whose|Which|Those|That|How|Where|When|Why|Because)\b")
 UNITS: Final = re.compile(
     r"(_(SECONDS|MS|NS|US|BYTES|KIB|MIB|GIB|SIZE|IDS|TOKENS|CHARS|CHARACTERS|LINES|ROWS|COUNT|DEPTH|LENGTH|WIDTH|HEIGHT"
@@ -52,10 +55,15 @@ UNITS: Final = re.compile(
     r"|^_?(MAX|MIN|DEFAULT)_"
 )
 
-BUDGET: Final[dict[str, tuple[int, int, int]]] = {}
-"""Package: headless docstrings, avoided words, constants without a unit. A package that is not listed has none."""
+BUDGET: Final[dict[str, tuple[int, int, int]]] = {
+    "tokens": (0, 1, 0),  # a word that templates are probed with
+    "training": (0, 1, 0),  # the text of a proof, whose ids must not change
+    "wording.py": (0, 1, 0),  # documents a text that a model reads
+}
+"""Headless docstrings, avoided words and constants without a unit, by package; none for a package not listed."""
 
-ALLOWED_TWICE: Final = 0
+ALLOWED_TWICE: Final = frozenset({"Verdict"})
+"""Class names that may occur twice: both are public, in `runner` and in `runner.training`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def faults_of(path: Path) -> Iterator[Fault]:
             yield Fault(0, f"{name}:{line}", text.strip().splitlines()[0])
     for line, text in prose(source):
         for pattern, better in AVOIDED.items():
-            for found in re.finditer(pattern, text, re.IGNORECASE):
+            for found in re.finditer(pattern, PLACEHOLDER.sub("", text), re.IGNORECASE):
                 yield Fault(1, f"{name}:{line}", f"{found[0]!r} ({better}): {text.strip()[:100]}")
     for node in tree.body:
         if (constant := numeric_constant(node)) is not None and not UNITS.search(constant):
@@ -146,6 +154,8 @@ def main() -> int:
         found[package_of(path)].extend(faults_of(path))
         classes.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
 
+    if unknown := set(options.packages) - found.keys():
+        parser.error(f"no package or module of runner/: {', '.join(sorted(unknown))}; such as cluster or models.py")
     failed = False
     for package, faults in sorted(found.items()):
         if options.packages and package not in options.packages:
@@ -158,8 +168,8 @@ def main() -> int:
             print(f"{package}: headless docstrings, avoided words, constants: {counts}, budget {budget}")
             for fault in sorted(faults, key=lambda fault: fault.rule):
                 print(f"  {fault.where}: {fault.text}")
-    twice = sorted(name for name, count in classes.items() if count > 1)
-    if len(twice) > ALLOWED_TWICE:
+    twice = sorted(name for name, count in classes.items() if count > 1 and name not in ALLOWED_TWICE)
+    if twice:
         failed = True
         print(f"class names that occur twice in runner/: {', '.join(twice)}")
     lines = {

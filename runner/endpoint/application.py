@@ -140,7 +140,7 @@ class Application:
         form: WireForm = _MESSAGES if "anthropic-version" in headers else _CHAT
         try:
             await self._dispatch(scope, headers, receive, send)
-        except _ClientIdle:
+        except _ClientDisconnected:
             return
         except (Refused, RecursionError) as error:
             path = scope["path"]
@@ -195,7 +195,7 @@ class Application:
         return await anyio.to_thread.run_sync(read, raw, headers, limiter=self._threads)
 
 
-class _ClientIdle(Exception):
+class _ClientDisconnected(Exception):
     """The client disconnected before its request was complete."""
 
 
@@ -219,7 +219,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _ClientIdle
+                raise _ClientDisconnected
             part = message.get("body", b"")
             size += len(part)
             if size > MAX_DRAINED_BYTES:

@@ -105,7 +105,7 @@ class _TaggedRules:
         if rest is None and len(fields) < self.shape.least:
             raise NoGrammar(
                 GrammarRequirement.TYPES_WRITTEN,
-                f"{self.tool} needs {self.shape.least} arguments, and its schema allows {len(fields)}",
+                f"{self.tool} needs {self.shape.least} arguments, and its chat template can write {len(fields)}",
             )
         members = ordered_fields(
             self.rules,

@@ -229,8 +229,6 @@ class SchemaRules:
         for name, conjunction, required in members_of(shape, self._shapes, sorted_keys=dialect.sorted_keys):
             fields.append((member(name, conjunction), required))
         rest = self._others(shape, depth, path, closed=closed, named=len(fields))
-        if rest is None and len(fields) < shape.least:
-            raise UnsatisfiableSchema(f"it needs {shape.least} properties and allows {len(fields)}")
         members = ordered_fields(
             self._rules,
             fields,

@@ -119,7 +119,7 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     written = ToolsForm.WRITTEN
 
     def order(form: ToolsForm) -> tuple[bool, int, bool]:
-        """Of two that show as much, prefer the one that shows at least the type behind a reference."""
+        """Of two that show as much, prefer the one that shows at least the type that a reference leads to."""
         raises = any(each.part is ArgumentPart.ALL for each in unseen[form])
         return raises, len(unseen[form]), bool(unseen[form]) and form is written
 

@@ -140,7 +140,8 @@ class SchemaShapes:
         unnamed = (shape.others, *(each for _, each in shape.of_patterns))
         if any(self.is_satisfiable(each, above) for each in unnamed):
             return True
-        return sum(self.is_satisfiable(shape.member(name), above) for name in shape.named) >= shape.least
+        named = [name for name in shape.named if not shape.names or self.fits(name, shape.names)]
+        return sum(self.is_satisfiable(shape.member(name), above) for name in named) >= shape.least
 
     def _checked(self, shape: ValueShape, conjunction: Conjunction) -> ValueShape | None:
         """Return the shape; if its values can be listed, they are validated, so that all keywords are enforced."""

@@ -1,4 +1,4 @@
-"""What proofs of weights cost beside an update, and how many ids a second an engine scores."""
+"""Cost of a weight proof beside an update, and ids per second of `score`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `deltarunner check` shows: both of two results that differ, tasks that cannot be kept, and short lines."""
+"""Output of `deltarunner check`: two results that differ, tasks that cannot be stored, and short lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a template does not show of an argument is named: by check-template, with a run's faults, and by check."""
+"""Parts of an argument that a template leaves out are named by check-template, by check, and in a run's faults."""
 
 from __future__ import annotations
 

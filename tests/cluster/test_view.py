@@ -66,7 +66,7 @@ def fleet_seen(stats: LiveStats) -> FleetStats:
 
 
 def trouble_of(fleet: FleetStats) -> dict[int, list[Trouble]]:
-    """What is wrong with each worker, but for the lag of this process: it follows from what else the machine does."""
+    """Return the troubles of each worker, without its lag, which depends on the load of the machine."""
     late = {Trouble.LATE}
     found = {each.number: [it for it in fleet.troubles(each) if it not in late] for each in fleet.workers}
     return {number: troubles for number, troubles in found.items() if troubles}

@@ -1,4 +1,4 @@
-"""How long a driver waits for a worker's answer, and that its own standstill is not the worker's."""
+"""Time limit of a worker's answer: seconds in which the driver itself was suspended do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is taken to keep the event loop, and what a process that was stopped is not blamed for."""
+"""The lag monitor names the code that blocks the event loop, and blames none for a stopped process."""
 
 from __future__ import annotations
 

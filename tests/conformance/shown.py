@@ -16,11 +16,11 @@ __all__ = ["Shown", "capable", "look", "look_all", "section"]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a template shows."""
+    """The kinds of arguments that a template shows."""
 
     name: str
     fitted: bool
-    """Whether some schemas are written otherwise for it."""
+    """True if some schemas are rewritten for it."""
     written: int
     """The number of kinds of which it shows every field, value and type, as their schemas are written."""
     unseen: tuple[str, ...]

@@ -113,7 +113,9 @@ PROBES: Final[dict[str, Probe]] = {
     ),
     "propertyNames": Probe({**_OBJECT, "propertyNames": {"pattern": "^[a-c]+$"}}, {"d": 1}),
     "minProperties": Probe(
-        {**_OBJECT, "properties": {"b": {}, "c": {}}, "minProperties": 1}, {}, "up to some 30 named properties"
+        {**_OBJECT, "properties": {"b": {}, "c": {}}, "minProperties": 1},
+        {},
+        "up to some 30 named properties; checked where two or more others are needed, since a key may be written twice",
     ),
     "maxProperties": Probe(
         {**_OBJECT, "properties": {"b": {}, "c": {}}, "maxProperties": 1}, {"b": 1, "c": 1}, "the same"

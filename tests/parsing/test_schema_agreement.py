@@ -180,6 +180,18 @@ NOTHING_FITS: list[dict[str, Any]] = [
     {"additionalProperties": False, "properties": {"a": {}}, "minProperties": 2},
     {"additionalProperties": False, "patternProperties": {"^a": False}, "minProperties": 1},
     {"dependentRequired": {"a": ["b", "c"]}, "required": ["a"], "maxProperties": 2},
+    {
+        "properties": {"a": {}, "kind": {}},
+        "unevaluatedProperties": False,
+        "minProperties": 2,
+        "propertyNames": {"maxLength": 2},
+    },
+    {
+        "properties": {"a": {}, "kind": {}},
+        "additionalProperties": False,
+        "minProperties": 2,
+        "propertyNames": {"enum": ["a"]},
+    },
 ]
 
 
@@ -190,6 +202,21 @@ def test_schema_without_valid_objects_is_refused(schema: dict[str, Any]) -> None
         required(form_of("JSON object, escaped"), [tool_of(whole)], parallel=False)
     with pytest.raises(BadOption, match="a schema that allows nothing"):
         answer_constraint(whole)
+
+
+@every_class
+def test_two_unnamed_properties_are_checked_afterwards(name: str) -> None:
+    form = form_of(name)
+    for schema, unenforced in (
+        ({"minProperties": 2}, True),
+        ({"minProperties": 1}, False),
+        ({"properties": {"a": {}}, "required": ["a"], "minProperties": 2}, False),
+        ({"properties": {"a": {}}, "minProperties": 2}, True),
+    ):
+        tool = tool_of({**schema, "type": "object"})
+        required(form, [tool], parallel=False)
+        named = any("minProperties" in str(each) for each in not_enforced_of_tool(form, tool))
+        assert named is unenforced, schema
 
 
 READ: list[tuple[Any, Any]] = [

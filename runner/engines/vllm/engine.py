@@ -355,7 +355,7 @@ class VllmEngine(Engine):
             "stream_interval": self._stream_interval,
             "logprobs": settings.arguments.get("logprobs_mode"),
             "versions_stamped_by": "vllm" if vllm.stamps_itself else "deltarunner",
-            **({} if self._external is None else {"started_by": "somebody else"}),
+            **({} if self._external is None else {"started_by": "its owner"}),
         }
 
 

@@ -236,8 +236,8 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         False: "Nothing of its own ends a turn that called a tool, or the template shows no calls.",
     },
     "separator": {
-        True: "Stands between the close and the next message; the model never samples it, the bridge writes it, behind "
-        "another stop than the close too; without a close, a stop takes its place.",
+        True: "The text between the close and the next message. The model never samples it; the bridge adds it, "
+        "also after another stop. Without a close, a stop takes its place.",
         False: "The next message follows the close directly.",
     },
     "stop_opens_next": {

@@ -210,7 +210,7 @@ async def somebodys(small_model_folder: Path, anyio_backend: str) -> AsyncIterat
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
 async def test_seed_samples_equal_ids_as_the_owners_generate(somebodys: Any) -> None:
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import SamplingParams
@@ -224,7 +224,7 @@ async def test_seed_samples_equal_ids_as_the_owners_generate(somebodys: Any) -> 
         assert ids_of(deltas) == list(theirs.token_ids)
         given = [row[token_id].logprob for row, token_id in zip(theirs.logprobs, theirs.token_ids, strict=True)]
         assert logprobs_of(deltas) == pytest.approx(given, abs=1e-6)
-        assert engine.describe()["started_by"] == "somebody else"
+        assert engine.describe()["started_by"] == "its owner"
         # Raw, as vLLM gives them by default: those of another temperature are not those of what was sampled.
         cooler = [delta async for delta in _read(engine, asked(temperature=0.5))]
         assert {delta.logprobs for delta in cooler} == {None}
@@ -233,7 +233,7 @@ async def test_seed_samples_equal_ids_as_the_owners_generate(somebodys: Any) -> 
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
 async def test_run_leaves_the_llm_running_and_is_repeatable(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         first = await play(engine)
@@ -261,7 +261,7 @@ CANNOT: dict[str, Callable[[VllmEngine], Awaitable[object]]] = {
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
 async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         for control in CANNOT.values():
@@ -273,7 +273,7 @@ async def test_what_is_its_owners_is_refused_by_name(somebodys: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.engine
 @pytest.mark.apart
-@pytest.mark.in_turns("unusual engines", 5, unit="of somebody else")
+@pytest.mark.in_turns("unusual engines", 5, unit="of an external owner")
 async def test_an_owner_that_shuts_it_down_ends_our_turns_with_a_word(somebodys: Any) -> None:
     async with VllmEngine.over(somebodys, template="pythonic") as engine:
         async with engine.stream(asked(max_tokens=900)) as stream:

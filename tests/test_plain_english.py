@@ -1,0 +1,62 @@
+"""The check of names and prose finds a fault of each rule, and passes on this code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import plain_english
+
+
+def faults(text: str, folder: Path) -> list[tuple[int, str]]:
+    path = folder / "module.py"
+    path.write_text(text, encoding="utf-8")
+    return [(fault.rule, fault.text) for fault in plain_english.faults_of(path)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(plain_english, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('"""What a module does."""', 0),
+        ('class A:\n    x: int\n    """Whether it is."""', 0),
+        ("# It goes on.", 1),
+        ('x = "this is no number"', 1),
+        ("LIMIT_OF_ALL = 3 * 2", 2),
+    ],
+)
+def test_fault_of_each_rule_is_found(text: str, rule: int, folder: Path) -> None:
+    assert [found for found, _ in faults(text, folder)] == [rule]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Return the number of ids."""',
+        "# There is no engine, and the result is None.",
+        'x = f"{told} and {self.behind}"',
+        "MAX_IDS = 3\nWAIT_SECONDS = 1.5",
+        "DEBUG = True",
+    ],
+)
+def test_plain_text_and_names_pass(text: str, folder: Path) -> None:
+    assert faults(text, folder) == []
+
+
+def test_this_code_is_within_its_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["plain_english"])
+    assert plain_english.main() == 0, capsys.readouterr().out
+
+
+def test_unknown_package_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["plain_english", "runner/cluster"])
+    with pytest.raises(SystemExit) as left:
+        plain_english.main()
+    assert left.value.code == 2
+    assert "no package or module of runner/: runner/cluster" in capsys.readouterr().err
