@@ -21,8 +21,8 @@ class Mean:
     """The mean of values that belong to tasks, with its standard error clustered by task.
 
     The episodes of one task are not independent: they share its difficulty. With the sum S and the number n of the
-    values of each of G tasks, and N values in all with the mean m, the standard error is
-    `sqrt(G / (G - 1) * sum((S - n * m) ** 2)) / N`. Where each task has one value, this is the ordinary one.
+    values of each of G tasks, and N values in all with the mean m, the standard error is `sqrt(G / (G - 1) * sum((S - n
+    * m) ** 2)) / N`. Where each task has one value, this is the ordinary one.
 
     All sums are exact, so the figures do not depend on the order of the values.
     """

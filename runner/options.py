@@ -170,8 +170,7 @@ class Sampling(_LayeredOptions):
     """Number of most likely ids whose log-probabilities are kept for each sampled id, at most 20; 0 by default.
 
     They are in `Turn.top_ids` and `Turn.top_logprobs`. 0 and None keep none; the log-probability of the sampled id
-    itself
-    is always kept.
+    itself is always kept.
     """
     schema: dict[str, Any] | None = UNSET
     """JSON schema that the text of the turn must match."""

@@ -66,8 +66,7 @@ def probe(
     """Return the traits of a template. Blocks: call it in a worker thread.
 
     Profiles and learnt turn formats are cached for the life of this process. A template of the package is probed here,
-    any
-    other in a process of its own.
+    any other in a process of its own.
 
     Args:
         template: neither compiled nor rendered yet in this process.

@@ -280,8 +280,7 @@ class Turn:
         """The most likely ids in the place of each sampled one, the most likely first, int32; a copy.
 
         Shape [sampled, n] with the n of `Sampling(logprobs=n)`, which is 0 if none were requested or returned. The
-        sampled id
-        is among them if it is one of the n most likely.
+        sampled id is among them if it is one of the n most likely.
         """
         import numpy as np  # here, since users without such arrays should not import it
 

@@ -21,8 +21,7 @@ async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patie
     """Call a method on several workers at the same time, and return the answers of those that are still alive.
 
     A worker that raises where another one does not is dismissed, since their states differ now. A worker that hangs
-    where
-    another one has answered is dismissed too.
+    where another one has answered is dismissed too.
 
     Args:
         handles: the workers.

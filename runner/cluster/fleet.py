@@ -199,8 +199,7 @@ class Fleet:
         """Assign waiting episodes to free slots, and return them.
 
         Last tries come first, each on a worker without other episodes. Then come episodes whose worker died, and then
-        the
-        others in the order in which they were added.
+        the others in the order in which they were added.
         """
         last_chances, *others = self._waiting
         assigned = (

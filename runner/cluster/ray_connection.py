@@ -49,8 +49,7 @@ class _RayThread(threading.Thread):
     """The thread that calls `ray.init`, and `ray.shutdown` at the end.
 
     Ray lets the kernel kill a cluster's processes when the thread that started them ends, not the process. So that
-    thread
-    must live as long as the connection; a pool's thread ends after some idle seconds.
+    thread must live as long as the connection; a pool's thread ends after some idle seconds.
 
     Args:
         settings: the arguments of `ray.init`.

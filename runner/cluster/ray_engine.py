@@ -30,10 +30,8 @@ class RayEngine(HostedEngine):
         run(Game, RayEngines(VllmEngine("policy"), workers=8), engines={"judge": judge})
 
     For judges and simulated users that many workers share, or for the model of environments that cannot move. The
-    process
-    that enters it starts and ends it; the workers of a run use the same one. Requests go one by one, deltas of all
-    streams
-    come back in one batch per tick. Its weights cannot be updated from here.
+    process that enters it starts and ends it; the workers of a run use the same one. Requests go one by one, deltas of
+    all streams come back in one batch per tick. Its weights cannot be updated from here.
 
     Args:
         engine: the engine of the process, not entered.

@@ -23,8 +23,7 @@ class RayEngines(FleetEngine):
         run(Weather, RayEngines(VllmEngine("Qwen/Qwen3-8B"), workers=4))
 
     Each worker is a process with an engine and the environments of its episodes. Tasks, run file, groups and results
-    stay
-    in this process. A worker that dies is replaced, and its episodes are played again.
+    stay in this process. A worker that dies is replaced, and its episodes are played again.
 
     Args:
         engine: the engine of each worker, not entered.
@@ -36,8 +35,7 @@ class RayEngines(FleetEngine):
             agents need, and none if the cluster has none.
         runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
         stall_seconds: seconds that there may be fewer workers than the least before the run ends; engines that start
-            are
-            waited for.
+            are waited for.
 
     Raises (when it is entered):
         BadOption: Ray is not installed, the cluster is missing or too small, or a worker does not match the others.

@@ -85,8 +85,8 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         """Let every worker update its weights, each once it has compared them, without waiting for the others.
 
         A worker that fails is dismissed, and its successor starts with the new weights. Returns when all workers have
-        them. A
-        trainer's transfer reaches all workers at once; workers that start later get the weights of the next update.
+        them. A trainer's transfer reaches all workers at once; workers that start later get the weights of the next
+        update.
 
         Raises:
             EngineError: fewer workers than the least received the transfer.

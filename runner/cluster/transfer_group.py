@@ -68,8 +68,7 @@ class TransferGroup:
         """Call a method on all workers that are left, and return the answers of those that are left then.
 
         A worker that refuses where others do not is lost, since it differs from them. If another worker was lost, they
-        refuse
-        because of that, and stay.
+        refuse because of that, and stay.
 
         Args:
             call: the name of the method.

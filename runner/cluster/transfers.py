@@ -49,8 +49,7 @@ class FleetTransfers:
 
     A transfer has four parts: all workers compare the announced tensors, connect to the trainer, pause, and receive.
     Nothing is changed until the last part. A worker that is lost there may leave the others in a call that never
-    returns.
-    They are dismissed after `GRACE_SECONDS`, so that no part of the fleet hangs for ever.
+    returns. They are dismissed after `GRACE_SECONDS`, so that no part of the fleet hangs for ever.
     """
 
     def __init__(self, driver: Driver) -> None:

@@ -49,8 +49,7 @@ async def to_its_end(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
     """Return the result of `call`, even if the current task is cancelled before; the cancellation is raised afterwards.
 
     A shield of anyio stops anyio's cancellations but not asyncio's own (`asyncio.timeout`, `Task.cancel`). So the call
-    runs
-    in a task of its own, which they do not reach.
+    runs in a task of its own, which they do not reach.
     """
     results: list[ResultT] = []
     failures: list[Exception] = []

@@ -54,10 +54,9 @@ class Clock:
     """A time limit over a block, `None` for no limit.
 
     Every clock over a task pauses while the task waits for a place (`Waiting`), so that an outcome does not depend on
-    the
-    width of the run. It also pauses while an agent is sampled inside the block, unless `counts_sampling` is set: a slow
-    engine is not the fault of the author's code. `start` sets a new limit and `lift` removes it: a block may stay open
-    while its limit changes, which a scope around a single hook could not.
+    the width of the run. It also pauses while an agent is sampled inside the block, unless `counts_sampling` is set: a
+    slow engine is not the fault of the author's code. `start` sets a new limit and `lift` removes it: a block may stay
+    open while its limit changes, which a scope around a single hook could not.
 
     Args:
         seconds: the limit.
@@ -205,8 +204,7 @@ class Asking:
     """One of several parallel requests for turns, under clocks that pause only while all of them wait.
 
     A clock that pauses while any of them waits would never fire for a program with many threads. A clock that pauses
-    for
-    none would make an outcome depend on the width of the run.
+    for none would make an outcome depend on the width of the run.
     """
 
     __slots__ = ("_clocks",)
@@ -288,8 +286,7 @@ class Progress:
     """Restarts the clocks of all tasks that wait for one thing whenever it makes progress.
 
     An engine that reads the prompts of some turns lets others wait for their first id, and is not silent. Clocks
-    restart at
-    an eighth of their limit and not at every step: moving a deadline costs a timer.
+    restart at an eighth of their limit and not at every step: moving a deadline costs a timer.
     """
 
     __slots__ = ("_clocks", "_next")

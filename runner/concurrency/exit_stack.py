@@ -22,8 +22,7 @@ class ThreadedExitStack(AsyncExitStack):
     """An exit stack whose synchronous exits do not block the event loop.
 
     Contexts entered in a worker thread, as by an author's synchronous code, are exited by `leave`. Contexts entered on
-    the
-    event loop are exited there: cancel scopes and whatever else belongs to one thread need that.
+    the event loop are exited there: cancel scopes and whatever else belongs to one thread need that.
 
     Args:
         leave: exits contexts that were entered in a thread; without it everything is exited on the event loop.

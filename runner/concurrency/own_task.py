@@ -18,8 +18,7 @@ class OwnTask:
     """Runs a function in a task of its own.
 
     Nothing but `around` is entered in that task around the function, so what it opens and does not close affects no
-    other
-    code: it is cancelled once the function has returned.
+    other code: it is cancelled once the function has returned.
     """
 
     def __init__(self) -> None:

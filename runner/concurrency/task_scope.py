@@ -24,10 +24,8 @@ class TaskScope:
     """Cancels the current asyncio task's block, as `anyio.CancelScope` does.
 
     A scope of anyio must be left after all scopes that were opened inside it. This one need not: scopes that an
-    author's
-    hook opens in the block may stay open after it, and scopes opened before may be closed inside it. As with anyio the
-    task
-    is cancelled at each of its waits until it has left the block, except under a shield in it.
+    author's hook opens in the block may stay open after it, and scopes opened before may be closed inside it. As with
+    anyio the task is cancelled at each of its waits until it has left the block, except under a shield in it.
     """
 
     __slots__ = ("_asked", "_before", "_deadline", "_handle", "_start", "_task", "_waits_for", "cancel_called")

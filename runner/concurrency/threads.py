@@ -170,8 +170,7 @@ class IdleThreads(list["WorkerThread"]):
     """The idle threads of some `Workers`.
 
     They live until those are closed: a process that an author's code starts with `bwrap --die-with-parent`, for
-    example, is
-    killed by the kernel when the thread that started it ends.
+    example, is killed by the kernel when the thread that started it ends.
     """
 
     closed = False

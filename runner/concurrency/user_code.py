@@ -57,8 +57,7 @@ class AuthorCode:
     """The author's code of one episode.
 
     Asynchronous functions run on the loop. Synchronous ones run in the run's worker threads, one at a time, in the
-    order of
-    the calls: two of them never touch the environment at once.
+    order of the calls: two of them never touch the environment at once.
     """
 
     def __init__(self, workers: Workers) -> None:

@@ -39,12 +39,9 @@ class BatchResults(Generic[T]):
                 ...
 
     Nothing is sampled before it is entered or iterated. Leaving the block ends pending rows, and returns when no
-    request is
-    open. Without a block, `async for ... in generation.generate_async(batch)`, the rest ends as soon as this object has
-    no
-    references, which is at once after a `break` or an exception, and with the block of the `Generation` at the latest.
-    With
-    a reference, the iteration may be continued later.
+    request is open. Without a block, `async for ... in generation.generate_async(batch)`, the rest ends as soon as this
+    object has no references, which is at once after a `break` or an exception, and with the block of the `Generation`
+    at the latest. With a reference, the iteration may be continued later.
 
     Raises (from the iteration, after the last result):
         EngineError: rows failed for good, by their index, or the engine died.

@@ -25,8 +25,7 @@ def verify_right_padding(
 
     Args:
         data: prompts (`input_ids` and `input_lengths`), outputs (`output_ids` and `unpadded_sequence_lengths`), or
-            both;
-            torch or numpy, shapes [rows, length] and [rows].
+            both; torch or numpy, shapes [rows, length] and [rows].
         pad_value: the id of the padding.
         raise_error: raise the fault instead of returning it.
 

@@ -123,8 +123,7 @@ class RunningRows:
     """The rows of one batch while a task of its own samples them, in the order in which they finish.
 
     A row that fails for good does not affect the others: its error comes after the last of them. The others are cut
-    only if
-    nothing can be sampled any more.
+    only if nothing can be sampled any more.
     """
 
     def __init__(self, rows: Sequence[Row], setting: RowSetting) -> None:

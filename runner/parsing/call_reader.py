@@ -236,8 +236,7 @@ class CallReader:
         """Yield each call from `start` on, with the position after it.
 
         With `begun`, the text begins after a call and its separator. If the text is not `whole`, only results that no
-        later
-        text can change are yielded.
+        later text can change are yielded.
         """
         at = start if begun else self._begun(text, start)
         while True:

@@ -42,10 +42,8 @@ class ResponseTemplateReader:
         """Return the parts of a turn's text.
 
         The parser stops at the first call that it cannot read. Such a turn has the calls before it, and one call with
-        the
-        error; the text after it is not read. The parser reads a truncated call as if it were complete; that call gets
-        an
-        error too.
+        the error; the text after it is not read. The parser reads a truncated call as if it were complete; that call
+        gets an error too.
         """
         tools = [
             {"type": "function", "function": {"name": name, "parameters": parameters}}

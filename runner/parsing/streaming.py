@@ -18,13 +18,11 @@ class TurnStream:
     """Reads one turn while it is sampled.
 
     A call is emitted once, as soon as no later text can change it. An unreadable call is emitted at the end of the
-    turn,
-    with the text after it, since later text may repair it. Of reasoning and content, only a possible begin of a mark
-    and
-    white space before further text are held back. So the joined content pieces equal the content of `reading`, except
-    for white space at the start of a turn with calls. If calls have no trigger, the text from the first possible begin
-    of
-    a call is emitted at the end. If reasoning has no opening mark, all text before its close is emitted at the end.
+    turn, with the text after it, since later text may repair it. Of reasoning and content, only a possible begin of a
+    mark and white space before further text are held back. So the joined content pieces equal the content of `reading`,
+    except for white space at the start of a turn with calls. If calls have no trigger, the text from the first possible
+    begin of a call is emitted at the end. If reasoning has no opening mark, all text before its close is emitted at the
+    end.
     """
 
     def __init__(self, reader: TurnReader, schemas: Schemas | None = None) -> None:

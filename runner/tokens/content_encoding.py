@@ -284,8 +284,7 @@ def model_without_control_tokens(settings: Mapping[str, Any], names: Iterable[st
     """Return a model with the same ids that makes none of `names` out of plain text; None if it never does.
 
     A model that learnt control tokens as words, as Unigram models do, makes them without added tokens. The `settings`
-    are
-    the model's part of a tokenizer.json.
+    are the model's part of a tokenizer.json.
     """
     vocabulary = settings["vocab"]
     learnt = vocabulary if isinstance(vocabulary, dict) else {name for name, _ in vocabulary}

@@ -18,10 +18,8 @@ class IncrementalDecoder:
     """The text of ids as they come. All returned parts, joined, equal `tokenizer.decode` of all the ids.
 
     A character whose bytes are spread over several ids is returned with the last of them. In a vocabulary that falls
-    back
-    to single bytes, it is returned with the id after its run of bytes. The work for an id does not depend on how many
-    came
-    before.
+    back to single bytes, it is returned with the id after its run of bytes. The work for an id does not depend on how
+    many came before.
     """
 
     __slots__ = ("_steps",)

@@ -61,9 +61,8 @@ def replace_prefix_tokens(
     """Return the template's ids with the history as the model saw and sampled it, not as the template encodes it again.
 
     The model's ids stay bit for bit. The EOS that close turns in the template's prefix are counted, and the template's
-    ids
-    after that many follow. The model's own last EOS replaces the template's; a turn that was cut before an EOS gets the
-    template's.
+    ids after that many follow. The model's own last EOS replaces the template's; a turn that was cut before an EOS gets
+    the template's.
 
     Two cases are visible only with `sampled`:
 
@@ -90,8 +89,7 @@ def replace_prefix_tokens(
         sampled: 1 for each of the model's ids that was sampled, else 0, as in `TokenLog.mask`; shape
             [len(model_prefix_token_ids)]. Every id with 0 must then be in the template's ids too, bit for bit. If the
             template writes a generation prompt that it drops from history (an opened reasoning block), set 1 for these
-            ids
-            as well.
+            ids as well.
 
     Raises:
         BadOption: there is no EOS id, or `sampled` has another length than the model's ids.

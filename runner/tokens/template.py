@@ -99,8 +99,7 @@ class ChatTemplate:
         """Return a renderer with the template's `options` (`enable_thinking`, ...) and its clock stopped at `now`.
 
         With `fit_tools` the parts of a tool's arguments that the template does not show are written in another form.
-        None does
-        so if the template leaves out parts of usual schemas.
+        None does so if the template leaves out parts of usual schemas.
         """
         written = Renderer(self, dict(options or {}), now or datetime.now())
         fit = _needs_fitting(written) if fit_tools is None else fit_tools

@@ -47,8 +47,7 @@ class Tokenizer(Protocol):
     """The special ids and those of tokens that were only added, such as "<tool_call>" in some vocabularies.
 
     Content never encodes to one of them. Words that the model learnt are not among them unless the template writes
-    them:
-    runs of spaces, "<table>" and "<unused42>" in Gemma's.
+    them: runs of spaces, "<table>" and "<unused42>" in Gemma's.
     """
     size: int
     """Number of ids, without padding rows of the model."""
@@ -70,8 +69,7 @@ class Tokenizer(Protocol):
         Args:
             text: the text to encode.
             content: sorted, disjoint spans of `text` from users and tools. Control text that overlaps one of them is
-                ordinary
-                text; without such control text, the ids are those of the plain encoding.
+                ordinary text; without such control text, the ids are those of the plain encoding.
 
         Raises:
             ValueError: the spans are not sorted, not disjoint, or not within the text.

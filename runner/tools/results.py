@@ -23,8 +23,7 @@ def result_text(value: Any) -> str:
     """Return the text of a tool's result: strings unchanged, everything else as JSON, so None becomes "null".
 
     The empty string becomes "(empty)", since templates drop messages with empty content. Sets are sorted, so that the
-    text
-    is the same in every process. Results of the Model Context Protocol become their text.
+    text is the same in every process. Results of the Model Context Protocol become their text.
 
     Raises:
         ToolError: the server of such a result reports a failed call.

@@ -70,8 +70,8 @@ class Tool:
     """A function that a model may call.
 
     `Tool(function)` reads type hints and docstring, as `@tool` does. `Tool(call, name=, description=, parameters=)`
-    takes
-    a JSON schema instead and passes the arguments unchanged, by name; with `raw=True` as one mapping, under any names.
+    takes a JSON schema instead and passes the arguments unchanged, by name; with `raw=True` as one mapping, under any
+    names.
 
     Args:
         call: the function, sync or async.

@@ -29,8 +29,8 @@ _AGAIN = frozenset({FailureKind.CONNECTION, FailureKind.BUSY, FailureKind.TIMEOU
 class ChatEngine(MessageEngine):
     """A model of a chat API, for evaluation, judges and simulated users. Its turns are never trained on.
 
-    run(Calculator, ChatEngine("gpt-x"))
-    Run(environment, engine, engines={"judge": ChatEngine("judge-x", base_url="http://127.0.0.1:8000/v1")})
+    run(Calculator, ChatEngine("gpt-x")) Run(environment, engine, engines={"judge": ChatEngine("judge-x",
+    base_url="http://127.0.0.1:8000/v1")})
 
     Every turn sends the whole history; the server applies its own template and vocabulary. No request is sent before
     the first turn.

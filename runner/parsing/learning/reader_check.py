@@ -67,8 +67,7 @@ def check_reader(prober: FormatProber, read: ReadText, reasoning: ReasoningForma
     """Check that a reader reads the calls that the template writes.
 
     The check of a learnt format reads text that is composed from its literals; this one reads complete renders, cut
-    into
-    turns. Tools declare all parameter types, since such readers rely on them.
+    into turns. Tools declare all parameter types, since such readers rely on them.
     """
     return _ReaderChecker(prober, read, RenderedTurns(prober, reasoning)).checked()
 

@@ -266,8 +266,7 @@ class Bridger:
 
         Raises:
             Unbridgeable: the template raises, or does not ask for an answer; or control text of a content cannot be
-                told from
-                the template's own.
+                told from the template's own.
         """
         text = self._prompts.prompt(messages, tools)
         wanted = self._unsafe(messages)

@@ -102,9 +102,8 @@ class Rendering:
         """Return the positions of fields with control text, or None if they cannot be found.
 
         A render with markers in place of the fields shows the text around them. Templates that look into contents,
-        compare
-        them or remove words from them then write something else. For those, only the control text of a content is
-        replaced.
+        compare them or remove words from them then write something else. For those, only the control text of a content
+        is replaced.
 
         Args:
             wanted: fields that are not empty; those that the template does not print have no span.

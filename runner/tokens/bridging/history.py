@@ -102,8 +102,7 @@ def same_tools(stored: Sequence[Mapping[str, Any]] | None, incoming: Sequence[Ma
     """True if the same tools are offered, in any order: the same names, descriptions and parameters.
 
     None and [] both mean no tools, an empty description or empty parameters equal missing ones, and the order of keys
-    does
-    not matter. Other keys (`strict`, ...) are not shown to the model.
+    does not matter. Other keys (`strict`, ...) are not shown to the model.
     """
     return stored == incoming or _tools(stored) == _tools(incoming)
 

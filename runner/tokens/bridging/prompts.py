@@ -70,10 +70,8 @@ class PromptRenderer:
         """Check that a render ends where the model's words begin.
 
         Most templates end as they do after a plain question. Otherwise either the generation prompt follows the last
-        content;
-        or the template needs none, or writes another one in history: then the render continues like one with an answer,
-        for
-        longer than one with a question.
+        content; or the template needs none, or writes another one in history: then the render continues like one with
+        an answer, for longer than one with a question.
 
         Args:
             text: the render, or the part of it that contains `messages`.

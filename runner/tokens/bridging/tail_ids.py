@@ -45,8 +45,7 @@ class TailIds:
         """Check that the text between any two control tokens is kept.
 
         Some vocabularies write a space before each range, which decoding removes, and some control tokens swallow the
-        white
-        space beside them.
+        white space beside them.
         """
         tokenizer, at = self._tokenizer, 0
         text = tokenizer.normalize(self._text)
@@ -103,8 +102,7 @@ class TailIds:
         """Return the ids after the template's own close, if the sampled stop is not part of it; otherwise None.
 
         The close is the end of the same render without new messages, and a control token that every turn has once
-        something
-        follows. White space after such a token separates the turns, also after another token.
+        something follows. White space after such a token separates the turns, also after another token.
         """
         alone = self._tail.alone
         if alone is None:
@@ -138,8 +136,7 @@ class TailIds:
         """Return the ids after the sampled part of the last call, in whose middle the tail begins, or None.
 
         The turn's close is at a stop id, or at the begin of the tail that the turn would have without calls. The part
-        of the
-        text before it that the model has not sampled is in the bridge.
+        of the text before it that the model has not sampled is in the bridge.
         """
         index, plain = self.find_in_close(stop_ids), None
         if index is not None:

@@ -197,8 +197,7 @@ class TransferFunctions(Operators):
         """Call a method of a text in which the turn's words end.
 
         If the words are known, they end in the sentinel: small letters and digits, so that neither `strip` of other
-        characters
-        nor `lower` changes it, and text that is not a word is not found across its end.
+        characters nor `lower` changes it, and text that is not a word is not found across its end.
         """
         rest = value.rest
         before = None if value.before is None else (name, *arguments, value.before)
