@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from runner.tools.value_shapes import kind_of
+
 __all__ = [
     "Cdata",
     "Html",
@@ -28,21 +30,8 @@ ValueType: TypeAlias = Literal["string", "integer", "number", "boolean", "null",
 
 def type_of(value: Any) -> ValueType:
     """Return the type of a value that was read from JSON."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case str():
-            return "string"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case Mapping():
-            return "object"
-        case _:
-            return "array"
+    kind = kind_of(value)
+    return "integer" if kind == "number" and isinstance(value, int) else kind
 
 
 def members_in_order(members: Mapping[str, Any], *, sorted_keys: bool) -> list[tuple[str, Any]]:
