@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import anyio
@@ -23,9 +23,6 @@ from anyio._core._eventloop import set_current_async_library, threadlocals
 from runner.concurrency.clocks import Waiting
 
 __all__ = ["Job", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
-
-IDLE_SECONDS = 10.0
-"""Seconds after which an idle thread ends, once its `Workers` are closed."""
 
 BUSY_RATIO = 0.002
 """Ratio of processor time between two checks, 20 ms apart, that separates computing from waiting: a thread that wakes
@@ -134,9 +131,7 @@ class Workers:
 
     def close(self) -> None:
         """End idle threads now, and working ones after their work."""
-        self._idle.closed = True
-        while self._idle:
-            self._idle.pop().end()
+        self._idle.close()
 
     async def _run(self, job: Job, thread: WorkerThread | None) -> None:
         if thread is None:
@@ -173,15 +168,27 @@ class IdleThreads(list["WorkerThread"]):
     example, is killed by the kernel when the thread that started it ends.
     """
 
-    closed = False
-    """True if no further work comes."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.members: list[WorkerThread] = []
+        """Every thread that joins the list, the working ones too."""
+        self.closed = False
+        """True if no further work comes."""
+
+    def close(self) -> None:
+        """End the idle threads now, and each working one after its work."""
+        self.closed = True
+        self.clear()
+        # A working thread cannot be left to its report: the event loop may end, or be blocked, before it.
+        for thread in self.members:
+            thread.end()
 
 
 class WorkerThread(threading.Thread):
     """A worker thread of this event loop. anyio's own are not daemons: a hanging one would keep the process alive.
 
     Args:
-        idle: the list that the thread joins while idle, until it is closed; without one it lasts until `end`.
+        idle: the list that the thread joins while idle, until it is closed; without one the thread lasts until `end`.
     """
 
     def __init__(self, idle: IdleThreads | None = None) -> None:
@@ -190,7 +197,7 @@ class WorkerThread(threading.Thread):
         # Named as in anyio's threads, by which a virtual clock and the search for leaks recognise working threads.
         self.loop = self._token.native_token
         self.idle_workers = IdleThreads() if idle is None else idle
-        self._patience = IDLE_SECONDS if idle is not None else None
+        self.idle_workers.members.append(self)
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._soon = soon_on_this_loop()
         self.start()
@@ -205,6 +212,8 @@ class WorkerThread(threading.Thread):
         with anyio.CancelScope() as scope:
             done = anyio.Event()
             self._work.put(_Work(job, context, scope, done))
+            if self.idle_workers.closed:
+                self.end()
             await done.wait()
 
     def end(self) -> None:
@@ -213,7 +222,7 @@ class WorkerThread(threading.Thread):
 
     def run(self) -> None:
         threadlocals.current_token = self._token
-        while (work := self._next()) is not None:
+        while (work := self._work.get()) is not None:
             threadlocals.current_cancel_scope = work.scope
             work.context.run(work.job.run)
             try:
@@ -223,20 +232,9 @@ class WorkerThread(threading.Thread):
             # A waiting thread would keep the objects of its last job alive.
             del threadlocals.current_cancel_scope, work
 
-    def _next(self) -> _Work | None:
-        while True:
-            try:
-                return self._work.get(timeout=self._patience)
-            except Empty:
-                if not self.idle_workers.closed:
-                    continue
-                # A thread that is just being taken from the idle ones gets its work at once.
-                with suppress(ValueError):
-                    self.idle_workers.remove(self)
-                    return None
-
     def _report(self, done: anyio.Event) -> None:
-        self.idle_workers.append(self)
+        if not self.idle_workers.closed:
+            self.idle_workers.append(self)
         done.set()
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from runner.concurrency import threads
 from runner.concurrency.threads import Job, Workers, busy_threads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
@@ -130,10 +130,7 @@ async def test_code_in_a_thread_hears_that_nobody_waits_for_it_any_more() -> Non
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_threads_end_with_their_workers_and_abandoned_ones_later(
-    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.1)  # what the one that was left behind has after its job
+async def test_threads_end_with_their_workers_and_abandoned_ones_later(anyio_backend: str) -> None:
     began, release = threading.Event(), threading.Event()
     workers = Workers(2)
     before = set(threading.enumerate())
@@ -157,10 +154,46 @@ async def test_threads_end_with_their_workers_and_abandoned_ones_later(
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_process_bound_to_its_thread_lives_until_the_close(
-    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.01)
+@pytest.mark.parametrize("closed", ["before the job ends", "before its end is reported"])
+async def test_working_threads_end_while_the_event_loop_is_blocked(anyio_backend: str, closed: str) -> None:
+    began, release = threading.Event(), threading.Event()
+    workers = Workers(1)
+    before = set(threading.enumerate())
+    job = Job(partial(hang, began, release), "working")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.call, job)
+        while not began.is_set():  # noqa: ASYNC110  # set by a thread
+            await anyio.sleep(0.001)
+        tasks.cancel_scope.cancel()
+    made = set(threading.enumerate()) - before
+    # From here on nothing awaits, so no report of the thread is received.
+    if closed == "before the job ends":
+        workers.close()
+    release.set()
+    while not job.done:
+        time.sleep(0.001)  # noqa: ASYNC251  # the loop is to be blocked
+    workers.close()
+    for thread in made:
+        thread.join(WATCHDOG)
+    assert len(made) == 1
+    assert not any(thread.is_alive() for thread in made)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_thread_of_closed_workers_ends_after_its_call(anyio_backend: str) -> None:
+    workers = Workers(1)
+    workers.close()
+    before = set(threading.enumerate())
+    await workers.call(Job(int, "late"))
+    made = set(threading.enumerate()) - before
+    assert await workers.call(Job(lambda: "again", "later")) == "again"
+    for thread in made:
+        thread.join(WATCHDOG)
+    assert not any(thread.is_alive() for thread in made)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_process_bound_to_its_thread_lives_until_the_close(anyio_backend: str) -> None:
     workers = Workers(1)
     process = await workers.call(Job(start_bound_to_this_thread, "setup"))
     with process:
