@@ -79,10 +79,12 @@ from .options import Limits as Limits
 from .options import Sampling as Sampling
 from .parsing.events import ContentPiece as ContentPiece
 from .parsing.events import ReasoningPiece as ReasoningPiece
+from .runs.background_player import BackgroundPlayer as BackgroundPlayer
 from .runs.event_loop import run as run
 from .runs.player import FleetWorker as FleetWorker
 from .runs.run import Run as Run
 from .runs.summary import Summary as Summary
+from .runs.task_player import Player as Player
 from .scoring import group_reward as group_reward
 from .scoring import metric as metric
 from .scoring import reward as reward

@@ -37,8 +37,9 @@ def test_public_names() -> None:
     assert runner.__all__ == sorted(runner.__all__)
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
-        "ChatEngine Concurrency Engine FleetWorker History HistoryPolicy Limits MessageEngine RayEngine RayEngines "
-        "RemoteEngine RetryPolicy Run RunFile Sampling ScriptedEngine ServerDialect Summary TaskSource VllmEngine run"
+        "BackgroundPlayer ChatEngine Concurrency Engine FleetWorker History HistoryPolicy Limits MessageEngine Player "
+        "RayEngine RayEngines RemoteEngine RetryPolicy Run RunFile Sampling ScriptedEngine "
+        "ServerDialect Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory Usage"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"

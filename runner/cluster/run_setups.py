@@ -16,7 +16,7 @@ from runner.cluster.worker_handle import WorkerHandle, at_once
 from runner.engines.base import BaseEngine
 from runner.episode.shared import RunShared
 from runner.errors import BadEnvironment
-from runner.runs.player import Player
+from runner.runs.player import EpisodePlayer
 
 __all__ = ["RunSetups"]
 
@@ -77,7 +77,7 @@ class RunSetups:
     @asynccontextmanager
     async def player(
         self, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
-    ) -> AsyncIterator[Player]:
+    ) -> AsyncIterator[EpisodePlayer]:
         """Yield the player of the run's episodes, for the duration of the block."""
         driver = self._driver()
         number = driver.run_number() if self._number is None else self._number

@@ -15,6 +15,7 @@ from runner.concurrency.user_code import describe_error, is_async
 from runner.environment.environment import Environment
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_files import read_tasks
+from runner.environment.task_requests import TaskRequests
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 from runner.trajectory import Trajectory
@@ -78,8 +79,11 @@ class TaskFeed:
 
     def __init__(self, tasks: Tasks, environment: Environment[Any], *, workers: Workers, is_kept: bool) -> None:
         source = read_tasks(Path(tasks), environment.task_class()) if isinstance(tasks, str | Path) else tasks
-        self.repeatable = hasattr(source, "finished")
-        """True if the source receives results, and so may repeat tasks."""
+        self.requests = source if isinstance(source, TaskRequests) else None
+        """The requests of callers, if they are the source."""
+        self._is_notified = hasattr(source, "finished")
+        self.repeatable = self._is_notified or self.requests is not None
+        """True if the source may repeat tasks: it receives results, or is a source of requests."""
         self._source: Any = source
         self._workers = workers
         self._checks = TaskChecks(environment, is_kept=is_kept)
@@ -115,7 +119,7 @@ class TaskFeed:
         Raises:
             BadTask: its `finished` raised.
         """
-        if not self.repeatable:
+        if not self._is_notified:
             return
         try:
             async with self._notifying:

@@ -25,7 +25,7 @@ from runner.logs import logger_for
 from runner.runs.attempts import Attempts
 from runner.runs.group_scoring import GroupScoring
 from runner.runs.options import RunOptions
-from runner.runs.player import Player, PlayingEngine
+from runner.runs.player import EpisodePlayer, PlayingEngine
 from runner.runs.results import Results
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
@@ -71,7 +71,7 @@ class ActiveRun:
     """All engines of the run, each once."""
     shared: RunShared
     """The objects that all episodes share."""
-    player: Player
+    player: EpisodePlayer
     """The player of the episodes, on this event loop or on workers."""
     writer: RunWriter
     """The run file."""

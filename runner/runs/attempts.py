@@ -11,7 +11,7 @@ from runner.engines.base import BaseEngine
 from runner.episode.key import EpisodeKey
 from runner.errors import EngineDead
 from runner.logs import logger_for
-from runner.runs.player import Attempt, Player
+from runner.runs.player import Attempt, EpisodePlayer
 from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
 from runner.store.writer import RunWriter
@@ -35,7 +35,7 @@ class Attempts:
     engines: Sequence[BaseEngine]
     """All engines of the run; their health is checked after an engine failed an episode."""
 
-    player: Player
+    player: EpisodePlayer
     """The player of the attempts, on this event loop or on workers."""
 
     writer: RunWriter

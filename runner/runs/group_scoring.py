@@ -41,8 +41,8 @@ class GroupScoring:
         return bool(self._rewards)
 
     def open(self, task: Task, visit: int, missing: int) -> None:
-        """Expect `missing` episodes of a task."""
-        self._open[task.id, visit] = OpenGroup(missing)
+        """Expect `missing` episodes of a task, beside those that are expected already."""
+        self._open.setdefault((task.id, visit), OpenGroup(0)).missing += missing
 
     async def finished(self, trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], int]:
         """Note a committed episode, and score its group if it was the last one.

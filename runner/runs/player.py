@@ -19,7 +19,7 @@ from runner.runs.run_setup import RunSetup
 from runner.tokens.log import TokenLog
 from runner.trajectory import Trajectory
 
-__all__ = ["Attempt", "FleetWorker", "IdleReason", "LocalPlayer", "Player", "PlayingEngine", "WorkerSetup"]
+__all__ = ["Attempt", "EpisodePlayer", "FleetWorker", "IdleReason", "LocalPlayer", "PlayingEngine", "WorkerSetup"]
 
 
 class Attempt(Protocol):
@@ -55,7 +55,7 @@ class Attempt(Protocol):
         """The token logs of trained agents so far, as far as this process has them."""
 
 
-class Player(Protocol):
+class EpisodePlayer(Protocol):
     """Plays episodes."""
 
     def begin(self, key: EpisodeKey, *, last_try: bool) -> Attempt:
@@ -152,7 +152,7 @@ class WorkerSetup(Protocol):
 
     def player(
         self, shared: RunShared, clock: datetime, width: int | None, report: Callable[[str], None]
-    ) -> AbstractAsyncContextManager[Player]:
+    ) -> AbstractAsyncContextManager[EpisodePlayer]:
         """The player of the episodes while the block lasts.
 
         Args:

@@ -56,6 +56,8 @@ class Results:
     async def announce(self, trajectories: list[Trajectory], missing: int) -> None:
         """Send an episode to the task source and the reader: its trained agents, or `main` if none is trained."""
         shown = [t for t in trajectories if t.trained or t.agent == MAIN]
+        if self._feed.requests is not None:
+            self._feed.requests.deliver(shown)
         # Without a reader, the run file has it.
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for trajectory in shown:

@@ -42,6 +42,7 @@ class Run:
                 ...
 
     Leaving the block early cancels the episodes in flight; they are kept as partial, and the next run repeats them.
+    The block is entered and left in one task; a `Player` is started and closed from any.
 
     Args:
         environment: the environment, or its class if it can be constructed without arguments.
@@ -91,6 +92,7 @@ class Run:
             self._state.file = self.options.file
         self._active: ActiveRun | None = None
         self._entered = False
+        self._task_id = 0
         self._exit = AsyncExitStack()
 
     @property
@@ -122,6 +124,7 @@ class Run:
         if self._entered:
             raise RuntimeError("a run can be entered only once: make another Run(...) to play again")
         self._entered = True
+        self._task_id = anyio.get_current_task().id
         start = Start(setup=self._setup, lag=self.lag, state=self._state)
         async with AsyncExitStack() as exit_stack:
             try:
@@ -141,6 +144,11 @@ class Run:
         if not self.over:
             self.cancel()
         self._results.close()
+        if anyio.get_current_task().id != self._task_id:
+            raise RuntimeError(
+                "the run was entered in another task than the one that leaves it, so it cannot be closed here: leave "
+                "it in the task that entered it, or use Player(...), which is started and closed from any task"
+            )
         try:
             return await self._exit.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:

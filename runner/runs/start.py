@@ -21,7 +21,7 @@ from runner.environment.task_feed import TaskFeed, Tasks, environment_tasks
 from runner.episode.shared import RunShared
 from runner.logs import logger_for
 from runner.runs.active_run import ActiveRun
-from runner.runs.player import LocalPlayer, Player, PlayingEngine, WorkerSetup
+from runner.runs.player import EpisodePlayer, LocalPlayer, PlayingEngine, WorkerSetup
 from runner.runs.preflight import require_sampling
 from runner.runs.run_header import describe_run, restore_choices
 from runner.runs.run_setup import RunSetup
@@ -127,7 +127,7 @@ class Start:
 
     async def _player(
         self, exit_stack: AsyncExitStack, sent: WorkerSetup | None, shared: RunShared, clock: datetime
-    ) -> Player:
+    ) -> EpisodePlayer:
         width = self.setup.options.concurrency.episodes
         if sent is not None:
             return await exit_stack.enter_async_context(sent.player(shared, clock, width, self.state.add_fault))

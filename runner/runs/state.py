@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 
+from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending
 from runner.errors import DeltarunnerError, EngineDead
 from runner.logs import logger_for
@@ -41,6 +42,9 @@ class RunState:
 
     cancelled_with: Ending | None = None
     """The ending of the episodes that were cancelled together; None before."""
+
+    cancelled_episodes: set[tuple[str, int, int]] = field(default_factory=set)
+    """The task id, visit and index of episodes whose caller does not wait for them any more."""
 
     over: bool = False
     """True once every episode has ended and the last result was sent to the reader."""
@@ -79,6 +83,20 @@ class RunState:
         self.plays.add(play)
         if self.cancelled_with is not None:
             play.cancel(self.cancelled_with)
+        elif _episode_of(play.key) in self.cancelled_episodes:
+            play.cancel()
+
+    def cancel_episodes(self, keys: Collection[EpisodeKey]) -> None:
+        """Cancel these episodes, now or when they begin; the run continues."""
+        episodes = {_episode_of(key) for key in keys}
+        self.cancelled_episodes |= episodes
+        for play in self.plays:
+            if _episode_of(play.key) in episodes:
+                play.cancel()
+
+    def forget(self, key: EpisodeKey) -> None:
+        """Note that no further attempt at this episode begins."""
+        self.cancelled_episodes.discard(_episode_of(key))
 
     def fail(self, failure: DeltarunnerError, *, cancel: bool = False) -> None:
         """End the run with this error; episodes in flight finish, or are cancelled with `cancel`."""
@@ -95,3 +113,7 @@ class RunState:
         self.fail(error)
         # Not as partial: the file records the failure of the engine.
         self.cancel(Ending(Outcome.ENGINE_ERROR, error=str(error)))
+
+
+def _episode_of(key: EpisodeKey) -> tuple[str, int, int]:
+    return key.task.id, key.visit, key.index

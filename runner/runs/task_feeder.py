@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -13,13 +15,14 @@ from runner.concurrency.threads import Job
 from runner.concurrency.user_code import describe_error
 from runner.environment.checks import common_system_prompt
 from runner.environment.task_feed import TaskFeed
+from runner.environment.task_requests import TaskRequest, TaskRequests
 from runner.episode.hooks import check_system_prompts
 from runner.episode.key import EpisodeKey
 from runner.episode.shared import RunShared
 from runner.errors import BadTask, DeltarunnerError
 from runner.messages import as_messages
 from runner.runs.group_scoring import GroupScoring
-from runner.runs.player import Player
+from runner.runs.player import EpisodePlayer
 from runner.runs.state import RunState
 from runner.store.claims import Claimed
 from runner.store.writer import RunWriter
@@ -34,7 +37,7 @@ class Slots:
     The player sets the number of slots, and changes it as workers come and go.
     """
 
-    def __init__(self, player: Player) -> None:
+    def __init__(self, player: EpisodePlayer) -> None:
         self.width = 0
         """The number of slots now."""
         self._taken = 0
@@ -91,8 +94,12 @@ class TaskFeeder:
             try:
                 await play(key)
             finally:
+                self.state.forget(key)
                 self.slots.release()
 
+        if self.feed.requests is not None:
+            await self._begin_requested(self.feed.requests, episodes, play_in_slot)
+            return
         try:
             while True:
                 # The slot first: a source chooses the next task when it can be played at once.
@@ -125,13 +132,43 @@ class TaskFeeder:
             for index in missing
         ]
 
-    async def _claim(self, task: Task) -> Claimed:
+    async def _begin_requested(
+        self, requests: TaskRequests, episodes: TaskGroup, play: Callable[[EpisodeKey], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Begin the episodes of each request; a task that cannot be played is an error of its request alone."""
+        async for request in requests:
+            try:
+                keys = await self._requested_episodes(request, requests)
+            except DeltarunnerError as error:
+                request.fail(error)
+                continue
+            for key in keys:
+                await self.slots.take()
+                if request.cancelled:
+                    self.state.cancel_episodes([key])
+                episodes.start_soon(play, key, name=f"episode {key.id}")
+
+    async def _requested_episodes(self, request: TaskRequest, requests: TaskRequests) -> list[EpisodeKey]:
+        self._check_system_prompt(request.task)
+        visit = requests.next_visit(request)
+        while (claimed := await self._claim(request.task, visit)).finished.intersection(request.indices):
+            visit += 1
+        requests.begin(request, visit)
+        self.scoring.open(request.task, visit, len(request.indices))
+        keys = [
+            EpisodeKey(task=request.task, index=index, visit=visit, attempt=claimed.attempts.get(index, 0))
+            for index in request.indices
+        ]
+        request.cancel_begun = partial(self.state.cancel_episodes, keys)
+        return keys
+
+    async def _claim(self, task: Task, visit: int | None = None) -> Claimed:
         self._tasks_taken += 1
-        position, repeatable = self._tasks_taken, self.feed.repeatable
+        claim = partial(self.writer.claim, task, self._tasks_taken, repeatable=self.feed.repeatable, visit=visit)
         if not self.writer.resumed:
-            return self.writer.claim(task, position, repeatable=repeatable)
+            return claim()
         # In a thread only if the run is resumed: then the file is read, which may block.
-        job = Job(lambda: self.writer.claim(task, position, repeatable=repeatable), "run file")
+        job = Job(claim, "run file")
         claimed: Claimed = await self.shared.workers.call(job)
         return claimed
 

@@ -56,11 +56,12 @@ class Claims:
             "CREATE TABLE given (id PRIMARY KEY, position INTEGER, visits INTEGER NOT NULL) WITHOUT ROWID"
         )
 
-    def claim(self, task: Task, position: int, *, repeatable: bool) -> Claimed:
+    def claim(self, task: Task, position: int, *, repeatable: bool, visit: int | None = None) -> Claimed:
         """See `RunWriter.claim`."""
         try:
             with self._lock:
-                visit = self._next_visit(task, position, repeatable)
+                if visit is None:
+                    visit = self._next_visit(task, position, repeatable)
                 return self._stored_state(self._stored, task, visit) if self._stored is not None else Claimed(visit)
         except sqlite3.Error as error:
             raise StorageFailed(

@@ -244,19 +244,20 @@ class RunWriter:
 
     # --- stored episodes
 
-    def claim(self, task: Task, position: int, *, repeatable: bool = False) -> Claimed:
+    def claim(self, task: Task, position: int, *, repeatable: bool = False, visit: int | None = None) -> Claimed:
         """Claim `task`, the run's `position`-th, for playing. Takes about 10 us, from any thread.
 
         Args:
             task: the task.
             position: its number among the run's tasks, for messages.
             repeatable: True if the source may repeat a task, as another visit.
+            visit: the number of the visit, for a source that counts visits itself.
 
         Raises:
             BadTask: another task of this run has the id, and tasks are not repeatable.
             ConfigurationChanged: the file holds another task with this id.
         """
-        return self._claims.claim(task, position, repeatable=repeatable)
+        return self._claims.claim(task, position, repeatable=repeatable, visit=visit)
 
     def stored(self) -> Iterator[Trajectory]:
         """The trajectories of earlier runs in the file, in commit order, read lazily.

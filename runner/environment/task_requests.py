@@ -1,0 +1,130 @@
+"""Tasks that callers request one by one while a run plays, and the episodes that they wait for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from runner.tasks import Task
+from runner.trajectory import Trajectory
+
+__all__ = ["TaskRequest", "TaskRequests"]
+
+
+def _ignore() -> None:
+    """Do nothing: the request has no episode yet."""
+
+
+@dataclass(eq=False, slots=True)
+class TaskRequest:
+    """Some episodes of one task that a caller waits for."""
+
+    task: Task
+    """The task."""
+    indices: Sequence[int]
+    """The indices of the episodes within the task's group."""
+    visit: int = 0
+    """The visit of the task; set when the episodes begin."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """The finished trajectories of trained agents, or of `main` if none is trained."""
+    cancelled: bool = False
+    """True once the caller does not wait any more."""
+    cancel_begun: Callable[[], None] = _ignore
+    """Cancels the episodes in flight."""
+    done: anyio.Event = field(default_factory=anyio.Event)
+    """Set after the last episode, or with `error`."""
+    error: BaseException | None = None
+    """The error because of which the episodes were not played."""
+    _missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._missing = len(self.indices)
+
+    def deliver(self, trajectories: Iterable[Trajectory]) -> None:
+        """Take the trajectories of one finished episode."""
+        self.trajectories.extend(trajectories)
+        self._missing -= 1
+        if not self._missing:
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the wait with an error."""
+        self.error = error
+        self.done.set()
+
+    def cancel(self) -> None:
+        """Cancel the episodes, also those that have not begun."""
+        self.cancelled = True
+        self.cancel_begun()
+
+
+class TaskRequests:
+    """A task source that plays what callers request, and delivers to each caller its own episodes.
+
+    The same task may be requested again: episode i of a task is played for the n-th time as visit n, so its seeds
+    depend on no other request. A visit whose episode is in the resumed run file is passed over.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[TaskRequest] = deque()
+        self._changed = anyio.Event()
+        self._closed = False
+        self._visits: dict[tuple[str, int], int] = {}
+        self._playing: dict[tuple[str, int, int], TaskRequest] = {}
+
+    async def __aiter__(self) -> AsyncIterator[TaskRequest]:
+        """The requests in their order, without cancelled ones; ends after `close`."""
+        while True:
+            while self._waiting:
+                request = self._waiting.popleft()
+                if not request.cancelled:
+                    yield request
+            if self._closed:
+                return
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    def add(self, request: TaskRequest) -> None:
+        """Request episodes."""
+        self._waiting.append(request)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Accept no further request; those that wait are still played."""
+        self._closed = True
+        self._changed.set()
+
+    @property
+    def closed(self) -> bool:
+        """True if no further request is accepted."""
+        return self._closed
+
+    def next_visit(self, request: TaskRequest) -> int:
+        """The first visit of the task in which none of the requested episodes was played."""
+        return max(self._visits.get((request.task.id, index), 0) for index in request.indices)
+
+    def begin(self, request: TaskRequest, visit: int) -> None:
+        """Note that the episodes of a request begin, as this visit."""
+        request.visit = visit
+        for index in request.indices:
+            self._visits[request.task.id, index] = visit + 1
+            self._playing[request.task.id, visit, index] = request
+
+    def deliver(self, trajectories: Sequence[Trajectory]) -> None:
+        """Give the trajectories of one episode to its caller."""
+        first = trajectories[0]
+        request = self._playing.pop((first.task.id, first.visit, first.index), None)
+        if request is not None:
+            request.deliver(trajectories)
+
+    def end(self, error: BaseException) -> None:
+        """End every wait with an error: nothing is played any more."""
+        self.close()
+        for request in (*self._waiting, *self._playing.values()):
+            if not request.done.is_set():
+                request.fail(error)
+        self._waiting.clear()
+        self._playing.clear()

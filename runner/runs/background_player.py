@@ -1,0 +1,303 @@
+"""BackgroundPlayer: a `Player` in a thread of its own, for synchronous trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import anyio
+from typing_extensions import Unpack
+
+from runner.concurrency.loop_lag import Blocker
+from runner.engines.base import BaseEngine, width_of
+from runner.engines.state import PauseMode, WeightUpdate
+from runner.environment.checks import as_environment
+from runner.environment.environment import Environment
+from runner.environment.task_feed import environment_tasks
+from runner.errors import BadOption, RunStopped, RunStuck
+from runner.runs.event_loop import on_event_loop
+from runner.runs.options import RunKeywords, RunOptions, check_engine
+from runner.runs.task_player import Player
+from runner.tasks import Task
+from runner.trajectory import Group, Trajectory
+
+__all__ = ["BackgroundPlayer"]
+
+T = TypeVar("T")
+
+EXIT_SECONDS: Final = 10.0
+"""The longest wait for the thread when the process ends without `close`."""
+
+
+class BackgroundPlayer:
+    """Plays tasks in a thread with its own event loop and engine, for a trainer that is synchronous.
+
+        with BackgroundPlayer(Calculator(), engine, group_size=8) as player:
+            groups = player.play_groups(tasks)
+            player.update_weights(model.state_dict())
+
+    Methods may be called from any thread. Where the thread or its run dies, calls that wait and all later ones raise
+    the cause; none waits forever. Leaving the block with an error cancels the episodes in flight.
+
+    Arguments and errors are those of `Player`.
+    """
+
+    def __init__(
+        self, environment: Environment[Any] | type[Environment[Any]], engine: BaseEngine, **options: Unpack[RunKeywords]
+    ) -> None:
+        check_engine("engine", engine)
+        self.engine = engine
+        """The engine; it belongs to the event loop of the thread."""
+        self.options = RunOptions(**{"breaker": 1, **options})  # type: ignore[arg-type]
+        """The checked options with their defaults."""
+        self.environment = as_environment(environment)
+        """The environment object."""
+        self._given = options
+        self._player: Player | None = None
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end = anyio.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._calls: set[Future[Any]] = set()
+        self._over = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the run or the thread; None while it plays, and after `close`."""
+        return self._error or (self._player.error if self._player is not None else None)
+
+    @property
+    def player(self) -> Player:
+        """The player of the thread; other threads may read its attributes, such as `player.run.summary`."""
+        if self._player is None:
+            raise _not_begun()
+        return self._player
+
+    # --- starting and ending
+
+    def start(self) -> Self:
+        """Start thread, engine and run.
+
+        Raises:
+            BadInput, EngineError, RunFileError: as a `Run` raises when it is entered.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a player can be started only once: make another BackgroundPlayer(...)")
+        started: Future[None] = Future()
+        # A daemon, so that a trainer that ends without `close` ends its process.
+        self._thread = threading.Thread(target=self._run_thread, args=(started,), name="deltarunner", daemon=True)
+        self._thread.start()
+        atexit.register(self._close_at_exit)
+        try:
+            started.result()
+        except BaseException:
+            self._stop(cancel=True)
+            self._thread.join()
+            raise
+        return self
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Play what was requested, end the run, close the engine if the run entered it, and end the thread.
+
+        Args:
+            cancel: cut the episodes in flight instead.
+        """
+        atexit.unregister(self._close_at_exit)
+        if self._thread is None:
+            return
+        self._stop(cancel=cancel)
+        try:
+            self._thread.join()
+        except BaseException:  # Ctrl-C
+            self._stop(cancel=True)
+            raise
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    # --- playing
+
+    def play(self, task: Task, *, index: int = 0) -> list[Trajectory]:
+        """Play one episode of a task, as `Player.play` does."""
+        return self._call(self.player.play(task, index=index))
+
+    def play_groups(self, tasks: Iterable[Task]) -> list[Group]:
+        """Play a group for each task, concurrently, and return the groups in the order of the tasks.
+
+        A task that occurs twice is played twice. Errors are those of `Player.play_group`; the first one cancels the
+        other groups.
+        """
+        return self._call(self._play_groups(list(tasks)))
+
+    def groups(self, tasks: Iterable[Task] | None = None) -> Iterator[Group]:
+        """Yield groups as they finish, for a trainer that pulls.
+
+        No more groups are in flight and unread than fill the run's width. Ending the iteration cancels the groups in
+        flight.
+
+        Args:
+            tasks: the tasks; by default those of the environment, once.
+        """
+        given: Any = environment_tasks(self.environment) if tasks is None else tasks
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise BadOption(f"tasks={given!r:.60}: give an iterable of Task.")
+        return self._groups(iter(given))
+
+    def _groups(self, tasks: Iterator[Task]) -> Iterator[Group]:
+        options = self.options
+        most = max(1, (options.concurrency.episodes or width_of(self.engine)) // options.group_size)
+        pending: set[Future[list[Group]]] = set()
+        try:
+            more = True
+            while True:
+                while more and len(pending) < most:
+                    task = next(tasks, None)
+                    if task is None:
+                        more = False
+                    else:
+                        pending.add(self._submit(self.player.play_group(task)))
+                if not pending:
+                    return
+                done, pending = concurrent.futures.wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield from self._result_of(future)
+        finally:
+            for future in pending:
+                future.cancel()
+
+    # --- weights
+
+    def update_weights(
+        self, given: Any, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+    ) -> WeightUpdate:
+        """Exchange the engine's weights, also during episodes, as `engine.update_weights` does.
+
+        Raises:
+            BadWeights, BadControl, BadOption, EngineError: as `engine.update_weights`.
+        """
+        return self._call(self.engine.update_weights(given, version=version, mode=mode))
+
+    # --- the thread
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(coroutine)
+        try:
+            return self._result_of(future)
+        except BaseException:
+            future.cancel()  # nothing if it is done; a call that Ctrl-C interrupts is cancelled
+            raise
+
+    def _result_of(self, future: Future[T]) -> T:
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            # Only the end of the event loop cancels it; the thread stores the cause after that.
+            assert self._thread is not None
+            self._thread.join(EXIT_SECONDS)
+            raise self.error or RunStopped("the event loop of the player ended") from None
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._loop is not None and not self._over:
+                future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                self._calls.add(future)
+                future.add_done_callback(self._calls.discard)
+                return future
+        coroutine.close()
+        if self.error is not None:
+            raise self.error
+        if self._thread is None:
+            raise _not_begun()
+        raise RunStopped("the player was closed: play before close(), or make another BackgroundPlayer(...)")
+
+    async def _play_groups(self, tasks: list[Task]) -> list[Group]:
+        played = await _all_or_none([self.player.play_group(task) for task in tasks])
+        return [group for groups in played for group in groups]
+
+    def _run_thread(self, started: Future[None]) -> None:
+        error: BaseException | None = None
+        try:
+            on_event_loop(self._live, started)
+        except BaseException as caught:
+            error = self._error = caught
+        finally:
+            self._end_calls(error or RunStopped("the player was closed before this was played"))
+            if not started.done():
+                started.set_exception(self._error or RunStopped("the player's thread ended before it had started"))
+
+    async def _live(self, started: Future[None]) -> None:
+        # Here, since a run is made on its event loop.
+        try:
+            self._player = Player(self.environment, self.engine, **self._given)
+            self._player.run.lag.on_stuck = self._stuck
+            await self._player.start()
+        except Exception as error:
+            started.set_exception(error)
+            return
+        self._loop = asyncio.get_running_loop()
+        started.set_result(None)
+        try:
+            await self._end.wait()
+        finally:
+            await self.player.aclose()
+            with anyio.move_on_after(EXIT_SECONDS):  # calls that the end of the run has woken
+                while self._calls:  # noqa: ASYNC110  # callbacks of futures, also in other threads, empty it
+                    await anyio.sleep(0.001)
+
+    def _stuck(self, blocker: Blocker) -> None:
+        """End every wait: the event loop is blocked, and so answers no call."""
+        self._error = RunStuck(f"the event loop of the player is blocked in {blocker.where}: {blocker.advice}")
+        self._end_calls(self._error)
+
+    def _end_calls(self, error: BaseException) -> None:
+        with self._lock:
+            self._over = True
+            calls = list(self._calls)
+        for call in calls:
+            try:
+                call.set_exception(error)
+            except concurrent.futures.InvalidStateError:  # it ended just now
+                continue
+
+    def _stop(self, *, cancel: bool) -> None:
+        def stop() -> None:
+            if cancel:
+                self.player.cancel()
+            self._end.set()
+
+        with self._lock:
+            if self._loop is not None and not self._over:
+                self._loop.call_soon_threadsafe(stop)
+
+    def _close_at_exit(self) -> None:
+        self._stop(cancel=True)
+        if self._thread is not None:
+            self._thread.join(EXIT_SECONDS)
+
+
+def _not_begun() -> RuntimeError:
+    return RuntimeError("the player has not begun: write `with BackgroundPlayer(...) as player:`, or call start()")
+
+
+async def _all_or_none(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await calls concurrently and return their results in order; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise

@@ -1,0 +1,185 @@
+"""Player: single tasks and groups on a run that lives on, for trainers that own the tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from typing_extensions import Unpack
+
+from runner import checked
+from runner.concurrency.clocks import on_asyncio
+from runner.engines.base import BaseEngine
+from runner.environment.environment import Environment
+from runner.environment.task_checks import TaskChecks
+from runner.environment.task_requests import TaskRequest, TaskRequests
+from runner.errors import BadOption, RunStopped
+from runner.runs.groups import by_agent
+from runner.runs.options import RunKeywords
+from runner.runs.run import Run
+from runner.scoring import ScorerKind
+from runner.tasks import Task
+from runner.trajectory import Group, Trajectory
+
+__all__ = ["Player"]
+
+
+class Player:
+    """Plays the tasks of a trainer on one run that stays open between calls.
+
+        async with Player(environment, engine, group_size=8) as player:
+            groups = await player.play_group(task)
+
+    The run lives in a task of its own, so `start` and `aclose` may be called from any task. Calls may be concurrent.
+    The same task may be played again: each time it is another visit, with other seeds. Cancelling a call cancels its
+    episodes. A failed episode is in the result, without a reward; an error that ends the run is raised by every later
+    call.
+
+    Args:
+        environment: the environment, or its class.
+        engine: the engine that the agents sample from; it is entered unless it runs.
+        options: the fields of `RunOptions` by name, without `tasks` and `indices`; `breaker` is 1 by default.
+
+    Raises:
+        BadOption: an option is invalid.
+    """
+
+    run: Run
+    """The run, for its summary and its limits; its results go to the callers."""
+
+    def __init__(
+        self, environment: Environment[Any] | type[Environment[Any]], engine: BaseEngine, **options: Unpack[RunKeywords]
+    ) -> None:
+        for name in ("tasks", "indices"):
+            if name in options:
+                raise BadOption(f"{name}=: a player has no tasks of its own; give them to play() and play_group().")
+        self._requests = TaskRequests()
+        self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]
+        self.error: BaseException | None = None
+        """The error that ended the run; None while it plays, and after `aclose`."""
+        self._checks = TaskChecks(self.run.environment, is_kept=self.run.options.file is not None)
+        self._host: asyncio.Task[None] | None = None
+        self._started = anyio.Event()
+        self._ended = anyio.Event()
+
+    async def start(self) -> Self:
+        """Start the engine and the run.
+
+        Raises:
+            BadInput, EngineError, RunFileError: as a `Run` raises when it is entered.
+        """
+        if self._host is not None:
+            raise RuntimeError("a player can be started only once: make another Player(...)")
+        if not on_asyncio():
+            raise RuntimeError("a player works on asyncio's event loop only")
+        # A plain task: it belongs to no caller, so that start and aclose may be called from different tasks.
+        self._host = asyncio.get_running_loop().create_task(self._live(), name="deltarunner player")
+        try:
+            await self._started.wait()
+        except BaseException:
+            self._host.cancel()
+            with anyio.CancelScope(shield=True):
+                await self._ended.wait()
+            raise
+        if self.error is not None:
+            raise self.error
+        return self
+
+    async def play(self, task: Task, *, index: int = 0) -> list[Trajectory]:
+        """Play one episode of a task and return the trajectories of its trained agents, `main` first.
+
+        Args:
+            task: the task.
+            index: the number of the episode within the task's group; its seeds follow from it.
+
+        Raises:
+            BadTask: the task cannot be played.
+            BadOption: the index is not one of the group; or rewards compare the group, which needs `play_group`.
+            RunStopped, EngineError, StorageFailed: the run has ended, or ended before the episode did.
+        """
+        size = self.run.options.group_size
+        checked.whole(f"index={index!r:.60}", index, least=0)
+        if index >= size:
+            raise BadOption(f"index={index}: a group has the episodes 0 to {size - 1}; set group_size=.")
+        if size > 1 and any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.run.scorers):
+            raise BadOption("play(): the environment has a group_reward, which compares a group: use play_group().")
+        return await self._played(task, (index,))
+
+    async def play_group(self, task: Task) -> list[Group]:
+        """Play `group_size` episodes of a task and return a group for each trained agent.
+
+        Raises:
+            BadTask: the task cannot be played.
+            RunStopped, EngineError, StorageFailed: the run has ended, or ended before the group did.
+        """
+        options = self.run.options
+        trajectories = await self._played(task, range(options.group_size))
+        return by_agent(trajectories, seed=options.seed, group_size=options.group_size)
+
+    def cancel(self) -> None:
+        """Cancel every episode in flight and end the run; calls that wait get partial trajectories or an error."""
+        self._requests.close()
+        self.run.cancel()
+
+    async def aclose(self) -> None:
+        """Play what was requested, then end the run and close the engine if the run entered it."""
+        self._requests.close()
+        if self._host is None:
+            return
+        try:
+            await self._ended.wait()
+        except BaseException:
+            self.cancel()
+            with anyio.CancelScope(shield=True):
+                await self._ended.wait()
+            raise
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.cancel()
+        await self.aclose()
+
+    async def _played(self, task: Task, indices: Sequence[int]) -> list[Trajectory]:
+        self._require_running()
+        request = TaskRequest(self._checks.checked(task), indices)
+        self._requests.add(request)
+        try:
+            await request.done.wait()
+        except BaseException:
+            request.cancel()
+            raise
+        if request.error is not None:
+            raise request.error
+        return request.trajectories
+
+    def _require_running(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self._host is None:
+            raise RuntimeError("the player has not begun: write `async with Player(...) as player:`, or await start()")
+        if self._requests.closed:
+            raise RunStopped("the player was closed: play before aclose(), or make another Player(...)")
+
+    async def _live(self) -> None:
+        try:
+            async with self.run as run:
+                self._started.set()
+                async for _ in run:  # the callers have them already
+                    pass
+        except asyncio.CancelledError:
+            self.error = RunStopped("the player's task was cancelled: its event loop ends")
+            raise
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._requests.end(self.error or RunStopped("the player was closed before this was played"))
+            self._started.set()
+            self._ended.set()
