@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, noted, parameters_in, resolved
+from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, listed, noted, parameters_in, resolved
 
 __all__ = [
     "ALL_SORTS",
@@ -63,11 +63,19 @@ def unseen_of(render: RenderTool, tool: Mapping[str, Any]) -> list[Unseen]:
 
 def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[Unseen]:
     """Return the parts of arguments that are left out, for a schema of type object."""
-    properties = parameters.get("properties")
-    if not isinstance(properties, Mapping):
+    whole = listed(parameters)
+    if not isinstance(whole.get("properties"), Mapping):
         return []
+    found: list[Unseen] = []
     # One by one: of two that share a definition, one may be shown and the other not.
-    return [unseen for name in properties for unseen in unseen_argument(render, parameters, name)]
+    for name in whole["properties"]:
+        if whole is not parameters and name not in (parameters.get("properties") or {}):
+            shown = render(_renamed(parameters, name, "zqargumentz"))
+            if shown is None or "zqargumentz" not in shown:
+                found.append(Unseen(name, ArgumentPart.ALL if shown is None else ArgumentPart.NAME, name))
+                continue
+        found += unseen_argument(render, whole, name)
+    return found
 
 
 def needs_fitting(render: RenderTool) -> bool:
@@ -80,6 +88,7 @@ def needs_fitting(render: RenderTool) -> bool:
 
 def fitted(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of arguments with each argument that the template does not show written in another form."""
+    parameters = listed(parameters)
     if not isinstance(parameters.get("properties"), Mapping):
         return {**parameters}
     if render(_undescribed()) is None and render(_undescribed(description="")) is not None:
@@ -132,7 +141,11 @@ def _fitted_argument(render: RenderTool, parameters: Mapping[str, Any], name: st
     )
     if not left or any(each.part is ArgumentPart.NAME for each in left):
         return given
-    return noted(given, parameters, name, bare=any(each.part is ArgumentPart.ALL for each in left))
+    bare = any(each.part is ArgumentPart.ALL for each in left)
+    told = noted(given, parameters, name, bare=bare)
+    if bare and render({**parameters, "properties": {name: told}, "required": []}) is None:
+        return {**told, "type": "string"}  # the template raises on its type alone, such as an object without fields
+    return told
 
 
 def _shows_no_name(unseen: Sequence[Unseen]) -> bool:
@@ -291,6 +304,21 @@ def _rename(owner: dict[str, Any], old: str, new: str) -> None:
     owner["properties"] = {new if name == old else name: each for name, each in owner["properties"].items()}
     if isinstance(owner.get("required"), list):
         owner["required"] = [new if name == old else name for name in owner["required"]]
+
+
+def _renamed(schema: Any, old: str, new: str) -> Any:
+    """Return a schema in which an argument has another name, wherever it is described or required."""
+    if isinstance(schema, list):
+        return [_renamed(each, old, new) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: _renamed(value, old, new) for key, value in schema.items()}
+    for key in ("properties", "dependentSchemas"):
+        if isinstance(made.get(key), Mapping):
+            made[key] = {new if name == old else name: each for name, each in made[key].items()}
+    if isinstance(made.get("required"), list):
+        made["required"] = [new if name == old else name for name in made["required"]]
+    return made
 
 
 _OTHERS: Final = {

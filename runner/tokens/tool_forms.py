@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["SHOWN_IN_ALL", "ToolsForm", "is_simple", "noted", "parameters_in", "resolved", "unresolved"]
+__all__ = ["SHOWN_IN_ALL", "ToolsForm", "is_simple", "listed", "noted", "parameters_in", "resolved", "unresolved"]
 
 SHOWN_IN_ALL: Final = ("$ref", "$defs", "anyOf", "allOf", "oneOf", "const", "prefixItems", "zqmetrez")
 """Texts in the render of a template that writes schemas unchanged."""
@@ -43,6 +43,72 @@ def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
     if form is ToolsForm.WRITTEN or _is_plain(parameters):
         return parameters
     return _Rewriting(parameters, form).whole()
+
+
+def listed(parameters: Schema) -> Schema:
+    """Return the schema of a tool's arguments with all arguments in its own `properties`.
+
+    Generators of schemas put arguments elsewhere too: after a `$ref`, in members of `allOf`, `anyOf` and `oneOf`, in
+    `then`, `else` and `dependentSchemas`, or only as names in `required`. Templates list `properties` alone. The result
+    is only for showing: it does not say which arguments exclude one another.
+    """
+    found = _Listing(parameters)
+    found.add(parameters, always=True)
+    if found.properties == parameters.get("properties", {}):
+        return parameters
+    left = {key: value for key, value in parameters.items() if key not in ("$ref", *_IN_PLACE)}
+    needed = {"required": [*found.required]} if found.required else {}
+    return {**left, "type": "object", "properties": found.properties, **needed}
+
+
+_IN_PLACE: Final = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
+"""Keywords whose schemas describe the same object."""
+
+
+@dataclass(slots=True)
+class _Listing:
+    """Collects the arguments of one schema."""
+
+    whole: Schema
+    properties: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, None] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
+    """Arguments that the schema describes in any case, not only in one alternative."""
+    followed: set[str] = field(default_factory=set)
+
+    def add(self, schema: Any, *, always: bool) -> None:
+        """Add the arguments of a schema; `always` if it holds in any case."""
+        if not isinstance(schema, Mapping):
+            return
+        own = schema.get("properties")
+        for name, each in own.items() if isinstance(own, Mapping) else ():
+            self._describe(name, each, always=always)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self.followed:
+            self.followed.add(reference)
+            self.add(resolved(reference, self.whole), always=always)
+        for key in _IN_PLACE:
+            inner = schema.get(key)
+            several = inner.values() if key == "dependentSchemas" and isinstance(inner, Mapping) else _as_list(inner)
+            for each in several if key != "if" else ():
+                self.add(each, always=always and key == "allOf")
+        names = schema.get("required")
+        for name in names if isinstance(names, list) else ():
+            if isinstance(name, str):
+                self.properties.setdefault(name, {})
+                if always:
+                    self.required[name] = None
+
+    def _describe(self, name: str, schema: Any, *, always: bool) -> None:
+        known = self.properties.get(name)
+        if not known or known == schema:  # an empty description, or none
+            self.properties[name] = schema
+        elif always:
+            self.properties[name] = {"allOf": [known, schema]} if isinstance(schema, Mapping) and schema else known
+        elif name not in self.fixed and isinstance(schema, Mapping) and schema:
+            self.properties[name] = {"anyOf": [*(known.get("anyOf") or [known]), schema]}
+        if always:
+            self.fixed.add(name)
 
 
 def noted(given: Any, parameters: Schema, name: str, *, bare: bool) -> dict[str, Any]:
@@ -84,7 +150,7 @@ def _is_plain(schema: Any) -> bool:
 
 def unresolved(parameters: Schema) -> Iterator[tuple[str, str]]:
     """The references of a tool's arguments that lead nowhere in the schema, each with its argument."""
-    for name, schema in (parameters.get("properties") or {}).items():
+    for name, schema in (listed(parameters).get("properties") or {}).items():
         waiting, seen = [schema], set[str]()
         while waiting:
             each = waiting.pop()

@@ -52,7 +52,10 @@ def _modern_text(text: str) -> ModernSchema:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Return the schema without keywords that are null, which break chat templates; null values are kept."""
+    """Return the schema without what breaks chat templates: keywords that are null, and properties that are a boolean.
+
+    Values that are null are kept. A boolean schema becomes the object with the same meaning.
+    """
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -62,10 +65,14 @@ def without_nulls(schema: Any) -> Any:
         if key in ("default", "const", "enum", "examples", "example"):
             kept[key] = value
         elif key in _MAPS and isinstance(value, Mapping):
-            kept[key] = {name: without_nulls(each) for name, each in value.items()}
+            kept[key] = {name: without_nulls(_as_object(each)) for name, each in value.items()}
         elif value is not None:
             kept[key] = without_nulls(value)
     return kept
+
+
+def _as_object(schema: Any) -> Any:
+    return {True: {}, False: {"not": {}}}[schema] if isinstance(schema, bool) else schema
 
 
 def as_shown(parameters: Mapping[str, Any]) -> dict[str, Any]:
