@@ -7,7 +7,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients train train-proof bench weight-conformance docs release constraints clean
+.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients test-interop train train-proof bench weight-conformance docs release constraints clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
@@ -16,6 +16,7 @@ help:
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 10 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
 	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
+	@echo "make test-interop  data sets and games of other projects play, with the real packages"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make weight-conformance  new weights of 50 architectures, tiny; writes docs/weight-conformance.md"
@@ -62,6 +63,10 @@ test-all: check docs
 test-clients: setup
 	@$(BIN)/python -m tests.clients.installing
 	@$(BIN)/python -m pytest -q --clients tests/clients
+
+# Packages of other projects, each group in a virtual environment over .venv.
+test-interop: setup
+	@$(BIN)/python -m tests.interop.installing
 
 train: setup-train
 	@$(BIN)/python -m examples.train_grpo

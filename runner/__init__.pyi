@@ -58,6 +58,7 @@ from .errors import EngineDead as EngineDead
 from .errors import EngineError as EngineError
 from .errors import EngineStalled as EngineStalled
 from .errors import EpisodeOver as EpisodeOver
+from .errors import JudgeFailed as JudgeFailed
 from .errors import NewerRunFile as NewerRunFile
 from .errors import ProgramFailed as ProgramFailed
 from .errors import PromptTooLong as PromptTooLong

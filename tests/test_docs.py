@@ -124,7 +124,7 @@ async def test_episode_of_the_page_has_tools_of_setup_and_a_group_reward(tmp_pat
 # --- the reference
 
 
-PACKAGES = ("runner", "runner.testing", "runner.training", "runner.generation")
+PACKAGES = ("runner", "runner.testing", "runner.training", "runner.generation", "runner.interop")
 MODULES = (
     "runner.runs.options",
     "runner.store.export",
@@ -149,6 +149,7 @@ WITHIN = (
     "runner.episode.state.EpisodeState",
     "runner.generation.formats.Batch",
     "runner.generation.rows.RunningRows",
+    "runner.interop.judging.JudgeCost",
     "runner.runs.options.RunKeywords",
     "runner.runs.player.Attempt",
     "runner.runs.run_setup.RunSetup",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import runner
-from runner import errors, generation, training
+from runner import errors, generation, interop, training
 from tests.repository import ROOT
 
 PACKAGE = ROOT / "runner"
@@ -90,7 +90,8 @@ def test_public_names_of_trainers() -> None:
         "TextOutputSpec",
         "verify_right_padding",
     }
-    for package in (training, generation):
+    assert set(interop.__all__) == {"Dataset", "Judge", "ScoreName", "ScoreOption", "ScoringFunction", "judge"}
+    for package in (training, generation, interop):
         assert package.__all__ == sorted(package.__all__)
 
 

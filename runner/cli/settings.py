@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,8 +20,17 @@ __all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL
 
 S = TypeVar("S")
 
+DATASET_USAGE = "deltarunner run dataset --tasks FILE --prompt '{question}' --answer '{answer}' --score number"
+"""An example for error messages."""
+
 PROGRAM = "runner.environment.program:Program"
 """The environment that runs agent programs."""
+
+DATASET = "dataset"
+"""The name of the environment that plays a data set."""
+
+DATASET_OPTIONS = ("prompt", "answer", "score", "id", "system", "info", "where", "shuffle", "skip", "take")
+"""The options of `dataset`; each is an argument of its constructor."""
 
 ENVIRONMENT = typer.Argument(
     metavar="ENV",
@@ -181,7 +191,33 @@ class RunSettings:
         typer.Option(metavar="N", min=0, help="Seconds with too few workers after which the run ends; default 600."),
     ] = None
     settings: Annotated[list[str] | None, SETTINGS] = None
-    tasks: Annotated[Path | None, typer.Option(help="JSONL file of tasks; default: the environment's tasks.")] = None
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL file of tasks; default: the environment's. For `dataset` also CSV, Parquet, hf:NAME[SPLIT]."
+        ),
+    ] = None
+    prompt: Annotated[
+        str | None, typer.Option(help="dataset: a field, or a text such as 'Question: {question}'; default prompt.")
+    ] = None
+    answer: Annotated[str | None, typer.Option(help="dataset: the reference answer, likewise.")] = None
+    score: Annotated[
+        str | None,
+        typer.Option(help="dataset: exact, contains, number, choice, math, json, regex:PATTERN or module:function."),
+    ] = None
+    id: Annotated[str | None, typer.Option(help="dataset: a unique field; default a hash of prompt and answer.")] = None
+    system: Annotated[str | None, typer.Option(help="dataset: the system message.")] = None
+    info: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD", help="dataset: a further field for the scorer.")
+    ] = None
+    where: Annotated[
+        list[str] | None, typer.Option(metavar="CONDITION", help="dataset: only such rows: 'level>=4', 'type=algebra'.")
+    ] = None
+    shuffle: Annotated[
+        int | None, typer.Option(metavar="SEED", min=0, help="dataset: shuffle the rows with this seed.")
+    ] = None
+    skip: Annotated[int | None, typer.Option(min=0, help="dataset: leave out the first N rows.")] = None
+    take: Annotated[int | None, typer.Option(min=0, help="dataset: keep N rows.")] = None
     group_size: Annotated[int | None, typer.Option(min=1, help="Episodes of each task; default 1.")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of all random numbers; default 0.")] = None
     temperature: Annotated[float | None, typer.Option(help="Temperature; 0 is greedy; default 1.")] = None
@@ -261,11 +297,27 @@ class RunSettings:
         }
 
     def with_program(self) -> RunSettings:
-        """The settings with an environment: with `--agent`, the bundled `Program`.
+        """The settings with an environment, and with options of `dataset` and of `--agent` as its arguments.
 
         Raises:
-            BadOption: both or neither are given, or an option of `--agent` without it.
+            BadOption: an environment is missing, or an option does not belong to the environment.
         """
+        return self._with_dataset()._with_program()
+
+    def _with_dataset(self) -> RunSettings:
+        given = {name: getattr(self, name) for name in DATASET_OPTIONS if getattr(self, name) is not None}
+        if self.environment != DATASET:
+            if given:
+                raise BadOption(f"--{next(iter(given))} is an option of the environment `dataset`: {DATASET_USAGE}")
+            return self
+        own = [f"{name}={json.dumps(value) if isinstance(value, list) else value}" for name, value in given.items()]
+        if self.tasks is not None:
+            own.append(f"tasks={self.tasks}")
+        elif not any(each.startswith("tasks=") for each in self.settings or ()):
+            raise BadOption(f"dataset: give the file with --tasks: {DATASET_USAGE}")
+        return dataclasses.replace(self, tasks=None, settings=[*own, *(self.settings or [])])
+
+    def _with_program(self) -> RunSettings:
         # Absolute for workers, whose working directory differs.
         copy = self.copy.absolute() if self.copy is not None and self.workers is not None else self.copy
         of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, **self.serving()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import cached_property
 from types import UnionType
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Self, cast, get_args
 
 from typing_extensions import TypeVar
 
+from runner.engines.base import BaseEngine
 from runner.episode.conversation import Conversation
 from runner.episode.episode import Episode
 from runner.errors import BadEnvironment
@@ -69,6 +70,9 @@ class Environment(Generic[TaskT]):
     sampling: Sampling = Sampling()
     """Sampling of the environment; that of a run overrides it field by field. Read before every turn, so it may be
     assigned."""
+    engines: Mapping[str, BaseEngine] = {}
+    """Separate engines of untrained agents, such as a judge, by the agent's name; those of a run override them. May be
+    assigned in `__init__()`."""
 
     task: TaskT = cast("Any", _EpisodeAttribute())
     """The task; set from `setup()` on."""

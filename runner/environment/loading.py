@@ -235,6 +235,8 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
     try:
         adapter = TypeAdapter(Any if hint is parameter.empty else hint)
     except PydanticUserError:  # a type that pydantic does not support
+        if str in typing.get_args(hint):
+            return text
         raise BadOption(f"--set {name}: {cls.__name__} takes {hint!r}, which cannot be given as text.") from None
     if hint is parameter.empty or hint is Any:
         return json_or_text(text)

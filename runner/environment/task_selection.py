@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from itertools import islice
@@ -111,6 +112,13 @@ class _Selection:
 
 class _TaskSelection(_Selection):
     def __iter__(self) -> Iterator[Task]:
+        try:
+            yield from self._selected()
+        finally:
+            if inspect.isgenerator(self._source):  # it may hold a file open
+                self._source.close()
+
+    def _selected(self) -> Iterator[Task]:
         if self._only is None:
             yield from islice(self._source, self._most)
             return

@@ -74,6 +74,8 @@ class Run:
         check_engine("engine", engine)
         self.engine = engine
         """The engine of every agent without a separate one."""
+        if self.environment.engines:
+            options["engines"] = {**self.environment.engines, **(options.get("engines") or {})}
         self.options = RunOptions(tasks=tasks, **options)  # type: ignore[arg-type]  # it replaces None and names
         """The checked options with their defaults."""
         self.workers = Workers(self.options.concurrency.threads)

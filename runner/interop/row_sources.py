@@ -1,0 +1,288 @@
+"""Rows of data sets in JSONL, CSV and Parquet files and in Python objects, read as they are needed."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from runner.errors import BadOption, BadTask
+from runner.interop.row_fields import Row
+
+__all__ = ["RowSource", "source_of"]
+
+BATCH_ROWS = 256
+"""Rows of a Parquet file that are decoded at once."""
+MIN_SHUFFLED_ROWS = 10_000
+"""Rows of a Parquet file that are shuffled among each other, if it has so many."""
+READ_BYTES = 1 << 20
+"""The read buffer of a Parquet column."""
+
+
+class RowSource(ABC):
+    """A data set whose rows can be read several times."""
+
+    name: str
+    """The name in error messages."""
+
+    def check_columns(self, needed: Iterable[str]) -> None:
+        """Refuse missing columns before anything is read, if the columns are known.
+
+        Raises:
+            BadTask: a column is missing; the message lists those that exist.
+        """
+        known = self.columns()
+        missing = [] if known is None else sorted(set(needed) - set(known))
+        if known is not None and missing:
+            raise BadTask(f"{self.name}: there is no field {missing[0]!r}; the fields are {', '.join(known)}.")
+
+    def columns(self) -> Sequence[str] | None:
+        """The names of all columns; None if each row has its own."""
+        return None
+
+    @abstractmethod
+    def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
+        """The rows with their numbers, from 1.
+
+        Args:
+            needed: the columns that are used; others may be left out.
+            seed: the seed of a shuffled order; None for the order of the data set.
+
+        Raises:
+            BadTask: a row cannot be read.
+        """
+
+
+def source_of(tasks: Any) -> RowSource:
+    """The source of a path, or of an iterable of mappings.
+
+    Raises:
+        BadTask: the file is missing or has an unknown format.
+        BadOption: it is another object.
+    """
+    if isinstance(tasks, str | Path):
+        return _file_source(Path(tasks))
+    if not isinstance(tasks, Iterable):
+        raise BadOption(f"tasks={tasks!r:.60}: give a file, hf:NAME[SPLIT], or a list of rows.")
+    return _ObjectRows(tasks)
+
+
+def _file_source(path: Path) -> RowSource:
+    kinds: Mapping[str, type[_FileRows]] = {
+        ".jsonl": _JsonRows,
+        ".ndjson": _JsonRows,
+        ".json": _JsonRows,
+        ".csv": _CsvRows,
+        ".tsv": _CsvRows,
+        ".parquet": _ParquetRows,
+    }
+    if path.is_dir():
+        raise BadTask(f"{str(path)!r} is a folder: give a file, or hf:{path} for a folder of the datasets library.")
+    if not path.is_file():
+        raise BadTask(f"the data set {str(path)!r} does not exist: give a JSONL, CSV or Parquet file, or hf:NAME.")
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        raise BadTask(f"{str(path)!r}: the kind {path.suffix!r} is unknown: give {', '.join(kinds)}, or hf:NAME.")
+    return kind(path)
+
+
+class _ObjectRows(RowSource):
+    """Rows in a Python iterable of mappings; one that is not a sequence is shuffled whole in memory."""
+
+    def __init__(self, tasks: Iterable[Any]) -> None:
+        self.name = f"the {type(tasks).__name__}"
+        self._tasks = tasks
+
+    def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
+        """The rows."""
+        if seed is None:
+            numbered: Iterable[tuple[int, Any]] = enumerate(self._tasks, 1)
+        else:
+            given: Any = self._tasks
+            known = given if hasattr(given, "__getitem__") and hasattr(given, "__len__") else list(given)
+            numbered = ((number + 1, known[number]) for number in _order(len(known), seed))
+        for number, row in numbered:
+            if not isinstance(row, Mapping):
+                raise BadTask(f"row {number}: {row!r:.60} is not a mapping of fields and values.")
+            yield number, row
+
+
+class _FileRows(RowSource):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+
+    def _error(self, error: OSError) -> BadTask:
+        return BadTask(f"the data set {self.name!r} cannot be read ({error.strerror or error}).")
+
+
+class _JsonRows(_FileRows):
+    """One JSON object per line."""
+
+    def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
+        """The rows; shuffled ones are found by the positions of their lines."""
+        try:
+            with self.path.open("rb") as file:
+                lines = enumerate(file, 1) if seed is None else self._shuffled(file, seed)
+                for number, line in lines:
+                    if line.strip():
+                        yield number, self._row(number, line)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _shuffled(self, file: BinaryIO, seed: int) -> Iterator[tuple[int, bytes]]:
+        starts = array("q", itertools.accumulate((len(line) for line in file), initial=0))[:-1]
+        for number in _order(len(starts), seed):
+            file.seek(starts[number])
+            yield number + 1, file.readline()
+
+    def _row(self, number: int, line: bytes) -> Row:
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            fix = " Write each row on its own line, without a list around them." if line.strip()[:1] == b"[" else ""
+            raise BadTask(f"{self.name}:{number}: not JSON ({error}).{fix}") from None
+        if not isinstance(row, dict):
+            raise BadTask(f"{self.name}:{number}: a row is a JSON object, got {type(row).__name__}.")
+        return row
+
+
+class _CsvRows(_FileRows):
+    """Comma or tab separated values with a line of names; all values are text."""
+
+    def columns(self) -> Sequence[str]:
+        """The names of the first line."""
+        try:
+            with self.path.open("rb") as file:
+                return self._header(_CountedLines(file))
+        except OSError as error:
+            raise self._error(error) from error
+
+    def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
+        """The rows; shuffled ones are found by the positions of their lines."""
+        try:
+            with self.path.open("rb") as file:
+                lines = _CountedLines(file)
+                names = self._header(lines)
+                if seed is None:
+                    yield from ((number, self._row(number, names, row)) for number, row in self._records(lines))
+                    return
+                starts = self._starts(lines)
+                for number in _order(len(starts), seed):
+                    file.seek(starts[number])
+                    _, row = next(self._records(_CountedLines(file)))
+                    yield number + 1, self._row(number + 1, names, row)
+        except OSError as error:
+            raise self._error(error) from error
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}).") from None
+
+    def _starts(self, lines: _CountedLines) -> array[int]:
+        starts, start = array("q"), lines.bytes
+        for _ in self._records(lines):
+            starts.append(start)
+            start = lines.bytes
+        return starts
+
+    def _records(self, lines: _CountedLines) -> Iterator[tuple[int, list[str]]]:
+        delimiter = "\t" if self.path.suffix.lower() == ".tsv" else ","
+        filled = (row for row in csv.reader(lines, delimiter=delimiter, strict=True) if row)
+        return enumerate(filled, 1)
+
+    def _header(self, lines: _CountedLines) -> list[str]:
+        try:
+            _, names = next(self._records(lines), (0, []))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise BadTask(f"{self.name}: not CSV in UTF-8 ({error}).") from None
+        if not names or len(set(names)) < len(names):
+            problem = f"repeats a name: {', '.join(names)}" if names else "is missing"
+            raise BadTask(f"{self.name}: the first line, with the names of the fields, {problem}.")
+        return names
+
+    def _row(self, number: int, names: list[str], values: list[str]) -> Row:
+        if len(values) != len(names):
+            raise BadTask(f"{self.name}: row {number} has {len(values)} values for {len(names)} fields.")
+        return dict(zip(names, values, strict=True))
+
+
+class _CountedLines:
+    """Decoded lines of a file, with the number of bytes that were read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline()
+        if not line:
+            raise StopIteration
+        first, self.bytes = self.bytes == 0, self.bytes + len(line)
+        return line.decode("utf-8-sig" if first else "utf-8")
+
+
+class _ParquetRows(_FileRows):
+    """A Parquet file. Only the columns in use are read, in small batches.
+
+    A shuffled order draws row groups, collects at least `MIN_SHUFFLED_ROWS` rows of them, and shuffles these rows.
+    """
+
+    def columns(self) -> Sequence[str]:
+        """The names in the file's schema."""
+        with self._opened() as file:
+            return list(file.schema_arrow.names)
+
+    def rows(self, needed: Sequence[str], seed: int | None) -> Iterator[tuple[int, Row]]:
+        """The rows."""
+        import pyarrow as pa
+
+        known = set(self.columns())
+        wanted = [name for name in needed if name in known]
+        try:
+            with self._opened() as file:
+                if seed is None:
+                    batches = file.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
+                    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+                else:
+                    yield from self._shuffled(file, wanted, seed)
+        except (pa.ArrowException, OSError) as error:
+            raise BadTask(f"{self.name}: the Parquet file cannot be read ({error!s:.200}).") from None
+
+    def _opened(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return pq.ParquetFile(self.path, buffer_size=READ_BYTES, pre_buffer=False)
+        except (pa.ArrowException, OSError) as error:
+            raise BadTask(f"{self.name}: this is not a Parquet file ({error!s:.200}).") from None
+
+    def _shuffled(self, file: Any, columns: list[str], seed: int) -> Iterator[tuple[int, Row]]:
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        starts = list(itertools.accumulate(sizes, initial=1))
+        rng = random.Random(f"shuffle {seed}")
+        groups = list(range(len(sizes)))
+        rng.shuffle(groups)
+        while groups:
+            window: list[int] = []
+            while groups and sum(sizes[group] for group in window) < MIN_SHUFFLED_ROWS:
+                window.append(groups.pop())
+            table = file.read_row_groups(window, columns=columns, use_threads=False)
+            numbers = [number for group in window for number in range(starts[group], starts[group + 1])]
+            for place in _order(len(numbers), rng.random()):
+                yield numbers[place], table.slice(place, 1).to_pylist()[0]
+
+
+def _order(count: int, seed: float) -> array[int]:
+    """The numbers below `count` in a random order, eight bytes each."""
+    order = array("q", range(count))
+    random.Random(f"shuffle {seed}").shuffle(order)
+    return order

@@ -1,0 +1,304 @@
+"""Scorers that compare the text of a reply with a reference answer."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+import anyio
+import anyio.to_process
+import anyio.to_thread
+
+from runner.concurrency.user_code import describe_error
+from runner.errors import BadOption
+from runner.interop.packages import optional_package
+from runner.scoring import Score
+from runner.tasks import Task
+
+__all__ = ["ScoreName", "ScoringFunction", "TextScorer", "scorer_of"]
+
+ScoringFunction: TypeAlias = Callable[[str, Task], Score | Awaitable[Score]]
+"""A function of the reply's text and its task, sync or async."""
+
+MATH_SECONDS = 10.0
+"""Time for one comparison of two mathematical expressions, in a process of its own."""
+MAX_NUMBER_CHARS = 64
+"""Most characters of a number; a longer one equals no other."""
+
+
+class ScoreName(enum.StrEnum):
+    """The names of the scorers for `score=`."""
+
+    EXACT = "exact"
+    """The reply is the answer, without the space around both."""
+    CONTAINS = "contains"
+    """The answer occurs in the reply, in any case of letters."""
+    NUMBER = "number"
+    """The last number of the reply equals that of the answer; one after #### or in \\boxed{} comes first."""
+    CHOICE = "choice"
+    """The letter that the reply chooses is the answer."""
+    REGEX = "regex"
+    """regex:PATTERN finds the answer in the reply: its last match, or that match's first group."""
+    MATH = "math"
+    """Both are equal as mathematical expressions, by the library math-verify."""
+    JSON = "json"
+    """Both are the same JSON value; the reply may have it in a code block."""
+
+
+class TextScorer(Protocol):
+    """A scorer of replies."""
+
+    @property
+    def needs_answer(self) -> bool:
+        """True if each task needs a reference answer."""
+
+    def check(self, answer: str) -> None:
+        """Refuse a reference answer that no reply could equal.
+
+        Raises:
+            ValueError: the message says what is missing.
+        """
+
+    async def score(self, text: str, task: Task) -> Score:
+        """The score of a reply, from 0 to 1."""
+
+
+def scorer_of(score: Any) -> TextScorer:
+    """The scorer of a name, `regex:PATTERN`, `module:function`, or a function.
+
+    Raises:
+        BadOption: there is no such scorer, or its function cannot be imported.
+        BadEnvironment: the package for it is missing.
+    """
+    if callable(score):
+        return _FunctionScorer(score)
+    if not isinstance(score, str):
+        raise BadOption(f"score={score!r:.60}: give {_NAMES}, or a function of the reply and the task.")
+    name, colon, rest = score.partition(":")
+    if name == ScoreName.REGEX:
+        return _RegexScorer.of(rest, score)
+    if name == ScoreName.MATH and not colon:
+        optional_package("math_verify", package="math-verify", extra="math", least="0.8")
+        return _MathScorer()
+    if name in _COMPARED and not colon:
+        return _Comparison(*_COMPARED[ScoreName(name)])
+    if not colon:
+        raise BadOption(f"score={score!r:.60}: give {_NAMES}.")
+    return _FunctionScorer(_function(name, rest, score))
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """A comparison by a plain function."""
+
+    equal: Callable[[str, str], bool]
+    reference: Callable[[str], Any]
+    wanted: str
+    needs_answer: bool = True
+
+    def check(self, answer: str) -> None:
+        if self.reference(answer) is None:
+            raise ValueError(f"the answer {answer!r:.60} is not {self.wanted}")
+
+    async def score(self, text: str, task: Task) -> Score:
+        return float(self.equal(text, task.answer))
+
+
+@dataclass(frozen=True, slots=True)
+class _RegexScorer:
+    pattern: re.Pattern[str]
+    needs_answer: bool = False
+
+    @classmethod
+    def of(cls, pattern: str, score: str) -> _RegexScorer:
+        if not pattern:
+            raise BadOption(f"score={score!r}: give a pattern, such as regex:answer is (\\w+).")
+        try:
+            return cls(re.compile(pattern))
+        except re.error as error:
+            raise BadOption(f"score={score!r:.80}: not a regular expression ({error}).") from None
+
+    def check(self, answer: str) -> None:
+        return
+
+    async def score(self, text: str, task: Task) -> Score:
+        matches = list(self.pattern.finditer(text))
+        if not matches or not task.answer:
+            return float(bool(matches))
+        found = matches[-1]
+        return float((found[1] if self.pattern.groups else found[0]) == task.answer)
+
+
+@dataclass(frozen=True, slots=True)
+class _MathScorer:
+    needs_answer: bool = True
+
+    def check(self, answer: str) -> None:
+        if not answer.strip():
+            raise ValueError("the answer is empty")
+
+    async def score(self, text: str, task: Task) -> Score:
+        # In a process, since an expression of the model may take forever, which ends neither a thread nor this loop.
+        with anyio.move_on_after(MATH_SECONDS):
+            return await anyio.to_process.run_sync(_equal_math, text, task.answer, cancellable=True)
+        return 0.0
+
+
+def _equal_math(text: str, answer: str) -> float:
+    import math_verify
+
+    # The library's own time limits need the main thread and signals.
+    gold = math_verify.parse(answer, parsing_timeout=None)
+    if not gold:
+        gold = math_verify.parse(f"${answer}$", parsing_timeout=None)
+    found = math_verify.parse(text, parsing_timeout=None)
+    return float(math_verify.verify(gold, found, timeout_seconds=None))
+
+
+@dataclass(frozen=True, slots=True)
+class _FunctionScorer:
+    function: ScoringFunction
+    needs_answer: bool = False
+
+    def check(self, answer: str) -> None:
+        return
+
+    async def score(self, text: str, task: Task) -> Score:
+        if inspect.iscoroutinefunction(self.function):
+            result: Any = await self.function(text, task)
+        else:
+            result = await anyio.to_thread.run_sync(partial(self.function, text, task), abandon_on_cancel=True)
+        return result  # type: ignore[no-any-return]  # checked as the result of a reward
+
+
+def _function(module: str, name: str, score: str) -> ScoringFunction:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        known = f"{_NAMES}, or module:function"
+        raise BadOption(f"score={score!r:.80} cannot be loaded ({describe_error(error)}): give {known}.") from error
+    if not callable(function):
+        raise BadOption(f"score={score!r:.80}: {name} is not a function.")
+    return function  # type: ignore[no-any-return]  # its result is checked
+
+
+# --- comparisons
+
+_NUMBER: Final = re.compile(
+    r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?![\w])|(?<!\w)-?\.\d+"
+)
+_BOXED: Final = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+_HASHES: Final = re.compile(r"####\s*([^\n]+)")
+_CHOSEN: Final = re.compile(r"(?:answer|choice|option)\b\W*(?:is|:)?\W*\b([A-Za-z])\b(?!')", re.IGNORECASE)
+_LETTER: Final = re.compile(r"\(([A-Z])\)|\b([A-Z])\b(?=[.):*]|\s*$)|(?<=\*\*)([A-Z])(?=\*\*)", re.MULTILINE)
+_FENCED: Final = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+def _exact(text: str, answer: str) -> bool:
+    return text.strip() == answer.strip()
+
+
+def _contains(text: str, answer: str) -> bool:
+    return answer.strip().casefold() in text.casefold()
+
+
+def _equal_numbers(text: str, answer: str) -> bool:
+    found, wanted = number_in(text), number_in(answer)
+    return found is not None and found == wanted
+
+
+def number_in(text: str) -> Fraction | None:
+    """The last number of a text; one after #### or in a box comes first. None without one."""
+    marked = [*_HASHES.findall(text), *_BOXED.findall(text)]
+    for part in (*reversed(marked), text):
+        numbers = _NUMBER.findall(part)
+        if numbers:
+            return _fraction(numbers[-1])
+    return None
+
+
+def _fraction(text: str) -> Fraction | None:
+    plain = text.replace(",", "").replace("$", "")
+    if len(plain) > MAX_NUMBER_CHARS:
+        return None
+    upper, _, lower = plain.partition("/")
+    return None if lower and not int(lower) else Fraction(upper) / Fraction(lower or 1)
+
+
+def _equal_choices(text: str, answer: str) -> bool:
+    return choice_in(text) == answer.strip().strip("().").upper()
+
+
+def choice_in(text: str) -> str | None:
+    """The letter that a reply chooses; None without one."""
+    boxed = [each.strip() for each in _BOXED.findall(text) if len(each.strip()) == 1]
+    if boxed:
+        return str(boxed[-1]).upper()
+    bare = text.strip().strip("().*")
+    if len(bare) == 1 and bare.isalpha():
+        return bare.upper()
+    if chosen := _CHOSEN.findall(text):
+        return str(chosen[-1]).upper()
+    letters = ["".join(each) for each in _LETTER.findall(text)]
+    return letters[-1] if letters else None
+
+
+def _reference_letter(answer: str) -> str | None:
+    letter: str = answer.strip().strip("().")
+    return letter if len(letter) == 1 and letter.isalpha() else None
+
+
+def _equal_json(text: str, answer: str) -> bool:
+    wanted = _json_text(answer)
+    candidates = [text.strip(), *reversed(_FENCED.findall(text)), *_braced(text)]
+    return next((found == wanted for each in candidates if (found := _json_text(each)) is not None), False)
+
+
+def _braced(text: str) -> list[str]:
+    """The outermost object or list of a text."""
+    starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
+    if not starts:
+        return []
+    start = min(starts)
+    end = text.rfind("}" if text[start] == "{" else "]")
+    return [text[start : end + 1]]
+
+
+def _json_text(text: str) -> str | None:
+    """A JSON value as canonical text, in which 1, 1.0 and true stay apart where JSON has them apart."""
+    try:
+        text = json.dumps(_canonical(json.loads(text)), sort_keys=True)
+    except (ValueError, RecursionError):
+        return None
+    return text
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _canonical(each) for name, each in value.items()}
+    return [_canonical(each) for each in value] if isinstance(value, list) else value
+
+
+_COMPARED: Final[dict[ScoreName, tuple[Callable[[str, str], bool], Callable[[str], Any], str]]] = {
+    ScoreName.EXACT: (_exact, lambda answer: answer.strip() or None, "a text"),
+    ScoreName.CONTAINS: (_contains, lambda answer: answer.strip() or None, "a text"),
+    ScoreName.NUMBER: (_equal_numbers, number_in, "a number"),
+    ScoreName.CHOICE: (_equal_choices, _reference_letter, "a letter; for a number, write {answer:letter}"),
+    ScoreName.JSON: (_equal_json, _json_text, "JSON"),
+}
+_NAMES: Final = "exact, contains, number, choice, math, json, regex:PATTERN or module:function"

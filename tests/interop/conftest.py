@@ -1,0 +1,19 @@
+"""Tests with packages of other projects are played where these are installed: in the lanes of `make test-interop`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    absent = [item for item in items if _missing(item)]
+    config.hook.pytest_deselected(items=absent)
+    items[:] = [item for item in items if item not in absent]
+
+
+def _missing(item: pytest.Item) -> bool:
+    names = [name for marker in item.iter_markers("package") for name in marker.args]
+    return any(importlib.util.find_spec(name) is None for name in names)

@@ -1,0 +1,57 @@
+"""Installs packages of other projects into virtual environments of their own, and plays the tests with each of them.
+
+Each is made over .venv: it has only what .venv lacks, or has in another version.
+
+usage: python -m tests.interop.installing [LANE ...]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Final
+
+__all__ = ["LANES", "main"]
+
+ROOT: Final = Path(__file__).parents[2]
+HOME: Final = ROOT / ".venv" / "interop"
+
+LANES: Final = {
+    "datasets": ["datasets==5.2.0", "math-verify[antlr4_13_2]==0.9.0"],
+}
+"""The packages of each lane."""
+
+
+def interpreter(lane: str) -> str:
+    """The interpreter of a lane, which is installed if it is not there."""
+    folder, packages = HOME / lane, LANES[lane]
+    python, stamp = folder / "bin" / "python", folder / "installed.json"
+    if not stamp.is_file() or json.loads(stamp.read_text()) != packages:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+        (site / "zz_project.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        subprocess.run(pip, check=True, stdin=subprocess.DEVNULL)
+        stamp.write_text(json.dumps(packages))
+    return str(python)
+
+
+def main(names: list[str]) -> int:
+    """Play the tests of these lanes, or of all."""
+    if unknown := set(names) - LANES.keys():
+        print(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(LANES)}", file=sys.stderr)
+        return 2
+    codes = []
+    for name in names or LANES:
+        python = interpreter(name)
+        codes.append(subprocess.run([python, "-m", "pytest", "-q", "tests/interop"], cwd=ROOT, check=False).returncode)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
