@@ -17,7 +17,7 @@ from runner.interop.row_fields import Row, RowCondition, RowTemplate, RowValueEr
 from runner.interop.row_sources import source_of
 from runner.interop.scorers import scorer_of
 from runner.messages import Prompt, as_messages
-from runner.scoring import Score, metric, reward
+from runner.scoring import metric, reward
 from runner.tasks import Task
 
 __all__ = ["Dataset", "ScoreOption"]
@@ -151,7 +151,7 @@ class Dataset(Environment):
         return hashlib.blake2b(text.encode(errors="surrogatepass")).hexdigest()[:HASH_CHARS]
 
     @reward
-    async def correct(self) -> Score:
+    async def correct(self) -> float | None:
         """The score of the reply."""
         if self._judge is not None:
             return await self._judge.score(self.episode, self.task, self._cost)
