@@ -27,7 +27,7 @@ from runner.tasks import Task
 
 __all__ = ["ScoreName", "ScoringFunction", "TextScorer", "scorer_of"]
 
-ScoringFunction: TypeAlias = Callable[[str, Task], float | None | Awaitable[float | None]]
+ScoringFunction: TypeAlias = Callable[[str, Task], float | Awaitable[float | None] | None]
 """A function of the reply's text and its task, sync or async."""
 
 MATH_SECONDS = 10.0
