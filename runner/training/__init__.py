@@ -3,9 +3,20 @@
 `tree_torch` and `grammar_torch` import torch; the other modules import it only in calls that need it.
 """
 
-from runner.training.advantages import AdvantageRule, dr_grpo, grpo, rloo
+from runner.training.advantages import (
+    AdvantageRule,
+    dr_grpo,
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 from runner.training.batch import TrainingBatch, TrainingTensors
+from runner.training.corrections import Mismatch, SequenceMean, icepop, mismatch, ratios, sequence_mask, tis
+from runner.training.credit import by_turn, gae, shared_credit, turn_returns
 from runner.training.grammar import GrammarMasks
+from runner.training.pools import Pool, Pools
+from runner.training.sample_rows import InexactRows, SampleRow, SegmentChoice, sample_rows
 from runner.training.selection import Selection, grouped
 from runner.training.token_masks import TokenMasks
 from runner.training.tree import Saving, TokenTree
@@ -16,8 +27,15 @@ __all__ = [
     "AdvantageRule",
     "CheckedTensor",
     "GrammarMasks",
+    "InexactRows",
+    "Mismatch",
+    "Pool",
+    "Pools",
+    "SampleRow",
     "Saving",
+    "SegmentChoice",
     "Selection",
+    "SequenceMean",
     "TokenMasks",
     "TokenTree",
     "TrainingBatch",
@@ -25,10 +43,22 @@ __all__ = [
     "Verdict",
     "Way",
     "WeightReport",
+    "by_turn",
     "check_weights",
     "dr_grpo",
+    "gae",
     "grouped",
     "grpo",
+    "icepop",
+    "mismatch",
+    "ratios",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
     "rloo",
+    "sample_rows",
+    "sequence_mask",
+    "shared_credit",
+    "tis",
+    "turn_returns",
     "weight_proof",
 ]

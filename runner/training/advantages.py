@@ -10,7 +10,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from runner.errors import BadBatch
 
-__all__ = ["AdvantageRule", "dr_grpo", "grpo", "rloo", "without_spread"]
+__all__ = [
+    "AdvantageRule",
+    "dr_grpo",
+    "grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "without_spread",
+]
 
 AdvantageRule: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int32]], NDArray[np.floating[Any]]]
 """Function from one reward and one group label per trajectory to one advantage per trajectory."""
@@ -61,6 +69,29 @@ def dr_grpo(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """
     centred, _, _ = _compared(rewards, groups)
     return centred.astype(np.float32)
+
+
+def reinforce_plus_plus(rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8) -> NDArray[np.float32]:
+    """Reward less the mean of the batch, over the batch's deviation: REINFORCE++, https://arxiv.org/abs/2501.03262.
+
+    Groups are not compared, so a group with equal rewards has advantages too. A batch of equal rewards gets 0.
+    Arguments, result and errors are those of `grpo`; one trajectory is enough.
+    """
+    values, _, _ = _checked(rewards, groups)
+    if not len(values) or values.min() == values.max():
+        return np.zeros(len(values), np.float32)
+    return np.asarray((values - values.mean()) / (values.std() + epsilon), dtype=np.float32)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: ArrayLike, groups: ArrayLike, *, epsilon: float = 1e-8
+) -> NDArray[np.float32]:
+    """Reward less the group's mean, over the deviation of these in the batch: REINFORCE++ with a group baseline.
+
+    https://arxiv.org/abs/2501.03262. Arguments, result, errors, and groups that get 0 are those of `grpo`.
+    """
+    centred, _, _ = _compared(rewards, groups)
+    return np.asarray(centred / (centred.std() + epsilon) if len(centred) else centred, dtype=np.float32)
 
 
 def without_spread(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from runner.options import Sampling
 from runner.training.rows import TrainingRow
 from runner.trajectory import Turn
 
-__all__ = ["CHANGING", "constrained_ids", "inexact_reason", "temperatures"]
+__all__ = ["CHANGING", "constrained_ids", "inexact_reason", "reason_counts", "temperatures"]
 
 CHANGING: Final[Mapping[str, Any]] = {
     "top_p": 1,
@@ -42,19 +42,26 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
 
     Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available.
     """
+    turns, ids = reason_counts(rows, masked=masked)
+    said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
+    said += [f"{reason} ({count} {'id' if count == 1 else 'ids'})" for reason, count in sorted(ids.items())]
+    return "; ".join(said)
+
+
+def reason_counts(rows: Sequence[TrainingRow], *, masked: bool = False) -> tuple[Counter[str], Counter[str]]:
+    """Return the reasons of `inexact_reason` with the number of their turns, and those with a number of ids."""
     samplings = [turn.sampling for row in rows for turn in _trained(row)]
     turns = Counter(reason for sampling in samplings for reason in _reasons(sampling))
     adapters = Counter(f"adapter={sampling.adapter!r}" for sampling in samplings if sampling is not None)
     if len(adapters) > 1:
         turns += adapters
-    said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
-    unknown = sum(int(np.isnan(row.logprobs).sum()) for row in rows)
-    constrained = 0 if masked else constrained_ids(rows)
-    if constrained:
-        said.append(f"a grammar without its masks ({constrained} {'id' if constrained == 1 else 'ids'})")
-    if unknown:
-        said.append(f"no log-probability from the engine ({unknown} {'id' if unknown == 1 else 'ids'})")
-    return "; ".join(said)
+    ids = Counter(
+        {
+            "a grammar without its masks": 0 if masked else constrained_ids(rows),
+            "no log-probability from the engine": sum(int(np.isnan(row.logprobs).sum()) for row in rows),
+        }
+    )
+    return turns, +ids  # without those that are 0
 
 
 def temperatures(row: TrainingRow) -> NDArray[np.float32]:

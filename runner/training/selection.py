@@ -18,7 +18,17 @@ from runner.training.advantages import without_spread
 from runner.training.rows import TrainingRow, rows_of, version_table
 from runner.trajectory import Group, Trajectory
 
-__all__ = ["NO_REWARD", "NO_TURN", "UNTRAINED", "ComparedGroup", "GroupsOrTrajectories", "Selection", "grouped"]
+__all__ = [
+    "NO_REWARD",
+    "NO_TURN",
+    "UNTRAINED",
+    "ComparedGroup",
+    "GroupsOrTrajectories",
+    "Selection",
+    "absence",
+    "grouped",
+    "name_of",
+]
 
 GroupsOrTrajectories: TypeAlias = Iterable[Group | Trajectory]
 """Source of a batch. A single trajectory is its own group and is not compared."""
@@ -146,7 +156,7 @@ def _items(source: GroupsOrTrajectories, *, partial: bool, drop_flat: bool) -> S
         if not isinstance(item, Group | Trajectory):
             raise BadBatch(f"{item!r:.60} is neither a group nor a trajectory.")
         if isinstance(item, Group) and not item.complete and not partial:
-            scored = sum(not _absence(trajectory) for trajectory in item.trajectories)
+            scored = sum(not absence(trajectory) for trajectory in item.trajectories)
             raise BadBatch(
                 f"the group of task {item.task.id!r}, agent {item.agent!r}, is not complete: it has "
                 f"{scored} scored episodes, and others were not played to their end. Leave it out, or "
@@ -170,7 +180,7 @@ def _present(items: Sequence[Group | Trajectory]) -> tuple[list[tuple[Trajectory
             if trajectory in seen:
                 raise BadBatch(f"{name_of(trajectory)} was given twice.")
             seen.add(trajectory)
-            why = _absence(trajectory)
+            why = absence(trajectory)
             if why:
                 absent[why] += 1
             else:
@@ -189,7 +199,7 @@ def _refuse_messages(items: Sequence[Group | Trajectory]) -> None:
         )
 
 
-def _absence(trajectory: Trajectory) -> str:
+def absence(trajectory: Trajectory) -> str:
     """Return why a trajectory is absent; "" if it is not."""
     if not trajectory.trained:
         return UNTRAINED

@@ -1,0 +1,173 @@
+"""Credit for turns: returns from each turn on, comparison by turn, GAE over turns, and credit shared by rows.
+
+Functions return one value for each position, shape [sequences, length], float32, 0 where nothing is trained, as
+`TrainingBatch.with_advantages` takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from runner.errors import BadBatch, BadOption
+from runner.training.advantages import AdvantageRule, dr_grpo
+from runner.training.batch import TrainingBatch
+from runner.training.corrections import trajectory_index
+from runner.training.selection import name_of
+from runner.trajectory import Turn
+
+__all__ = ["by_turn", "gae", "shared_credit", "turn_returns"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TrainedTurn:
+    turn: Turn
+    trajectory: int
+    """Index of its trajectory in the batch."""
+    number: int
+    """Number of the turn among the trained turns of its trajectory."""
+    places: NDArray[np.intp]
+    """Positions of its trained ids in the flattened arrays of the batch, in order."""
+
+
+def turn_returns(batch: TrainingBatch, *, discount: float = 1.0) -> NDArray[np.float32]:
+    """The discounted sum of `turn.reward` from each turn on, and of the trajectory's reward, which the last turn gets.
+
+    Args:
+        batch: the batch.
+        discount: the factor per trained turn.
+
+    Raises:
+        BadBatch: a trajectory has branches, whose turns have no single order.
+        BadOption: the discount is not within 0 and 1.
+    """
+    _check_share("discount", discount)
+    returns = np.zeros(batch.loss_mask.size, np.float32)
+    for turns in _turns(batch):
+        for each, value in zip(turns, _returns(batch, turns, discount), strict=True):
+            returns[each.places] = value
+    return returns.reshape(batch.loss_mask.shape)
+
+
+def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule = dr_grpo) -> NDArray[np.float32]:
+    """The returns of each turn compared with those of the turns with the same number in its group.
+
+    Turns that no other trajectory of the group has get 0. See "turn-level advantage" in
+    https://arxiv.org/abs/2505.11821.
+
+    Args:
+        batch: the batch.
+        discount: the factor per trained turn.
+        rule: the comparison; `dr_grpo` subtracts the mean.
+
+    Raises:
+        BadBatch: as `turn_returns`, and if no turn has another one to be compared with.
+        BadOption: the discount is not within 0 and 1.
+    """
+    _check_share("discount", discount)
+    trained = list(_turns(batch))
+    returns = np.array([value for turns in trained for value in _returns(batch, turns, discount)], np.float64)
+    flat = [each for turns in trained for each in turns]
+    most = max((each.number for each in flat), default=0) + 1
+    labels = np.array([int(batch.group_of[each.trajectory]) * most + each.number for each in flat], np.int64)
+    placed = np.zeros(batch.loss_mask.size, np.float32)
+    for each, value in zip(flat, rule(returns, labels), strict=True):  # type: ignore[arg-type]  # any numbers
+        placed[each.places] = value
+    return placed.reshape(batch.loss_mask.shape)
+
+
+def gae(
+    batch: TrainingBatch, values: ArrayLike, *, discount: float = 1.0, decay: float = 0.95
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Generalized advantage estimation with one step per turn, https://arxiv.org/abs/1506.02438.
+
+    The value of a turn is that at its first trained id: what a critic expects after the prompt. Rewards are those of
+    `turn_returns`. All ids of a turn have its advantage.
+
+    Args:
+        batch: the batch.
+        values: a critic's value for each position, shape [sequences, length]: at p, that before the id at p.
+        discount: the factor per turn.
+        decay: the factor lambda.
+
+    Returns:
+        Advantages, and the targets of the critic, which are advantage + value.
+
+    Raises:
+        BadBatch: as `turn_returns`; or the shape does not fit.
+        BadOption: a factor is not within 0 and 1.
+    """
+    _check_share("discount", discount)
+    _check_share("decay", decay)
+    given = np.asarray(values, np.float64)
+    if given.shape != batch.loss_mask.shape:
+        raise BadBatch(f"values of shape {given.shape}: give one for each position, shape {batch.loss_mask.shape}.")
+    advantages, targets = np.zeros(given.size, np.float32), np.zeros(given.size, np.float32)
+    for turns in _turns(batch):
+        later, after = 0.0, 0.0  # the advantage and the value of the following turn
+        for each in reversed(turns):
+            value = float(given.flat[each.places[0]])
+            step = _reward(batch, each, last=each is turns[-1]) + discount * after - value
+            later, after = step + discount * decay * later, value
+            advantages[each.places], targets[each.places] = later, later + value
+    return advantages.reshape(given.shape), targets.reshape(given.shape)
+
+
+def shared_credit(batch: TrainingBatch, advantages: ArrayLike) -> NDArray[np.float32]:
+    """Each advantage divided by the number of rows of its trajectory.
+
+    A trajectory has several rows after its history was rewritten, or where it branches. By default each of them has the
+    whole advantage, so such a trajectory counts more; with this every trajectory counts once.
+
+    Args:
+        batch: the batch.
+        advantages: one for each trajectory, or one for each position.
+
+    Raises:
+        BadBatch: the shape does not fit.
+    """
+    whole = batch.with_advantages(advantages).advantages
+    rows = np.bincount(batch.trajectory_of, minlength=len(batch.trajectories))
+    return np.asarray(whole / np.maximum(rows, 1)[trajectory_index(batch)], np.float32) if len(batch) else whole
+
+
+def _turns(batch: TrainingBatch) -> Iterator[list[_TrainedTurn]]:
+    """The trained turns of each trajectory, in order."""
+    found: dict[int, list[tuple[Turn, NDArray[np.intp]]]] = {}
+    for row, start, owner in zip(batch.rows, batch.layout.starts, batch.trajectory_of, strict=True):
+        for turn in row.turns:
+            places = np.flatnonzero(row.loss_mask[turn.start : turn.end]) + turn.start + int(start)
+            if len(places):
+                found.setdefault(int(owner), []).append((turn, places))
+    for owner, turns in found.items():
+        trajectory = batch.trajectories[owner]
+        if trajectory.branched:
+            raise BadBatch(
+                f"{name_of(trajectory)} has branches, so its turns have no single order: give one advantage for each "
+                "trajectory, with shared_credit(batch, advantages) if it should count once."
+            )
+        # Rows are in the order of segments, and turns may be out of it where a history went back.
+        ordered = sorted(turns, key=lambda each: each[0].number)
+        yield [_TrainedTurn(turn, owner, number, places) for number, (turn, places) in enumerate(ordered)]
+
+
+def _returns(batch: TrainingBatch, turns: list[_TrainedTurn], discount: float) -> list[float]:
+    returns: list[float] = []
+    total = 0.0
+    for each in reversed(turns):
+        total = _reward(batch, each, last=each is turns[-1]) + discount * total
+        returns.append(total)
+    return returns[::-1]
+
+
+def _reward(batch: TrainingBatch, each: _TrainedTurn, *, last: bool) -> float:
+    return each.turn.reward + (float(batch.rewards[each.trajectory]) if last else 0.0)
+
+
+def _check_share(name: str, value: Any) -> None:
+    if not 0 <= value <= 1:
+        raise BadOption(f"{name}={value!r:.60}: give a number from 0 to 1.")

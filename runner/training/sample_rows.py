@@ -1,0 +1,260 @@
+"""Sample rows: a trajectory as the prompt, response and mask that trainers of other libraries take."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.checked import whole
+from runner.errors import BadBatch, BadOption
+from runner.logs import logger_for
+from runner.training.exactness import reason_counts, temperatures
+from runner.training.rows import TrainingRow, rows_of, version_table
+from runner.training.selection import absence, name_of
+from runner.trajectory import Trajectory, Turn
+
+__all__ = ["InexactRows", "SampleRow", "SegmentChoice", "sample_rows"]
+
+log = logger_for("training")
+
+
+class SegmentChoice(enum.StrEnum):
+    """The segments of a trajectory that become rows, for trainers that take one row for each sample."""
+
+    EACH = "each"
+    """A row for each segment with trained ids: nothing is lost."""
+    LAST = "last"
+    """The last segment with trained ids; earlier ones are not trained."""
+    LONGEST = "longest"
+    """The segment with the most trained ids, the later one of equals; others are not trained."""
+    REFUSE = "refuse"
+    """A trajectory with several is an error."""
+
+    @classmethod
+    def of(cls, given: SegmentChoice | str) -> SegmentChoice:
+        """Return the choice of this name.
+
+        Raises:
+            BadOption: there is none.
+        """
+        try:
+            return cls(given)
+        except ValueError:
+            raise BadOption(f"segments={given!r:.60}: give one of {', '.join(cls)}.") from None
+
+
+Segments: TypeAlias = SegmentChoice | Literal["each", "last", "longest", "refuse"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampleRow:
+    """One segment of a trajectory, split before its first trained id.
+
+    Arrays after `response_ids` are aligned with it: position p is about `response_ids[p]`.
+    """
+
+    trajectory: Trajectory
+    """Trajectory of the row."""
+    segment: int
+    """Index of the segment in the trajectory; -1 for a trajectory without one."""
+    last: bool
+    """True for the last row of its trajectory."""
+    prompt_ids: NDArray[np.int32]
+    """Ids before the first trained id, shape [prompt], int32."""
+    response_ids: NDArray[np.int32]
+    """Ids from the first trained id to the last, with the environment's ids between turns, shape [response], int32."""
+    mask: NDArray[np.bool_]
+    """True if the id was sampled in this segment and is trained, bool; all False in a failed episode."""
+    logprobs: NDArray[np.float32]
+    """Log-probability of each id's sampling in nats, float32; 0 where `mask` is False, NaN without a value."""
+    versions: tuple[str, ...]
+    """Weight version of each id; "" where `mask` is False."""
+    constrained: NDArray[np.bool_]
+    """True if the id was sampled under a grammar, so that its log-probability is one among the allowed ids, bool."""
+    temperatures: NDArray[np.float32]
+    """Divisor of the logits for that log-probability, float32; 1 where `mask` is False."""
+    advantages: NDArray[np.float32]
+    """Advantage of each id, float32; 0 where `mask` is False, and if none were given."""
+    reward: float | None
+    """Reward of the trajectory; None in a failed episode."""
+    failed: str
+    """Reason why the episode is not trained on: its outcome, "no_turn", "no_reward" or "untrained"; "" if it is."""
+
+    @property
+    def version(self) -> str:
+        """The oldest weight version of the row, for trainers that take one number; "" without a trained id.
+
+        Versions follow each other in a segment, so the oldest is that of the first trained id.
+        """
+        return next((version for version in self.versions if version), "")
+
+
+class InexactRows:
+    """Counts why the ratio of probabilities is not exact, and logs a warning the first time for each reason.
+
+    `runner.training.sample_rows.INEXACT` counts for the whole process.
+    """
+
+    def __init__(self) -> None:
+        self._turns: Counter[str] = Counter()
+        self._ids: Counter[str] = Counter()
+
+    @property
+    def turns(self) -> Mapping[str, int]:
+        """Number of turns by reason, such as "top_p=0.9"."""
+        return dict(self._turns)
+
+    @property
+    def ids(self) -> Mapping[str, int]:
+        """Number of ids by reason: "a grammar without its masks", "no log-probability from the engine"."""
+        return dict(self._ids)
+
+    def add(self, rows: Sequence[TrainingRow]) -> None:
+        """Count rows."""
+        turns, ids = reason_counts(rows)
+        for reason in sorted({*turns, *ids} - {*self._turns, *self._ids}):
+            log.warning(
+                "rows are not exact: %s. The trainer's log-probability of such an id is not comparable to the "
+                "engine's. This is said once; INEXACT of runner.training.sample_rows has the counts",
+                reason,
+            )
+        self._turns += turns
+        self._ids += ids
+
+
+INEXACT: Final = InexactRows()
+"""The counts of this process."""
+
+
+def sample_rows(
+    trajectory: Trajectory,
+    *,
+    segments: Segments = SegmentChoice.EACH,
+    advantages: float | Sequence[float] | None = None,
+    length: int | None = None,
+    pad_id: int = 0,
+    counts: InexactRows = INEXACT,
+) -> list[SampleRow]:
+    """Return a trajectory as rows, at least one.
+
+    A failed episode has its ids, no trained position and reward None. A trajectory without a trained id has one row
+    whose response is one padding id.
+
+    Args:
+        trajectory: a trajectory of a trained agent.
+        segments: the segments that become rows.
+        advantages: one number for the trajectory, or one for each of its turns.
+        length: the most ids of prompt and response together; a longer row is refused, never cut.
+        pad_id: the id of a response without ids.
+        counts: where reasons of inexact ratios are counted.
+
+    Raises:
+        BadBatch: a row is too long, there are several and `segments` is "refuse", the turns have no ids, or the
+            advantages do not fit.
+        BadOption: `segments` is not a choice.
+    """
+    choice = SegmentChoice.of(segments)
+    if length is not None:
+        whole(f"length={length!r:.60}", length, least=2)
+    if trajectory.turns and not any(turn.has_ids for turn in trajectory.turns):
+        raise BadBatch(f"{name_of(trajectory)} was run on a message engine: it has no token ids to train on.")
+    credit = _by_turn(trajectory, advantages)
+    table = version_table([trajectory])
+    rows = _chosen(rows_of(trajectory, table), choice, trajectory)
+    failed = absence(trajectory)
+    if not failed:
+        counts.add(rows)
+    made = [_row(row, tuple(table), credit, failed=failed, last=row is rows[-1], length=length) for row in rows]
+    return made or [_empty(trajectory, failed, pad_id)]
+
+
+def _chosen(rows: list[TrainingRow], choice: SegmentChoice, trajectory: Trajectory) -> list[TrainingRow]:
+    if len(rows) < 2 or choice is SegmentChoice.EACH:
+        return rows
+    if choice is SegmentChoice.REFUSE:
+        raise BadBatch(
+            f"{name_of(trajectory)} has {len(rows)} segments with trained ids, since its history was rewritten: give "
+            "segments='each' for a row of each, or 'last' or 'longest' for one of them."
+        )
+    if choice is SegmentChoice.LAST:
+        return rows[-1:]
+    return [max(reversed(rows), key=lambda row: int(row.loss_mask.sum()))]
+
+
+def _row(
+    row: TrainingRow,
+    versions: tuple[str, ...],
+    credit: Mapping[Turn, float],
+    *,
+    failed: str,
+    last: bool,
+    length: int | None,
+) -> SampleRow:
+    trained = np.flatnonzero(row.loss_mask)
+    first, end = int(trained[0]), int(trained[-1]) + 1
+    if length is not None and end > length:
+        raise BadBatch(
+            f"{name_of(row.trajectory)}, segment {row.segment}: the row has {end} ids, more than length={length}; rows "
+            "are never cut. Play with Limits(context=...) or a smaller max_tokens, or leave the episode out."
+        )
+    part = slice(first, end)
+    constrained, advantages = np.zeros(len(row), np.bool_), np.zeros(len(row), np.float32)
+    for turn in row.turns:
+        constrained[turn.start : turn.end] = turn.constraint is not None
+        advantages[turn.start : turn.end] = credit.get(turn, 0.0)
+    mask = row.loss_mask & (not failed)
+    names = [versions[index] if trains else "" for index, trains in zip(row.versions, mask, strict=True)]
+    return SampleRow(
+        trajectory=row.trajectory,
+        segment=row.segment,
+        last=last,
+        prompt_ids=row.ids[:first],
+        response_ids=row.ids[part],
+        mask=mask[part],
+        logprobs=np.where(mask, row.logprobs, np.float32(0))[part],
+        versions=tuple(names[part]),
+        constrained=(constrained & mask)[part],
+        temperatures=np.where(mask, temperatures(row), np.float32(1))[part],
+        advantages=np.where(mask, advantages, np.float32(0))[part],
+        reward=None if failed else row.trajectory.reward,
+        failed=failed,
+    )
+
+
+def _empty(trajectory: Trajectory, failed: str, pad_id: int) -> SampleRow:
+    """The row of a trajectory without a trained id: its last segment as the prompt, and one padding id."""
+    ids = list(trajectory.segments[-1].log.ids) if trajectory.segments else []
+    return SampleRow(
+        trajectory=trajectory,
+        segment=len(trajectory.segments) - 1,
+        last=True,
+        prompt_ids=np.array(ids or [pad_id], np.int32),
+        response_ids=np.array([pad_id], np.int32),
+        mask=np.zeros(1, np.bool_),
+        logprobs=np.zeros(1, np.float32),
+        versions=("",),
+        constrained=np.zeros(1, np.bool_),
+        temperatures=np.ones(1, np.float32),
+        advantages=np.zeros(1, np.float32),
+        reward=None if failed else trajectory.reward,
+        failed=failed,
+    )
+
+
+def _by_turn(trajectory: Trajectory, advantages: float | Sequence[float] | None) -> Mapping[Turn, float]:
+    turns = trajectory.turns
+    if advantages is None:
+        return {}
+    values = np.asarray(advantages, np.float32)
+    if values.shape not in ((), (len(turns),)) or not np.isfinite(values).all():
+        raise BadBatch(
+            f"{name_of(trajectory)}: advantages of shape {values.shape}: give one finite number, or one for each of "
+            f"its {len(turns)} turns."
+        )
+    return dict(zip(turns, np.broadcast_to(values, len(turns)).tolist(), strict=True))
