@@ -16,6 +16,7 @@ from runner.engines.vllm.worker.generator_patch import patch_generators
 from runner.engines.vllm.worker.lora_kernel_patch import patch_lora_kernels
 from runner.engines.vllm.worker.prompt_score_patch import patch_prompt_scores
 from runner.engines.vllm.worker.reload_patch import patch_reload
+from runner.engines.vllm.worker.rotary_patch import patch_rotary_embeddings
 from runner.engines.vllm.worker.scored_ids_patch import patch_sampler
 
 __all__ = ["FILE_BACKEND", "WeightWorker"]
@@ -58,6 +59,16 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         """Patch the kernels so that turns without an adapter are not changed; return whether they are correct now."""
         return patch_lora_kernels()
 
+    def unused_adapter_modules(self, key: int) -> list[str]:
+        """Return the modules of a loaded adapter that no layer of this worker applies.
+
+        vLLM accepts tensors of layers that it does not wrap, such as some gates of shared experts, and ignores them.
+        """
+        adapters = self.model_runner.lora_manager._adapter_manager
+        adapter = adapters.get_adapter(key)
+        used = {id(adapters._get_lora_layer_weights(adapter, module)) for module in adapters.modules}
+        return [module for module, tensors in adapter.loras.items() if id(tensors) not in used]
+
     def patch_scoring(self) -> bool:
         """Patch the worker to score given ids as sampled, and prompts with adapters.
 
@@ -99,3 +110,5 @@ def _register_file_transfer() -> None:
 if parent_watch.started_by_engine():  # not in a process that only imports this module
     with suppress(ImportError):  # this vLLM has no weight transfer
         _register_file_transfer()
+    with suppress(ImportError):
+        patch_rotary_embeddings()  # before the model: its layers keep the method that they find
