@@ -19,6 +19,15 @@ class PlainWorker:
 class OwnWorker(WeightWorker):
     """An extension of a user's that inherits from ours."""
 
+    def apply_no_adapter_to(self, module: str) -> None:
+        """Leave a layer as if vLLM had not wrapped it for adapters."""
+        self.unwrapped = (module, self.model_runner.lora_manager._adapter_manager.modules.pop(module))
+
+    def apply_adapters_again(self) -> None:
+        """Undo `apply_no_adapter_to`."""
+        module, layer = self.unwrapped
+        self.model_runner.lora_manager._adapter_manager.modules[module] = layer
+
 
 class StaleWorker(WeightWorker):
     """Loads everything but `STALE`."""

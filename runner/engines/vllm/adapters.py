@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -21,6 +22,9 @@ from runner.models import ResolvedModel
 
 __all__ = ["VllmAdapters"]
 
+SHOWN: Final = 4
+"""Number of modules that an error names."""
+_log = logging.getLogger("deltarunner.engines")
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Function that waits for vLLM's answer to a call of that name, or for its death."""
@@ -107,6 +111,28 @@ class VllmAdapters(Adapters):
                 raise
             except EngineError as error:
                 raise BadWeights(f"the adapter {version.name!r}: vLLM refuses it: {error}") from error
+            if unused := await self._unused_modules(version):
+                await self._answered("remove_adapter()", self._llm.remove_lora(version.key))
+                raise BadWeights(
+                    f"the adapter {version.name!r}: vLLM applies no adapter to {_some(unused)}, and would sample "
+                    "without these tensors: train it without these modules (PEFT's exclude_modules)."
+                )
+
+    async def _unused_modules(self, version: AdapterVersion) -> list[str]:
+        """Return the modules of a loaded adapter that no worker applies; none if another worker extension runs."""
+        if not self._llm.vllm_config.parallel_config.worker_extension_cls:
+            return []
+        try:
+            of_workers = await self._answered(
+                "add_adapter()", call_all_workers(self._llm, "unused_adapter_modules", key=version.key)
+            )
+        except EngineDead:
+            raise
+        except EngineError as error:
+            _log.warning("the adapter %r: not checked for modules that vLLM ignores: %s", version.name, error)
+            return []
+        # A stage of pipeline parallelism applies the modules of its own layers alone.
+        return sorted(set.intersection(*map(set, of_workers)))
 
     async def unload(self, version: AdapterVersion) -> None:
         """Unload a version that no request uses from vLLM, and delete its copy."""
@@ -124,6 +150,11 @@ class VllmAdapters(Adapters):
         """Delete every copy."""
         super().close()
         _delete_all(self._folders)
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest
 
 
 def _delete_all(folders: set[Path]) -> None:

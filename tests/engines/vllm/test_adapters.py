@@ -17,6 +17,7 @@ import pytest
 from runner import Conversation, Sampling, Task, Trajectory
 from runner.engines.base import Finish, GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.parallel import call_all_workers
 from runner.errors import BadOption, BadWeights, RequestRejected
 from runner.testing import play_many
 from runner.testing.engine_pool import PooledEngine
@@ -249,6 +250,25 @@ def test_misfit_adapter_changes_nothing(
     with pytest.raises(BadWeights, match=r"rank 16 .*max_lora_rank=8"):
         at(home, home.add_adapter, "poet", save_adapter(tmp_path / "wide", wrong, adapter_config(16)))
     assert len(folders_kept(home)) == 1
+    teacher.assert_says(at(home, say, home, "poet"), adapters["poet"])
+
+
+def test_adapter_on_a_layer_that_vllm_ignores_is_refused(
+    home: PooledEngine, teacher: Teacher, adapters: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    at(home, home.add_adapter, "poet", folders["poet"])
+    at(home, home.remove_adapter, "poet")
+    llm = cast("VllmEngine", home.inner).vllm.llm
+    ignored = "model.layers.0.mlp.down_proj"
+    at(home, call_all_workers, llm, "apply_no_adapter_to", module=ignored)
+    try:
+        with pytest.raises(BadWeights, match=rf"'poet'.* applies no adapter to {ignored}, .*exclude_modules"):
+            at(home, home.add_adapter, "poet", folders["poet"])
+        assert not folders_kept(home)
+        assert not loaded(home)
+    finally:
+        at(home, call_all_workers, llm, "apply_adapters_again")
+    at(home, home.add_adapter, "poet", folders["poet"])
     teacher.assert_says(at(home, say, home, "poet"), adapters["poet"])
 
 
