@@ -43,18 +43,21 @@ class ProofTolerance:
     median: float
     """Maximum median of the differences."""
     largest: float
-    """Maximum difference of any id."""
+    """Maximum difference of an id."""
+    outlier_share: float = 0.0
+    """Share of the ids that may differ by more than `largest`: rounding in half precision routes some ids to other
+    experts."""
 
 
 # Measured: float32 on CPUs 3e-5 for dense models; bfloat16 on an H200 0.022 in the median and 0.336 at most (10,918
-# ids).
+# ids). Tiny mixtures of experts in bfloat16 on an H200: 0.026 in the median, single ids of 95 beyond 2.
 _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
     "float64": ProofTolerance(5e-4, 0.05),
     "float32": ProofTolerance(5e-4, 0.05),
-    "float16": ProofTolerance(0.03, 1.0),
-    "bfloat16": ProofTolerance(0.08, 2.0),
+    "float16": ProofTolerance(0.03, 1.0, 0.05),
+    "bfloat16": ProofTolerance(0.08, 2.0, 0.05),
 }
-_COARSEST: Final = ProofTolerance(0.15, 4.0)
+_COARSEST: Final = ProofTolerance(0.15, 4.0, 0.05)
 """Tolerance of quantized weights and of number types outside of the table."""
 
 
@@ -145,17 +148,24 @@ class ProofFigures:
     proof."""
     arrived_error: float | None = None
     """Standard error of `arrived`; None with it."""
+    outliers: int = 0
+    """Number of ids that differ by more than the tolerance's `largest`."""
 
     @property
     def holds(self) -> bool:
         """True where the differences are within the tolerance."""
-        return self.median <= self.tolerance.median and self.largest <= self.tolerance.largest
+        few_outliers = self.outliers <= self.tolerance.outlier_share * self.ids
+        return math.isfinite(self.largest) and self.median <= self.tolerance.median and few_outliers
 
     def __str__(self) -> str:
         return (
             f"{self.ids} ids, median difference {self.median:.2g} nats (at most {self.tolerance.median:.2g}), largest "
-            f"{self.largest:.2g} (at most {self.tolerance.largest:.2g})"
+            f"{self.largest:.2g} ({self._share_allowed()}at most {self.tolerance.largest:.2g})"
         )
+
+    def _share_allowed(self) -> str:
+        share = self.tolerance.outlier_share
+        return f"for {1 - share:.0%} of the ids " if share else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +199,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
         max(BASELINE_FACTOR * baseline.median, floor.median / 5),
         # At least the table's value: with experts, rounding alone can send an id to another expert.
         max(BASELINE_FACTOR * baseline.largest, known.largest),
+        known.outlier_share,
     )
 
 
@@ -218,7 +229,15 @@ def compare_scores(
         if all(_same_weights(each, engine_dtype) for each in proofs):
             precise = all((each.dtype or engine_dtype) in _PRECISE for each in proofs)
             share, error = _arrived(wanted, given, before, precise=precise)
-    return ProofFigures(len(given), float(np.median(differences)), float(differences.max()), tolerance, share, error)
+    return ProofFigures(
+        len(given),
+        float(np.median(differences)),
+        float(differences.max()),
+        tolerance,
+        share,
+        error,
+        outliers=int((differences > tolerance.largest).sum()),
+    )
 
 
 def _same_weights(proof: WeightProof, engine_dtype: str) -> bool:

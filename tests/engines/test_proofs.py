@@ -110,6 +110,31 @@ def test_scores_that_are_not_finite_hold_no_proof() -> None:
     assert "NaN or infinity" in failure_reason(figures, proof, scores, None)
 
 
+@pytest.mark.parametrize(("outliers", "holds"), [(0, True), (4, True), (5, False)])
+def test_share_of_ids_may_take_another_route(outliers: int, holds: bool) -> None:
+    ids, logprobs = range(101), [-1.0] * 100
+    tolerance = ProofTolerance(0.1, 1.0, outlier_share=0.04)
+    scores = [-5.0] * outliers + [-1.0] * (100 - outliers)
+    figures = compare_scores(WeightProof(ids, logprobs), scores, tolerance, engine_dtype="bfloat16")
+    assert (figures.outliers, figures.holds) == (outliers, holds)
+    assert "largest" in str(figures)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_exact_types_allow_no_other_route(dtype: str) -> None:
+    proof = WeightProof(range(101), [-1.0] * 100, dtype)
+    figures = compare_scores(proof, [-1.0] * 99 + [-1.1], tolerance_of(proof, dtype, None), engine_dtype=dtype)
+    assert not figures.holds
+
+
+def test_half_precision_with_nan_holds_no_proof() -> None:
+    proof = WeightProof(range(101), [-1.0] * 100, "bfloat16")
+    scores = [-1.0] * 99 + [math.nan]
+    tolerance = tolerance_of(proof, "bfloat16", None)
+    assert tolerance.outlier_share > 0.01
+    assert not compare_scores(proof, scores, tolerance, engine_dtype="bfloat16").holds
+
+
 SIZE = 400
 WIDE = ProofTolerance(0.08, 2.0)
 """Rounding of bfloat16."""
