@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer, TransferStep, send_parts
+from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.vllm.transformers_names import CheckpointSource
 from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, compare, forms_of_transfer
@@ -23,6 +24,18 @@ Transfer = WeightTransfer | LocalTransfer | RelayedTransfer
 _NOT_STARTED = (
     'needs an engine with a transfer backend: VllmEngine(weight_transfer_config={"backend": "nccl"}), or "ipc".'
 )
+
+
+_UUID_PREFIX = "GPU-"
+
+
+def trainer_gpu() -> str | None:
+    """Return the UUID of this process's current GPU; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix(_UUID_PREFIX)
 
 
 class VllmTransfers:
@@ -54,6 +67,8 @@ class VllmTransfers:
                 forms = await anyio.to_thread.run_sync(forms_of_source, source)
             compare(forms, model, given_as=name)
             if self._trainer is None or not self._trainer.is_for(transfer):
+                if getattr(transfer.info, "backend", None) == "nccl":
+                    await self._check_devices(name)
                 await self._meet(name, transfer.seconds, partial(self._join_here, transfer, source))
         else:
             compare(forms_of_transfer(transfer), model, given_as=f"{name}(update=...)")
@@ -81,6 +96,25 @@ class VllmTransfers:
                 await send_parts(transfer, self)
         if scope.cancelled_caught:
             raise EngineError(f"the trainer sent nothing for {transfer.seconds:g} s")
+
+    async def _check_devices(self, name: str) -> None:
+        """Check that trainer and workers have different GPUs: on one H200, NCCL delivered wrong values on a shared one.
+
+        Raises:
+            BadWeights: a worker has the trainer's GPU.
+        """
+        own = await anyio.to_thread.run_sync(trainer_gpu)
+        if own is None:
+            return
+        try:
+            devices = await call_all_workers(self._llm, "device_name")
+        except Exception:  # vLLM may raise anything; another worker extension does not have the method
+            return
+        if own in {device.removeprefix(_UUID_PREFIX) for device in devices}:
+            raise BadWeights(
+                f"{name}: trainer and engine are both on {_UUID_PREFIX}{own}, and NCCL is for one process per GPU: use "
+                'VllmEngine(weight_transfer_config={"backend": "ipc"}) with IPCTrainerInitInfo, or another GPU.'
+            )
 
     async def _meet(self, name: str, seconds: float, join: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._joined = None

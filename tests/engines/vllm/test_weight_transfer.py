@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner.engines.vllm import weight_transfer
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights, EngineError
@@ -143,6 +144,32 @@ async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Pa
     llm.hangs = "update"
     with pytest.raises(EngineError, match=r"trainer sent nothing for 0.2 s"):
         await weights.load(checked)
+
+
+class OnGpu(Llm):
+    """A vLLM whose only worker has a GPU."""
+
+    async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> Any:
+        await super().collective_rpc(method, kwargs=kwargs)
+        return ["GPU-7"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ("7", r"LocalTransfer: trainer and engine are both on GPU-7, .*\"ipc\".*another GPU"),
+        ("8", "LocalTransfer: engine and trainer do not meet"),
+        (None, "LocalTransfer: engine and trainer do not meet"),
+    ],
+)
+async def test_nccl_on_a_shared_gpu_is_refused_before_it_connects(
+    model: Path, monkeypatch: pytest.MonkeyPatch, trainer: str | None, told: str
+) -> None:
+    monkeypatch.setattr(weight_transfer, "trainer_gpu", lambda: trainer)
+    llm = OnGpu(model, transfer=True)
+    with pytest.raises(BadWeights, match=told):
+        await VllmWeights(llm, "the model").check(LocalTransfer(SimpleNamespace(backend="nccl"), Source(tensors())))
+    assert "start" not in llm.asked
 
 
 @pytest.mark.parametrize(
