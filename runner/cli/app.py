@@ -277,7 +277,9 @@ def check_weights(
     ] = False,
     way: Annotated[
         list[str] | None,
-        typer.Option(help="folder, state-dict, twice, under-turns, after-sleep or same; may be repeated; default all."),
+        typer.Option(
+            help="folder, state-dict, twice, under-turns, after-sleep, transfer, same, adapter; may repeat; default all."
+        ),
     ] = None,
     engine_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (dtype=bfloat16).")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from runner.errors import BadOption
 __all__ = ["DEFAULT_ADAPTER_RANK", "adapter_on", "linear_kinds", "local_transfer", "tensor_kind"]
 
 DEFAULT_ADAPTER_RANK: Final = 8
+LOOPBACK: Final = "127.0.0.1"
 
 
 def tensor_kind(name: str) -> str:
@@ -80,7 +83,7 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
         folder: folder for the files of the backend "file".
 
     Raises:
-        BadOption: the backend needs another process: NCCL joins trainer and engine on two GPUs.
+        BadOption: the backend is none of "file", "ipc" and "nccl".
     """
     backend = dict(engine_arguments.get("weight_transfer_config") or {}).get("backend", "file")
     match backend:
@@ -92,9 +95,24 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
             return LocalTransfer(IPCTrainerInitInfo(rank=0), _Source(model, device="cuda"))
+        case "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+            workers = math.prod(int(engine_arguments.get(size) or 1) for size in sizes)
+            info = NCCLTrainerInitInfo(LOOPBACK, _free_port(), 1 + workers, rank=0)
+            return LocalTransfer(info, _Source(model, device="cuda"))
     raise BadOption(
-        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried with 'file' and 'ipc'."
+        f"check_weights(weight_transfer_config={{'backend': {backend!r}}}): transfers are tried with 'file', 'ipc' "
+        "and 'nccl'."
     )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 class _Source:

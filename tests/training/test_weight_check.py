@@ -137,9 +137,16 @@ def test_adapters_without_peft_are_refused(tiny_llama: Any, monkeypatch: pytest.
         pass
 
 
-def test_transfer_backend_across_gpus_is_refused(tiny_llama: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"'nccl'.*transfers are tried with 'file' and 'ipc'"):
-        local_transfer({"weight_transfer_config": {"backend": "nccl"}}, tiny_llama, tmp_path)
+def test_unknown_transfer_backend_is_refused(tiny_llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"'email'.*transfers are tried with 'file', 'ipc' and 'nccl'"):
+        local_transfer({"weight_transfer_config": {"backend": "email"}}, tiny_llama, tmp_path)
+
+
+def test_nccl_joins_the_trainer_and_every_worker(tiny_llama: Any, tmp_path: Path) -> None:
+    arguments = {"weight_transfer_config": {"backend": "nccl"}, "tensor_parallel_size": 2, "data_parallel_size": 3}
+    info = local_transfer(arguments, tiny_llama, tmp_path).info
+    assert (info.rank, info.world_size, info.master_address) == (0, 7, "127.0.0.1")
+    assert 1024 <= info.master_port < 65536
 
 
 def test_a_way_that_is_not_there_is_refused_by_name(llama: Path) -> None:

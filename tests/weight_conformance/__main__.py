@@ -2,17 +2,20 @@
 
 Each case runs in a process of its own and its result goes into results.json at once, so that a run may be stopped and
 continued. `--again` plays cases that have a result too, with `--way` only that way of them; a name limits the run to
-that architecture.
+that architecture. `--gpu` plays the cases of a GPU instead of those of a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +27,21 @@ from tests.weight_conformance.page import page
 
 RESULTS: Final = Path(__file__).parent / "results.json"
 PAGE: Final = DOCS / "weight-conformance.md"
+ENVIRONMENT: Final = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Environment of a case; vLLM takes IPC handles with this setting alone."""
+
 CASE_SECONDS: Final = 1200
 """Seconds after which a case is ended."""
 
+
+ON_A_GPU: Final[dict[str, Any]] = {
+    "enforce_eager": True,
+    "enable_sleep_mode": True,
+    "gpu_memory_utilization": 0.04,
+    "kv_cache_memory_bytes": 2**28,
+    "weight_transfer_config": {"backend": "ipc"},
+}
+"""Arguments of the engine on a GPU: little memory, so that several cases run beside each other."""
 
 SCRATCH: Final = re.compile(r"(/tmp|/dev/shm)/[\w.+@/-]+")
 """Temporary files in errors, which are others in each run."""
@@ -39,20 +54,22 @@ class Case:
     architecture: Architecture
     tied: bool
     dtype: str
+    gpu: bool = False
 
     @property
     def key(self) -> str:
         """The name of the case in the results."""
-        return f"{self.architecture.name}, {'tied' if self.tied else 'untied'}, {self.dtype}"
+        output = "tied" if self.tied else "untied"
+        return f"{self.architecture.name}, {output}, {self.dtype}{', GPU' if self.gpu else ''}"
 
 
 def cases() -> Iterator[Case]:
-    """All cases: first each architecture in float32, then its other output layer, then bfloat16."""
-    for dtype in ("float32", "bfloat16"):
+    """All cases: first each architecture in float32, then its other output layer, then bfloat16, then on a GPU."""
+    for dtype, gpu in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         for number in range(2):
             for architecture in ARCHITECTURES:
                 if number < len(architecture.tied):
-                    yield Case(architecture, architecture.tied[number], dtype)
+                    yield Case(architecture, architecture.tied[number], dtype, gpu)
 
 
 def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
@@ -71,7 +88,7 @@ def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         try:
-            report = check_weights(folder, tiny=True, ways=ways, dtype=case.dtype)
+            report = check_weights(folder, tiny=True, ways=ways, dtype=case.dtype, **(ON_A_GPU if case.gpu else {}))
         except DeltarunnerError as error:
             return {"not_run": one_line(error)}
     return {"rows": [asdict(row) for row in report.rows]}
@@ -82,13 +99,21 @@ def play(case: Case, ways: Sequence[str] = tuple(Way)) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.weight_conformance", "--one", case.key]
     command += [argument for way in ways for argument in ("--way", way)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=CASE_SECONDS, check=False, env=ENVIRONMENT
+        )
     except subprocess.TimeoutExpired:
         return {"not_run": f"not done after {CASE_SECONDS} s"}
     if done.returncode:
-        return {"not_run": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        return {"not_run": last_error(done.stderr)}
     result: dict[str, Any] = json.loads(SCRATCH.sub("FOLDER", done.stdout.splitlines()[-1]))
     return result
+
+
+def last_error(stderr: str) -> str:
+    """The last line of a process that names an error, or else its last line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["no message"]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Dead)\b", line)), lines[-1])
 
 
 def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
@@ -112,11 +137,17 @@ def write_results(results: Mapping[str, Any]) -> None:
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
+def _is_named(case: Case, names: Sequence[str]) -> bool:
+    return not names or case.key in names or case.architecture.name in names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.weight_conformance", description=__doc__)
     parser.add_argument("architectures", nargs="*", help="architectures or cases; all by default")
     parser.add_argument("--again", action="store_true", help="also play cases that have a result")
     parser.add_argument("--way", action="append", choices=list(Way), help="only this way; may be repeated")
+    parser.add_argument("--gpu", action="store_true", help="the cases of a GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="number of cases at once")
     parser.add_argument("--page-only", action="store_true", help="only write the page")
     parser.add_argument("--one", metavar="CASE", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -125,15 +156,20 @@ def main() -> None:
         print(json.dumps(play_here(case, options.way or tuple(Way))))
         return
     results = read_results()
-    for case in () if options.page_only else cases():
-        names = {case.key, case.architecture.name}
-        wanted = not options.architectures or bool(names.intersection(options.architectures))
-        if not wanted or (case.key in results and not options.again):
-            continue
+
+    def play_one(case: Case) -> None:
         print(case.key, flush=True)
         old = results.get(case.key)
-        results[case.key] = play_again(case, old, options.way) if old and options.way else play(case)
-        write_results(results)
+        result = play_again(case, old, options.way) if old and options.way else play(case)
+        with lock:
+            results[case.key] = result
+            write_results(results)
+
+    lock = threading.Lock()
+    chosen = [case for case in cases() if case.gpu == options.gpu and _is_named(case, options.architectures)]
+    todo = [case for case in chosen if options.again or case.key not in results]
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        list(jobs.map(play_one, () if options.page_only else todo))
     PAGE.write_text(page(results), encoding="utf-8")
 
 

@@ -38,11 +38,13 @@ _LATENT: Final[dict[str, Any]] = {
     "moe_intermediate_size": 1408,
     "n_routed_experts": 64,
     "n_shared_experts": 2,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 _ONE: Final = (False,)
 
@@ -84,7 +86,12 @@ ARCHITECTURES: Final = (
     Architecture("Starcoder 2", "Starcoder2Config", _GROUPED),
     Architecture("Mixtral", "MixtralConfig", {**_GROUPED, "num_local_experts": 8}),
     Architecture("DeepSeek V2", "DeepseekV2Config", {**_LATENT, "num_experts_per_tok": 6}, tied=_ONE),
-    Architecture("DeepSeek V3", "DeepseekV3Config", _LATENT, tied=_ONE),
+    Architecture(
+        "DeepSeek V3",
+        "DeepseekV3Config",
+        {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        tied=_ONE,
+    ),
     Architecture("gpt-oss", "GptOssConfig", {**_GROUPED, "num_local_experts": 128, "head_dim": 64}, tied=_ONE),
     Architecture("GLM", "GlmConfig", {**_GROUPED, "head_dim": 128, "pad_token_id": 0}, tied=_ONE),
     Architecture("GLM 4", "Glm4Config", {**_GROUPED, "head_dim": 128, "pad_token_id": 0}, tied=_ONE),
