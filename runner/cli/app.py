@@ -278,7 +278,7 @@ def check_weights(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="folder, state-dict, twice, under-turns, after-sleep, transfer, same, adapter; repeatable; default all."
+            help="Folder, state-dict, twice, under-turns, after-sleep, transfer, same, adapter; repeat it; default all."
         ),
     ] = None,
     engine_option: Annotated[

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -18,6 +20,25 @@ class PlainWorker:
 
 class OwnWorker(WeightWorker):
     """An extension of a user's that inherits from ours."""
+
+    dies_after: int | None = None
+
+    def die_after(self, tensors: int) -> None:
+        """Let the next update fail after this number of tensors."""
+        self.dies_after = tensors
+
+    def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
+        """Load the tensors, or some of them."""
+        if self.dies_after is None:
+            super().load_weight_files(files, ignored)
+            return
+        dies_after, self.dies_after = self.dies_after, None
+
+        def some() -> Iterator[tuple[str, Any]]:
+            yield from islice(_tensors(files, frozenset(ignored)), dies_after)
+            raise RuntimeError("planted: the update dies between two tensors")
+
+        self.reload_weights(weights_iterator=some())
 
     def apply_no_adapter_to(self, module: str) -> None:
         """Leave a layer as if vLLM had not wrapped it for adapters."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +18,8 @@ from runner import BadControl, BadWeights, EngineDead, Outcome, ProofTolerance, 
 from runner.engines.base import GenerationRequest
 from runner.engines.proofs import Accepted, compare_scores, failure_reason, tolerance_of
 from runner.engines.state import EngineState, PauseMode
+from runner.engines.vllm.engine import VllmEngine
+from runner.engines.vllm.parallel import call_all_workers
 from runner.testing import Latency, ScriptedEngine
 from runner.testing.engine_pool import PooledEngine
 from runner.training import weight_proof
@@ -422,6 +425,25 @@ def test_a_turn_that_is_left_while_a_proof_is_scored_leaves_nothing(
         assert engine.state is EngineState.RUNNING
 
     float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.asyncio_alone
+async def test_update_that_dies_between_two_tensors_ends_the_engine(
+    small_model_folder: Path, hugging_face_model: Any
+) -> None:
+    extension = "tests.engines.stale_worker.OwnWorker"
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    async with VllmEngine(small_model_folder, worker_extension_cls=extension, **options) as engine:
+        proof = weight_proof(hugging_face_model, engine.tokenizer)
+        assert (await engine.update_weights(hugging_face_model.state_dict(), proof=proof)).version == "1"
+        await call_all_workers(engine.vllm.llm, "die_after", tensors=3)
+        with pytest.raises(EngineDead, match="the update dies between two tensors"):
+            await engine.update_weights(hugging_face_model.state_dict(), proof=proof)
+        assert engine.weight_version == "1"
+        with pytest.raises(EngineDead, match="the update dies between two tensors"):
+            await engine.score(range(20, 60))
 
 
 def swapped_heads(model: Any) -> None:

@@ -13,8 +13,9 @@ import pytest
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.errors import BadWeights
+from runner.errors import BadWeights, EngineDead
 from runner.options import Sampling
+from runner.training import weight_proof
 from runner.training.tiny_model import random_model
 from tests.engines.small_weights import Llm, saved, tensors
 
@@ -133,6 +134,28 @@ async def test_each_kind_of_tensor_arrives_on_a_cpu(kind: str, demo_model_folder
         next(_changed_kinds(model))
         await engine.update_weights(model.state_dict())  # under the names of transformers 5
         assert await _largest_difference(engine, model) < TOLERANCE
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+async def test_two_swapped_experts_hold_no_proof(demo_model_folder: Path, tmp_path: Path) -> None:
+    import json
+
+    import torch
+
+    vocabulary = json.loads((demo_model_folder / "config.json").read_text())["vocab_size"]
+    model = _tiny("qwen3 moe", vocabulary)
+    start = _save(model, tmp_path / "start", demo_model_folder)
+    async with VllmEngine(str(start), template="hermes", dtype="float32", max_model_len=1024, max_num_seqs=4) as engine:
+        right = weight_proof(model, engine.tokenizer)
+        await engine.prove(right)
+        assert (await engine.update_weights(model.state_dict(), proof=right)).proof is not None
+        experts = model.model.layers[1].mlp.experts.down_proj
+        with torch.no_grad():
+            experts[[0, 1]] = experts[[1, 0]]
+        with pytest.raises(EngineDead, match=r"the proof of the weights .* does not hold"):
+            await engine.update_weights(model.state_dict(), proof=right)
 
 
 async def test_compiled_model_on_a_cpu_is_refused(tmp_path: Path) -> None:
