@@ -23,6 +23,7 @@ class Reasoning(Environment[Puzzle]):
 
     system_prompt = "Think step by step, then give the final answer between <answer> and </answer>."
     sampling = Sampling(max_tokens=512)
+    package = ("reasoning_gym", "reasoning")
 
     def __init__(self, dataset: str = "leg_counting", size: int = 100, seed: int = 0) -> None:
         """Choose the puzzles.

@@ -66,6 +66,7 @@ from .errors import RequestRejected as RequestRejected
 from .errors import RunFileError as RunFileError
 from .errors import RunStopped as RunStopped
 from .errors import RunStuck as RunStuck
+from .errors import ServerFailed as ServerFailed
 from .errors import StorageFailed as StorageFailed
 from .errors import ToolError as ToolError
 from .errors import TooManyFailures as TooManyFailures

@@ -15,9 +15,10 @@ never counted against the episode │   ├── EngineDead               the e
 RequestRejected          the engine refused this one request │   │   └── PromptTooLong        the history does not fit
 the model's context, according to its server │   └── EngineStalled            admitted a request, then sent nothing for
 `stall_seconds` ├── ProgramFailed                an agent program ended with an error; its episode is `env_error` ├──
-JudgeFailed                  a judge wrote no score; its episode is `env_error` ├── RunStopped                   the
-run ended before its work was complete │   ├── TooManyFailures          the error rate exceeded the limit │   └──
-RunStuck                 no progress; the message lists the waiting parts ├── EpisodeOver
+JudgeFailed                  a judge wrote no score; its episode is `env_error` ├── ServerFailed                 a
+server of an environment is gone; its episode is `env_error` ├── RunStopped                   the run ended before its
+work was complete │   ├── TooManyFailures          the error rate exceeded the limit │   └── RunStuck
+no progress; the message lists the waiting parts ├── EpisodeOver
 raised in a `rollout` whose episode has ended; need not be caught │   └── ContextFull              a prompt does not fit
 the model's context; a shorter history may fit └── ToolError                    raised by a tool: the model reads its
 text
@@ -54,6 +55,7 @@ __all__ = [
     "RunFileError",
     "RunStopped",
     "RunStuck",
+    "ServerFailed",
     "StorageFailed",
     "TooManyFailures",
     "ToolError",
@@ -193,6 +195,10 @@ class RunStuck(RunStopped, exit_code=11):
 
 class ProgramFailed(DeltarunnerError):
     """An agent program that an environment ran ended with an error; the text has its last lines of output."""
+
+
+class ServerFailed(DeltarunnerError):
+    """A server that an environment uses cannot be reached, or is gone; the text has its last output."""
 
 
 class JudgeFailed(DeltarunnerError):

@@ -42,6 +42,11 @@ class Scorer:
     weight: float = 1.0
     """The factor in the weighted sum; a metric has none."""
 
+    @property
+    def method(self) -> str:
+        """The name of the method; in a mixture, the scorer's name also has that of its environment."""
+        return self.name.rpartition(".")[2]
+
 
 Score = float | None
 """A reward as a method returns it; a bool counts as 0 or 1, None means unknown."""

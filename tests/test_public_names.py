@@ -109,7 +109,9 @@ def test_public_names_of_trainers() -> None:
         "TextOutputSpec",
         "verify_right_padding",
     }
-    assert set(interop.__all__) == {"Dataset", "Judge", "ScoreName", "ScoreOption", "ScoringFunction", "judge"}
+    servers = "McpDataset McpServers ServerOption"
+    scores = "Judge ScoreName ScoreOption ScoringFunction judge"
+    assert set(interop.__all__) == {*f"{servers} {scores} Dataset Mixture MixturePart".split()}
     for package in (training, generation, interop):
         assert package.__all__ == sorted(package.__all__)
 

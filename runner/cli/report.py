@@ -84,6 +84,8 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
     yield first[0], Text(_mean(first[1]), style="bold")
     if summary.get("requests") and summary["turns"] and not summary["agents"] and first[1]["mean"] is None:
         yield "", Text(UNTRAINED, "yellow")
+    for name, mean in summary.get("environments", {}).items():
+        yield printable(name), Text(_mean(mean))
     for name, mean in summary["rewards"].items():
         yield f"  {printable_line(name)}", Text(_mean(mean))
     for name, mean in others:

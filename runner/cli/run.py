@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,6 +32,7 @@ from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import Tasks, environment_tasks
 from runner.environment.task_selection import check_ahead, find_selected, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
+from runner.interop.mixture import Mixture
 from runner.logs import LEVELS, log_to_file
 from runner.options import UNSET, Concurrency, Sampling
 from runner.runs.event_loop import on_event_loop, supervise
@@ -204,7 +205,11 @@ class RunPlan:
     @classmethod
     def of(cls, settings: RunSettings, make_engine: Callable[[RunSettings], BaseEngine]) -> RunPlan:
         """The plan for these settings; invalid ones are refused."""
-        environment = construct(find_environment(settings.environment_name), parse_pairs(settings.settings, "--set"))
+        given = parse_pairs(settings.settings, "--set")
+        if settings.others:
+            environment: Environment[Any] = _mixture(settings, given)
+        else:
+            environment = construct(find_environment(settings.environment_name), given)
         return cls.of_environment(settings, environment, make_engine)
 
     @classmethod
@@ -238,6 +243,20 @@ class RunPlan:
         sizes = "".join(f", {option}" for option in given if option.partition("=")[0].endswith("_parallel_size"))
         workers = "" if settings.workers is None else f", {settings.workers} workers"
         return f"{short_name(settings.environment_name)} on {settings.model_name}{at}{sizes}{workers}"
+
+
+def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
+    """Several environments; a setting is named with its environment: `--set calculator.examples=1`."""
+    own: dict[str, dict[str, str]] = {name: {} for name, _, _ in settings.mixed()}
+    for name, value in given.items():
+        part, dot, rest = name.partition(".")
+        if not dot or part not in own:
+            named = ", ".join(f"{each}.NAME" for each in own)
+            raise BadOption(f"--set {name}: name the environment as well: {named}.")
+        own[part][rest] = value
+    return Mixture(
+        {name: (construct(find_environment(full), own[name]), weight) for name, full, weight in settings.mixed()}
+    )
 
 
 def _options(settings: RunSettings) -> RunOptions:

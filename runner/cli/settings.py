@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from runner.logs import LEVELS
 __all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "options_from"]
 
 S = TypeVar("S")
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 DATASET_USAGE = "deltarunner run dataset --tasks FILE --prompt '{question}' --answer '{answer}' --score number"
 """An example for error messages."""
@@ -90,6 +93,10 @@ class RunSettings:
     """
 
     environment: Annotated[str | None, ENVIRONMENT] = None
+    others: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ENV[:WEIGHT]]...", help="Further environments of the same run.", show_default=False),
+    ] = None
     agent: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Play an agent program instead of ENV: 'claude -p {prompt}'.")
     ] = None
@@ -285,7 +292,26 @@ class RunSettings:
     @property
     def environment_name(self) -> str:
         assert self.environment is not None, "call with_program() first"
-        return self.environment
+        return self.environment if not self.others else "+".join(name for name, _, _ in self.mixed())
+
+    def mixed(self) -> list[tuple[str, str, float]]:
+        """The short name, the full name and the weight of each environment of a mixture.
+
+        Raises:
+            BadOption: two have the same short name, or an option of another kind of run is given.
+        """
+        from runner.environment.loading import short_name
+
+        found: dict[str, tuple[str, str, float]] = {}
+        for text in (self.environment or "", *(self.others or ())):
+            before, colon, weight = text.rpartition(":")
+            is_weighted = bool(colon) and _NUMBER.fullmatch(weight) is not None
+            full = before if is_weighted else text
+            name = short_name(full)
+            if name in found:
+                raise BadOption(f"{self.environment} {' '.join(self.others or ())}: {name!r} is named twice.")
+            found[name] = (name, full, float(weight) if is_weighted else 1.0)
+        return list(found.values())
 
     def serving(self) -> dict[str, Any]:
         """Keyword arguments for `OpenEpisodes` and `Program`; None stands for the default."""
@@ -306,7 +332,7 @@ class RunSettings:
 
     def _with_dataset(self) -> RunSettings:
         given = {name: getattr(self, name) for name in DATASET_OPTIONS if getattr(self, name) is not None}
-        if self.environment != DATASET:
+        if self.environment not in (DATASET, "mcp") or self.others:
             if given:
                 raise BadOption(f"--{next(iter(given))} is an option of the environment `dataset`: {DATASET_USAGE}")
             return self
@@ -314,7 +340,7 @@ class RunSettings:
         if self.tasks is not None:
             own.append(f"tasks={self.tasks}")
         elif not any(each.startswith("tasks=") for each in self.settings or ()):
-            raise BadOption(f"dataset: give the file with --tasks: {DATASET_USAGE}")
+            raise BadOption(f"{self.environment}: give the file with --tasks: {DATASET_USAGE}")
         return dataclasses.replace(self, tasks=None, settings=[*own, *(self.settings or [])])
 
     def _with_program(self) -> RunSettings:
@@ -332,6 +358,8 @@ class RunSettings:
         if self.agent is None and self.environment is None:
             raise BadOption("give an environment (`deltarunner list`), or --agent 'COMMAND {prompt}'.")
         if self.agent is None:
+            if self.others and self.tasks is not None:
+                raise BadOption("--tasks: each of several environments has its own tasks; leave it out.")
             return self
         if self.environment is not None:
             raise BadOption(f"{self.environment} and --agent: give one of them.")

@@ -30,7 +30,7 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
     Raises:
         BadEnvironment: it is not an environment, or its class needs arguments.
     """
-    if not isinstance(environment, type):
+    if not isinstance(environment, type) or not issubclass(environment, Environment):
         if not isinstance(environment, Environment):
             raise BadEnvironment(f"{environment!r:.80} is not an Environment: subclass runner.Environment.")
         return environment

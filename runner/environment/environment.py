@@ -83,9 +83,11 @@ class Environment(Generic[TaskT]):
     tools: list[Tool] = cast("Any", _EpisodeAttribute())
     """The tools of `@tool`; `setup()` may add others."""
 
+    package: ClassVar[tuple[str, str] | None] = None
+    """The module of an optional package that the environment needs, and the extra of deltarunner that installs it."""
     method_tools: ClassVar[tuple[Tool, ...]] = ()
     """Methods marked with `@tool`."""
-    scorers: ClassVar[tuple[Scorer, ...]] = ()
+    scorers: tuple[Scorer, ...] = ()
     """Methods marked with `@reward`, `@metric` and `@group_reward`, in the order of their definition."""
 
     _construction: tuple[tuple[Any, ...], dict[str, Any]]
@@ -160,6 +162,10 @@ class Environment(Generic[TaskT]):
     def made_with(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the constructor, as they were given."""
         return self._construction
+
+    def parts(self) -> Mapping[str, Environment[Any]]:
+        """The environments that play, by the beginning of their task ids; not a mixture, this one alone, as ""."""
+        return {"": self}
 
     def overrides(self, hook: str) -> bool:
         """Return True if the author defined this hook; otherwise it is not called."""

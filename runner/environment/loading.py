@@ -41,6 +41,9 @@ class BundledEnvironment:
     usable: bool = True
     """False if it cannot be imported."""
 
+    missing: str = ""
+    """The command that installs the package that it needs; "" if nothing is missing."""
+
 
 def bundled_environments() -> list[BundledEnvironment]:
     """The environments of all installed packages (entry points of group `deltarunner.environments`), by name."""
@@ -57,7 +60,10 @@ def _described(entry: EntryPoint) -> BundledEnvironment:
     except DeltarunnerError as error:
         return BundledEnvironment(entry.name, str(error), usable=False)
     lines = (inspect.getdoc(cls) or "").strip().splitlines()
-    return BundledEnvironment(entry.name, lines[0] if lines else "", _settings(cls))
+    needed = cls.package
+    missing = needed is not None and importlib.util.find_spec(needed[0]) is None
+    command = f"pip install 'deltarunner[{needed[1]}]'" if needed is not None and missing else ""
+    return BundledEnvironment(entry.name, lines[0] if lines else "", _settings(cls), missing=command)
 
 
 def find_environment(name: str) -> type[Environment[Any]]:

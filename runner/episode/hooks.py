@@ -17,6 +17,7 @@ from runner.concurrency.exit_stack import is_empty
 from runner.errors import BadTask
 from runner.messages import Message, Prompt
 from runner.options import Limits, Sampling, ToolChoice
+from runner.scoring import Scorer
 from runner.tasks import Task
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
@@ -54,6 +55,13 @@ class Hooks(Protocol):
     @property
     def made_with(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of that call."""
+
+    def parts(self) -> Mapping[str, Hooks]:
+        """The environments that play, by the beginning of their task ids; itself as "" if it is not a mixture."""
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The rewards and metrics, of all parts."""
 
     def overrides(self, hook: str) -> bool:
         """Return True if the author overrode this hook."""

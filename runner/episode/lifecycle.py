@@ -24,7 +24,7 @@ from runner.episode.shared import RunShared
 from runner.episode.state import EpisodeState
 from runner.episode.thread_names import name_threads
 from runner.messages import as_messages
-from runner.scoring import Score, ScorerKind, as_metrics, scores_by_agent, weighted_sum
+from runner.scoring import Score, Scorer, ScorerKind, as_metrics, scores_by_agent, weighted_sum
 from runner.store.storable import make_storable
 from runner.tasks import deep_copy
 from runner.tokens.log import TokenLog
@@ -72,13 +72,13 @@ class EpisodeRunner(EpisodeState):
     def _make_environment(self) -> None:
         """Make the environment of the episode. If that fails, no hook is called."""
         try:
-            environment = self.shared.environment.fresh()
+            environment = self.part.environment.fresh()
             task = deep_copy(self.key.task)
         except (Exception, SystemExit) as error:
             self._ending = failure(error)
             return
         environment.task = task
-        environment.shared = self.shared.resources
+        environment.shared = self.part.resources
         environment.tools = environment.bound_tools()
         environment.episode = self.episode
         self.environment = environment
@@ -270,19 +270,20 @@ class EpisodeRunner(EpisodeState):
         seconds = self.limits.configured.reward_seconds
         with self._scoring as clock:
             clock.start(seconds)
-            for scorer in self.shared.scorers:
+            for scorer in self.part.scorers:
                 if scorer.kind != ScorerKind.GROUP_REWARD:
-                    await self._score_one(scorer.name, scorer.kind, ending)
+                    await self._score_one(scorer, ending)
         if clock.fired or self.author_code.abandoned:
             text = f"rewards took longer than {seconds:g} s (in {self.activity})"
             self._fail_scoring(Ending(Outcome.ENV_ERROR, "reward_seconds", error=text))
 
-    async def _score_one(self, name: str, kind: str, ending: Ending) -> None:
+    async def _score_one(self, scorer: Scorer, ending: Ending) -> None:
+        name, kind = scorer.name, scorer.kind
         self.report_activity(f"{kind} {name}()")
         # Before each of them: a judge that reached a limit in one reward may take turns again in the next.
         self.limits.begin_scoring()
         try:
-            value = await self.author_code.call(getattr(self.environment, name), name=f"{kind} {name}()")
+            value = await self.author_code.call(getattr(self.environment, scorer.method), name=f"{kind} {name}()")
             self._keep_score(name, kind, value)
         except Exception as error:
             if kind == ScorerKind.METRIC:
@@ -419,10 +420,10 @@ class EpisodeRunner(EpisodeState):
         if not ending.outcome.scored or not trajectory.turns:
             return trajectory
         trajectory.rewards = self._rewards.get(agent, {})
-        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.shared.scorers)
+        grouped = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.part.scorers)
         # With group rewards the sum waits for them; it is unset until then.
         if not grouped:
-            trajectory.reward = weighted_sum(trajectory.rewards, self.shared.scorers)
+            trajectory.reward = weighted_sum(trajectory.rewards, self.part.scorers)
         return trajectory
 
     def _enter(self, phase: Phase) -> None:

@@ -16,8 +16,9 @@ from runner.episode.model import MessageModel, Model
 from runner.errors import BadOption
 from runner.options import Limits, Sampling
 from runner.scoring import Scorer
+from runner.tasks import Task
 
-__all__ = ["Limiter", "RunShared"]
+__all__ = ["EnvironmentPart", "Limiter", "RunShared"]
 
 
 class Limiter(Protocol):
@@ -28,6 +29,20 @@ class Limiter(Protocol):
 
     def release_on_behalf_of(self, borrower: object) -> None:
         """Let the next borrower enter."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentPart:
+    """The environment of a task: the whole one, or a part of a mixture."""
+
+    environment: Hooks
+    """The object that the author constructed."""
+    limits: Limits
+    """The limits of its episodes before `setup()`, with every field set."""
+    scorers: tuple[Scorer, ...]
+    """Its rewards and metrics, with the run's weights."""
+    resources: Any
+    """The value that its `lifespan()` yielded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +79,17 @@ class RunShared:
     # By `counted`, for conversations without their own sampling. Nearly all episodes need one of these two, and merging
     # the layers each time costs a good part of a turn.
     _sampling: dict[bool, Sampling] = field(default_factory=dict)
+
+    def part_of(self, task: Task) -> EnvironmentPart:
+        """Return the environment of a task. An id that names no part of a mixture returns the mixture, which fails."""
+        parts = self.environment.parts()
+        name = task.id.partition("/")[0]
+        if name not in parts or parts[name] is self.environment:
+            return EnvironmentPart(self.environment, self.limits, self.scorers, self.resources)
+        part = parts[name]
+        limits = self.own_limits.over(part.limits).over(Limits.defaults())
+        scorers = tuple(each for each in self.scorers if each.name.startswith(f"{name}."))
+        return EnvironmentPart(part, limits, scorers, self.resources and self.resources[name])
 
     def chat_of(self, agent: str) -> Model:
         """Return the model of an agent."""
@@ -104,16 +130,16 @@ class RunShared:
             self._sampling[counted] = base
         return base if conversation is None else conversation.over(base)
 
-    def limits_of(self, environment: Limits) -> Limits:
-        """Return the limits of an episode, with every field set.
+    def limits_of(self, environment: Limits, part: EnvironmentPart) -> Limits:
+        """Return the limits of an episode of this part, with every field set.
 
         Its environment may have assigned some in `setup()`.
         """
-        if environment is self.environment.limits or environment == self.environment.limits:
-            return self.limits
+        if environment is part.environment.limits or environment == part.environment.limits:
+            return part.limits
         if not isinstance(environment, Limits):
             raise BadOption(f"self.limits = {environment!r:.60}: give Limits(...).")
-        if environment.setup_seconds != self.environment.limits.setup_seconds:
+        if environment.setup_seconds != part.environment.limits.setup_seconds:
             raise BadOption(
                 f"self.limits = Limits(setup_seconds={environment.setup_seconds!r}) in setup(): that clock runs "
                 f"already. Give it in the class, limits = Limits(setup_seconds=...), or to the run."

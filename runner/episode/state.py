@@ -79,9 +79,11 @@ class EpisodeState:
         """The seed of the episode's sampling."""
         self.shared = shared
         """State that is shared by the episodes of the run."""
-        self.environment = shared.environment
+        self.part = shared.part_of(key.task)
+        """The environment of the task, as its author constructed it."""
+        self.environment = self.part.environment
         """The environment: the shared object until the episode has its own."""
-        self.limits = EpisodeLimits(shared.limits)
+        self.limits = EpisodeLimits(self.part.limits)
         """The limits that are left, and how the episode ended."""
         self.author_code = AuthorCode(shared.workers)
         """Calls the author's hooks and tools."""
@@ -93,7 +95,7 @@ class EpisodeState:
         """Final name of each thread of requests, by the name with which it was opened."""
         self.faults: list[str] = []
         """Problems that did not change the outcome, such as a `close()` or a metric that raised."""
-        self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(shared.environment).__name__}")
+        self.exit_stack = ThreadedExitStack(self._leave, f"episode {key.id} of {type(self.environment).__name__}")
         """The contexts that `setup()` entered."""
         self.exit_stack_open = False
         """True while `setup()` runs and may enter contexts."""
@@ -112,7 +114,7 @@ class EpisodeState:
     def take_limits(self) -> None:
         """Apply the limits that `setup()` may have assigned."""
         self._limits_of_setup = self.environment.limits
-        self.limits.configured = self.shared.limits_of(self._limits_of_setup)
+        self.limits.configured = self.shared.limits_of(self._limits_of_setup, self.part)
 
     def check_limits(self) -> None:
         """Raise BadOption if limits were assigned after they were read."""

@@ -2,6 +2,20 @@
 
 from runner.interop.dataset import Dataset, ScoreOption
 from runner.interop.judging import Judge, judge
+from runner.interop.mcp_servers import McpDataset, McpServers, ServerOption
+from runner.interop.mixture import Mixture, MixturePart
 from runner.interop.scorers import ScoreName, ScoringFunction
 
-__all__ = ["Dataset", "Judge", "ScoreName", "ScoreOption", "ScoringFunction", "judge"]
+__all__ = [
+    "Dataset",
+    "Judge",
+    "McpDataset",
+    "McpServers",
+    "Mixture",
+    "MixturePart",
+    "ScoreName",
+    "ScoreOption",
+    "ScoringFunction",
+    "ServerOption",
+    "judge",
+]

@@ -115,8 +115,9 @@ class GroupScoring:
         if (first.task.id, first.visit) in self._writer.reopened and self.has_rewards:
             # Another member is repeated, so the stored group rewards are no longer valid.
             return not any(t.outcome.scored and t.turns for t in trajectories)
+        names = [each.name for each in self._shared.part_of(first.task).scorers if each.name in self._rewards]
         waiting = (t for t in trajectories if t.outcome.scored and t.turns and (t.trained or t.agent == MAIN))
-        return not self.has_rewards or all(any(name in each.rewards for name in self._rewards) for each in waiting)
+        return not names or all(any(name in each.rewards for name in names) for each in waiting)
 
 
 async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Callable[[str], None]) -> None:
@@ -124,23 +125,24 @@ async def _give_rewards(shared: RunShared, groups: Sequence[Group], fault: Calla
 
     The author's method gets only scored trajectories. If it raises, they get no reward and `fault` is called.
     """
-    scorers = [scorer for scorer in shared.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
     author = AuthorCode(shared.workers)
     for group in map(_scored, groups):
         if not group.trajectories:
             continue
+        part = shared.part_of(group.task)
+        scorers = [scorer for scorer in part.scorers if scorer.kind == ScorerKind.GROUP_REWARD]
         for scorer in scorers:
-            method = getattr(shared.environment, scorer.name)
+            method = getattr(part.environment, scorer.method)
             name = f"group_reward {scorer.name}()"
             try:
-                values = await author.call(method, group, name=name, seconds=shared.limits.reward_seconds)
+                values = await author.call(method, group, name=name, seconds=part.limits.reward_seconds)
                 scores = _one_each(values, group, scorer.name)
             except Exception as error:
                 fault(f"{name} of task {group.task.id!r}: {describe_error(error)}")
                 scores = [None] * len(group.trajectories)
             for trajectory, score in zip(group.trajectories, scores, strict=True):
                 trajectory.rewards[scorer.name] = score
-                trajectory.reward = weighted_sum(trajectory.rewards, shared.scorers)
+                trajectory.reward = weighted_sum(trajectory.rewards, part.scorers)
 
 
 def _scored(group: Group) -> Group:

@@ -18,6 +18,7 @@ from runner.environment.checks import as_environment, check_playable
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import unwrapped
+from runner.estimates import Mean
 from runner.logs import logger_for
 from runner.runs.active_run import ActiveRun
 from runner.runs.options import RunKeywords, RunOptions, check_engine
@@ -85,7 +86,8 @@ class Run:
         """The limits of an episode: the run's, then the environment's, then the defaults."""
         self.scorers = self._setup.scorers
         """The rewards and metrics of the environment, with the run's weights."""
-        self.summary = Summary(group_size=self.options.group_size)
+        parts = {name: Mean() for name in self.environment.parts() if name}
+        self.summary = Summary(group_size=self.options.group_size, environments=parts)
         """The summary so far; it may be read at any time."""
         self.lag = LagMonitor(self.workers)
         """The lag of the event loop, and the code that causes it."""

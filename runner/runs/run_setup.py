@@ -117,7 +117,8 @@ class RunSetup:
             workers=self.workers,
             endpoints=EndpointServer(options.listen),
         )
-        faults = [*uncalled_methods(environment), *await self._find_faults(other_models.get(MAIN, chat), now)]
+        uncalled = (fault for part in environment.parts().values() for fault in uncalled_methods(part))
+        faults = [*uncalled, *await self._find_faults(other_models.get(MAIN, chat), now)]
         lifespan = lifespan_of(environment, self.workers, close_seconds=self.limits.close_seconds)
         # Entered before the lifespan, so that it closes after it, when no episode plays.
         await exit_stack.enter_async_context(shared.endpoints)
@@ -127,10 +128,10 @@ class RunSetup:
     async def _find_faults(self, main: Model, now: datetime) -> list[str]:
         if not isinstance(main, ChatModel):
             return []
-        environment = self.environment
-        tools = bool(environment.bound_tools())
-        system = getattr(type(environment), "system_prompt", None) is not None
-        faults = check_tools(environment, main)
+        parts = list(self.environment.parts().values())
+        tools = any(part.bound_tools() for part in parts)
+        system = any(getattr(type(part), "system_prompt", None) is not None for part in parts)
+        faults = [fault for part in parts for fault in check_tools(part, main)]
         return [*faults, *await check_appends(main, now, self.workers, tools=tools, system=system)]
 
     def _named(self) -> Callable[[Tokenizer], ExternalReader] | None:

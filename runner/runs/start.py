@@ -65,7 +65,8 @@ class Start:
         if sent is not None:
             setup = setup.with_others(await exit_stack.enter_async_context(sent.engines()))
         staleness = Staleness(engine, options.max_version_lag)
-        require_sampling(engine, options.sampling.over(setup.environment.sampling))
+        for part in setup.environment.parts().values():
+            require_sampling(engine, options.sampling.over(part.sampling))
         await exit_stack.enter_async_context(self.lag)
         now = datetime.now().astimezone()
         await setup.check_templates(now)  # before the header describes how they write turns, which renders them

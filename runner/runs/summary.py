@@ -95,6 +95,9 @@ class Summary:
     rewards: dict[str, Mean] = field(default_factory=dict)
     """The rewards of the same agent by name, before weighting."""
 
+    environments: dict[str, Mean] = field(default_factory=dict)
+    """The reward by environment of a mixture; empty for other environments."""
+
     metrics: dict[str, Mean] = field(default_factory=dict)
     """The metrics by name, over the episodes that have a value."""
 
@@ -245,6 +248,9 @@ class Summary:
     def _add_reward(self, trajectory: Trajectory) -> None:
         task = trajectory.task.id
         self.reward.add(trajectory.reward, task)
+        part = task.partition("/")[0]
+        if part in self.environments:
+            self.environments[part].add(trajectory.reward, task)
         for name, value in trajectory.rewards.items():
             if value is not None:
                 self.rewards.setdefault(name, Mean()).add(value, task)
@@ -254,7 +260,7 @@ class Summary:
         if len(group) == self.group_size:
             self.solved[len(group), sum(group)] += 1
             del self._open[task, trajectory.visit]
-            self._close(task, (self.reward, *self.agents.values(), *self.rewards.values()))
+            self._close(task, (self.reward, *self.agents.values(), *self.environments.values(), *self.rewards.values()))
 
     def _close_metrics(self, trajectory: Trajectory) -> None:
         visit = trajectory.task.id, trajectory.visit
@@ -286,6 +292,7 @@ class Summary:
             "outcomes": {outcome.value: count for outcome, count in sorted(self.outcomes.items())},
             "reward": self.reward.as_dict(),
             "agents": {agent: mean.as_dict() for agent, mean in self.agents.items()},
+            "environments": {name: mean.as_dict() for name, mean in self.environments.items()},
             "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
             "pass_at": {str(k): self.pass_at(k) for k in (1 << power for power in range(self.group_size.bit_length()))},

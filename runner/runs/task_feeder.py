@@ -180,7 +180,7 @@ class TaskFeeder:
 
     def _check_system_prompt(self, task: Task) -> None:
         """Refuse a second system prompt before anything is sampled, if no hook builds the prompt."""
-        environment = self.shared.environment
+        environment = self.shared.part_of(task).environment
         system_prompt = common_system_prompt(environment)
         if system_prompt is not None and not environment.overrides("prompt"):
             check_system_prompts(environment, system_prompt, task, as_messages(task.prompt))

@@ -1,0 +1,253 @@
+"""Servers of the Model Context Protocol: their tools for an environment, and a data set whose questions use them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+
+from runner.errors import BadEnvironment, ServerFailed, ToolError, first_line, unwrapped
+from runner.interop.dataset import Dataset, ScoreOption
+from runner.interop.packages import optional_package
+from runner.options import Limits
+from runner.tools.tool import Tool
+
+__all__ = ["McpDataset", "McpServers", "ServerOption"]
+
+ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
+"""A command or a URL; a list of them; or a dict of them by name. In Python also what `mcp.Client` takes."""
+
+MAX_PAGES_COUNT = 1000
+"""Most pages of tools that are read of one server."""
+LAST_CHARS = 400
+"""Characters of a server's standard error in an error message."""
+MAX_PROCESSES_COUNT = 32
+"""Most episodes with server processes of their own."""
+
+
+class McpServers:
+    """One or several servers, each a command (`"python server.py"`) or a URL (`"http://localhost:8000/mcp"`).
+
+        class Weather(Environment):
+            servers = McpServers("python weather_server.py")
+
+            async def setup(self):
+                self.tools += await self.servers.connect(self.episode.exit_stack)
+
+    A call that the server refuses, or answers with `isError`, is a `ToolError`, which the model reads. A server that is
+    gone raises `ServerFailed`, which fails the episode. A call that takes longer than `Limits.tool_seconds` is cut, and
+    its late answer is dropped.
+
+    Args:
+        servers: a command or a URL, a list of them, or a dict of them by name.
+        prefix: begin each tool's name with the server's name and an underscore. Without it, two tools of the same name
+            are refused. Servers of a list are called "1", "2", ...
+
+    Raises:
+        BadEnvironment: the package mcp is missing, or a command is not on PATH.
+    """
+
+    def __init__(self, servers: ServerOption, *, prefix: bool = False) -> None:
+        self._mcp = optional_package("mcp", extra="mcp", least="2.2")
+        self._prefix = prefix
+        self._servers = {name: self._checked(name, each) for name, each in _named(servers).items()}
+        if not self._servers:
+            raise BadEnvironment("McpServers: give a command or a URL.")
+
+    @property
+    def has_processes(self) -> bool:
+        """True if a connection starts a process."""
+        return any(isinstance(each, self._mcp.StdioServerParameters) for each in self._servers.values())
+
+    async def connect(self, exit_stack: AsyncExitStack) -> list[Tool]:
+        """Connect to all servers until the exit stack is left, and return their tools, sorted by name.
+
+        Raises:
+            ServerFailed: a server does not start or cannot be reached.
+            BadEnvironment: two tools have the same name.
+        """
+        tools: dict[str, Tool] = {}
+        owners: dict[str, str] = {}
+        for name, server in self._servers.items():
+            connection = _Connection(self._mcp, name, server)
+            await exit_stack.enter_async_context(connection.opened())
+            for tool in await connection.tools(f"{name}_" if self._prefix else ""):
+                if tool.name in tools:
+                    raise BadEnvironment(
+                        f"the MCP servers {owners[tool.name]!r} and {name!r} both have a tool {tool.name!r}: give "
+                        "prefix=True, or leave out one."
+                    )
+                tools[tool.name], owners[tool.name] = tool, name
+        return [tools[name] for name in sorted(tools)]
+
+    def _checked(self, name: str, server: Any) -> Any:
+        """The server as `mcp.Client` takes it; a command is split."""
+        if not isinstance(server, str):
+            return server
+        if server.startswith(("http://", "https://")):
+            return server
+        try:
+            argv = shlex.split(server)
+        except ValueError as error:
+            raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: invalid shell syntax ({error}).") from None
+        if not argv or shutil.which(argv[0]) is None:
+            raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: the program is not on PATH: install it.")
+        return self._mcp.StdioServerParameters(command=argv[0], args=argv[1:], cwd=str(Path.cwd()))
+
+
+def _named(servers: ServerOption) -> dict[str, Any]:
+    if isinstance(servers, str) and servers.lstrip()[:1] in ("{", "["):
+        try:
+            servers = json.loads(servers)
+        except ValueError as error:
+            raise BadEnvironment(f"servers={servers!r:.80}: not JSON ({error}).") from None
+    if isinstance(servers, Mapping):
+        return dict(servers)
+    several = servers if isinstance(servers, list | tuple) else [servers]
+    return {str(number): each for number, each in enumerate(several, 1)}
+
+
+class _Connection:
+    """A connection to one server."""
+
+    def __init__(self, mcp: Any, name: str, server: Any) -> None:
+        self._mcp, self._name, self._server = mcp, name, server
+        self._client: Any = None
+        self._errors: TextIO | None = None
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Connect until the block is left. What a process writes to standard error goes to a temporary file."""
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._errors:
+            transport = self._server
+            if isinstance(transport, self._mcp.StdioServerParameters):
+                from mcp.client.stdio import stdio_client
+
+                transport = stdio_client(transport, errlog=self._errors)
+            async with AsyncExitStack() as stack:
+                try:
+                    self._client = await stack.enter_async_context(self._mcp.Client(transport))
+                except Exception as error:
+                    raise self._failed("cannot be connected", error) from error
+                yield
+
+    async def tools(self, prefix: str) -> list[Tool]:
+        """The tools of all pages."""
+        listed: list[Any] = []
+        cursor = None
+        for _ in range(MAX_PAGES_COUNT):
+            try:
+                page = await self._client.list_tools(cursor=cursor)
+            except Exception as error:
+                raise self._failed("does not list its tools", error) from error
+            listed += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return [self._tool(each, prefix) for each in listed]
+        raise ServerFailed(f"MCP server {self._name!r} has more than {MAX_PAGES_COUNT} pages of tools.")
+
+    def _tool(self, tool: Any, prefix: str) -> Tool:
+        return Tool(
+            partial(self._call, tool.name),
+            name=f"{prefix}{tool.name}",
+            description=tool.description or tool.title or f"The tool {tool.name}.",
+            parameters=tool.input_schema,
+            returns=tool.output_schema,
+            raw=True,
+        )
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return await self._client.call_tool(name, dict(arguments))
+        except self._mcp.MCPError as error:
+            if error.code in _gone():
+                raise self._failed("is gone", error) from error
+            raise ToolError(str(error)) from error
+        except (OSError, RuntimeError) as error:
+            raise self._failed("is gone", error) from error
+
+    def _failed(self, what: str, error: BaseException) -> ServerFailed:
+        said = ""
+        if self._errors is not None:
+            self._errors.seek(0)
+            said = " ".join(self._errors.read()[-LAST_CHARS:].split())
+        cause = f"{type(unwrapped(error)).__name__}: {first_line(unwrapped(error))}"
+        wrote = f"; it wrote: {said}" if said else ""
+        return ServerFailed(f"MCP server {self._name!r} {what} ({cause:.300}){wrote}")
+
+
+def _gone() -> tuple[int, ...]:
+    from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+    return CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+
+class McpDataset(Dataset):
+    """Questions of a data set (`--tasks FILE`), answered with tools of MCP servers (`--set servers='python x.py'`)."""
+
+    limits = Limits(turns=16)
+    package = ("mcp", "mcp")
+
+    def __init__(
+        self,
+        servers: str | Sequence[str] | Mapping[str, str],
+        tasks: str | Path | Iterable[Mapping[str, Any]],
+        prompt: str = "prompt",
+        answer: str = "",
+        score: ScoreOption = "exact",
+        id: str = "",
+        system: str = "",
+        info: Sequence[str] = (),
+        where: Sequence[str] = (),
+        shuffle: int | None = None,
+        skip: int = 0,
+        take: int | None = None,
+        prefix: bool = False,
+        one_connection: bool = False,
+        processes: int = MAX_PROCESSES_COUNT,
+    ) -> None:
+        """Choose the servers and the questions.
+
+        Args:
+            servers: a command or a URL, a list of them, or a dict of them by name; as text, also JSON.
+            tasks: as in `Dataset`, like the arguments up to `take`.
+            prompt: the prompt.
+            answer: the reference answer.
+            score: the scorer.
+            id: the id of a task.
+            system: the system message.
+            info: further fields for the scorer.
+            where: conditions of rows.
+            shuffle: the seed of a shuffled order.
+            skip: rows to leave out.
+            take: rows to keep.
+            prefix: begin the names of tools with that of their server.
+            one_connection: all episodes share one connection to each server; by default each has its own.
+            processes: the most episodes at once that have server processes of their own.
+        """
+        super().__init__(tasks, prompt, answer, score, id, system, info, where, shuffle, skip, take)
+        self._connections = McpServers(servers, prefix=prefix)
+        self._is_shared = one_connection
+        self._processes = processes
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[list[Tool]]:
+        """The tools of the shared connections; none if each episode has its own."""
+        async with AsyncExitStack() as stack:
+            yield await self._connections.connect(stack) if self._is_shared else []
+
+    async def setup(self) -> None:
+        """Add the tools."""
+        if self._is_shared:
+            self.tools += self.shared
+            return
+        stack = self.episode.exit_stack
+        if self._connections.has_processes:
+            await stack.enter_async_context(self.episode.limiter("mcp", self._processes))
+        self.tools += await self._connections.connect(stack)

@@ -1,0 +1,30 @@
+"""A server whose tools come in three pages, by the SDK's low-level server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import mcp.types as types
+from mcp.server import Server
+from mcp.server.stdio import stdio_server
+
+
+async def list_tools(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
+    page = int(params.cursor) if params is not None and params.cursor else 0
+    tool = types.Tool(name=f"tool_{page}", description="", input_schema={"type": "object", "properties": {}})
+    return types.ListToolsResult(tools=[tool], next_cursor=str(page + 1) if page < 2 else None)
+
+
+async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+    return types.CallToolResult(content=[types.TextContent(type="text", text=f"called {params.name}")])
+
+
+async def main() -> None:
+    server: Any = Server("pages", on_list_tools=list_tools, on_call_tool=call_tool)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+
+if __name__ == "__main__":
+    anyio.run(main)
