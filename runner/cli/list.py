@@ -16,7 +16,9 @@ __all__ = ["EXTRAS", "list_command"]
 EXTRAS: Final = {
     "datasets": ("datasets", "data sets of Hugging Face: --tasks hf:NAME[SPLIT]"),
     "math": ("math_verify", "equality of mathematical expressions: --score math"),
+    "gymnasium": ("gymnasium", "games of Gymnasium: deltarunner run gymnasium --set game=FrozenLake-v1"),
     "mcp": ("mcp", "tools of MCP servers: deltarunner run mcp"),
+    "textarena": ("textarena", "games of TextArena: deltarunner run textarena --set game=TicTacToe-v0"),
     "reasoning": ("reasoning_gym", "the puzzles of reasoning-gym: deltarunner run reasoning"),
 }
 """The extras that add environments, tasks or scorers: the module of each, and what it adds."""

@@ -1,13 +1,16 @@
 """Environments and tasks that exist elsewhere: data sets, and environments of other libraries."""
 
 from runner.interop.dataset import Dataset, ScoreOption
+from runner.interop.gymnasium_games import Gymnasium
 from runner.interop.judging import Judge, judge
 from runner.interop.mcp_servers import McpDataset, McpServers, ServerOption
 from runner.interop.mixture import Mixture, MixturePart
 from runner.interop.scorers import ScoreName, ScoringFunction
+from runner.interop.textarena_games import TextArena
 
 __all__ = [
     "Dataset",
+    "Gymnasium",
     "Judge",
     "McpDataset",
     "McpServers",
@@ -17,5 +20,6 @@ __all__ = [
     "ScoreOption",
     "ScoringFunction",
     "ServerOption",
+    "TextArena",
     "judge",
 ]

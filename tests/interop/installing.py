@@ -22,6 +22,7 @@ HOME: Final = ROOT / ".venv" / "interop"
 
 LANES: Final = {
     "datasets": ["datasets==5.2.0", "math-verify[antlr4_13_2]==0.9.0"],
+    "games": ["gymnasium==1.4.0", "textarena==0.7.4", "nltk"],
 }
 """The packages of each lane."""
 
