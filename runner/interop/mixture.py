@@ -24,9 +24,9 @@ from runner.trajectory import Trajectory
 
 __all__ = ["Mixture", "MixturePart"]
 
-AnyEnvironment: TypeAlias = Environment[Any] | type[Environment[Any]]
-
-MixturePart: TypeAlias = AnyEnvironment | tuple[AnyEnvironment, float]
+MixturePart: TypeAlias = (
+    Environment[Any] | type[Environment[Any]] | tuple[Environment[Any] | type[Environment[Any]], float]
+)
 """An environment of a mixture, or a pair of it and its weight; the weight is 1 by default."""
 
 LIFESPAN_THREADS = 8
