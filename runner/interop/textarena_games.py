@@ -20,7 +20,7 @@ __all__ = ["TextArena"]
 
 ReturnT = TypeVar("ReturnT")
 
-_GAME: Final = -1
+_GAME_ID: Final = -1
 """The sender of the game's own messages."""
 
 _lock = threading.Lock()
@@ -73,7 +73,7 @@ class TextArena(Environment):
         self._names = {"main": 0, **{f"player_{number}": number for number in range(1, self._players)}}
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Play until the game is over, whoever's turn it is then."""
+        """Play until the game is over, in any player's turn."""
         conversations = {0: conversation}
         for name, number in list(self._names.items())[1:]:
             conversations[number] = self.episode.conversation(name, train=self._self_play)
@@ -119,7 +119,7 @@ class TextArena(Environment):
         self._player, messages = self._env.get_observation()
         others = (each for each in messages if each[0] != self._player)
         self._shown = "\n\n".join(
-            text.strip() if sender == _GAME else f"[Player {sender}] {text.strip()}" for sender, text, *_ in others
+            text.strip() if sender == _GAME_ID else f"[Player {sender}] {text.strip()}" for sender, text, *_ in others
         )
         self._shown = self._shown or "It is your turn."
 

@@ -83,7 +83,7 @@ def local_transfer(engine_arguments: Mapping[str, Any], model: Any, folder: Path
         folder: folder for the files of the backend "file".
 
     Raises:
-        BadOption: the backend is none of "file", "ipc" and "nccl".
+        BadOption: the backend is not "file", "ipc" or "nccl".
     """
     backend = dict(engine_arguments.get("weight_transfer_config") or {}).get("backend", "file")
     match backend:

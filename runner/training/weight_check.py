@@ -33,7 +33,7 @@ ID_COUNT: Final = 96
 """Number of random ids whose log-probabilities are compared."""
 CHANGE_SIZE: Final = 0.3
 """Change of one kind of tensor, in standard deviations of its values."""
-CHANGE_SIZE_OF_ALL: Final = 0.1
+WHOLE_CHANGE_SIZE: Final = 0.1
 """Change of all tensors at once: more makes a deep model so sensitive that rounding in bfloat16 looks like a fault."""
 EVERYTHING: Final = "all tensors"
 ADAPTER: Final = "checked"
@@ -336,7 +336,7 @@ class _Trial:
         """Change all tensors of a kind, or of all kinds, by a share of their standard deviation."""
         import torch
 
-        size = CHANGE_SIZE_OF_ALL if kind == EVERYTHING else CHANGE_SIZE
+        size = WHOLE_CHANGE_SIZE if kind == EVERYTHING else CHANGE_SIZE
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in self.reference.named_parameters():

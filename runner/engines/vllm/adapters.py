@@ -22,7 +22,7 @@ from runner.models import ResolvedModel
 
 __all__ = ["VllmAdapters"]
 
-SHOWN: Final = 4
+MAX_SHOWN_COUNT: Final = 4
 """Number of modules that an error names."""
 _log = logging.getLogger("deltarunner.engines")
 
@@ -153,8 +153,8 @@ class VllmAdapters(Adapters):
 
 
 def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest
+    rest = f" and {len(names) - MAX_SHOWN_COUNT} more" if len(names) > MAX_SHOWN_COUNT else ""
+    return ", ".join(names[:MAX_SHOWN_COUNT]) + rest
 
 
 def _delete_all(folders: set[Path]) -> None:
