@@ -1,7 +1,7 @@
 """The public names, each with its module: the one list that type checkers read and `__init__.py` loads from."""
 
-from .cluster.ray_engine import RayEngine as RayEngine
-from .cluster.ray_engines import RayEngines as RayEngines
+from .cluster.ray.engines import RayEngine as RayEngine
+from .cluster.ray.engines import RayEngines as RayEngines
 from .endpoint.endpoint import ChatThread as ChatThread
 from .endpoint.endpoint import Endpoint as Endpoint
 from .endpoint.programs import FinishedProgram as FinishedProgram

@@ -32,7 +32,7 @@ def engine_with_workers(settings: RunSettings, make_engine: Callable[[RunSetting
         return make_engine(settings)
     workers = _numbers(settings.workers)
     _require_none_in_the_way(settings)
-    from runner.cluster.ray_engines import RayEngines, require_ray
+    from runner.cluster.ray.engines import RayEngines, require_ray
 
     require_ray("--workers")
     engine = make_engine(settings)

@@ -15,10 +15,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runner.cluster.broadcast import ask
-from runner.cluster.fleet import Assignment, Fleet, WorkerSlot, WorkerSlotState
+from runner.cluster.engine_process import require_like_the_first, require_like_this_process
+from runner.cluster.fleet import Assignment, Fleet, SlotQueue, WorkerSlot, WorkerSlotState
 from runner.cluster.protocol import EngineKnown, FleetSnapshot, Heartbeat, Launcher, WorkerInfo, WorkerLost
-from runner.cluster.slot_queue import SlotQueue
-from runner.cluster.version_check import require_like_the_first, require_like_this_process
 from runner.cluster.worker_handle import WorkerHandle, absence, answer_within, at_once
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, EngineDead, unwrapped

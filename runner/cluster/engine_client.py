@@ -17,9 +17,8 @@ import numpy as np
 from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
-from runner.cluster.engine_host import STATS_SECONDS, SentRequest
+from runner.cluster.engine_host import STATS_SECONDS, Ended, SentRequest, StreamEvent, each_of
 from runner.cluster.protocol import EngineKnown, WorkerInfo, WorkerLost, WorkerProcess
-from runner.cluster.stream_batches import Ended, StreamEvent, each_of
 from runner.concurrency.clocks import Progress
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside

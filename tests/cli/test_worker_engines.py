@@ -96,7 +96,7 @@ def test_a_head_on_loopback_alone_is_refused_with_why(folder: Path, monkeypatch:
 
     monkeypatch.setattr("ray.init", init)
     # Ray would wait for tens of seconds for the answer of somebody who says nothing.
-    monkeypatch.setattr("runner.cluster.ray_connection.admit", lambda address: None)
+    monkeypatch.setattr("runner.cluster.ray.connection.admit", lambda address: None)
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         address = f"127.0.0.1:{somebody.getsockname()[1]}"
         with pytest.raises(BadOption, match=rf"at '{address}': 10.0.0.1:6511 .* loopback alone cannot be reached"):

@@ -15,7 +15,7 @@ from runner.cluster.engine_client import HostedEngine
 from runner.cluster.engine_host import EngineHost
 from runner.cluster.limiters import LimiterDesk
 from runner.cluster.protocol import StoredObject, WorkerLost
-from runner.cluster.ray_launcher import pickled
+from runner.cluster.ray.launcher import pickled
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, unwrapped

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from runner.cluster.ray_calls import AnsweringActor
+from runner.cluster.ray.calls import AnsweringActor
 from runner.errors import BadOption
 
 __all__ = ["Counting"]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cluster import ray_launcher
-from runner.cluster.arrays import as_arrays, as_tensors
+from runner.cluster.ray import launcher as ray_launcher
+from runner.cluster.ray.launcher import as_arrays, as_tensors
 
 torch: Any = pytest.importorskip("torch")
 

@@ -39,7 +39,7 @@ from runner import (
 from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
-from runner.cluster.ray_launcher import RayLauncher
+from runner.cluster.ray.launcher import RayLauncher
 from tests.cluster.playing import Dice, until
 from tests.cluster.ray_cluster import Standing, children, family, require_ray, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Leased, Sworn, crowd, slow_crowd

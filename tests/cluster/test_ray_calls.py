@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import pytest
 
-from runner.cluster import ray_calls
 from runner.cluster.protocol import WorkerLost
-from runner.cluster.ray_calls import RayWorker
+from runner.cluster.ray import calls
+from runner.cluster.ray.calls import RayWorker
 from runner.errors import BadOption
 from tests.cluster.ray_actors import Counting
 from tests.cluster.ray_cluster import Standing, require_ray
@@ -122,7 +122,7 @@ async def test_caller_that_left_is_forgotten_in_any_order_of_delivery(order: tup
     ],
 )
 def test_a_lost_worker_is_told_of_with_its_exit(told: str, said: str) -> None:
-    assert ray_calls._why(died(told)).startswith(said)
+    assert calls._why(died(told)).startswith(said)
 
 
 def died(told: str) -> Any:

@@ -21,7 +21,7 @@ import pytest
 from runner import EngineDead, Outcome, RayEngines, Run, RunFile, ScriptedEngine, Trajectory
 from runner.cluster import driver
 from runner.cluster.protocol import AttemptResult
-from runner.cluster.ray_calls import RayWorker
+from runner.cluster.ray.calls import RayWorker
 from runner.engines.vllm.cleanup_process import shared_memory_of
 from tests.cluster.ray_cluster import Standing, actors, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hungry, crowd, slow_crowd

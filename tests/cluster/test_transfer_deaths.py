@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner import EngineDead, EngineError, Run, WeightTransfer
-from runner.cluster.transfer_group import GRACE_SECONDS
+from runner.cluster.broadcast import GRACE_SECONDS
 from runner.runs.player import IdleReason
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker

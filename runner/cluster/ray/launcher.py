@@ -6,22 +6,24 @@ import asyncio
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 
-from runner.cluster.arrays import as_arrays, as_tensors
 from runner.cluster.limiters import LimiterDesk
 from runner.cluster.protocol import StoredObject, WorkerProcess
-from runner.cluster.ray_actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
-from runner.cluster.ray_calls import RayWorker
-from runner.cluster.ray_connection import CONNECTION, uploaded
+from runner.cluster.ray.actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
+from runner.cluster.ray.calls import RayWorker
+from runner.cluster.ray.connection import CONNECTION, uploaded
 from runner.engines.base import BaseEngine
+from runner.engines.tensor_bytes import Bytes, bytes_of, tensor_of
 from runner.errors import BadOption, DeltarunnerError, EngineDead
 
-__all__ = ["RayLauncher", "host_called", "pickled"]
+__all__ = ["RayLauncher", "as_arrays", "as_tensors", "host_called", "pickled"]
 
 MAX_CONCURRENT_CALLS: Final = 100_000
 """Number of calls that an actor runs at once. Ray would queue calls beyond a thousand without a word."""
@@ -310,3 +312,38 @@ class ObjectInRay(StoredObject):
 
 def _in_store(value: Any) -> ObjectInRay:
     return ObjectInRay(ray_module().put(as_arrays(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorBytes:
+    """The bytes of a tensor, and its type by name: numpy has no bfloat16 and no float8."""
+
+    bytes_: Bytes
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def as_arrays(value: Any) -> Any:
+    """Replace the tensors of a mapping by arrays of bytes, shape [bytes]. Any other value is returned as it is."""
+    torch = sys.modules.get("torch")  # without torch, no value is a tensor
+    if torch is None or not isinstance(value, Mapping):
+        return value
+    return {name: _as_bytes(item) if isinstance(item, torch.Tensor) else item for name, item in value.items()}
+
+
+def as_tensors(value: Any) -> Any:
+    """Undo `as_arrays`. The tensors are views of the arrays and must not be written to."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _as_tensor(item) if isinstance(item, _TensorBytes) else item for name, item in value.items()}
+
+
+def _as_bytes(tensor: Any) -> _TensorBytes:
+    return _TensorBytes(bytes_of(tensor), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _as_tensor(item: _TensorBytes) -> Any:
+    with warnings.catch_warnings():
+        # A view of the store is read-only, and the engine only reads new weights.
+        warnings.simplefilter("ignore", UserWarning)
+        return tensor_of(item.bytes_, item.dtype, item.shape)

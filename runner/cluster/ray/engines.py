@@ -1,8 +1,10 @@
-"""`RayEngine`: one engine in an actor of Ray, shared by a run and all its workers."""
+"""`RayEngines`: engines and environments in actors of Ray, on this machine or a cluster, as one engine of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import os
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 from uuid import uuid4
@@ -10,14 +12,108 @@ from uuid import uuid4
 import anyio
 
 from runner.cluster.engine_client import HostedEngine
-from runner.cluster.engines import STALL_SECONDS
+from runner.cluster.engines import STALL_SECONDS, FleetEngine
 from runner.cluster.protocol import WorkerLost, WorkerProcess
-from runner.cluster.ray_engines import gpus_of, require_ray
-from runner.cluster.ray_launcher import RayLauncher, host_called
-from runner.engines.base import Engine
+from runner.cluster.ray.launcher import RayLauncher, host_called
+from runner.engines.base import BaseEngine, Engine
+from runner.engines.remote.engine import RemoteEngine
+from runner.engines.vllm.parallel import ParallelSizes
 from runner.errors import BadOption, DeltarunnerError, EngineDead
 
-__all__ = ["RayEngine"]
+__all__ = ["RayEngine", "RayEngines", "require_ray"]
+
+
+class RayEngines(FleetEngine):
+    """Engines on many machines, or several on this one. Whole episodes are played next to them.
+
+        run(Weather, RayEngines(VllmEngine("Qwen/Qwen3-8B"), workers=4))
+
+    Each worker is a process with an engine and the environments of its episodes. Tasks, run file, groups and results
+    stay in this process. A worker that dies is replaced, and its episodes are played again.
+
+    Args:
+        engine: the engine of each worker, not entered.
+        workers: their number; or the least to begin with and the most, which start as machines come: (8, 64).
+        address: of a running Ray cluster, or "auto"; by default the one that this process is connected to, RAY_ADDRESS,
+            or a new one on this machine.
+        cpus: number of CPUs that a worker takes from Ray's count.
+        gpus: number of GPUs of a worker; by default as many as the arguments of its engine and of the engines of other
+            agents need, and none if the cluster has none.
+        runtime_env: passed to Ray, such as {"working_dir": "."} for machines that do not see this one's files.
+        stall_seconds: seconds that there may be fewer workers than the least before the run ends; engines that start
+            are waited for.
+
+    Raises (when it is entered):
+        BadOption: Ray is not installed, the cluster is missing or too small, or a worker does not match the others.
+        BadModel, EngineError: an engine does not start.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        workers: int | tuple[int, int],
+        address: str | None = None,
+        cpus: float = 1,
+        gpus: float | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        require_ray("RayEngines", address)
+        if isinstance(engine, RemoteEngine):
+            raise BadOption(
+                "RayEngines(RemoteEngine(...)): workers have engines of their own, and a server is asked by one "
+                "process; give the run the RemoteEngine itself."
+            )
+        launcher = RayLauncher(
+            "RayEngines",
+            address=address,
+            cpus=cpus,
+            gpus=gpus,
+            engine_gpus=gpus_of(engine),
+            runtime_env=runtime_env,
+        )
+        super().__init__(engine, launcher, workers, stall_seconds=stall_seconds)
+        self._on_ray = launcher
+        launcher.least = self.least
+
+    async def health(self) -> None:
+        """Return when there are enough workers, or may soon be.
+
+        Raises:
+            EngineDead: there are not enough workers, or the cluster's head is gone; the message has the reason.
+        """
+        await super().health()
+        await self._on_ray.require_head()
+
+    def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
+        self._on_ray.take_more_gpus(sum(map(gpus_of, engines)))
+
+
+def require_ray(who: str, address: str | None = None) -> None:
+    """Check that Ray is installed and that an address can be used.
+
+    Raises:
+        BadOption: Ray is not installed, or the address is one of Ray Client.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise BadOption(f"{who} needs Ray: pip install 'deltarunner[ray]'.")
+    given = f"{who}(address={address!r})"
+    if address is None:
+        address = os.environ.get("RAY_ADDRESS", "")
+        given = f"{who}: RAY_ADDRESS={address}"
+    if address.startswith("ray://"):
+        raise BadOption(
+            f"{given}: through Ray Client every call would take a detour; start the script on a "
+            "machine of the cluster, with address='auto'."
+        )
+
+
+def gpus_of(engine: Any) -> int:
+    """Number of GPUs that an engine needs by its arguments, on a machine with GPUs; 0 if it has no such arguments."""
+    given: Mapping[str, Any] | None = getattr(engine, "given", None)
+    return 0 if given is None else ParallelSizes.of(given).workers
+
 
 END_SECONDS: Final = 30.0
 """Seconds that the engine may take to end by itself."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.cluster.engine_host import EngineHost
 from runner.cluster.engine_process import EngineProcess
-from runner.cluster.ray_calls import AnsweringActor, record_exit_reason
+from runner.cluster.ray.calls import AnsweringActor, record_exit_reason
 from runner.cluster.worker import Worker
 from runner.engines.base import BaseEngine
 from runner.errors import BadOption

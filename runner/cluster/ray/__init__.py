@@ -1,0 +1,1 @@
+"""The fleet on Ray: workers and shared engines as actors."""
