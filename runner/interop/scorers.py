@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -149,15 +150,27 @@ class _MathScorer:
 
     async def score(self, text: str, task: Task) -> Score:
         # In a process, since an expression of the model may take forever, which ends neither a thread nor this loop.
-        with anyio.move_on_after(MATH_SECONDS):
-            return await anyio.to_process.run_sync(_equal_math, text, task.answer, cancellable=True)
-        return 0.0
+        try:
+            return await anyio.to_process.run_sync(_equal_math, text, task.answer, MATH_SECONDS, cancellable=True)
+        except anyio.BrokenWorkerProcess:
+            return 0.0
 
 
-def _equal_math(text: str, answer: str) -> float:
+def _equal_math(text: str, answer: str, seconds: float) -> float:
+    """Compare in a worker process, which ends itself if that takes too long; imports do not count."""
     import math_verify
 
-    # The library's own time limits need the main thread and signals.
+    # The default action, because Python's handlers wait for the end of a long computation in C.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return _verified(math_verify, text, answer)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _verified(math_verify: Any, text: str, answer: str) -> float:
+    # Without the library's own time limits, which are signals as well.
     gold = math_verify.parse(answer, parsing_timeout=None)
     if not gold:
         gold = math_verify.parse(f"${answer}$", parsing_timeout=None)
