@@ -141,6 +141,13 @@ class BackgroundPlayer:
         """
         return self._call(self._play_groups(list(tasks)))
 
+    def play_many(self, episodes: Iterable[tuple[Task, int]]) -> list[list[Trajectory]]:
+        """Play single episodes, each by its task and index, concurrently, and return their trajectories in this order.
+
+        Errors are those of `Player.play`; the first one cancels the others.
+        """
+        return self._call(_all_or_none([self.player.play(task, index=index) for task, index in episodes]))
+
     def groups(self, tasks: Iterable[Task] | None = None) -> Iterator[Group]:
         """Yield groups as they finish, for a trainer that pulls.
 
@@ -294,6 +301,8 @@ def _not_begun() -> RuntimeError:
 async def _all_or_none(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Await calls concurrently and return their results in order; the first error cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

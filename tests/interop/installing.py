@@ -23,6 +23,7 @@ HOME: Final = ROOT / ".venv" / "interop"
 LANES: Final = {
     "datasets": ["datasets==5.2.0", "math-verify[antlr4_13_2]==0.9.0"],
     "games": ["gymnasium==1.4.0", "textarena==0.7.4", "nltk"],
+    "trl": ["trl==1.16.0", "datasets==5.2.0"],
 }
 """The packages of each lane."""
 

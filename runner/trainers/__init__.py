@@ -1,0 +1,1 @@
+"""Adapters to trainers of other libraries. None is imported before it is used."""

@@ -1,0 +1,193 @@
+"""TRL: a `rollout_func` for its `GRPOTrainer`, and the reward function that belongs to it.
+
+Checked with TRL 1.16.0. Nothing of TRL is imported here: its trainer is passed in.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final, Literal, TypeAlias
+
+from runner.engines.base import Engine
+from runner.environment.task_checks import TaskChecks
+from runner.errors import BadBatch, BadModel, BadOption
+from runner.runs.background_player import BackgroundPlayer
+from runner.tasks import Task
+from runner.training.sample_rows import SampleRow, SegmentChoice, sample_rows
+from runner.training.selection import name_of
+from runner.trajectory import Trajectory
+
+__all__ = ["FailedEpisodes", "episode_reward", "rollout_func"]
+
+RolloutFunction: TypeAlias = Callable[[list[Any], Any], dict[str, list[Any]]]
+"""TRL's type: prompts and the trainer in, lists with one entry for each prompt out."""
+
+_PROBE: Final = "two tokenizers: 12 + 30 = 42, naïve\n\tÅngström <tag> 東京"
+
+
+class FailedEpisodes(enum.StrEnum):
+    """The treatment of episodes without a reward."""
+
+    MASK = "mask"
+    """A row whose mask is 0 and whose reward is None: TRL gives it no advantage."""
+    RAISE = "raise"
+    """An error that ends the training."""
+
+
+def rollout_func(
+    player: BackgroundPlayer,
+    *,
+    tasks: Mapping[str, Task] | Iterable[Task],
+    weights: bool = True,
+    failed: FailedEpisodes | Literal["mask", "raise"] = FailedEpisodes.MASK,
+    segments: SegmentChoice | Literal["last", "longest", "refuse"] = SegmentChoice.LAST,
+    length: int | None = None,
+) -> RolloutFunction:
+    """Return a function for `GRPOTrainer(rollout_func=)` that plays each prompt's task.
+
+        with BackgroundPlayer(environment, engine, group_size=8) as player:
+            trainer = GRPOTrainer(
+                model, episode_reward, args=GRPOConfig(num_generations=8, ...),
+                train_dataset=Dataset.from_list([{"prompt": task.id} for task in tasks]),
+                rollout_func=rollout_func(player, tasks=tasks),
+            )
+            trainer.train()
+
+    New weights are sent to the engine before the first rollout after an optimizer step. Besides ids, log-probabilities
+    and `env_mask`, a reward function receives `reward`, `version` (the oldest of the row), `outcome` and `constrained`,
+    the number of ids that were sampled under a grammar, which TRL does not apply.
+
+    Args:
+        player: a started player, whose `group_size` is the trainer's `num_generations`.
+        tasks: the task of each prompt of the data set; an iterable of tasks has their ids as prompts. A conversation as
+            the prompt is found by the text of its last message.
+        weights: False if the engine samples from the trainer's own model, as a `TokenEngine` over it.
+        failed: treatment of episodes without a reward.
+        segments: the segment that is kept where a history was rewritten: TRL takes one row for each prompt.
+        length: the most ids of a row; a longer one is refused. None for any length.
+
+    Raises:
+        BadOption: an argument is invalid.
+
+    Raises (from the function):
+        BadOption: a prompt has no task; or the model is a PEFT model, whose adapter has to be merged first.
+        BadModel: the trainer's tokenizer is another one than the engine's.
+        BadBatch: a row is too long, or an episode failed with `failed="raise"`.
+        RunStopped, EngineError, BadWeights: as the player raises them.
+    """
+    try:
+        chosen = FailedEpisodes(failed)
+    except ValueError:
+        raise BadOption(f"failed={failed!r:.60}: give one of {', '.join(FailedEpisodes)}.") from None
+    segments = SegmentChoice.of(segments)
+    if segments is SegmentChoice.EACH:
+        raise BadOption("segments='each': TRL takes one row for each prompt; give 'last', 'longest' or 'refuse'.")
+    named = tasks if isinstance(tasks, Mapping) else {task.id: task for task in tasks}
+    checks = TaskChecks(player.environment, is_kept=False)
+    for task in named.values():
+        checks.checked(task)
+    return _Rollouts(player, dict(named), weights, chosen, segments, length)
+
+
+def episode_reward(completions: Sequence[Any], *, reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """The rewards of the episodes, as a reward function of TRL; None for a failed one."""
+    if len(reward) != len(completions):
+        raise BadBatch(f"{len(reward)} rewards for {len(completions)} completions: use it with rollout_func().")
+    return list(reward)
+
+
+@dataclass(slots=True)
+class _Rollouts:
+    player: BackgroundPlayer
+    tasks: Mapping[str, Task]
+    sends_weights: bool
+    failed: FailedEpisodes
+    segments: SegmentChoice
+    length: int | None
+    _sent_step: int = field(default=0)
+    """The optimizer step whose weights the engine has: it starts with the weights that training starts with."""
+    _checked: bool = field(default=False)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        if not self._checked:
+            self._check(trainer)
+            self._checked = True
+        step = int(trainer.state.global_step)
+        if self.sends_weights and step != self._sent_step:
+            self.player.update_weights(_weights_of(trainer))
+            self._sent_step = step
+        rows = [self._row(trajectory, trainer) for trajectory in self._played([self._task(each) for each in prompts])]
+        return {
+            "prompt_ids": [row.prompt_ids.tolist() for row in rows],
+            "completion_ids": [row.response_ids.tolist() for row in rows],
+            "logprobs": [row.logprobs.tolist() for row in rows],
+            "env_mask": [row.mask.astype(int).tolist() for row in rows],
+            "reward": [row.reward for row in rows],
+            "version": [row.version for row in rows],
+            "outcome": [row.failed or row.trajectory.outcome.value for row in rows],
+            "constrained": [int(row.constrained.sum()) for row in rows],
+        }
+
+    def _check(self, trainer: Any) -> None:
+        engine, tokenizer = self.player.engine, trainer.processing_class
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images and text
+        if not isinstance(engine, Engine):
+            raise BadOption(f"{type(engine).__name__} takes messages: TRL trains on ids; use an engine of token ids.")
+        ours, theirs = engine.tokenizer.encode(_PROBE), tokenizer.encode(_PROBE, add_special_tokens=False)
+        if list(ours) != list(theirs):
+            raise BadModel(
+                f"the trainer's tokenizer encodes a text as {list(theirs)[:8]}, the engine's as {list(ours)[:8]}: ids "
+                "of one model mean nothing to the other. Give both the same model."
+            )
+
+    def _task(self, prompt: Any) -> Task:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        try:
+            return self.tasks[text]
+        except KeyError:
+            raise BadOption(f"the prompt {text!r:.80} of the data set has no task in tasks=.") from None
+
+    def _played(self, tasks: list[Task]) -> list[Trajectory]:
+        """A trajectory of `main` for each task in this order; equal tasks in a row are one group."""
+        size = self.player.options.group_size
+        counts = [(task, len(list(same))) for task, same in groupby(tasks)]
+        whole = [task for task, count in counts for _ in range(count // size)]
+        groups = iter(self.player.play_groups(whole))
+        singles = [(task, index) for task, count in counts for index in range(count % size)]
+        alone = iter(self.player.play_many(singles))
+        played: list[Trajectory] = []
+        for task, count in counts:
+            for _ in range(count // size):
+                group = next(group for group in groups if group.agent == "main" and group.task.id == task.id)
+                played += group.trajectories
+            played += [next(alone)[0] for _ in range(count % size)]
+        return played
+
+    def _row(self, trajectory: Trajectory, trainer: Any) -> SampleRow:
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        (row,) = sample_rows(trajectory, segments=self.segments, length=self.length, pad_id=int(pad or 0))
+        if row.failed and self.failed is FailedEpisodes.RAISE:
+            cause = trajectory.error or trajectory.reason or "no cause is known"
+            raise BadBatch(
+                f"{name_of(trajectory)} has no reward ({row.failed}): {cause}. "
+                "With failed='mask' it is left out of the training."
+            )
+        if any(math.isnan(value) for value in row.logprobs.tolist()) and trainer.args.use_vllm:
+            raise BadBatch(f"{name_of(trajectory)}: the engine gave no log-probabilities, which use_vllm=True needs.")
+        return row
+
+
+def _weights_of(trainer: Any) -> Mapping[str, Any]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "peft_config"):
+        raise BadOption(
+            "the trained model is a PEFT model: its adapter is not among the engine's weights. Merge it before "
+            "training, or send it in a callback by engine.add_adapter(...) and give weights=False."
+        )
+    state: Mapping[str, Any] = model.state_dict()
+    return state

@@ -1,0 +1,202 @@
+"""TRL's own GRPOTrainer on episodes of two turns: a tiny random model over `TokenEngine`, exact to the id."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+
+from runner import BackgroundPlayer, Conversation, Environment, Sampling, Task, TokenEngine, TokenOutput, reward
+from runner.testing import ScriptedEngine
+from runner.trainers.trl import episode_reward, rollout_func
+
+pytestmark = [
+    pytest.mark.package("trl"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # TRL's, transformers' and torch's own
+]
+
+TASKS = [Task(id=f"task {number}", prompt=f"Say {number}.") for number in range(4)]
+
+
+class TwoTurns(Environment):
+    """Two turns with a message between them; the reward is the share of even ids."""
+
+    sampling = Sampling(max_tokens=6)
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if self.task.id == "task 3":
+            raise OSError("no disk")
+        conversation.add("And again?")
+        await conversation.generate()
+
+    @reward
+    def even(self) -> float:
+        ids = [token_id for turn in self.episode.turns for token_id in turn.token_ids]
+        return sum(token_id % 2 == 0 for token_id in ids) / len(ids)
+
+
+@pytest.fixture
+def model(demo_model_folder: Path) -> Any:
+    """Two layers with random weights, in float32, on the vocabulary of the demo model."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(demo_model_folder)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.head_dim = 8
+    return transformers.LlamaForCausalLM(config).float()
+
+
+@pytest.fixture
+def tokenizer(demo_model_folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(demo_model_folder)
+
+
+def sampler(model: Any, version: Any) -> Any:
+    """A token function that samples from the model as it is."""
+    import torch
+
+    def sample(prompt: list[int], sampling: Any) -> TokenOutput:
+        numbers = torch.Generator().manual_seed(sampling.seed or 0)
+        ids = list(prompt)
+        logprobs: list[float] = []
+        with torch.no_grad():
+            while len(logprobs) < sampling.max_tokens and (not logprobs or ids[-1] not in sampling.stop_ids):
+                values = model(torch.tensor([ids])).logits[0, -1].float() / sampling.temperature
+                ids.append(int(torch.multinomial(values.softmax(-1), 1, generator=numbers)))
+                logprobs.append(float(values.log_softmax(-1)[ids[-1]]))
+        said = ids[len(prompt) :]
+        return TokenOutput(said, logprobs, sampling.finish_of(said), version=version())
+
+    async def generate(prompt: list[int], sampling: Any, *, session: str) -> TokenOutput:
+        return await anyio.to_thread.run_sync(sample, prompt, sampling)
+
+    return generate
+
+
+def config(folder: Path, **settings: Any) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_steps=3,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-2,
+        disable_tqdm=True,
+        save_strategy="no",
+        **settings,
+    )
+
+
+class Watched:
+    """A rollout function that also keeps its results, and the trainer's own log-probabilities of them."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.outputs: list[dict[str, list[Any]]] = []
+        self.gaps: list[float] = []
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        import torch
+
+        output: dict[str, list[Any]] = self.function(prompts, trainer)
+        self.outputs.append({name: list(values) for name, values in output.items()})
+        for number, (before, after) in enumerate(zip(output["prompt_ids"], output["completion_ids"], strict=True)):
+            ids = torch.tensor([[*before, *after]])
+            with torch.no_grad():
+                logprobs = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, ids, torch.ones_like(ids), len(after)
+                )[0]
+            for theirs, ours, trained in zip(
+                logprobs[0].tolist(), output["logprobs"][number], output["env_mask"][number], strict=True
+            ):
+                if trained:
+                    self.gaps.append(abs(theirs - ours))
+        return output
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def test_three_steps_of_grpo_on_the_trainers_own_model(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    step = [0]
+    engine = TokenEngine(sampler(model, lambda: step[0]), tokenizer=tokenizer.name_or_path, context=512)
+    with BackgroundPlayer(TwoTurns, engine, group_size=4) as player:
+        played = rollout_func(player, tasks=TASKS, weights=False)
+
+        def rollouts(prompts: list[Any], trainer: Any) -> Any:
+            step[0] = trainer.state.global_step
+            return played(prompts, trainer)
+
+        watched = Watched(rollouts)
+        trainer = GRPOTrainer(
+            model,
+            episode_reward,
+            args=config(tmp_path),
+            train_dataset=Dataset.from_list([{"prompt": task.id} for task in TASKS]),
+            processing_class=tokenizer,
+            rollout_func=watched,
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        trainer.train()
+        assert player.error is None
+    assert [sorted({v for v in output["version"] if v}) for output in watched.outputs] == [["0"], ["1"], ["2"]]
+    assert max(watched.gaps) < 1e-5
+    assert len(watched.gaps) > 100
+    assert any((before[name] != value).any() for name, value in model.state_dict().items())
+    failed = [
+        (rewarded, sum(mask))
+        for output in watched.outputs
+        for rewarded, mask, outcome in zip(output["reward"], output["env_mask"], output["outcome"], strict=True)
+        if outcome == "env_error"
+    ]
+    assert failed
+    assert set(failed) == {(None, 0)}
+    masks = [mask for output in watched.outputs for mask in output["env_mask"] if sum(mask)]
+    assert all(mask[0] == mask[-1] == 1 and 0 in mask for mask in masks)
+
+
+def test_weights_are_sent_before_each_rollout_after_a_step(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    from runner.tokens.tokenizer import load_tokenizer
+
+    engine = ScriptedEngine("Yes.", tokenizer=load_tokenizer(Path(tokenizer.name_or_path)))
+    with BackgroundPlayer(TwoTurns, engine, group_size=4) as player:
+        watched = Watched(rollout_func(player, tasks=TASKS))
+        trainer = GRPOTrainer(
+            model,
+            episode_reward,
+            args=config(tmp_path),
+            train_dataset=Dataset.from_list([{"prompt": task.id} for task in TASKS]),
+            processing_class=tokenizer,
+            rollout_func=watched,
+        )
+        trainer.train()
+        assert engine.weight_version == "2"
+    assert [sorted({v for v in output["version"] if v}) for output in watched.outputs] == [["scripted"], ["1"], ["2"]]

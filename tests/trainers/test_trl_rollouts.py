@@ -1,0 +1,132 @@
+"""The rollout function for TRL: rows in the order of prompts, weights, failed episodes, and refusals by name.
+
+The trainer here has the attributes of TRL's that are read; `make test-interop` plays with TRL's own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runner import BackgroundPlayer, BadBatch, BadModel, BadOption, BadTask, Conversation, Task, reward
+from runner.testing import ScriptedEngine
+from runner.trainers.trl import episode_reward, rollout_func
+from tests.playing import Plain, recording, tasks
+
+TASKS = tasks(3)
+
+
+class Rewarded(Plain):
+    """The number of the task as its reward; some fail, and some rewrite their history."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if self.task.id == "t1":
+            raise OSError("no disk")
+        if self.task.id == "t2":
+            conversation.replace([{"role": "user", "content": "Again."}])
+            await conversation.generate()
+
+    @reward
+    def correct(self) -> Any:
+        return float(self.task.id[1:])
+
+
+class Trainer:
+    def __init__(self, engine: ScriptedEngine, **model: Any) -> None:
+        tokenizer = engine.tokenizer
+
+        def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return tokenizer.encode(text)
+
+        self.processing_class = SimpleNamespace(encode=encode, pad_token_id=0, eos_token_id=0)
+        self.state = SimpleNamespace(global_step=0)
+        self.args = SimpleNamespace(use_vllm=False)
+        self.model = SimpleNamespace(state_dict=lambda: {"weight": self.state.global_step}, **model)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda given: given)
+
+
+def test_rows_come_in_the_order_of_the_prompts() -> None:
+    engine = recording("Yes")
+    with BackgroundPlayer(Rewarded, engine, group_size=2) as player:
+        rollouts = rollout_func(player, tasks=TASKS)
+        output = rollouts(["t0", "t0", "t2", "t2", "t2", "t0"], Trainer(engine))
+    assert output["reward"] == [0.0, 0.0, 2.0, 2.0, 2.0, 0.0]
+    assert {len(values) for values in output.values()} == {6}
+    for ids, mask, logprobs in zip(output["completion_ids"], output["env_mask"], output["logprobs"], strict=True):
+        assert len(ids) == len(mask) == len(logprobs)
+        assert engine.tokenizer.decode(ids).startswith("Yes")
+    assert episode_reward(output["completion_ids"], reward=output["reward"], prompts=[]) == output["reward"]
+
+
+def test_conversations_are_found_by_their_last_message() -> None:
+    engine = recording("Yes")
+    with BackgroundPlayer(Rewarded, engine) as player:
+        rollouts = rollout_func(player, tasks={"How?": TASKS[2]})
+        output = rollouts([[{"role": "system", "content": "x"}, {"role": "user", "content": "How?"}]], Trainer(engine))
+    assert output["reward"] == [2.0]
+
+
+def test_failed_episode_has_no_reward_and_mask_zero() -> None:
+    engine = recording("Yes")
+    with BackgroundPlayer(Rewarded, engine, group_size=2) as player:
+        output = rollout_func(player, tasks=TASKS)(["t1", "t1", "t0", "t0"], Trainer(engine))
+        raising = rollout_func(player, tasks=TASKS, failed="raise")
+        with pytest.raises(BadBatch, match=r"has no reward \(env_error\).*no disk.*failed='mask'"):
+            raising(["t1", "t1"], Trainer(engine))
+    assert output["reward"] == [None, None, 0.0, 0.0]
+    assert [sum(mask) > 0 for mask in output["env_mask"]] == [False, False, True, True]
+    assert output["outcome"] == ["env_error", "env_error", "completed", "completed"]
+
+
+def test_weights_are_sent_once_for_each_step() -> None:
+    engine = recording("Yes")
+    trainer = Trainer(engine)
+    versions = []
+    with BackgroundPlayer(Rewarded, engine) as player:
+        rollouts = rollout_func(player, tasks=TASKS)
+        for step in (0, 0, 1, 1, 2):
+            trainer.state.global_step = step
+            versions += rollouts(["t0"], trainer)["version"]
+    assert versions == ["scripted", "scripted", "1", "1", "2"]
+
+
+def test_second_segment_is_kept_chosen_or_refused() -> None:
+    engine = recording(["Yes, that is a long answer", "No"])
+    with BackgroundPlayer(Rewarded, engine) as player:
+        kept = [
+            rollout_func(player, tasks=TASKS, segments=segments)(["t2"], Trainer(engine))["completion_ids"][0]
+            for segments in ("last", "longest")
+        ]
+        with pytest.raises(BadBatch, match="has 2 segments"):
+            rollout_func(player, tasks=TASKS, segments="refuse")(["t2"], Trainer(engine))
+        with pytest.raises(BadOption, match="one row for each prompt"):
+            rollout_func(player, tasks=TASKS, segments="each")  # type: ignore[arg-type]
+    assert [engine.tokenizer.decode(ids)[:3] for ids in kept] == ["No<", "Yes"]
+
+
+def test_unusable_trainers_and_prompts_are_refused_by_name() -> None:
+    engine = recording("Yes")
+    with BackgroundPlayer(Rewarded, engine) as player:
+        rollouts = rollout_func(player, tasks=TASKS)
+        other = Trainer(engine)
+        other.processing_class.encode = lambda text, *, add_special_tokens: [1, 2, 3]
+        with pytest.raises(BadModel, match=r"encodes a text as \[1, 2, 3\]"):
+            rollouts(["t0"], other)
+        with pytest.raises(BadOption, match="the prompt 'who' of the data set has no task"):
+            rollouts(["who"], Trainer(engine))
+        peft = Trainer(engine, peft_config={})
+        peft.state.global_step = 1
+        with pytest.raises(BadOption, match="a PEFT model"):
+            rollouts(["t0"], peft)
+        with pytest.raises(BadBatch, match=r"more than length=3"):
+            rollout_func(player, tasks=TASKS, length=3)(["t0"], Trainer(engine))
+        with pytest.raises(BadOption, match="failed='drop'"):
+            rollout_func(player, tasks=TASKS, failed="drop")  # type: ignore[arg-type]
+        with pytest.raises(BadTask, match="no id"):
+            rollout_func(player, tasks=[Task(id="")])
+    with pytest.raises(BadBatch, match="2 rewards for 1 completions"):
+        episode_reward(["x"], reward=[1.0, 0.0])
