@@ -33,7 +33,7 @@ class FailedEpisodes(enum.StrEnum):
     """The treatment of episodes without a reward."""
 
     MASK = "mask"
-    """A row whose mask is 0 and whose reward is None: TRL gives it no advantage."""
+    """A row whose mask is 0 and whose reward is None, which TRL leaves out of the loss."""
     RAISE = "raise"
     """An error that ends the training."""
 
