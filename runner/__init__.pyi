@@ -83,6 +83,7 @@ from .parsing.events import ContentPiece as ContentPiece
 from .parsing.events import ReasoningPiece as ReasoningPiece
 from .runs.background_player import BackgroundPlayer as BackgroundPlayer
 from .runs.event_loop import run as run
+from .runs.observers import RunObserver as RunObserver
 from .runs.player import FleetWorker as FleetWorker
 from .runs.run import Run as Run
 from .runs.summary import Summary as Summary

@@ -38,7 +38,7 @@ def test_public_names() -> None:
     authors = "Conversation Environment Episode Group Task Tool Turn group_reward metric reward tool"
     running = (
         "BackgroundPlayer ChatEngine Concurrency Engine FleetWorker History HistoryPolicy Limits MessageEngine Player "
-        "RayEngine RayEngines RemoteEngine RetryPolicy Run RunFile Sampling ScriptedEngine "
+        "RayEngine RayEngines RemoteEngine RetryPolicy Run RunFile RunObserver Sampling ScriptedEngine "
         "ServerDialect Summary TaskSource VllmEngine run"
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory Usage"

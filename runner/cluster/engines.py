@@ -233,7 +233,7 @@ class FleetEngine(PlayingEngine):
                     f"engines[{name!r}]: it was entered here, and every worker needs one of its own: give one that "
                     "was not entered."
                 )
-        for_workers = replace(options, tasks=None, file=None, retry_failed=False)
+        for_workers = replace(options, tasks=None, file=None, retry_failed=False, observers=())
         what = f"{kind}: the run goes to its workers, but"
         for option in fields(for_workers):
             self.launcher.pack(getattr(for_workers, option.name), f"{what} {option.name}= cannot", _SENDABLE)

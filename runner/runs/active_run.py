@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 
 from runner.concurrency.threads import Job
 from runner.engines.base import BaseEngine, EngineStats
@@ -24,6 +25,7 @@ from runner.errors import DeltarunnerError
 from runner.logs import logger_for
 from runner.runs.attempts import Attempts
 from runner.runs.group_scoring import GroupScoring
+from runner.runs.observers import ObserverThreads
 from runner.runs.options import RunOptions
 from runner.runs.player import EpisodePlayer, PlayingEngine
 from runner.runs.results import Results
@@ -31,6 +33,7 @@ from runner.runs.staleness import Staleness
 from runner.runs.state import RunState
 from runner.runs.task_feeder import Slots, TaskFeeder
 from runner.runs.watchdogs import Breaker, until_dead, until_stuck
+from runner.store.json_values import class_name
 from runner.store.writer import RunWriter
 from runner.trajectory import Trajectory
 
@@ -88,6 +91,7 @@ class ActiveRun:
         self._versions = {number: engine.weight_version for number, engine in enumerate(self.engines)}
         self._new_weights: deque[tuple[int, str, ProofFigures | None, float]] = deque()
         self._weights_came = anyio.Event()
+        self._observers = ObserverThreads(options.observers, group_size=options.group_size, seed=options.seed)
         self._breaker = Breaker(options.breaker)
         self._scoring = scoring = GroupScoring(shared, writer, state.summary, group_size=options.group_size)
         self._attempts = Attempts(
@@ -111,6 +115,7 @@ class ActiveRun:
 
     async def play_all(self) -> None:
         """Play every task, with watchdogs; the cause of an early end is stored in the run's state."""
+        self._observers.start(self._about())
         try:
             async with anyio.create_task_group() as watched:
                 watched.start_soon(self._watch_progress)
@@ -127,6 +132,7 @@ class ActiveRun:
             self.results.end()
             self.state.over = True
             self._log_end()
+            await self._end_observers()
 
     async def _play_tasks(self) -> None:
         state, summary = self.state, self.state.summary
@@ -161,9 +167,24 @@ class ActiveRun:
                 self.state.fail(too_many_failed)
             scored, missing = await self._scoring.finished(trajectories)
             for members in scored:
+                self._observers.episode(members, missing)
                 await self.results.announce(members, missing)
         except DeltarunnerError as error:
             self.state.fail(error, cancel=True)
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "environment": class_name(type(self.shared.environment)),
+            "engine": type(self.engines[0]).__name__,
+            "group_size": self.options.group_size,
+            "seed": self.options.seed,
+            "file": None if self.writer.path is None else str(self.writer.path),
+        }
+
+    async def _end_observers(self) -> None:
+        if self.options.observers:
+            with anyio.CancelScope(shield=True):  # bounded by its own limit
+                self.state.add_faults(await anyio.to_thread.run_sync(self._observers.end, self.state.summary))
 
     def _log_end(self) -> None:
         summary = self.state.summary
@@ -204,6 +225,7 @@ class ActiveRun:
             log.info("engine %d has weights %r", number, engine.weight_version)
             self._new_weights.append((number, engine.weight_version, engine.proof_figures, time.time()))
             self._weights_came.set()
+            self._observers.weights(engine.weight_version)
 
     async def _commit_weights_as_they_come(self) -> None:
         try:

@@ -14,6 +14,7 @@ from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import BadOption
 from runner.options import Concurrency, History, Limits, Sampling, check_tool_format
+from runner.runs.observers import RunObserver
 from runner.store.header import Header
 from runner.store.json_values import decode_json, encode_json
 from runner.store.secrets import hide_secrets
@@ -48,6 +49,7 @@ class RunKeywords(TypedDict, total=False):
     retry_failed: bool
     listen: str
     history: History | str | None
+    observers: Sequence[RunObserver]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,9 @@ class RunOptions:
     history: History = History()
     """The history policy: append, fork or refuse, or a `History` with further options."""
 
+    observers: Sequence[RunObserver] = ()
+    """Observers that receive the events of the run, each in a thread of its own."""
+
     def __post_init__(self) -> None:
         # Not pydantic: each message names the option as it was written, and the fix.
         _check_engines(self.engines)
@@ -135,6 +140,9 @@ class RunOptions:
         check_tool_format(self.tool_format)
         parse_listen(self.listen)
         self._check_file()
+        for observer in self.observers:
+            if not isinstance(observer, RunObserver):
+                raise BadOption(f"observers=[{observer!r:.60}]: give objects of classes that derive from RunObserver.")
         if self.max_version_lag is not None:
             checked.whole(
                 f"max_version_lag={self.max_version_lag!r:.60}",

@@ -11,10 +11,11 @@ BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL |
 
 
 def test_code_of_the_page_runs_where_no_trainer_is_needed() -> None:
-    players, rows, trl = BLOCKS
+    players, rows, trl, observers = BLOCKS
     names: dict[str, object] = {}
     exec(players, names)
     exec(rows, names)
+    exec(observers, names)
     compile(trl, "trainers.md", "exec")
 
 

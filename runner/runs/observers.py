@@ -1,0 +1,165 @@
+"""Observers of a run: each receives its events in a thread of its own, so that none delays the run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from runner.concurrency.user_code import describe_error
+from runner.logs import logger_for
+from runner.runs.groups import OpenGroup, by_agent
+from runner.runs.summary import Summary
+from runner.trajectory import Group, Trajectory, Turn
+
+__all__ = ["ObserverThreads", "RunObserver"]
+
+log = logger_for("runs")
+
+MAX_WAITING_EVENTS: Final = 10_000
+"""The most events that wait for an observer; further ones are dropped and counted."""
+
+END_SECONDS: Final = 5.0
+"""The longest wait for all observers at the end of a run."""
+
+
+class RunObserver:
+    """Receives the events of a run: override what is needed.
+
+        class Rewards(RunObserver):
+            def episode(self, trajectories):
+                print(trajectories[0].id, trajectories[0].reward)
+
+        run(environment, engine, observers=[Rewards()])
+
+    Methods are called one after the other, in a thread of the observer, and may block; they only read. An observer that
+    raises, is slow or never returns changes nothing in the run: its error is a fault of the summary, and events that
+    it does not take are dropped and counted there.
+    """
+
+    def started(self, about: Mapping[str, Any]) -> None:
+        """The run begins; `about` has environment, engine, group_size, seed and file."""
+
+    def turn(self, trajectory: Trajectory, turn: Turn) -> None:
+        """A turn was taken; called for each turn when its episode has ended, before `episode`."""
+
+    def episode(self, trajectories: Sequence[Trajectory]) -> None:
+        """An episode has ended, and is in the run file; the trajectories of its agents, `main` first."""
+
+    def group(self, group: Group) -> None:
+        """The last episode of a task has ended; called for each trained agent."""
+
+    def weights(self, version: str) -> None:
+        """The engine has new weights."""
+
+    def ended(self, summary: Summary) -> None:
+        """The run is over."""
+
+
+@dataclass(eq=False, slots=True)
+class _ObserverThread:
+    """One observer with its thread."""
+
+    observer: RunObserver
+    events: queue.Queue[Callable[[RunObserver], None] | None] = field(
+        default_factory=lambda: queue.Queue(MAX_WAITING_EVENTS)
+    )
+    thread: threading.Thread | None = None
+    dropped: int = 0
+    failures: int = 0
+    first_error: str = ""
+
+    def run(self) -> None:
+        while (event := self.events.get()) is not None:
+            try:
+                event(self.observer)
+            except BaseException as error:  # also SystemExit: it ends nothing
+                self.failures += 1
+                self.first_error = self.first_error or describe_error(error)
+
+    def send(self, event: Callable[[RunObserver], None] | None) -> None:
+        try:
+            self.events.put_nowait(event)
+        except queue.Full:
+            self.dropped += 1
+
+
+class ObserverThreads:
+    """Sends the events of a run to its observers without waiting.
+
+    Args:
+        observers: the observers, each with a thread.
+        group_size: the number of episodes of each task.
+        seed: the seed of the run.
+    """
+
+    def __init__(self, observers: Sequence[RunObserver], *, group_size: int, seed: int) -> None:
+        self._watched = [_ObserverThread(observer) for observer in observers]
+        self._group_size, self._seed = group_size, seed
+        self._open: dict[tuple[str, int], OpenGroup] = {}
+
+    def start(self, about: Mapping[str, Any]) -> None:
+        """Start the threads and announce the run."""
+        for watched in self._watched:
+            # A daemon, since an observer that never returns must not keep the process.
+            watched.thread = threading.Thread(target=watched.run, name="deltarunner observer", daemon=True)
+            watched.thread.start()
+        self._send(lambda observer: observer.started(about))
+
+    def episode(self, trajectories: Sequence[Trajectory], missing: int) -> None:
+        """Announce a scored episode with its turns, and its groups after their last episode.
+
+        Args:
+            trajectories: the trajectories of its agents.
+            missing: the number of the group's episodes that this run plays.
+        """
+        if not self._watched:
+            return
+
+        def announce(observer: RunObserver) -> None:
+            for trajectory in trajectories:
+                for turn in trajectory.turns:
+                    observer.turn(trajectory, turn)
+            observer.episode(trajectories)
+
+        self._send(announce)
+        key = trajectories[0].task.id, trajectories[0].visit
+        group = self._open.setdefault(key, OpenGroup(missing))
+        group.trajectories.extend(trajectories)
+        group.played += 1
+        if group.played >= missing:
+            members = self._open.pop(key).trajectories
+            for each in by_agent(members, seed=self._seed, group_size=self._group_size):
+                self._send(lambda observer, each=each: observer.group(each))  # type: ignore[misc]  # bound now
+
+    def weights(self, version: str) -> None:
+        """Announce new weights."""
+        self._send(lambda observer: observer.weights(version))
+
+    def end(self, summary: Summary) -> list[str]:
+        """Announce the end, wait for the threads for some seconds, and return messages about faults.
+
+        Blocks; it is called in a thread.
+        """
+        self._send(lambda observer: observer.ended(summary))
+        deadline = time.monotonic() + END_SECONDS
+        faults = []
+        for watched in self._watched:
+            assert watched.thread is not None, "started with the run"
+            watched.send(None)
+            watched.thread.join(max(0.0, deadline - time.monotonic()))
+            name = f"observer {type(watched.observer).__name__}"
+            if watched.thread.is_alive():
+                faults.append(f"{name} has not returned after {END_SECONDS:g} s; {watched.events.qsize()} events wait")
+            if watched.failures:
+                faults.append(f"{name} raised {watched.failures} times, first: {watched.first_error}")
+            if watched.dropped:
+                faults.append(f"{name} was too slow: {watched.dropped} events were dropped")
+        return faults
+
+    def _send(self, event: Callable[[RunObserver], None]) -> None:
+        for watched in self._watched:
+            watched.send(event)
