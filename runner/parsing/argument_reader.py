@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from runner.parsing.lenient_patterns import after_key, after_raw, compiled, lenient
 from runner.parsing.literals import MAX_DEPTH, Unreadable, after_space, read_literal
 from runner.parsing.notations import Cdata, Html, Nested, Notation, Raw, type_of
 from runner.parsing.turn_format import TaggedArguments, ValueStyle
+from runner.tools.modern_schema import modern
 from runner.tools.schema_shapes import shapes_for
+from runner.tools.validators import validator_of
 
 __all__ = ["WORD", "TaggedArgumentReader", "Undecided", "as_object", "as_typed", "read_object"]
 
 AS_TEXT: Final = (Raw, Html, Cdata)
+MAX_UNDECIDED: Final = 6
+"""Most arguments of which every combination of types is tried."""
 _END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
 """A character of the name of a tool or of an argument."""
@@ -65,7 +70,7 @@ class TaggedArgumentReader:
         tail = self._tail.match(text, at)
         if tail is None:
             raise Unreadable(f"{self.format.tail.strip()!r} is missing after {name}")
-        return arguments, tail.end()
+        return _settled(arguments, schema), tail.end()
 
     def _without(self, text: str, at: int, *, begun: bool) -> tuple[Mapping[str, Any], int]:
         none = None if self._none is None else self._none.match(text, at)
@@ -133,7 +138,10 @@ class TaggedArgumentReader:
         value = _decoded(style.notation, text[start:end])
         # If types have the same opening text, only the schema distinguishes strings.
         if len(styles) > 1:
-            value = as_typed(value, shapes_for(schema).types_of_argument(name))
+            types = shapes_for(schema).types_of_argument(name)
+            typed = as_typed(value, types)
+            either = typed is not value and (not types or "string" in types) and not isinstance(typed, dict | list)
+            value = _Typed(typed, value) if either else typed
         return value, end if closed is None else closed.end()
 
     @cached_property
@@ -182,6 +190,34 @@ class TaggedArgumentReader:
             own = after_raw(close + form.tail)
             patterns[close] = compiled("|".join([another, *last])), compiled(own if own else _END)
         return patterns
+
+
+class _Typed(NamedTuple):
+    """A value without quotes that is also valid as a string."""
+
+    value: Any
+    text: str
+
+
+def _settled(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with a decision for values that may be strings too: strings, if only they fit the schema.
+
+    The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string:
+    the model is told what is wrong with it.
+    """
+    either = [name for name, value in arguments.items() if isinstance(value, _Typed)]
+    made = {name: value.value if isinstance(value, _Typed) else value for name, value in arguments.items()}
+    if not either:
+        return made
+    check = validator_of(modern(schema).schema)
+    if check.is_valid(made):
+        return made
+    for count in range(1, len(either) + 1) if len(either) <= MAX_UNDECIDED else (1, len(either)):
+        for names in itertools.combinations(either, count):
+            strings = {**made, **{name: arguments[name].text for name in names}}
+            if check.is_valid(strings):
+                return strings
+    return made
 
 
 def _joined(literal: str, pattern: str) -> str:

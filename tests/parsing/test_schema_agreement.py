@@ -241,3 +241,52 @@ def test_bare_text_is_converted_by_all_keywords_together(schema: Any, value: Any
     (call,) = CallReader(form).read(written(form, ("f", {"a": "5"})), {"f": parameters}).calls
     assert call.arguments == {"a": value}
     assert type(call.arguments["a"]) is type(value)
+
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+DEPENDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # Schema, and arguments whose types depend on one another; another one of them would make 5 of "5".
+    ({"oneOf": [{"properties": {"page": STRING}, "required": ["page"]}, {"required": ["base"]}]}, {"page": "5"}),
+    ({"oneOf": [{"properties": {"page": STRING}, "required": ["page"]}, {"required": ["base"]}]}, {"base": 5}),
+    (
+        {"oneOf": [
+            {"properties": {"by": {"const": "id"}, "value": STRING}, "required": ["by", "value"]},
+            {"properties": {"by": {"const": "number"}, "value": INTEGER}, "required": ["by", "value"]},
+        ]},
+        {"by": "id", "value": "5"},
+    ),
+    (
+        {"oneOf": [
+            {"properties": {"by": {"const": "id"}, "value": STRING}, "required": ["by", "value"]},
+            {"properties": {"by": {"const": "number"}, "value": INTEGER}, "required": ["by", "value"]},
+        ]},
+        {"by": "number", "value": 5},
+    ),
+    (
+        {"properties": {"mode": {"enum": ["zip", "count"]}, "of": {}}, "if": {"properties": {"mode": {"const": "zip"}}},
+         "then": {"properties": {"of": STRING}}, "else": {"properties": {"of": INTEGER}}},
+        {"mode": "zip", "of": "5"},
+    ),
+    ({"properties": {"a": {}, "b": {}}, "dependentSchemas": {"b": {"properties": {"a": STRING}}}}, {"a": "5", "b": 1}),
+    ({"properties": {"a": {}, "b": {}}, "anyOf": [{"properties": {"a": STRING, "b": STRING}}]}, {"a": "5", "b": "1"}),
+    ({"properties": {"a": {"type": ["string", "integer"]}}, "not": {"properties": {"a": INTEGER}}}, {"a": "5"}),
+    ({"properties": {"a": {}}, "allOf": [{"anyOf": [{"properties": {"a": {"pattern": "^5$"}}}]}]}, {"a": 5}),
+    ({"properties": {"a": {"maxLength": 3, "maximum": 3}}}, {"a": "5"}),
+    ({"properties": {f"a{n}": {"not": INTEGER} for n in range(9)}}, {f"a{n}": "5" for n in range(9)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "arguments"), DEPENDS, ids=str)
+@every_class
+def test_types_that_depend_on_other_arguments_are_read(name: str, schema: Any, arguments: dict[str, Any]) -> None:
+    form = form_of(name)
+    (call,) = CallReader(form).read(written(form, ("f", arguments)), {"f": {"type": "object", **schema}}).calls
+    assert call.arguments == arguments
+    assert list(map(type, call.arguments.values())) == list(map(type, arguments.values()))
+
+
+def test_an_object_that_does_not_fit_is_not_read_as_a_string() -> None:
+    form = form_of("raw strings")
+    schema = {"type": "object", "properties": {"a": {"properties": {"x": INTEGER}, "required": ["x"]}}}
+    (call,) = CallReader(form).read(written(form, ("f", {"a": {}})), {"f": schema}).calls
+    assert call.arguments == {"a": {}}
