@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
 import anyio
@@ -392,7 +393,7 @@ async def test_tokens_read_are_shown_before_any_is_sampled(monkeypatch: pytest.M
             return replace(super().stats(), prompt_tokens=self.computed, steps=self.computed // 1024)
 
     now = 1000.0
-    monkeypatch.setattr("runner.runs.live_stats.time.monotonic", lambda: now)
+    monkeypatch.setattr("runner.runs.live_stats.time", SimpleNamespace(monotonic=lambda: now))
     async with Run(Waiting, engine := Reading("Yes")) as run:
         reader = StatsReader()
         assert "tokens/s read" not in ", ".join(in_words(reader.read(run)))
@@ -411,7 +412,7 @@ async def test_pace_of_long_steps_is_kept_between_them(monkeypatch: pytest.Monke
             return replace(super().stats(), prompt_tokens=self.computed)
 
     now = 1000.0
-    monkeypatch.setattr("runner.runs.live_stats.time.monotonic", lambda: now)
+    monkeypatch.setattr("runner.runs.live_stats.time", SimpleNamespace(monotonic=lambda: now))
     async with Run(Waiting, engine := Slow("Yes")) as run:
         reader, read = StatsReader(), list[float]()
         for second in range(1, 200):

@@ -25,6 +25,7 @@ from runner.cluster.ray import launcher as launching
 from runner.cluster.ray.launcher import RayLauncher
 from runner.testing import VirtualClock
 from tests.cluster.in_process import Answer
+from tests.cluster.listening import HTTP2, listening
 from tests.cluster.playing import Dice
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
@@ -123,9 +124,9 @@ async def test_no_thread_is_left_where_no_cluster_can_be_started(ray: Any) -> No
 
 @pytest.fixture
 def listener() -> Iterator[str]:
-    """An address where somebody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as somebody:
-        yield f"127.0.0.1:{somebody.getsockname()[1]}"
+    """An address where a server of HTTP/2 listens, as Ray's head does."""
+    with listening(HTTP2) as address:
+        yield address
 
 
 async def test_another_address_than_the_connections_is_refused_by_name(ray: Any, listener: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,7 +16,7 @@ import pytest
 
 from runner import Conversation, Endpoint, Limits, Outcome, Sampling
 from runner.chat_requests import Again, Delivery
-from runner.endpoint import client_connection, streaming
+from runner.endpoint import chat_completions, client_connection, response_events, streaming
 from runner.endpoint.wire_form import AnswerWriter
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
@@ -125,7 +126,8 @@ async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_fo
     """What the first client was about to be told at the end is what the second one is told, and nothing is sampled."""
     engine = ScriptedEngine(["The answer.", "Another one."], record=True)
     ends: list[bytes] = []
-    monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
+    for module in (chat_completions, response_events):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1_700_000_000.0))
     # Nothing is told before the end, so that the end is all of it.
     monkeypatch.setattr(AnswerWriter, "write", lambda writer, progress: b"")
     bodies: dict[str, dict[str, Any]] = {

@@ -143,6 +143,15 @@ RIGHT_ADDRESS: Final = (
 CONNECT_SECONDS: Final = 10.0
 """Seconds in which a running cluster must answer."""
 
+HTTP2_BEGIN: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client of HTTP/2 sends first: the preface, and a SETTINGS frame without settings."""
+
+HTTP2_SETTINGS: Final = b"\4"
+"""The type of the frame that a server of HTTP/2 sends first."""
+
+HTTP2_FRAME_HEADER_BYTES: Final = 9
+"""Length of a frame's header; the type is its fourth byte."""
+
 _LOOPBACK: Final = (
     "Ray takes a loopback address for this machine's address in its network, so a head that was started on loopback "
     "alone cannot be reached."
@@ -310,14 +319,30 @@ def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_listener(who: str, given: str | None, address: str) -> None:
-    """Check the address first: Ray would try to connect for minutes."""
+    """Check the address first: Ray would try to connect for most of a minute."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():  # "auto" finds a cluster on this machine, or fails at once
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        peer = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS)
     except OSError as error:
         raise BadOption(f"{_nowhere(who, given, address)}: nothing answers there ({error}). {RIGHT_ADDRESS}") from None
+    with peer:
+        # Under TLS only Ray itself can tell.
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false") and not _speaks_http2(peer):
+            raise BadOption(f"{_nowhere(who, given, address)}: what listens there is not Ray. {RIGHT_ADDRESS}")
+
+
+def _speaks_http2(peer: socket.socket) -> bool:
+    """True if a server answers the begin of HTTP/2, as the head of a cluster does, which is a server of gRPC."""
+    answer = b""
+    try:
+        peer.sendall(HTTP2_BEGIN)
+        while len(answer) < HTTP2_FRAME_HEADER_BYTES and (more := peer.recv(HTTP2_FRAME_HEADER_BYTES)):
+            answer += more
+    except OSError:  # a time-out too
+        return False
+    return answer[3:4] == HTTP2_SETTINGS
 
 
 def _given(who: str, given: str | None, address: str) -> str:
