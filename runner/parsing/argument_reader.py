@@ -203,7 +203,7 @@ def _settled(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[st
     """Return arguments with a decision for values that may be strings too: strings, if only they fit the schema.
 
     The types of one argument can depend on another one, as in `oneOf`. A list or an object is never read as a string:
-    the model is told what is wrong with it.
+    the model reads what is wrong with it.
     """
     either = [name for name, value in arguments.items() if isinstance(value, _Typed)]
     made = {name: value.value if isinstance(value, _Typed) else value for name, value in arguments.items()}

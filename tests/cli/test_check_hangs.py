@@ -47,6 +47,31 @@ HANGS = {
     "an await that never ends in rollout()": (
         "    async def rollout(self, conversation):\n        await self.inner()\n\n"
         "    async def inner(self):\n        await asyncio.Event().wait()  # here",
+        3,
+        "an await did not end within 1 s",
+    ),
+    "a queue that stays empty after a turn": (
+        "    async def rollout(self, conversation):\n        await conversation.generate()\n"
+        "        await asyncio.Queue().get()  # here",
+        3,
+        "an await did not end within 1 s",
+    ),
+    "a lock that is taken twice": (
+        "    async def rollout(self, conversation):\n        lock = anyio.Lock()\n        await lock.acquire()\n"
+        "        await asyncio.wait({asyncio.create_task(lock.acquire())})  # here",
+        3,
+        "an await did not end within 1 s",
+    ),
+    "a loop that polls for what never comes": (
+        "    async def rollout(self, conversation):\n        while not hasattr(self, 'answer'):\n"
+        "            await anyio.sleep(0.01)  # here",
+        3,
+        "an await did not end within 1 s",
+    ),
+    "an endless loop of turns": (
+        "    async def rollout(self, conversation):\n        while True:\n"
+        "            await conversation.generate()  # here\n            conversation.add('Again!')\n"
+        "            await anyio.sleep(0.6)",
         0,
         "took longer than",
     ),

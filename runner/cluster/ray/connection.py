@@ -144,7 +144,7 @@ CONNECT_SECONDS: Final = 10.0
 """Seconds in which a running cluster must answer."""
 
 HTTP2_BEGIN: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What a client of HTTP/2 sends first: the preface, and a SETTINGS frame without settings."""
+"""The first bytes of a client of HTTP/2: the preface, and a SETTINGS frame without settings."""
 
 HTTP2_SETTINGS: Final = b"\4"
 """The type of the frame that a server of HTTP/2 sends first."""

@@ -50,6 +50,7 @@ class HangWatch:
         """Returns True while episodes are in flight; may be set at any time."""
         self.places: dict[str, str] = {}
         """The last seen place in an author's code where a task waits, by the task's name."""
+        self._since: dict[str, float] = {}
         self._report, self._end = report, end
         self._mark: float | None = None
         self._loop_thread = threading.main_thread().ident
@@ -66,16 +67,25 @@ class HangWatch:
 
     async def mark(self) -> None:
         """Record at short intervals that the event loop runs, until cancelled."""
-        self._loop_thread = threading.get_ident()
+        self._loop_thread, last = threading.get_ident(), self.progress()
         try:
             while True:
                 self._mark = time.monotonic()
+                if (current := self.progress()) != last:
+                    last, self._since = current, dict.fromkeys(self._since, self._mark)
                 for task in asyncio.all_tasks():
                     if place := _place_of(task):
-                        self.places[task.get_name()] = place
+                        name = task.get_name()
+                        if self.places.get(name) != place:
+                            self.places[name], self._since[name] = place, self._mark
                 await anyio.sleep(_POLL_SECONDS)
         finally:
             self._mark = None
+
+    def waited(self, name: str) -> float:
+        """Return for how many seconds a task has been at its last seen place, without progress of any task."""
+        since = self._since.get(name)
+        return 0.0 if since is None or self._mark is None else self._mark - since
 
     def _look(self) -> None:
         last, since, reports = self.progress(), time.monotonic(), 1

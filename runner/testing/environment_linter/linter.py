@@ -340,7 +340,7 @@ async def _play_run(make_run: Callable[[], Run], result: PlayResult, watch: Hang
         async with run:
             result.findings += lifespan_findings(run.environment, before)
             async for trajectory in run:
-                _add_trajectory(result, trajectory, watch.places.get(f"episode {trajectory.id}", ""))
+                _add_trajectory(result, trajectory, watch)
     except DeltarunnerError as error:
         result.cut_short = True
         result.findings.append(Finding(str(error)))
@@ -352,7 +352,9 @@ async def _play_run(make_run: Callable[[], Run], result: PlayResult, watch: Hang
     result.hung = result.hung or any("TooSlow" in fault for fault in faults)
 
 
-def _add_trajectory(result: PlayResult, trajectory: Trajectory, place: str) -> None:
+def _add_trajectory(result: PlayResult, trajectory: Trajectory, watch: HangWatch) -> None:
+    task = f"episode {trajectory.id}"
+    place = watch.places.get(task, "")
     result.turns += len(trajectory.turns)
     result.records[f"{trajectory.id} {trajectory.agent}"] = AgentRecord.of(trajectory)
     result.tasks.setdefault(trajectory.task.id, trajectory.task)
@@ -364,8 +366,12 @@ def _add_trajectory(result: PlayResult, trajectory: Trajectory, place: str) -> N
         text = f"{trajectory.outcome.value}: {trajectory.error}{where if hung else ''}"
         result.findings.append(Finding(text, of_episode=True))
     elif trajectory.outcome is Outcome.TIME_LIMIT:
+        # A program that sends requests is waited for in one place.
+        stuck = watch.waited(task) >= HOOK_SECONDS and not trajectory.requests
         text = f"an episode of at most {MAX_TURNS} turns took longer than {EPISODE_SECONDS:g} s; its engine takes none"
-        result.findings.append(Finding(f"{text}{where}", fatal=False))
+        if stuck:
+            text = f"an await did not end within {HOOK_SECONDS:g} s, and the episode had to be cut"
+        result.findings.append(Finding(f"{text}{where}", fatal=stuck))
 
 
 def _fault_finding(fault: str) -> Finding:
