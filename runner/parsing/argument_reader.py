@@ -135,13 +135,14 @@ class TaggedArgumentReader:
             raise Unreadable("it is not closed")
         end = found.start()
         closed = compiled(lenient(style.close)).match(text, end)
-        value = _decoded(style.notation, text[start:end])
+        written = _decoded(style.notation, text[start:end])
+        value: Any = written
         # If types have the same opening text, only the schema distinguishes strings.
         if len(styles) > 1:
             types = shapes_for(schema).types_of_argument(name)
-            typed = as_typed(value, types)
-            either = typed is not value and (not types or "string" in types) and not isinstance(typed, dict | list)
-            value = _Typed(typed, value) if either else typed
+            value = as_typed(written, types)
+            if value is not written and (not types or "string" in types) and not isinstance(value, dict | list):
+                value = _Typed(value, written)
         return value, end if closed is None else closed.end()
 
     @cached_property
