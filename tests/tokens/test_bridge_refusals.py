@@ -181,3 +181,23 @@ def test_message_of_only_a_switch_is_not_hidden() -> None:
     dropped = bridger(chatml(body="{{ m.content if m.role != 'system' }}"))
     with pytest.raises(Unbridgeable, match="content_missing"):
         dropped.first_prompt([only, QUESTION])
+
+
+LATE = "<|im_end|>\n{{ m.content }}(said)\n"
+ENDS_EARLY = {
+    "reasoning before the stop, words after it": "{{ m.reasoning_content }}" + LATE,
+    "a line break in the place of words": "\n" + LATE,
+    "a heading before the stop": "answer:" + LATE,
+    "nothing before the stop": LATE,
+}
+
+
+@pytest.mark.parametrize("name", ENDS_EARLY)
+def test_words_of_a_turn_after_its_stop_are_refused_by_name(name: str) -> None:
+    said = "{% if m.role == 'assistant' %}" + ENDS_EARLY[name] + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    body = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + said + "{% endfor %}"
+    made = bridger(body + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    turn: Message = {"role": "assistant", "content": "42", "reasoning_content": "6 * 7"}
+    for _ in range(2):
+        with pytest.raises(Unbridgeable, match="marker_in_tail: the template writes words of the turn after its end"):
+            answer(made, "6 * 7", "<|im_end|>", turn, MORE)

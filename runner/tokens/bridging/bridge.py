@@ -27,7 +27,7 @@ from runner.tokens.bridging.turn_closers import TurnClosers
 from runner.tokens.junction import Anchor, Close, Junction, Result, Seam
 from runner.tokens.template import Renderer, ToolSchema
 from runner.tokens.tokenizer import Tokenizer, for_template
-from runner.tokens.turn_shape import AnsweredTurn
+from runner.tokens.turn_shape import AnsweredTurn, TurnShape
 
 __all__ = ["Bridge", "Bridger", "Property", "Unbridgeable"]
 
@@ -96,6 +96,7 @@ class Bridger:
         self.locality = Locality(self._prompts)
         self.closes = TurnClosers(tokenizer, self._prompts)
         self._latest: OrderedDict[PromptText, array[int]] = OrderedDict()
+        self._early: dict[TurnShape, bool] = {}
         self._word_holds = lru_cache(CONTROL_TEXT_CACHE_SIZE)(tokenizer.holds_control)
 
     # --- bridges
@@ -179,6 +180,14 @@ class Bridger:
         """True if a stop stands between the first copy of the turn's words and the last one."""
         return bool(tail.repeated) and any(self.tokenizer.decode([each]) in tail.repeated for each in self.stop_ids)
 
+    def _ends_early(self, tail: Tail) -> bool:
+        """True if the template writes a stop before the last words of a turn of this shape."""
+        shape = tail.shape
+        if shape not in self._early:
+            text = tail.own_text()
+            self._early[shape] = any(self.tokenizer.decode([each]) in text for each in self.stop_ids)
+        return self._early[shape]
+
     def _check_real(self, tail: Tail, real: str, text: str) -> None:
         """Refuse a conversation whose end with its own words differs from the end with the sentinel."""
         if self.tokenizer.normalize(real).endswith(self.tokenizer.normalize(text)):
@@ -215,6 +224,8 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
+        if self._ends_early(tail):
+            raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
         # gpt-oss stops with <|return|> where history has <|end|>: the sampled id stays and counts as the close.
         return _BridgeStart(ids, Anchor.COMMON_PREFIX, Close.REPLACED)
 

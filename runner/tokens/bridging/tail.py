@@ -145,6 +145,22 @@ class Tail:
         text = self._renderer.render([*self._history, *self.new], self._answered.tools)
         return word in text.rpartition(_sentinel(self._stem))[0]
 
+    @property
+    def shape(self) -> TurnShape:
+        """The shape of the answered turn."""
+        return self._answered.shape
+
+    def own_text(self) -> str:
+        """Return the template's text of the turn before the sentinel; "" if its begin is not known."""
+        renderer, tools = self._renderer, self._answered.tools
+        text = renderer.render([*self._history, *self.new], tools).rpartition(_sentinel(self._stem))[0]
+        for asking in (True, False):
+            with suppress(Unbridgeable):
+                prompt = renderer.render(self._history[:-1], tools, generation_prompt=asking)
+                if text.startswith(prompt):
+                    return text.removeprefix(prompt)
+        return ""
+
     # --- where the new contents stand
 
     @cached_property
