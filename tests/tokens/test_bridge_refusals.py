@@ -201,3 +201,19 @@ def test_words_of_a_turn_after_its_stop_are_refused_by_name(name: str) -> None:
     for _ in range(2):
         with pytest.raises(Unbridgeable, match="marker_in_tail: the template writes words of the turn after its end"):
             answer(made, "6 * 7", "<|im_end|>", turn, MORE)
+
+
+@pytest.mark.parametrize("content", ["", "\n", " ", "\t"])
+@pytest.mark.parametrize("shown", ["{{ m.content[1:] }}", "{{ m.content | trim }}", "{{ m.content }}"])
+def test_blank_content_after_a_turn_writes_no_stop_twice(shown: str, content: str) -> None:
+    text = chatml(body=shown + "\n")
+    made = bridger(text)
+    history: list[Message] = [QUESTION, {"role": "assistant", "content": "ab"}]
+    new: Message = {"role": "user", "content": content}
+    said = "b" if "[1:]" in shown else "ab"
+    try:
+        bridge, _ = answer(made, f"{said}\n", "<|im_end|>", history[-1], new)
+    except Unbridgeable:
+        return
+    whole = ChatTemplate(text, name="inline").renderer().render([*history, new])
+    assert whole.endswith(f"{said}\n<|im_end|>{bridge}")

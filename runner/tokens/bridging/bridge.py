@@ -224,6 +224,12 @@ class Bridger:
                 Property.STOP_IN_TAIL,
                 f"the turn ended with {name!r}, and the template closes it with {tail.text[:40]!r}",
             )
+        # A blank content is found too early, before the template's own close, and an altered one not at all.
+        if name in self.tokenizer.decode(ids) and (not tail.border or name in tail.text[: tail.border]):
+            raise Unbridgeable(
+                Property.STOP_IN_TAIL,
+                f"the turn ended with {name!r}, and it is not known where {tail.text[:40]!r} ends",
+            )
         if self._ends_early(tail):
             raise Unbridgeable(Property.TURN_STAYS_BEHIND, "the template writes words of the turn after its end")
         # gpt-oss stops with <|return|> where history has <|end|>: the sampled id stays and counts as the close.
