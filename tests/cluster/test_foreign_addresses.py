@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from runner import BadOption
-from runner.cluster import ray_connection
-from runner.cluster.ray_connection import Connection
+from runner.cluster.ray import connection as ray_connection
+from runner.cluster.ray.connection import Connection
 from tests.cluster.listening import HTTP2, listening
 
 ANSWERS = {
