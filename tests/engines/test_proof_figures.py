@@ -1,0 +1,138 @@
+"""Figures of a proof: differences, the share of a change that arrived, and the tolerance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner import ProofTolerance, WeightProof
+from runner.engines.proofs import Accepted, compare_scores, failure_reason, tolerance_of
+
+IDS = list(range(3, 43))
+
+
+def drawn(seed: int, size: int, spread: float) -> Any:
+    return np.random.default_rng(seed).normal(0, spread, size)
+
+
+def test_figures_are_the_median_and_the_largest_difference() -> None:
+    proof = WeightProof(IDS, [-1.0] * 39)
+    figures = compare_scores(proof, [-1.0] * 30 + [-1.5] * 8 + [-3.0], ProofTolerance(0.1, 1.0), engine_dtype="float32")
+    assert (figures.ids, figures.median, figures.largest, figures.arrived) == (39, 0.0, 2.0, None)
+    assert not figures.holds
+
+
+def test_scores_that_are_not_finite_hold_no_proof() -> None:
+    proof = WeightProof(IDS, [-1.0] * 39)
+    scores = [-1.0] * 38 + [math.nan]
+    figures = compare_scores(proof, scores, ProofTolerance(0.1, 1.0), engine_dtype="float32")
+    assert not figures.holds
+    assert "NaN or infinity" in failure_reason(figures, proof, scores, None)
+
+
+@pytest.mark.parametrize(("outliers", "holds"), [(0, True), (4, True), (5, False)])
+def test_share_of_ids_may_take_another_route(outliers: int, holds: bool) -> None:
+    ids, logprobs = range(101), [-1.0] * 100
+    tolerance = ProofTolerance(0.1, 1.0, outlier_share=0.04)
+    scores = [-5.0] * outliers + [-1.0] * (100 - outliers)
+    figures = compare_scores(WeightProof(ids, logprobs), scores, tolerance, engine_dtype="bfloat16")
+    assert (figures.outliers, figures.holds) == (outliers, holds)
+    assert "largest" in str(figures)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_exact_types_allow_no_other_route(dtype: str) -> None:
+    proof = WeightProof(range(101), [-1.0] * 100, dtype)
+    figures = compare_scores(proof, [-1.0] * 99 + [-1.1], tolerance_of(proof, dtype, None), engine_dtype=dtype)
+    assert not figures.holds
+
+
+def test_half_precision_with_nan_holds_no_proof() -> None:
+    proof = WeightProof(range(101), [-1.0] * 100, "bfloat16")
+    scores = [-1.0] * 99 + [math.nan]
+    tolerance = tolerance_of(proof, "bfloat16", None)
+    assert tolerance.outlier_share > 0.01
+    assert not compare_scores(proof, scores, tolerance, engine_dtype="bfloat16").holds
+
+
+SIZE = 400
+WIDE = ProofTolerance(0.08, 2.0)
+"""Rounding of bfloat16."""
+
+
+class Update:
+    """A trainer's change of log-probabilities, the engine's scores before it, and a proof of it."""
+
+    def __init__(self, change: float, noise: float, **fields: Any) -> None:
+        old = -4 - np.abs(drawn(1, SIZE, 1.0))
+        self.change = drawn(2, SIZE, change)
+        self.before = Accepted(WeightProof(range(SIZE + 1), old, **fields), old + drawn(3, SIZE, noise))
+        self.proof = WeightProof(range(SIZE + 1), old + self.change, **fields)
+
+    def judged(self, seen: Any, engine_dtype: str = "bfloat16") -> tuple[float | None, str]:
+        """The share that arrived where the engine's scores moved by `seen`, and why the proof fails."""
+        scores = (np.asarray(self.before.scores) + seen).tolist()
+        figures = compare_scores(self.proof, scores, WIDE, self.before, engine_dtype=engine_dtype)
+        assert figures.holds, "the difference by itself is within the noise"
+        return figures.arrived, failure_reason(figures, self.proof, scores, self.before)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_arrived_share_of_a_change_is_measured_below_the_noise(share: float) -> None:
+    update = Update(0.02, 0.02, dtype="float32", weights_dtype="bfloat16")
+    arrived, why = update.judged(share * update.change + drawn(4, SIZE, 0.005))
+    assert arrived == pytest.approx(share, abs=0.1)
+    assert bool(why) == (share < 0.5)
+
+
+@pytest.mark.parametrize("change", [0.01, 0.03, 0.1])
+def test_scores_that_move_in_steps_are_no_missing_change(change: float) -> None:
+    """Logits in bfloat16 between 16 and 32 are multiples of an eighth: most do not move for a small change."""
+    update, step = Update(change, 0.02, dtype="float32", weights_dtype="bfloat16"), 0.125
+    exact = np.random.default_rng(7).uniform(0, step, SIZE)
+    seen = (np.floor((exact + update.change) / step) - np.floor(exact / step)) * step
+    arrived, why = update.judged(seen)
+    assert arrived is None or arrived == pytest.approx(1.0, abs=0.4)
+    assert not why
+
+
+@pytest.mark.parametrize(("size", "says"), [(0.5, False), (0.1, True)])
+def test_ids_that_take_another_route_are_no_missing_change(size: float, says: bool) -> None:
+    """A tenth of the ids of a mixture of experts differ by much, before and after."""
+    update = Update(0.05, 0.01, dtype="float32", weights_dtype="bfloat16")
+    routed = np.where(np.random.default_rng(5).random(SIZE) < 0.1, drawn(6, SIZE, size), 0.0)
+    arrived, why = update.judged(update.change + routed)
+    assert (arrived is not None) == says
+    assert not says or arrived == pytest.approx(1.0, abs=0.15)
+    assert not why
+
+
+def test_a_change_that_the_engine_rounds_away_is_not_missing() -> None:
+    """A small step of float32 weights leaves most of the engine's in bfloat16 as they were."""
+    lost = drawn(4, SIZE, 0.002)
+    rounded_here = Update(0.02, 0.02, dtype="float32", weights_dtype="float32")
+    assert rounded_here.judged(lost) == (None, "")
+    rounded_before = Update(0.02, 0.02, dtype="float32", weights_dtype="bfloat16")
+    assert "only" in rounded_before.judged(lost)[1]
+
+
+def test_rounding_in_the_proof_itself_is_not_a_missing_change() -> None:
+    """Most of a bfloat16 trainer's change is its own rounding, which no engine shows."""
+    update = Update(0.02, 0.02, dtype="bfloat16")
+    assert update.judged(drawn(4, SIZE, 0.002)) == (None, "")
+    large = Update(0.05, 0.01, dtype="bfloat16")
+    assert "only" in large.judged(drawn(4, SIZE, 0.002))[1]
+
+
+def test_a_change_that_is_lost_in_the_noise_says_nothing() -> None:
+    update = Update(1e-5, 0.0, dtype="float32", weights_dtype="bfloat16")
+    assert update.judged(drawn(3, SIZE, 0.02)) == (None, "")
+
+
+def test_tolerance_is_that_of_the_coarser_type() -> None:
+    float32, bfloat16 = WeightProof(IDS, [-1.0] * 39, "float32"), WeightProof(IDS, [-1.0] * 39, "torch.bfloat16")
+    assert tolerance_of(float32, "float32", None).median < tolerance_of(bfloat16, "float32", None).median
+    assert tolerance_of(bfloat16, "float32", None) == tolerance_of(float32, "bfloat16", None)
