@@ -111,7 +111,9 @@ def test_public_names_of_trainers() -> None:
     }
     servers = "McpDataset McpServers ServerOption"
     scores = "Judge ScoreName ScoreOption ScoringFunction judge"
-    assert set(interop.__all__) == {*f"{servers} {scores} Dataset Gymnasium Mixture MixturePart TextArena".split()}
+    assert set(interop.__all__) == {
+        *f"{servers} {scores} Dataset Gymnasium Mixture MixturePart OpenEnv TextArena".split()
+    }
     for package in (training, generation, interop):
         assert package.__all__ == sorted(package.__all__)
 

@@ -19,6 +19,7 @@ EXTRAS: Final = {
     "gymnasium": ("gymnasium", "games of Gymnasium: deltarunner run gymnasium --set game=FrozenLake-v1"),
     "mcp": ("mcp", "tools of MCP servers: deltarunner run mcp"),
     "textarena": ("textarena", "games of TextArena: deltarunner run textarena --set game=TicTacToe-v0"),
+    "openenv": ("websockets", "environments on OpenEnv servers: deltarunner run openenv --set url=URL"),
     "reasoning": ("reasoning_gym", "the puzzles of reasoning-gym: deltarunner run reasoning"),
 }
 """The extras that add environments, tasks or scorers: the module of each, and what it adds."""

@@ -5,6 +5,7 @@ from runner.interop.gymnasium_games import Gymnasium
 from runner.interop.judging import Judge, judge
 from runner.interop.mcp_servers import McpDataset, McpServers, ServerOption
 from runner.interop.mixture import Mixture, MixturePart
+from runner.interop.openenv_servers import OpenEnv
 from runner.interop.scorers import ScoreName, ScoringFunction
 from runner.interop.textarena_games import TextArena
 
@@ -16,6 +17,7 @@ __all__ = [
     "McpServers",
     "Mixture",
     "MixturePart",
+    "OpenEnv",
     "ScoreName",
     "ScoreOption",
     "ScoringFunction",

@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 
+from tests.interop.installing import HOME
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -15,5 +17,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _missing(item: pytest.Item) -> bool:
+    servers = [name for marker in item.iter_markers("server") for name in marker.args]
+    if any(not (HOME / name / "installed.json").is_file() for name in servers):
+        return True
     names = [name for marker in item.iter_markers("package") for name in marker.args]
     return any(importlib.util.find_spec(name) is None for name in names)

@@ -27,16 +27,22 @@ LANES: Final = {
 }
 """The packages of each lane."""
 
+SERVERS: Final = {
+    "openenv": ["openenv==0.10.0"],
+}
+"""Packages that need other versions of what .venv has; tests start servers of them in interpreters of their own."""
+
 
 def interpreter(lane: str) -> str:
     """The interpreter of a lane, which is installed if it is not there."""
-    folder, packages = HOME / lane, LANES[lane]
+    folder, packages = HOME / lane, (LANES | SERVERS)[lane]
     python, stamp = folder / "bin" / "python", folder / "installed.json"
     if not stamp.is_file() or json.loads(stamp.read_text()) != packages:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-        (site / "zz_project.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+        if lane in LANES:
+            site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+            (site / "zz_project.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
         subprocess.run(pip, check=True, stdin=subprocess.DEVNULL)
         stamp.write_text(json.dumps(packages))
@@ -45,13 +51,15 @@ def interpreter(lane: str) -> str:
 
 def main(names: list[str]) -> int:
     """Play the tests of these lanes, or of all."""
-    if unknown := set(names) - LANES.keys():
-        print(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(LANES)}", file=sys.stderr)
+    if unknown := set(names) - (LANES | SERVERS).keys():
+        print(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(LANES | SERVERS)}", file=sys.stderr)
         return 2
     codes = []
-    for name in names or LANES:
-        python = interpreter(name)
-        command = [python, "-m", "pytest", "-q", "-m", "package", "tests/interop"]
+    for name in names or LANES | SERVERS:
+        python, marker = (interpreter(name), "package") if name in LANES else (sys.executable, "server")
+        if name in SERVERS:
+            interpreter(name)
+        command = [python, "-m", "pytest", "-q", "-m", marker, "tests/interop"]
         codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
     return max(codes)
 

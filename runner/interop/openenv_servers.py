@@ -1,0 +1,172 @@
+"""Environments on OpenEnv servers, over the wire protocol; the package openenv is not imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from runner.environment.environment import Environment
+from runner.errors import BadOption, ServerFailed, ToolError, first_line, unwrapped
+from runner.interop.packages import optional_package
+from runner.options import Limits
+from runner.scoring import metric, reward
+from runner.tasks import Task
+from runner.tools.tool import Tool
+
+__all__ = ["OpenEnv"]
+
+CONNECT_SECONDS = 30.0
+"""Time to open a connection or to read the schema."""
+
+_REFUSED: Final = "VALIDATION_ERROR"
+"""The code of an action that does not fit the schema."""
+
+
+class OpenEnv(Environment):
+    """An environment on an OpenEnv server (`--set url=http://localhost:8000`): its actions are one tool.
+
+    Each episode has its own session. The reward is the sum of the rewards that the server sends.
+    """
+
+    package = ("websockets", "openenv")
+    limits = Limits(turns=100)
+    tool_choice = "required"
+
+    def __init__(
+        self,
+        url: str,
+        tool: str = "act",
+        description: str = "Take an action.",
+        instructions: str = "",
+        episodes: int = 100,
+        reset: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Choose the server.
+
+        Args:
+            url: the server's URL.
+            tool: the name of the tool.
+            description: its description for the model.
+            instructions: the beginning of the prompt.
+            episodes: the number of tasks; each has its own seed.
+            reset: arguments of the environment's reset, beside the seed.
+
+        Raises:
+            BadOption: the URL is invalid.
+            BadEnvironment: a package is missing.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise BadOption(f"url={url!r:.80}: give the server's URL, such as http://localhost:8000.")
+        self._websockets = optional_package("websockets", extra="openenv", least="13")
+        self._httpx = optional_package("httpx", extra="openenv", least="0.27")
+        self._url = url.rstrip("/")
+        self._tool, self._description, self._instructions = tool, description, instructions
+        self._episodes, self._reset = episodes, dict(reset or {})
+        self._socket: Any = None
+        self._first = ""
+        self._total: float | None = None
+        self._steps = 0
+        self._done = self._is_cut = False
+
+    def tasks(self) -> Iterator[Task]:
+        """One task for each seed."""
+        return (Task(id=f"openenv-{number}") for number in range(self._episodes))
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[dict[str, Any]]:
+        """The schema of an action; without the server, the run ends at once."""
+        try:
+            async with self._httpx.AsyncClient(timeout=CONNECT_SECONDS) as client:
+                answer = await client.get(f"{self._url}/schema")
+                answer.raise_for_status()
+                schema = dict(answer.json()["action"])
+        except (self._httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise self._failed("does not send its schema", error) from error
+        properties = {name: each for name, each in schema.get("properties", {}).items() if name != "metadata"}
+        yield {**schema, "properties": properties}
+
+    async def setup(self) -> None:
+        """Open a session, and reset it with the seed of the task."""
+        address = f"ws{self._url.removeprefix('http')}/ws"
+        connecting = self._websockets.connect(address, open_timeout=CONNECT_SECONDS, max_size=None)
+        try:
+            self._socket = await self.episode.exit_stack.enter_async_context(connecting)
+        except (OSError, TimeoutError, self._websockets.WebSocketException) as error:
+            raise self._failed("cannot be connected", error) from error
+        self._first = await self._ask("reset", {"seed": self.episode.rng.getrandbits(31), **self._reset})
+        tool = Tool(
+            self._act,
+            name=self._tool,
+            description=self._description,
+            parameters=self.shared,
+            raw=True,
+            parallel=False,  # a socket answers one message at a time
+        )
+        self.tools.append(tool)
+
+    def prompt(self) -> str:
+        """Instructions and the first observation."""
+        return "\n\n".join(filter(None, [self._instructions, self._first])) or "Begin."
+
+    @reward
+    def total(self) -> float | None:
+        """The sum of the server's rewards; None if it sent none."""
+        return self._total
+
+    @metric
+    def steps(self) -> int:
+        """The number of actions."""
+        return self._steps
+
+    async def _act(self, action: Mapping[str, Any]) -> str:
+        if self._done:
+            raise ToolError("The episode is over.")
+        observation = await self._ask("step", action)
+        self._steps += 1
+        if self._done:
+            self.episode.end("done")
+        return observation
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> str:
+        """Send a message and return the observation of the answer as text.
+
+        Answers have no request id, so that nothing can be asked after a call that was cut.
+        """
+        if self._is_cut:
+            raise ServerFailed(
+                f"OpenEnv server {self._url}: an earlier call was cut, so its answer cannot be told apart."
+            )
+        self._is_cut = True
+        try:
+            await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
+            answer = json.loads(await self._socket.recv())
+        except (OSError, ValueError, self._websockets.WebSocketException) as error:
+            raise self._failed("is gone", error) from error
+        self._is_cut = False
+        if answer.get("type") == "error":
+            raise self._error(answer.get("data") or {})
+        if answer.get("type") != "observation":
+            raise ServerFailed(f"OpenEnv server {self._url} answered {kind!r} with {answer!r:.200}.")
+        return self._observed(answer["data"])
+
+    def _observed(self, data: Mapping[str, Any]) -> str:
+        gained = data.get("reward")
+        if gained is not None:
+            self._total = (self._total or 0.0) + float(gained)
+        self._done = bool(data.get("done"))
+        observation = {name: each for name, each in data.get("observation", {}).items() if name != "metadata"}
+        if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
+            return only
+        return json.dumps(observation, ensure_ascii=False)
+
+    def _error(self, data: Mapping[str, Any]) -> ServerFailed | ToolError:
+        text = f"{data.get('message', 'no message')} {data.get('errors', '')}".strip()
+        if data.get("code") == _REFUSED:
+            return ToolError(text)
+        return ServerFailed(f"OpenEnv server {self._url} failed ({data.get('code')}): {text:.300}")
+
+    def _failed(self, what: str, error: BaseException) -> ServerFailed:
+        cause = unwrapped(error)
+        return ServerFailed(f"OpenEnv server {self._url} {what} ({type(cause).__name__}: {first_line(cause):.200})")

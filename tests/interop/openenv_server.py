@@ -1,0 +1,55 @@
+"""An OpenEnv server with a counting game, by the real package, at a port that it prints; in an interpreter of its own."""
+
+import os
+import socket
+import time
+
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Add(Action):
+    number: int
+
+
+class Total(Observation):
+    text: str
+
+
+class Counting(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.total = kwargs.get("start", 0)
+        return Total(text=f"seed {seed}, reach 10 from {self.total}", done=False)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        if action.number == 66:
+            raise RuntimeError("the counter is broken")
+        if action.number == 77:
+            time.sleep(1)
+        if action.number == 88:
+            os._exit(1)
+        self.total += action.number
+        return Total(text=f"it is {self.total}", done=self.total >= 10, reward=float(action.number))
+
+    @property
+    def state(self):
+        return State()
+
+
+def main():
+    app = create_fastapi_app(Counting, Add, Total, max_concurrent_envs=8)
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()
