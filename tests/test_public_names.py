@@ -111,9 +111,8 @@ def test_public_names_of_trainers() -> None:
     }
     servers = "McpDataset McpServers ServerOption"
     scores = "Judge ScoreName ScoreOption ScoringFunction judge"
-    assert set(interop.__all__) == {
-        *f"{servers} {scores} Dataset Gymnasium Mixture MixturePart OpenEnv TextArena".split()
-    }
+    games = "Gymnasium OpenEnv TextArena"
+    assert set(interop.__all__) == {*f"{servers} {scores} {games} Dataset Mixture MixturePart".split()}
     for package in (training, generation, interop):
         assert package.__all__ == sorted(package.__all__)
 

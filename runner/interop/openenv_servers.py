@@ -125,9 +125,12 @@ class OpenEnv(Environment):
             raise ToolError("The episode is over.")
         observation = await self._ask("step", action)
         self._steps += 1
+        self._end_if_done()
+        return observation
+
+    def _end_if_done(self) -> None:
         if self._done:
             self.episode.end("done")
-        return observation
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> str:
         """Send a message and return the observation of the answer as text.
@@ -135,9 +138,7 @@ class OpenEnv(Environment):
         Answers have no request id, so that nothing can be asked after a call that was cut.
         """
         if self._is_cut:
-            raise ServerFailed(
-                f"OpenEnv server {self._url}: an earlier call was cut, so its answer cannot be told apart."
-            )
+            raise ServerFailed(f"OpenEnv server {self._url}: an earlier call was cut, and its answer may still come.")
         self._is_cut = True
         try:
             await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))

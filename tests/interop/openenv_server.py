@@ -1,4 +1,4 @@
-"""An OpenEnv server with a counting game, by the real package, at a port that it prints; in an interpreter of its own."""
+"""An OpenEnv server with a counting game, by the real package in an interpreter of its own; it prints its port."""
 
 import os
 import socket
