@@ -51,6 +51,7 @@ MEMORY_BYTES = 2 << 30
 """The address space of the probing process, in bytes."""
 
 _START_SECONDS = 60.0  # for Python to start on a busy machine; the template's own time counts from there
+_BUSY_FACTOR = 10  # on a busy machine a process may get a tenth of the time
 _LOOK_SECONDS = 0.1  # between two checks whether the caller still waits
 _profiles: dict[str, TemplateProfile] = {}
 
@@ -72,7 +73,7 @@ def probe(
         template: neither compiled nor rendered yet in this process.
         options: names that the template reads, such as `enable_thinking`.
         now: the time that the template sees.
-        seconds: time limit.
+        seconds: limit of processor time.
         check_cancelled: called while waiting; an exception from it ends the wait and the process. In a thread of
             `anyio.to_thread.run_sync` that is `anyio.from_thread.check_cancelled`.
 
@@ -130,7 +131,7 @@ def in_process(
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
         try:
-            said, complaint = _answered(process, request, seconds + _START_SECONDS, check_cancelled)
+            said, complaint = _answered(process, request, _BUSY_FACTOR * seconds + _START_SECONDS, check_cancelled)
         except subprocess.TimeoutExpired:
             process.kill()
             raise _endless(name, seconds, "") from None
@@ -146,7 +147,7 @@ def in_process(
         raise UnusableTemplate(TemplateFault(last["fault"]), last["message"])
     if "error" in last:
         raise getattr(runner.errors, last["error"])(last["message"])
-    if process.returncode == -signal.SIGALRM:
+    if process.returncode == -signal.SIGPROF:
         raise _endless(name, seconds, last.get("activity", ""))
     words = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
     raise UnusableTemplate(TemplateFault.FAILED, f"template {name!r} could not be probed: {words[-1]}")
@@ -230,8 +231,9 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     memory = MEMORY_BYTES * (2 if request.get("vocabulary") else 1)  # a large vocabulary takes as much again
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    # The alarm's default action ends this process, also inside a C function, and after the caller is gone.
-    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+    # The signal's default action ends this process, also inside a C function, and after the caller is gone. Processor
+    # time counts: a busy machine must not make a template look endless, and a template cannot wait.
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     _speaking.out = True
     try:
         answer = answer_to(request)

@@ -363,7 +363,15 @@ def test_the_process_ends_at_its_time_though_nobody_waits_for_it() -> None:
     request = json.dumps(request_of(ChatTemplate(ENDLESS, name="tiny"), {}, CLOCK)).encode()
     command = [sys.executable, "-m", "runner.template_probe", "0.5"]
     done = subprocess.run(command, input=request, capture_output=True, check=False, timeout=60)
-    assert done.returncode == -signal.SIGALRM
+    assert done.returncode == -signal.SIGPROF
+
+
+def test_time_that_a_busy_machine_takes_away_does_not_count() -> None:
+    waits = "import runner.template_probe as p, time; p.answer_to = lambda _: time.sleep(1) or {'made': 1}; p.main()"
+    command = [sys.executable, "-c", waits, "0.5"]
+    done = subprocess.run(command, input=b"{}", capture_output=True, check=False, timeout=60)
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == {"answer": {"made": 1}}
 
 
 def test_the_process_loads_little() -> None:
