@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Final
 
-__all__ = ["MIN_SOLVED_REWARD", "Mean", "pass_at_k"]
+__all__ = [
+    "MIN_SOLVED_REWARD",
+    "Mean",
+    "pass_all_k",
+    "pass_at_k",
+    "student_t_p_value",
+    "student_t_quantile",
+]
 
 MIN_SOLVED_REWARD: Final = 1.0
 """Lowest reward of a solved episode."""
@@ -106,8 +113,82 @@ def pass_at_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
     Returns:
         The mean over the groups of at least k episodes; None without such a group.
     """
+    missed = _mean_over_groups(solved, k, lambda n, c: math.comb(n - c, k))
+    return None if missed is None else 1 - missed
+
+
+def pass_all_k(solved: Mapping[tuple[int, int], int], k: int) -> float | None:
+    """The probability that all of k episodes of a task are solved, unbiased: pass^k of the tau-bench paper.
+
+    Args:
+        solved: the number of groups by (number of episodes, number of solved ones).
+        k: at least 1.
+
+    Returns:
+        The mean over the groups of at least k episodes; None without such a group.
+    """
+    return _mean_over_groups(solved, k, lambda n, c: math.comb(c, k))
+
+
+def _mean_over_groups(solved: Mapping[tuple[int, int], int], k: int, chosen: Callable[[int, int], int]) -> float | None:
+    """The mean share of the samples of k episodes that `chosen` counts, over the groups of at least k episodes."""
     groups = sum(count for (n, _), count in solved.items() if n >= k)
     if not groups:
         return None
-    missed = sum(count * math.comb(n - c, k) / math.comb(n, k) for (n, c), count in solved.items() if n >= k)
-    return 1 - missed / groups
+    return sum(count * chosen(n, c) / math.comb(n, k) for (n, c), count in solved.items() if n >= k) / groups
+
+
+# --- Student's t, for intervals and tests over a few tasks
+
+
+def student_t_p_value(t: float, degrees: float) -> float:
+    """The two-sided p-value of a t statistic: the probability of one at least as far from 0."""
+    if math.isinf(t):
+        return 0.0
+    return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
+
+
+def student_t_quantile(confidence: float, degrees: float) -> float:
+    """The t below which the absolute value of a t statistic is with this probability, such as 1.96 for 0.95."""
+    low, high = 0.0, 1.0
+    while student_t_p_value(high, degrees) > 1 - confidence:
+        high *= 2
+    for _ in range(_BISECTION_TIMES):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_t_p_value(middle, degrees) > 1 - confidence else (low, middle)
+    return (low + high) / 2
+
+
+_BISECTION_TIMES: Final = 80
+_MAX_FRACTION_ITEMS: Final = 500
+_FRACTION_TOLERANCE: Final = 1e-15
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (Lentz's method)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast only below this point
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = math.exp(
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x) - math.log(a)
+    )
+    fraction, c, d = 1.0, 1.0, 0.0
+    for item in range(_MAX_FRACTION_ITEMS):
+        m = item // 2
+        if item == 0:
+            factor = 1.0
+        elif item % 2 == 0:
+            factor = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        else:
+            factor = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        d = 1 / _nonzero(1 + factor * d)
+        c = _nonzero(1 + factor / c)
+        fraction *= c * d
+        if abs(1 - c * d) < _FRACTION_TOLERANCE:
+            break
+    return front * (fraction - 1)
+
+
+def _nonzero(value: float) -> float:
+    return value if abs(value) > 1e-300 else 1e-300

@@ -21,6 +21,7 @@ __all__ = [
     "Span",
     "decoder",
     "headline",
+    "messages_by_turn",
     "passages",
     "printable",
     "printable_line",
@@ -77,7 +78,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
         decode: ids to text; without it only the messages are shown, and nothing of the template.
     """
     position = 0
-    given = _messages_by_turn(segment, turns)
+    given = messages_by_turn(segment, turns)
     for turn, messages in zip(turns, given, strict=True):
         if turn.start > position:
             text = None if decode is None else decode(segment.log.ids[position : turn.start])
@@ -86,7 +87,7 @@ def passages(segment: Segment, turns: Sequence[Turn], decode: Decode | None) -> 
         position = turn.end
 
 
-def _messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Message]]:
+def messages_by_turn(segment: Segment, turns: Sequence[Turn]) -> list[list[Message]]:
     """The messages before each turn: none if a turn continued one that was cut."""
     seen = segment.messages[: len(segment.messages) - segment.unseen]
     ends = [0, *(turn.end for turn in turns)]
@@ -225,7 +226,7 @@ def headline(trajectory: Trajectory) -> Text:
 
 
 def _first_prompt(passage: Passage, segment: Segment, turns: Sequence[Turn]) -> Iterator[Labelled]:
-    messages = _messages_by_turn(segment, turns)[0]
+    messages = messages_by_turn(segment, turns)[0]
     if not messages:
         return
     *before, last = messages

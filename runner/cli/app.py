@@ -238,6 +238,23 @@ def export(
     return export_command(file, format=format, output=output, chosen=chosen)
 
 
+@command("report")
+def report(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Output file; default next to the run file, .html.")
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option("--episodes", "-n", min=1, help="Most episodes in the page; failed ones come first.")
+    ] = 2000,
+    tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="Include token ids and probabilities.")] = True,
+) -> int:
+    """Write a page about a run file: one HTML file that needs no network, for a colleague or a pull request."""
+    from runner.cli.page import report_command
+
+    return report_command(file, output=output, episodes=episodes, tokens=tokens)
+
+
 @command("verify")
 def verify(
     file: Annotated[Path, typer.Argument(help="A run file.")],

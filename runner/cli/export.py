@@ -16,7 +16,7 @@ from runner.store.export import Exporter, export_jsonl, export_parquet
 from runner.store.reader import RunFile
 from runner.store.trajectory_filter import TrajectoryFilter
 
-__all__ = ["export_command"]
+__all__ = ["check_target", "export_command"]
 
 _FORMATS: dict[str, Exporter] = {"jsonl": export_jsonl, "parquet": export_parquet}
 _STDOUT = Path("-")
@@ -38,7 +38,7 @@ def export_command(file: Path, *, format: str, output: Path | None, chosen: Traj
             _to_stdout(run_file, write, chosen)
             return 0
         target = output or file.with_suffix(f".{format}")
-        _check_target(file, target, named=output is not None)
+        check_target(file, target, named=output is not None)
         count = write(run_file, target, chosen=chosen)
     make_console().print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
     return 0
@@ -55,7 +55,7 @@ def _to_stdout(run_file: RunFile, write: Exporter, chosen: TrajectoryFilter) -> 
             shutil.copyfileobj(file, sys.stdout.buffer)
 
 
-def _check_target(file: Path, target: Path, *, named: bool) -> None:
+def check_target(file: Path, target: Path, *, named: bool) -> None:
     """Refuse to replace a run file or its companions, or an existing file that the user did not name."""
     own = file.resolve()
     beside = (f"{own.name}-wal", f"{own.name}-shm", f".{own.name}.lock")

@@ -93,6 +93,8 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
     if len(summary["pass_at"]) > 1:
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
+        shown = (f"pass^{k} {value:.3f}" for k, value in summary["pass_all"].items() if value is not None)
+        yield "  each time", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():
         yield f"  {printable_line(name)} (metric)", Text(_mean(mean))
     yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))

@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
-from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_at_k
+from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_all_k, pass_at_k
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
@@ -282,8 +282,13 @@ class Summary:
         """
         return pass_at_k(self.solved, k)
 
+    def pass_all(self, k: int) -> float | None:
+        """The unbiased estimate of pass^k, the probability that all of k episodes are solved; None without groups."""
+        return pass_all_k(self.solved, k)
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""
+        powers = [1 << power for power in range(self.group_size.bit_length())]
         scored = sum(count for outcome, count in self.outcomes.items() if outcome.scored)
         return {
             "episodes": self.episodes,
@@ -295,7 +300,8 @@ class Summary:
             "environments": {name: mean.as_dict() for name, mean in self.environments.items()},
             "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
-            "pass_at": {str(k): self.pass_at(k) for k in (1 << power for power in range(self.group_size.bit_length()))},
+            "pass_at": {str(k): self.pass_at(k) for k in powers},
+            "pass_all": {str(k): self.pass_all(k) for k in powers},
             "turns": self.turns,
             "finishes": {finish.value: count for finish, count in sorted(self.finishes.items())},
             "calls": self.calls,

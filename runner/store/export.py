@@ -36,7 +36,7 @@ from runner.trajectory import Segment, Trajectory, Turn
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
+__all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet", "whole_or_nothing"]
 
 
 class Exporter(Protocol):
@@ -52,7 +52,7 @@ MAX_ROW_GROUP_ROWS: Final = 2_000
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
+def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
     """A new file that replaces `path` once it is complete."""
     if path.exists() and not path.is_file():
         raise StorageFailed(f"{path} is not a file. Give the path of a file.")
@@ -94,7 +94,7 @@ def export_jsonl(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: T
         StorageFailed: the target cannot be written.
     """
     if isinstance(target, str | Path):
-        with _whole_or_nothing(Path(target)) as file:
+        with whole_or_nothing(Path(target)) as file:
             return export_jsonl(run_file, file, chosen=chosen)
     count = 0
     for trajectory in run_file.trajectories(chosen):
@@ -208,7 +208,7 @@ def export_parquet(
         raise BadOption(f"columns: unknown {', '.join(unknown)}; the columns are {', '.join(PARQUET_COLUMNS)}.")
     schema = _parquet_schema(columns, run_file)
     count = 0
-    with _whole_or_nothing(Path(path)) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+    with whole_or_nothing(Path(path)) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for rows in _row_groups(run_file.trajectories(chosen)):
             writer.write_table(_table(rows, schema), row_group_size=len(rows))
             count += len(rows)

@@ -264,6 +264,13 @@ class RunFile:
         for agent, rows in agents.items():
             yield GroupRow(decode_text(task["id"]), task["visit"], agent, tuple(rows), complete, scored)
 
+    def select(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        """The rows of a SELECT, as SQLite has them: no text is decoded, and nothing can be written.
+
+        docs/run-file.md describes the tables.
+        """
+        return self._all(statement, *values)
+
     # --- trajectories
 
     def trajectory(self, episode: EpisodeRow | str, *, agent: str | None = None) -> Trajectory:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from runner.engines.base import FinishReason
-from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_at_k
+from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_all_k, pass_at_k
 from runner.store.columns import decode_text
 from runner.store.json_values import decode_json
 from runner.trajectory import Outcome
@@ -135,7 +135,7 @@ class _Episodes:
             self.solved[len(solved), sum(solved)] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        powers = (1 << power for power in range(self.group_size.bit_length()))
+        powers = [1 << power for power in range(self.group_size.bit_length())]
         return {
             "episodes": self.episodes,
             "scored": sum(count for outcome, count in self.outcomes.items() if outcome.scored),
@@ -146,6 +146,7 @@ class _Episodes:
             "rewards": {name: mean.as_dict() for name, mean in self.rewards.items()},
             "metrics": {name: mean.as_dict() for name, mean in self.metrics.items()},
             "pass_at": {str(k): pass_at_k(self.solved, k) for k in powers},
+            "pass_all": {str(k): pass_all_k(self.solved, k) for k in powers},
         }
 
 

@@ -1,0 +1,280 @@
+"""The first screen of a report: results, what deserves a look, and how the run changed over time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
+
+from runner.estimates import student_t_quantile
+from runner.report.charts import Chart, histogram, over_time
+from runner.report.header_view import command_again, model_name, run_settings
+from runner.store.header import Header
+from runner.store.json_values import decode_json
+from runner.store.reader import EpisodeRow, RunFile
+
+__all__ = ["Failure", "Overview", "Score", "interval_of", "overview_of"]
+
+MAX_SHOWN_ITEMS: Final = 8
+"""Entries of a list on the first screen; the others are counted."""
+CONFIDENCE_SHARE: Final = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A mean with its interval."""
+
+    name: str
+    mean: float | None
+    half_width: float | None
+    """Half of the 95% interval, clustered by task; None below two tasks."""
+    count: int
+    tasks: int | None
+
+
+@dataclass(slots=True)
+class Failure:
+    """Failed episodes with the same outcome, kind of error and place."""
+
+    outcome: str
+    kind: str
+    """The type of the error, or the limit that fired."""
+    place: str
+    """The place in the author's code, or ""."""
+    example: str
+    """The first error, whole."""
+    episodes: list[str] = field(default_factory=list)
+    """The ids of the episodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """Everything on the first screen of a report."""
+
+    title: str
+    environment: str
+    model: str
+    complete: bool
+    command: str
+    settings: list[tuple[str, str]]
+    summary: Mapping[str, Any]
+    """`RunFile.summary()`."""
+    scores: list[Score]
+    failures: list[Failure]
+    limits: list[tuple[str, int]]
+    """The limits that fired, with the number of episodes."""
+    groups: Mapping[str, Any]
+    """Groups with and without spread of their rewards, and those with the largest."""
+    extremes: list[tuple[str, list[EpisodeRow]]]
+    """The longest and the slowest episodes, and those with the most segments."""
+    causes: list[tuple[str, int]]
+    """The causes of segments with their numbers, without "start"."""
+    tools: list[tuple[str, int, int]]
+    """(name, calls, calls that could not be read)."""
+    versions: list[tuple[str, int]]
+    """(weight version, ids sampled by it)."""
+    charts: list[Chart]
+    drift: list[str]
+    """Changes between the first and the last third of the run, in words."""
+
+
+def overview_of(run_file: RunFile) -> Overview:
+    """Compute the first screen of a run file; it holds one row of numbers per episode at a time."""
+    header = run_file.header
+    summary = run_file.summary()
+    rows = _Rows(header)
+    for row in run_file.rows(trained=None):
+        rows.add(row)
+    return Overview(
+        title=f"{header.environment} on {model_name(header)}",
+        environment=header.environment,
+        model=model_name(header),
+        complete=run_file.complete,
+        command=command_again(header),
+        settings=list(run_settings(header)),
+        summary=summary,
+        scores=list(_scores(summary)),
+        failures=sorted(rows.failures.values(), key=lambda each: -len(each.episodes)),
+        limits=rows.limits.most_common(),
+        groups=rows.spread(),
+        extremes=list(rows.extremes()),
+        causes=_causes(run_file),
+        tools=_tools(run_file),
+        versions=_versions(run_file),
+        charts=list(rows.charts()),
+        drift=list(rows.drift()),
+    )
+
+
+def interval_of(mean: Mapping[str, Any]) -> float | None:
+    """Half of the 95% interval of a mean of a summary; None without a standard error."""
+    error, tasks = mean["standard_error"], mean.get("tasks")
+    if error is None or not tasks or tasks < 2:
+        return None
+    return float(error * student_t_quantile(CONFIDENCE_SHARE, tasks - 1))
+
+
+def _scores(summary: Mapping[str, Any]) -> Iterator[Score]:
+    agents = summary["agents"] if len(summary["agents"]) > 1 else {}
+    named = {
+        "reward": summary["reward"],
+        **{f"reward of {agent}": mean for agent, mean in agents.items()},
+        **{f"reward {name}": mean for name, mean in summary["rewards"].items()},
+        **{f"metric {name}": mean for name, mean in summary["metrics"].items()},
+    }
+    for name, mean in named.items():
+        yield Score(name, mean["mean"], interval_of(mean), mean["count"], mean.get("tasks"))
+
+
+_PLACE: Final = re.compile(r"\((?:raised )?in ([^()]*:\d+)")
+
+
+def _failure_key(row: EpisodeRow) -> tuple[str, str, str]:
+    kind = re.split(r"[:(]", row.error, maxsplit=1)[0].strip()[:120]
+    places = _PLACE.findall(row.error)
+    return row.outcome.value, row.limit or kind or "no error text", places[-1] if places else ""
+
+
+_EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments": "segments"}
+"""Lists of episodes by the attribute of a row that is largest in them."""
+
+
+class _Rows:
+    """Figures that follow from the rows of episodes."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self.failures: dict[tuple[str, str, str], Failure] = {}
+        self.limits: Counter[str] = Counter()
+        self._rewards: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+        self._points: list[tuple[float, float | None, int, float]] = []  # committed, reward, sampled, seconds
+        self._largest: dict[str, list[EpisodeRow]] = defaultdict(list)
+        self._ended: set[tuple[str, int]] = set()
+
+    def add(self, row: EpisodeRow) -> None:
+        first = (row.id, row.attempt) not in self._ended
+        if first:
+            self._ended.add((row.id, row.attempt))
+            if row.outcome.failed:
+                key = _failure_key(row)
+                self.failures.setdefault(key, Failure(*key, example=row.error)).episodes.append(row.id)
+            elif row.limit:
+                self.limits[row.limit] += 1
+        if row.trained or first:
+            self._points.append((row.committed, row.reward, row.sampled, row.seconds))
+        if row.reward is not None and row.trained:
+            self._rewards[row.task_id, row.visit, row.agent].append(row.reward)
+        for name, column in _EXTREMES.items():
+            kept = self._largest[name]
+            if column != "segments" or row.segments > 1:
+                kept.append(row)
+            if len(kept) > 8 * MAX_SHOWN_ITEMS:
+                self._largest[name] = self._top(name)
+
+    def _top(self, name: str) -> list[EpisodeRow]:
+        by = attrgetter(_EXTREMES[name])
+        return sorted(self._largest[name], key=by, reverse=True)[:MAX_SHOWN_ITEMS]
+
+    def extremes(self) -> Iterator[tuple[str, list[EpisodeRow]]]:
+        for name in _EXTREMES:
+            if self._largest[name]:
+                yield name, self._top(name)
+
+    def spread(self) -> dict[str, Any]:
+        """Groups by the spread of their rewards: without any, a trainer learns nothing from them."""
+        several = {key: rewards for key, rewards in self._rewards.items() if len(rewards) > 1}
+        ranges = {key: max(rewards) - min(rewards) for key, rewards in several.items()}
+        largest = sorted(ranges, key=lambda key: -ranges[key])[:MAX_SHOWN_ITEMS]
+        return {
+            "several": len(several),
+            "spread": sum(each > 0 for each in ranges.values()),
+            "flat": sum(each == 0 for each in ranges.values()),
+            "all_zero": sum(max(rewards) == min(rewards) == 0 for rewards in several.values()),
+            "largest": [(key[0], several[key]) for key in largest if ranges[key] > 0],
+        }
+
+    def charts(self) -> Iterator[Chart]:
+        rewards = [reward for _, reward, _, _ in self._points if reward is not None]
+        if rewards:
+            yield histogram("Rewards", rewards, unit="reward")
+        if self._points:
+            yield histogram("Lengths", [sampled for _, _, sampled, _ in self._points], unit="sampled ids")
+            yield histogram("Durations", [seconds for *_, seconds in self._points], unit="seconds")
+        if len(self._points) >= 10:
+            ordered = sorted(self._points, key=lambda point: point[0])
+            yield over_time("Reward over the run", [point[1] for point in ordered], unit="reward")
+            yield over_time("Length over the run", [point[2] for point in ordered], unit="sampled ids")
+            rates = _rates([(point[0], point[2]) for point in ordered])
+            if rates:
+                yield over_time("Sampled ids a second", rates, unit="ids/s", bins=len(rates))
+
+    def drift(self) -> Iterator[str]:
+        ordered = sorted(self._points, key=lambda point: point[0])
+        third = len(ordered) // 3
+        if third < 10:
+            return
+        for name, index in (("reward", 1), ("sampled ids", 2)):
+            first, last = (
+                [float(point[index]) for point in part if point[index] is not None]  # type: ignore[arg-type]
+                for part in (ordered[:third], ordered[-third:])
+            )
+            if len(first) > 1 and len(last) > 1:
+                yield from _change(name, first, last)
+
+
+def _change(name: str, first: Sequence[float], last: Sequence[float]) -> Iterator[str]:
+    """A sentence if the means of the thirds differ by more than three standard errors."""
+    means = [sum(part) / len(part) for part in (first, last)]
+    variances = [
+        sum((value - mean) ** 2 for value in part) / (len(part) - 1) / len(part)
+        for part, mean in zip((first, last), means, strict=True)
+    ]
+    error = math.sqrt(sum(variances))
+    if abs(means[1] - means[0]) > 3 * error and means[0] != means[1]:
+        yield f"{name}: {means[0]:.3g} in the first third of the episodes, {means[1]:.3g} in the last"
+
+
+def _rates(points: Sequence[tuple[float, int]], bins: int = 40) -> list[float]:
+    """Sampled ids per second in equal parts of the time of the run."""
+    begin, end = points[0][0], points[-1][0]
+    if end - begin < 1:
+        return []
+    width = (end - begin) / bins
+    sums = [0.0] * bins
+    for time, sampled in points:
+        sums[min(bins - 1, int((time - begin) / width))] += sampled
+    return [each / width for each in sums]
+
+
+_CURRENT: Final = "JOIN episodes ON episodes.key = {0}.episode WHERE NOT episodes.superseded"
+
+
+def _causes(run_file: RunFile) -> list[tuple[str, int]]:
+    statement = f"SELECT cause, count(*) FROM segments {_CURRENT.format('segments')} GROUP BY cause ORDER BY 2 DESC"
+    return [(cause, count) for cause, count in run_file.select(statement) if cause != "start"]
+
+
+def _tools(run_file: RunFile) -> list[tuple[str, int, int]]:
+    calls: Counter[str] = Counter()
+    unreadable: Counter[str] = Counter()
+    statement = (
+        f"SELECT tool_calls, count(*) FROM turns {_CURRENT.format('turns')} AND tool_calls != '[]' GROUP BY tool_calls"
+    )
+    for text, count in run_file.select(statement):
+        for call in decode_json(text):
+            calls[call["name"] or "(no name)"] += count
+            unreadable[call["name"] or "(no name)"] += count if call["error"] is not None else 0
+    return [(name, count, unreadable[name]) for name, count in calls.most_common()]
+
+
+def _versions(run_file: RunFile) -> list[tuple[str, int]]:
+    ids: Counter[str] = Counter()
+    statement = f"SELECT versions, count(*) FROM segments {_CURRENT.format('segments')} GROUP BY versions"
+    for text, count in run_file.select(statement):
+        for version, start, end in decode_json(text):
+            ids[version] += count * (end - start)
+    return list(ids.items())

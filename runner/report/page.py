@@ -1,0 +1,238 @@
+"""Writes reports: one HTML file without any request, whose text is escaped and whose scripts are our own."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from runner.report.episode_view import Entry, EpisodeView, Vocabulary, episode_view, token_payload
+from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
+from runner.store.export import whole_or_nothing
+from runner.store.json_values import encode_standard_json
+from runner.store.reader import RunFile
+from runner.transcript import decoder, printable
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["ReportSize", "environment", "page_policy", "write_report"]
+
+MAX_EPISODES: Final = 2_000
+"""Episodes in a page by default."""
+MAX_PAGE_BYTES: Final = 24_000_000
+"""Size after which further episodes have a row, and no transcript."""
+CHUNK_EPISODES: Final = 64
+"""Episodes whose tokens are compressed together."""
+MIN_SHARED_CHARS: Final = 200
+"""Shortest system message that a page shows once for all episodes with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSize:
+    """The contents of a written report."""
+
+    episodes: int
+    """Episodes with a row in the page."""
+    transcripts: int
+    """Episodes with a transcript."""
+    total: int
+    """Episodes of the run file, without repeated attempts."""
+    size: int
+    """The size in bytes."""
+
+
+def write_report(run_file: RunFile, target: str | Path, *, most: int = MAX_EPISODES, tokens: bool = True) -> ReportSize:
+    """Write the report of a run file, which appears under its name once it is complete.
+
+    Args:
+        run_file: the run file, which may still be written.
+        target: the path of the page.
+        most: the most episodes in the page; failed ones and extremes come first, the others are evenly spaced.
+        tokens: include the ids with their log-probabilities.
+
+    Raises:
+        StorageFailed: the target cannot be written.
+        RunFileError: the run file is damaged.
+    """
+    overview = overview_of(run_file)
+    page = _Page(run_file, overview, most=most, tokens=tokens)
+    with whole_or_nothing(Path(target)) as file:
+        for part in page.parts():
+            data = part.encode()
+            page.size += len(data)
+            file.write(data)
+    return ReportSize(page.rows, page.transcripts, page.total, page.size)
+
+
+class _Page:
+    """One page while it is written."""
+
+    def __init__(self, run_file: RunFile, overview: Overview, *, most: int, tokens: bool) -> None:
+        self._run_file = run_file
+        self._overview = overview
+        self._tokens = tokens
+        self._vocabulary = Vocabulary(decoder(run_file.header.engine) if tokens else None)
+        self._chunk: list[Any] = []
+        self._chunks = 0
+        self._shared: dict[str, int] = {}
+        self.size = self.rows = self.transcripts = 0
+        keys = [(row.key, row.id, row.attempt) for row in run_file.rows(trained=None)]
+        episodes = [[key for key, *_ in group] for _, group in groupby(keys, key=lambda each: each[1:])]
+        self.total = len(episodes)
+        self._chosen = self._choose(episodes, most)
+
+    def _choose(self, episodes: Sequence[Sequence[int]], most: int) -> set[int] | None:
+        """The keys of the chosen episodes; None for all."""
+        if len(episodes) <= most:
+            return None
+        wanted = {id for failure in self._overview.failures for id in failure.episodes[: max(1, most // 8)]}
+        wanted |= {row.id for _, rows in self._overview.extremes for row in rows}
+        first = {row.key for row in self._run_file.rows(trained=None) if row.id in wanted}
+        chosen = [group for group in episodes if not first.isdisjoint(group)][:most]
+        rest = [group for group in episodes if first.isdisjoint(group)]
+        left = most - len(chosen)
+        chosen += [rest[number * len(rest) // left] for number in range(left)] if left > 0 else []
+        return {key for group in chosen for key in group}
+
+    def parts(self) -> Iterator[str]:
+        style, script = asset("report.css"), asset("report.js")
+        yield from (
+            environment()
+            .get_template("report.html.jinja")
+            .generate(
+                overview=self._overview,
+                style=style,
+                script=script,
+                policy=page_policy(style, script),
+                episodes=self._episodes(),
+                blobs=self._last_blobs,
+                shared=self._shared,
+                tasks=self._task_ids(),
+                total=self.total,
+                max_items=MAX_SHOWN_ITEMS,
+            )
+        )
+
+    def _task_ids(self) -> list[str]:
+        tasks = dict.fromkeys(row.task_id for row in self._run_file.rows(trained=None))
+        return list(tasks)[:MAX_EPISODES]
+
+    def _episodes(self) -> Iterator[dict[str, Any]]:
+        rows = (row for row in self._run_file.rows(trained=None) if self._chosen is None or row.key in self._chosen)
+        for number, (_, group) in enumerate(groupby(rows, key=lambda row: (row.id, row.attempt))):
+            agents = list(group)
+            self.rows += 1
+            main = next((row for row in agents if row.trained), agents[0])
+            view = None
+            if self.size < MAX_PAGE_BYTES:
+                view = episode_view(self._run_file, agents)
+                self.transcripts += 1
+            yield {"number": number, "row": main, "view": view, **self._place(view), "blob": self._full_chunk()}
+
+    def _place(self, view: EpisodeView | None) -> dict[str, int | None]:
+        """The chunk of an episode's tokens and its index there."""
+        if view is None or not self._tokens:
+            return {"chunk": None, "index": None}
+        payload = [[agent.agent, token_payload(agent.trajectory, self._vocabulary)] for agent in view.agents]
+        if not any(part for _, part in payload):
+            return {"chunk": None, "index": None}
+        self._chunk.append(payload)
+        return {"chunk": self._chunks, "index": len(self._chunk) - 1}
+
+    def _full_chunk(self) -> dict[str, Any] | None:
+        if len(self._chunk) < CHUNK_EPISODES:
+            return None
+        blob = {"name": f"tokens-{self._chunks}", "data": packed(self._chunk)}
+        self._chunk, self._chunks = [], self._chunks + 1
+        return blob
+
+    def _last_blobs(self) -> Iterator[dict[str, str]]:
+        if self._chunk:
+            yield {"name": f"tokens-{self._chunks}", "data": packed(self._chunk)}
+        yield {"name": "vocabulary", "data": packed({str(key): text for key, text in self._vocabulary.texts.items()})}
+
+
+def packed(value: Any) -> str:
+    """JSON, compressed with gzip, as base64: no text of a run can end the element that holds it."""
+    return base64.b64encode(gzip.compress(encode_standard_json(value), 9, mtime=0)).decode()
+
+
+# --- templates
+
+
+@functools.cache
+def asset(name: str) -> str:
+    """A file of the package's templates."""
+    return (resources.files("runner.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def page_policy(style: str, script: str) -> str:
+    """The Content-Security-Policy of a page: our style and our script by their hashes, images of data, nothing else."""
+
+    def hashed(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; style-src {hashed(style)}; script-src {hashed(script)}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates; every text is escaped, and characters that a page cannot show are written as codes."""
+    import jinja2
+    from markupsafe import Markup
+
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("runner.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=False,
+    )
+    made.filters |= {
+        "figure": figure,
+        "count": lambda value: f"{value:,}",
+        "percent": _percent,
+        "trusted": Markup,
+        "fragment": _fragment,
+    }
+    made.globals["shared_text"] = shared_text
+    return made
+
+
+def figure(value: float | None) -> str:
+    """A number of three digits; "-" for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _fragment(name: str) -> str:
+    return quote(printable(name))
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def shared_text(entry: Entry, shared: dict[str, int]) -> int | None:
+    """The number of a long system message among the texts that a page shows once; None for another entry."""
+    if entry.kind != "system" or len(entry.text) < MIN_SHARED_CHARS:
+        return None
+    return shared.setdefault(entry.text, len(shared) + 1)

@@ -1,0 +1,168 @@
+"use strict";
+(() => {
+const byId = (id) => document.getElementById(id);
+const list = byId("list"), rows = [...list.querySelectorAll("details.e")];
+const make = (name, kind, text) => { const made = document.createElement(name); if (kind) made.className = kind; if (text !== undefined) made.textContent = text; return made; };
+
+// --- filters
+const NAMES = ["id", "outcome", "reward", "turns", "sampled", "seconds"];
+const cells = new Map(rows.map((row) => {
+  const values = { task: row.dataset.task, number: Number(row.dataset.number) };
+  [...row.firstElementChild.children].forEach((cell, place) => { if (place < NAMES.length) values[NAMES[place]] = cell.textContent; });
+  for (const name of ["reward", "turns", "sampled", "seconds"]) values[name] = parseFloat(values[name].replaceAll(",", ""));
+  return [row, values];
+}));
+const texts = new Map();
+const textOf = (row) => { if (!texts.has(row)) texts.set(row, row.textContent.toLowerCase()); return texts.get(row); };
+function apply() {
+  const find = byId("find").value.toLowerCase(), outcome = byId("outcome").value, task = byId("task").value;
+  const low = parseFloat(byId("low").value), high = parseFloat(byId("high").value);
+  let shown = 0;
+  for (const row of rows) {
+    const its = cells.get(row);
+    const keep = (!outcome || its.outcome === outcome) && (!task || its.task === task)
+      && (Number.isNaN(low) || its.reward >= low) && (Number.isNaN(high) || its.reward <= high)
+      && (!find || textOf(row).includes(find));
+    row.hidden = !keep;
+    shown += keep;
+  }
+  const sort = byId("sort").value, name = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
+  const order = [...rows].sort((a, b) => {
+    const x = cells.get(a), y = cells.get(b);
+    if (name === "task") return x.task < y.task ? -1 : x.task > y.task ? 1 : x.number - y.number;
+    if (!name) return x.number - y.number;
+    const missing = Number.isNaN(x[name]) - Number.isNaN(y[name]);
+    return missing || sign * (x[name] - y[name]) || x.number - y.number;
+  });
+  list.append(...order);
+  list.classList.toggle("side", byId("side").checked);
+  byId("shown").textContent = `${shown} of ${rows.length} shown`;
+}
+const form = byId("controls");
+form.hidden = false;
+form.addEventListener("input", apply);
+form.addEventListener("submit", (event) => event.preventDefault());
+byId("side").addEventListener("change", () => {
+  if (byId("side").checked && byId("task").value) rows.forEach((row) => { if (!row.hidden) row.open = true; });
+});
+apply();
+
+// --- keys: / finds, j and k go to the next and the previous episode
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  if (event.key === "/") { event.preventDefault(); byId("find").focus(); }
+  if (event.key !== "j" && event.key !== "k") return;
+  const visible = [...list.querySelectorAll("details.e")].filter((row) => !row.hidden);
+  const at = visible.indexOf(event.target.closest && event.target.closest("details.e"));
+  const next = visible[at < 0 ? 0 : at + (event.key === "j" ? 1 : -1)];
+  if (next) { next.firstElementChild.focus(); next.scrollIntoView({ block: "nearest" }); }
+});
+function openTarget() {
+  let name = location.hash.slice(1);
+  try { name = decodeURIComponent(name); } catch { /* not encoded */ }
+  const target = name && byId(name);
+  if (target && target.tagName === "DETAILS") { target.hidden = false; target.open = true; target.scrollIntoView(); }
+}
+window.addEventListener("hashchange", openTarget);
+openTarget();
+
+// --- tokens
+const unpacked = new Map();
+function unpack(id) {
+  if (!unpacked.has(id)) {
+    const element = byId(id);
+    const bytes = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    unpacked.set(id, new Response(stream).json());
+  }
+  return unpacked.get(id);
+}
+const LEVELS = [-0.05, -0.3, -1, -2, -4];
+const level = (logprob) => { const at = LEVELS.findIndex((limit) => logprob >= limit); return `p${at < 0 ? 5 : at}`; };
+const MOST = 20000;
+function visible(text) { return text.replace(/\n/g, "\u23ce\n"); }
+function segmentTokens(segment, vocabulary, about) {
+  const box = make("div", "tokens");
+  box.tabIndex = 0;
+  box.setAttribute("role", "group");
+  box.setAttribute("aria-label", "Tokens; the arrow keys go from one to the next");
+  const facts = [];
+  let place = 0, sampled = 0;
+  const starts = new Map(segment.turns.map((turn) => [turn[1], turn]));
+  const versions = [...segment.versions];
+  for (const [source, length] of segment.sources) {
+    for (let end = place + length; place < end; place++) {
+      const id = segment.ids[place], text = vocabulary[id];
+      const turn = starts.get(place);
+      if (turn && place < MOST) box.append(make("span", "chip", `turn ${turn[0]}${turn[3] ? ": " + turn[3] : ""}`));
+      const logprob = source === "sampled" || source === "retried" ? segment.logprobs[sampled++] : undefined;
+      while (versions.length && versions[0][2] <= place) versions.shift();
+      const version = versions.length && versions[0][1] <= place ? versions[0][0] : "";
+      facts.push({ id, text, source, logprob, version, place });
+      if (place >= MOST) continue;
+      const shown = make("i", source + (typeof logprob === "number" ? " " + level(logprob) : ""), text === undefined ? ` ${id}` : visible(text) || "\u2205");
+      shown.dataset.at = place;
+      box.append(shown);
+    }
+  }
+  if (facts.length > MOST) box.append(make("p", "warn", `${facts.length - MOST} further ids are not shown.`));
+  let at = -1;
+  function show(next) {
+    if (!(next >= 0 && next < Math.min(facts.length, MOST))) return;
+    box.querySelectorAll(".at").forEach((each) => each.classList.remove("at"));
+    at = next;
+    const it = facts[at], shown = box.querySelector(`i[data-at="${at}"]`);
+    shown.classList.add("at");
+    shown.scrollIntoView({ block: "nearest" });
+    const parts = [`index ${at}`, `id ${it.id}`, it.text === undefined ? "" : JSON.stringify(it.text), `source ${it.source}`, `loss mask ${it.source === "sampled" ? 1 : 0}`];
+    if (typeof it.logprob === "number") parts.push(`log-probability ${it.logprob}`, `probability ${Math.exp(it.logprob).toPrecision(3)}`);
+    if (it.version) parts.push(`weights ${it.version}`);
+    about.textContent = parts.filter(Boolean).join(" \u00b7 ");
+    const turn = segment.turns.find((each) => each[1] <= at && at < each[2]);
+    const top = turn && segment.top && segment.top[turn[1]];
+    if (top) {
+      const from = (at - turn[1]) * top[0], likely = [];
+      for (let each = from; each < from + top[0] && each < top[1].length; each++) likely.push(`${JSON.stringify(vocabulary[top[1][each]] ?? String(top[1][each]))} ${top[2][each] ?? "-inf"}`);
+      about.append(make("br"), `instead: ${likely.join(", ")}`);
+    }
+  }
+  box.addEventListener("click", (event) => { if (event.target.dataset.at) show(Number(event.target.dataset.at)); });
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+    if (step) { event.preventDefault(); show(at < 0 ? 0 : at + step); }
+  });
+  return box;
+}
+async function showTokens(row, place) {
+  const [chunk, vocabulary] = await Promise.all([unpack(`tokens-${row.dataset.chunk}`), unpack("vocabulary")]);
+  const legend = make("p", "legend dim", "sampled ids by probability: ");
+  ["above 95%", "74%", "37%", "14%", "2%", "less"].forEach((words, at) => legend.append(make("i", `p${at}`, words)));
+  place.replaceChildren(legend);
+  for (const [agent, segments] of chunk[Number(row.dataset.index)]) {
+    if (!segments) { place.append(make("p", "warn", `${agent}: no ids, or too many for a page.`)); continue; }
+    segments.forEach((segment, number) => {
+      place.append(make("h5", "", `${agent}, segment ${number}: ${segment.ids.length} ids`));
+      const about = make("p", "about");
+      about.setAttribute("aria-live", "polite");
+      place.append(segmentTokens(segment, vocabulary, about), about);
+    });
+  }
+}
+for (const row of rows) {
+  if (row.dataset.chunk === undefined) continue;
+  row.addEventListener("toggle", () => {
+    if (!row.open || row.querySelector(".show-tokens")) return;
+    const button = make("button", "show-tokens", "Tokens"), place = make("div");
+    button.type = "button";
+    button.setAttribute("aria-expanded", "false");
+    button.addEventListener("click", async () => {
+      const open = button.getAttribute("aria-expanded") === "true";
+      button.setAttribute("aria-expanded", String(!open));
+      if (open) { place.replaceChildren(); return; }
+      try { await showTokens(row, place); } catch (error) { place.textContent = `The tokens cannot be shown here: ${error}`; }
+    });
+    row.firstElementChild.after(button, place);
+  });
+}
+document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,244 @@
+"""`deltarunner report`: one page, read in a real browser."""
+
+from __future__ import annotations
+
+import html
+import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from runner import RunFile
+from runner.cli.app import app
+from runner.report.page import MAX_EPISODES, write_report
+from runner.trajectory import Outcome
+from tests.report.browser import browser, needs_browser
+from tests.report.playing import ATTACKS, play_hostile, play_sums, store
+from tests.store.building import played
+from tests.verifying import play as play_wandering
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "sums.db"
+    anyio.run(play_sums, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(sums: Path) -> Path:
+    return report(sums)
+
+
+def report(file: Path, *options: str) -> Path:
+    target = file.with_name(f"{file.stem}{len(list(file.parent.glob('*.html')))}.html")
+    result = CliRunner().invoke(app, ["report", str(file), "-o", str(target), *options])
+    assert result.exit_code == 0, result.output
+    return target
+
+
+# --- without a browser
+
+
+def test_page_has_run_results_failures_and_transcripts(page: Path) -> None:
+    text = page.read_text()
+    for words in (
+        "tests.report.playing:Sums",
+        "pass^k",
+        "95% interval",
+        "env_error",
+        "deltarunner run",
+        "What is 2 + 2?",
+    ):
+        assert words in text
+    # The place of a failure in the author's code.
+    assert re.search(r"<td>ConnectionError</td><td><code>add, [^<]*playing.py:\d+</code>", text)
+    # A long system message is in the page once.
+    assert text.count("You add numbers. You add numbers.") <= 20
+
+
+def test_page_names_no_address_of_another_place(page: Path) -> None:
+    text = re.sub(r'<script type="text/plain".*?</script>', "", page.read_text(), flags=re.DOTALL)
+    assert "default-src 'none'" in html.unescape(text)
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', text)
+    assert "http" not in text.replace("http-equiv", "")
+
+
+async def test_file_without_episodes_has_a_page_that_says_so(tmp_path: Path) -> None:
+    path = await store(tmp_path / "empty.db", [])
+    assert "The file has no episodes yet." in report(path).read_text()
+
+
+def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
+    text = tmp_path / "text.db"
+    text.write_text("hello")
+    for file in (text, tmp_path / "missing.db"):
+        result = CliRunner().invoke(app, ["report", str(file)])
+        assert result.exit_code == 7
+        assert "Traceback" not in result.output
+
+
+def test_damaged_file_is_refused_in_words(sums: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(sums.read_bytes())
+    with closing(sqlite3.connect(damaged)) as connection:
+        connection.execute("UPDATE segments SET ids = x'00'")
+        connection.commit()
+    result = CliRunner().invoke(app, ["report", str(damaged)])
+    assert result.exit_code == 7
+    assert "damaged" in result.output
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_run_file_is_never_replaced_by_a_page(sums: Path) -> None:
+    before = sums.read_bytes()
+    assert CliRunner().invoke(app, ["report", str(sums), "-o", str(sums)]).exit_code == 2
+    assert sums.read_bytes() == before
+
+
+async def test_failed_episodes_come_first_if_not_all_fit(tmp_path: Path) -> None:
+    outcomes = [Outcome.ENV_ERROR if number == 41 else Outcome.COMPLETED for number in range(60)]
+    episodes = [played(f"task{number}", outcome=outcome) for number, outcome in enumerate(outcomes)]
+    path = await store(tmp_path / "many.db", episodes)
+    with RunFile(path) as run_file:
+        written = write_report(run_file, tmp_path / "page.html", most=9)
+    assert (written.episodes, written.total) == (9, 60)
+    assert 'id="e-task41-0-0"' in (tmp_path / "page.html").read_text()
+    assert MAX_EPISODES >= 1000
+
+
+async def test_thousands_of_turns_and_a_megabyte_are_cut_in_words(tmp_path: Path) -> None:
+    long = played("long", turns=10_000)
+    long.segments[0].messages[0]["content"] = "a" * 1_000_000
+    path = await store(tmp_path / "long.db", [long])
+    text = report(path).read_text()
+    assert "9,800 turns are left out here" in text
+    assert "992,000 characters left out" in text
+    assert len(text) < 1_000_000
+
+
+# --- in a browser
+
+
+@needs_browser
+async def test_adversarial_texts_run_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "hostile.db"
+    await play_hostile(file)
+    target = report(file)
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(target)
+        await tab.until("document.documentElement.dataset.ready")
+        await tab.value("document.querySelectorAll('details').forEach(each => each.open = true)")
+        await tab.until("document.querySelectorAll('.show-tokens').length > 0")
+        await tab.value("document.querySelectorAll('.show-tokens').forEach(each => each.click())")
+        await tab.until("document.querySelectorAll('.tokens i').length > 500")
+        assert await tab.value("document.title") != "attacked"
+        assert await tab.value("document.querySelectorAll('img, iframe, link, base, main svg a').length") == 0
+        assert await tab.value("document.querySelectorAll('script:not([type])').length") == 1
+        assert await tab.value("document.querySelectorAll('meta[http-equiv]').length") == 1
+        body = await tab.value("document.body.innerText")
+        for attack in ATTACKS[:3]:
+            assert attack[:30] in body
+        assert "{{ 7 * 7 }}" in body
+        assert r"\u202e" in body
+        assert (tab.requests, tab.complaints) == ([], [])
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 768, 1180])
+@pytest.mark.parametrize("dark", [False, True])
+async def test_page_reads_at_three_widths_light_and_dark(page: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(page, width=width, dark=dark)
+        await tab.until("document.documentElement.dataset.ready")
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+        background = await tab.value("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") is not dark
+        assert tab.complaints == []
+
+
+@needs_browser
+async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_path: Path) -> None:
+    shown = "[...document.querySelectorAll('details.e:not([hidden])')]"
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(page)
+        await tab.until("document.documentElement.dataset.ready")
+        assert await tab.value(f"{shown}.length") == 16
+        await tab.value("outcome.value = 'env_error'; outcome.dispatchEvent(new Event('input', {bubbles: true}))")
+        assert await tab.value(f"{shown}.map(e => e.id)") == ["e-sum3#0", "e-sum3#1"]
+        await tab.value(
+            "outcome.value = ''; sort.value = '-reward'; sort.dispatchEvent(new Event('input', {bubbles: true}))"
+        )
+        rewards = await tab.value(f"{shown}.map(e => e.querySelectorAll('summary span')[2].textContent)")
+        assert rewards == sorted(rewards, key=lambda text: -1 if text == "-" else float(text), reverse=True)
+        await tab.click("#e-sum0\\#0 summary")
+        await tab.until("document.querySelector('#e-sum0\\\\#0 .show-tokens')")
+        await tab.click("#e-sum0\\#0 .show-tokens")
+        await tab.until("document.querySelectorAll('.tokens i.sampled').length")
+        # The first sampled id: its text, its log-probability as a colour, and all that is known of it.
+        await tab.value("document.querySelector('.tokens i.sampled').click()")
+        about = await tab.value("document.querySelector('.about').textContent")
+        for fact in ("source sampled", "loss mask 1", "log-probability", "weights"):
+            assert fact in about
+        assert await tab.value("document.querySelectorAll('.tokens .chip').length") == 2
+        assert tab.complaints == []
+
+
+@needs_browser
+async def test_page_works_with_the_keyboard_alone(page: Path, tmp_path: Path) -> None:
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(page)
+        await tab.until("document.documentElement.dataset.ready")
+        await tab.press("j")
+        await tab.press("j")
+        assert await tab.value("document.activeElement.parentElement.dataset.number") == "1"
+        await tab.press("Enter")
+        await tab.until("document.activeElement.parentElement.querySelector('.show-tokens')")
+        await tab.press("Tab")
+        await tab.press("Enter")
+        await tab.until("document.querySelectorAll('.tokens i').length")
+        await tab.press("Tab")
+        for _ in range(3):
+            await tab.press("ArrowRight")
+        assert (await tab.value("document.querySelector('.about').textContent")).startswith("index 2 ")
+        await tab.press("/")
+        assert await tab.value("document.activeElement.id") == "find"
+
+
+@needs_browser
+async def test_page_reads_without_javascript(page: Path, tmp_path: Path) -> None:
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(page, script=False)
+        # The DevTools protocol reads the page; its scripts do not run.
+        assert await tab.value("document.documentElement.dataset.ready") is None
+        assert await tab.value("document.querySelector('#controls').hidden") is True
+        await tab.click("#e-sum0\\#0 summary")
+        body = await tab.value("document.body.innerText")
+        for words in ("95% interval", "What deserves a look", "turn 1", "It is 3."):
+            assert words in body
+
+
+@needs_browser
+async def test_page_shows_branches_agents_and_junctions(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    await play_wandering(file, "pythonic")
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(report(file))
+        await tab.until("document.documentElement.dataset.ready")
+        await tab.click("#list details summary")
+        body = await tab.value("document.querySelector('#list details').innerText")
+        for words in (
+            "Branches",
+            "judge, segment 0",
+            "segment 1 (environment",
+            "appended: ",
+            "not seen",
+            "not trained",
+        ):
+            assert words in body
