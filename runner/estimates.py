@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Final
 
 __all__ = [
@@ -148,6 +149,7 @@ def student_t_p_value(t: float, degrees: float) -> float:
     return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
 
 
+@lru_cache(maxsize=1024)  # comparisons ask for a few numbers of tasks again and again
 def student_t_quantile(confidence: float, degrees: float) -> float:
     """The t below which the absolute value of a t statistic is with this probability, such as 1.96 for 0.95."""
     low, high = 0.0, 1.0

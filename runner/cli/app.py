@@ -238,6 +238,20 @@ def export(
     return export_command(file, format=format, output=output, chosen=chosen)
 
 
+@command("compare")
+def compare(
+    files: Annotated[list[Path], typer.Argument(metavar="A.db B.db ...", help="Run files; A is the baseline.")],
+    by: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Also compare for each value of this field of the tasks.")
+    ] = None,
+    json: Annotated[bool, JSON] = False,
+) -> int:
+    """Compare run files task by task: which is better, by how much, whether that is decisive, and the tasks it lost."""
+    from runner.cli.compare import compare_command
+
+    return compare_command(files, by=by, as_json=json)
+
+
 @command("report")
 def report(
     file: Annotated[Path, typer.Argument(help="A run file.")],
@@ -248,11 +262,15 @@ def report(
         int, typer.Option("--episodes", "-n", min=1, help="Most episodes in the page; failed ones come first.")
     ] = 2000,
     tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="Include token ids and probabilities.")] = True,
+    against: Annotated[
+        Path | None, typer.Option(metavar="A.db", help="Also compare with this run file, the baseline.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(metavar="FIELD", help="With --against: also compare by this field.")] = None,
 ) -> int:
     """Write a page about a run file: one HTML file that needs no network, for a colleague or a pull request."""
     from runner.cli.page import report_command
 
-    return report_command(file, output=output, episodes=episodes, tokens=tokens)
+    return report_command(file, output=output, episodes=episodes, tokens=tokens, against=against, by=by)
 
 
 @command("verify")

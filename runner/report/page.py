@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+from runner.report.comparison import RunComparison
 from runner.report.episode_view import Entry, EpisodeView, Vocabulary, episode_view, token_payload
 from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
 from runner.store.export import whole_or_nothing
@@ -51,7 +52,14 @@ class ReportSize:
     """The size in bytes."""
 
 
-def write_report(run_file: RunFile, target: str | Path, *, most: int = MAX_EPISODES, tokens: bool = True) -> ReportSize:
+def write_report(
+    run_file: RunFile,
+    target: str | Path,
+    *,
+    most: int = MAX_EPISODES,
+    tokens: bool = True,
+    comparison: RunComparison | None = None,
+) -> ReportSize:
     """Write the report of a run file, which appears under its name once it is complete.
 
     Args:
@@ -59,6 +67,7 @@ def write_report(run_file: RunFile, target: str | Path, *, most: int = MAX_EPISO
         target: the path of the page.
         most: the most episodes in the page; failed ones and extremes come first, the others are evenly spaced.
         tokens: include the ids with their log-probabilities.
+        comparison: a comparison of another file, A, with this one.
 
     Raises:
         StorageFailed: the target cannot be written.
@@ -66,6 +75,7 @@ def write_report(run_file: RunFile, target: str | Path, *, most: int = MAX_EPISO
     """
     overview = overview_of(run_file)
     page = _Page(run_file, overview, most=most, tokens=tokens)
+    page.comparison = comparison
     with whole_or_nothing(Path(target)) as file:
         for part in page.parts():
             data = part.encode()
@@ -85,6 +95,7 @@ class _Page:
         self._chunk: list[Any] = []
         self._chunks = 0
         self._shared: dict[str, int] = {}
+        self.comparison: RunComparison | None = None
         self.size = self.rows = self.transcripts = 0
         keys = [(row.key, row.id, row.attempt) for row in run_file.rows(trained=None)]
         episodes = [[key for key, *_ in group] for _, group in groupby(keys, key=lambda each: each[1:])]
@@ -111,6 +122,7 @@ class _Page:
             .get_template("report.html.jinja")
             .generate(
                 overview=self._overview,
+                comparison=self.comparison,
                 style=style,
                 script=script,
                 policy=page_policy(style, script),

@@ -1,0 +1,98 @@
+"""`deltarunner compare`: which of several run files is better, task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from runner.cli.report import counted, make_console
+from runner.errors import BadOption
+from runner.report.comparison import Decision, MetricDifference, RunComparison, compare
+from runner.transcript import printable_line
+
+__all__ = ["compare_command"]
+
+MAX_SHOWN_TASKS = 20
+"""Flipped tasks and differing settings that are shown; the others are counted."""
+
+
+def compare_command(files: Sequence[Path], *, by: str | None, as_json: bool) -> int:
+    """Compare each file with the first one, print the results, and return the exit code."""
+    if len(files) < 2:
+        raise BadOption("compare: give at least two run files; each is compared with the first.")
+    comparisons = [compare(files[0], other, by=by) for other in files[1:]]
+    if as_json:
+        print(orjson.dumps([each.as_dict() for each in comparisons]).decode())
+        return 0
+    console = make_console()
+    for comparison in comparisons:
+        _show(console, comparison)
+    return 0
+
+
+def _show(console: Console, comparison: RunComparison) -> None:
+    def line(text: str, style: str = "") -> None:
+        console.print(Text(printable_line(text), style=style), soft_wrap=True)
+
+    line(f"A  {comparison.first}", "dim")
+    line(f"B  {comparison.second}", "dim")
+    line(comparison.verdict, "bold")
+    for note in comparison.notes:
+        line(note, "yellow")
+    console.print()
+    console.print(_table(comparison.differences, "metric"))
+    if comparison.slices:
+        console.print(_table(comparison.slices, "slice"))
+        line(f"The p-values of the {len(comparison.slices)} slices are adjusted for their number (Holm).", "dim")
+    _show_flipped(console, comparison)
+    if comparison.configuration:
+        console.print(Text("Different settings", style="bold"))
+        for path, old, new in comparison.configuration[:MAX_SHOWN_TASKS]:
+            line(f"  {path}: {old} -> {new}")
+        _others(console, len(comparison.configuration))
+    else:
+        line("The headers of both files are the same.")
+    console.print()
+
+
+def _show_flipped(console: Console, comparison: RunComparison) -> None:
+    lost = [each for each in comparison.flipped if each.lost]
+    won = [each for each in reversed(comparison.flipped) if not each.lost]
+    for words, tasks in (("lost", lost), ("won", won)):
+        if not tasks:
+            continue
+        console.print(Text(f"B {words} {counted(len(tasks), 'task')} (solved in A -> in B)", style="bold"))
+        for each in tasks[:MAX_SHOWN_TASKS]:
+            ids = f"{each.episodes[0]} and {each.episodes[1]}"
+            text = f"  {each.task_id}: {each.first:.0%} -> {each.second:.0%}, such as {ids}"
+            console.print(Text(printable_line(text)), soft_wrap=True)
+        _others(console, len(tasks))
+
+
+def _others(console: Console, count: int) -> None:
+    if count > MAX_SHOWN_TASKS:
+        console.print(Text(f"  and {count - MAX_SHOWN_TASKS} more (--json has all)", style="dim"))
+
+
+def _table(differences: Sequence[MetricDifference], first: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in (first, "A", "B", "B - A", "95% interval", "p", "tasks", "result"):
+        table.add_column(name, justify="left" if name in (first, "result") else "right")
+    for each in differences:
+        interval = "-" if each.low is None or each.high is None else f"{each.low:+.3g} to {each.high:+.3g}"
+        table.add_row(
+            Text(printable_line(each.slice or each.metric)),
+            f"{each.first:.3g}",
+            f"{each.second:.3g}",
+            f"{each.difference:+.3g}",
+            interval,
+            "-" if each.p_value is None else f"{each.p_value:.2g}",
+            str(each.tasks),
+            Text(each.words, style="" if each.decision is Decision.UNDECIDED else "bold"),
+        )
+    return table

@@ -1,0 +1,203 @@
+"""`deltarunner compare`: paired by task, checked with scipy's figures and by simulation."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from runner import RunFile, Task
+from runner.cli.app import app
+from runner.errors import BadOption
+from runner.estimates import pass_all_k, pass_at_k, student_t_p_value, student_t_quantile
+from runner.report.comparison import Decision, compare, paired_difference
+from runner.trajectory import Outcome
+from tests.report.playing import store
+from tests.store.building import played
+
+pytestmark = pytest.mark.anyio
+
+SCIPY = json.loads((Path(__file__).parent / "scipy_reference.json").read_text())
+
+
+# --- statistics
+
+
+def test_paired_t_test_agrees_with_scipy() -> None:
+    for case in SCIPY["paired"]:
+        made = paired_difference("reward", [tuple(pair) for pair in case["pairs"]])
+        assert (made.p_value, made.low, made.high) == pytest.approx((case["p_value"], case["low"], case["high"]), 1e-9)
+
+
+def test_student_t_agrees_with_scipy() -> None:
+    for t, degrees, p_value in SCIPY["p_values"]:
+        assert student_t_p_value(t, degrees) == pytest.approx(p_value, rel=1e-9, abs=1e-300)
+    for degrees, quantile in SCIPY["quantiles"]:
+        assert student_t_quantile(0.95, degrees) == pytest.approx(quantile, rel=1e-9)
+
+
+@pytest.mark.parametrize("tasks", [12, 40])
+def test_interval_covers_the_truth_on_clustered_data(tasks: int) -> None:
+    draw = random.Random(tasks)
+    covered, rounds = 0, 2_000
+    for _ in range(rounds):
+        pairs = []
+        for _ in range(tasks):
+            hard = draw.random()  # episodes of a task share its difficulty
+            chances = hard, min(1.0, max(0.0, hard + 0.2 * (draw.random() - 0.5)))
+            counts = draw.randrange(1, 7), draw.randrange(1, 7)
+            first, second = (
+                sum(draw.random() < chance for _ in range(count)) / count
+                for chance, count in zip(chances, counts, strict=True)
+            )
+            pairs.append((first, second))
+        made = paired_difference("reward", pairs)
+        assert made.low is not None
+        assert made.high is not None
+        covered += made.low <= 0 <= made.high  # both have the same expected chance
+    assert 0.93 <= covered / rounds <= 0.97
+
+
+def test_further_tasks_decide_as_often_as_promised() -> None:
+    draw = random.Random(3)
+    pilot = paired_difference("reward", [(0.0, draw.gauss(0.2, 1)) for _ in range(30)])
+    assert pilot.more_tasks is not None
+    size = pilot.tasks + pilot.more_tasks
+    spread = (pilot.high - pilot.low) / 2 / student_t_quantile(0.95, 29) * 30**0.5  # type: ignore[operator]
+    rounds = 300
+    decided = sum(
+        paired_difference("r", [(0.0, draw.gauss(pilot.difference, spread)) for _ in range(size)]).decision
+        is Decision.HIGHER
+        for _ in range(rounds)
+    )
+    assert 0.7 <= decided / rounds <= 0.9
+
+
+def test_pass_at_k_and_pass_all_k_are_unbiased() -> None:
+    draw = random.Random(1)
+    chance, n, k = 0.3, 5, 2
+    solved: dict[tuple[int, int], int] = {}
+    for _ in range(20_000):
+        key = n, sum(draw.random() < chance for _ in range(n))
+        solved[key] = solved.get(key, 0) + 1
+    assert pass_at_k(solved, k) == pytest.approx(1 - (1 - chance) ** k, abs=0.01)
+    assert pass_all_k(solved, k) == pytest.approx(chance**k, abs=0.01)
+    assert pass_all_k({(4, 4): 1, (4, 2): 1}, 2) == (1 + 1 / 6) / 2
+    assert pass_all_k({(2, 1): 1}, 3) is None
+
+
+# --- files
+
+
+async def two(folder: Path, count: int = 20, *, losing: int = 15, **header: Any) -> tuple[Path, Path]:
+    """A solves every task; B loses the first ones."""
+    levels = ("easy", "hard")
+    tasks = [Task(id=f"t{n}", prompt="?", info={"level": levels[n % 2]}) for n in range(count)]
+    first = await store(folder / "a.db", [played(task) for task in tasks])
+    rewards = [float(number >= losing) for number in range(count)]
+    second = [played(task, reward=reward) for task, reward in zip(tasks, rewards, strict=True)]
+    return first, await store(folder / "b.db", second, **header)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+async def test_better_file_lost_tasks_and_settings_are_named(tmp_path: Path) -> None:
+    first, second = await two(tmp_path, sampling={"temperature": 0.5})
+    made = compare(first, second)
+    assert made.better == "A"
+    assert made.verdict == "A is better: decisive: B is lower by 0.75"
+    assert [each.task_id for each in made.flipped] == [f"t{n}" for n in range(15)]
+    assert all(each.lost for each in made.flipped)
+    assert ("sampling.temperature", "(not set)", "0.5") in made.configuration
+    code, text = run(first, second)
+    assert code == 0
+    for words in ("A is better", "B lost 15 tasks", "t0: 100% -> 0%, such as t0-0-0", "sampling.temperature"):
+        assert words in text
+
+
+async def test_undecided_comparison_says_how_many_tasks_would_decide(tmp_path: Path) -> None:
+    first, second = await two(tmp_path, 10, losing=1)
+    reward = compare(first, second).differences[0]
+    assert reward.decision is Decision.UNDECIDED
+    assert reward.words.startswith("not decisive: about ")
+    assert "more tasks would decide" in run(first, second)[1]
+
+
+async def test_equal_files_are_not_decisive(tmp_path: Path) -> None:
+    first, _ = await two(tmp_path)
+    made = compare(first, first)
+    assert (made.better, made.flipped, made.configuration) == ("", (), ())
+    assert made.verdict == "not decisive: no difference was seen"
+
+
+async def test_slices_follow_a_field_of_the_task(tmp_path: Path) -> None:
+    first, second = await two(tmp_path, losing=20)
+    with RunFile(first) as a, RunFile(second) as b:
+        made = compare(a, b, by="level")
+        assert len(a) == 20  # the caller's file stays open
+    assert [(each.slice, each.tasks, each.difference) for each in made.slices] == [("easy", 10, -1), ("hard", 10, -1)]
+    code, text = run(first, second, "--by", "colour")
+    assert code == 2
+    assert "no task has this field; fields are answer, id, level" in text
+
+
+async def test_files_without_a_common_task_are_refused_in_words(tmp_path: Path) -> None:
+    first = await store(tmp_path / "a.db", [played("x")])
+    second = await store(tmp_path / "b.db", [played("y")])
+    with pytest.raises(BadOption, match=r"no task in common.*'x'.*'y'"):
+        compare(first, second)
+    empty = await store(tmp_path / "c.db", [])
+    with pytest.raises(BadOption, match="no finished episodes"):
+        compare(first, empty)
+    assert run(first)[0] == 2
+    assert run(first, tmp_path / "missing.db")[0] == 7
+
+
+async def test_different_scorers_have_no_common_reward(tmp_path: Path) -> None:
+    first, _ = await two(tmp_path)
+    other = played("t0")
+    other.rewards = {"correct": 1.0, "style": 0.5}
+    third = await store(tmp_path / "c.db", [other, played("t1")])
+    made = compare(first, third)
+    assert "reward" not in [each.metric for each in made.differences]
+    assert "reward correct" in [each.metric for each in made.differences]
+    assert "The scorers differ (A: correct; B: correct, style)" in " ".join(made.notes)
+
+
+async def test_failed_missing_and_single_episodes_are_noted(tmp_path: Path) -> None:
+    first = await store(tmp_path / "a.db", [played("x"), played("y"), played("z")])
+    second = await store(tmp_path / "b.db", [played("x"), played("y", outcome=Outcome.ENV_ERROR)])
+    made = compare(first, second)
+    notes = " ".join(made.notes)
+    assert "1 tasks are only in A" in notes
+    assert "1 failed episodes of B" in notes
+    assert "Each task was played once, with one seed" in notes
+    assert made.differences[0].words == "not decisive: an interval needs two tasks"
+
+
+async def test_page_against_a_baseline_has_the_comparison(tmp_path: Path) -> None:
+    first, second = await two(tmp_path)
+    target = tmp_path / "page.html"
+    arguments = ["report", str(second), "--against", str(first), "--by", "level", "-o", str(target)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    text = target.read_text()
+    for words in ("A is better: decisive", "Tasks that flipped", '<a href="#e-t0-0-0">', "hard"):
+        assert words in text
+    assert CliRunner().invoke(app, ["report", str(second), "--by", "level", "-o", str(target)]).exit_code == 2
+
+
+async def test_json_has_the_whole_comparison(tmp_path: Path) -> None:
+    first, second = await two(tmp_path)
+    code, text = run(first, second, second, "--json")
+    assert code == 0
+    made = json.loads(text)
+    assert [each["better"] for each in made] == ["A", "A"]
+    assert len(made[0]["flipped"]) == 15
+    assert made[0]["differences"][0]["decision"] == "lower"
