@@ -36,7 +36,7 @@ from runner.trajectory import Segment, Trajectory, Turn
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet", "whole_or_nothing"]
+__all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
 
 
 class Exporter(Protocol):
