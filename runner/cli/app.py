@@ -34,8 +34,8 @@ BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
 """The exit code of a Unix tool whose reader closed the pipe."""
 
 EPILOG = """
-Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 4 a task · 5 the model · 6 the chat
-template · 7 the run file, or wrong new weights · 8 the disk · 9 the engine · 10 too many episodes failed
+Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 4 a task, or --fail-under · 5 the model
+· 6 the chat template · 7 the run file, or wrong new weights · 8 the disk · 9 the engine · 10 too many episodes failed
 · 11 the run was stuck · 130 Ctrl-C · 141 the reader of the output is gone.
 """
 
@@ -67,8 +67,12 @@ def _ids_after_options(args: list[str], options: list[str]) -> list[str]:
             return False
         return "#" in word or (word[:2] not in options and not get_close_matches(option, options, 1, 0.75))
 
-    ids = [word for word in args if is_id(word)]
-    return [*(word for word in args if not is_id(word)), *(["--", *ids] if ids else [])]
+    values = {place + 1 for place, word in enumerate(args) if word == "--sort"}  # it may begin with a dash
+    ids = [word for place, word in enumerate(args) if place not in values and is_id(word)]
+    return [
+        *(word for place, word in enumerate(args) if place in values or not is_id(word)),
+        *(["--", *ids] if ids else []),
+    ]
 
 
 app = typer.Typer(
@@ -202,11 +206,27 @@ def show(
         bool, typer.Option("--requests", help="Show the chat requests of an external agent instead of the transcript.")
     ] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Rows of the table.")] = 50,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed episodes.")] = False,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CONDITION", help="Only episodes with 'reward < 0.5', 'error ~ text'; may be repeated."),
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Sort by a field, reward or metric; -FIELD: highest first.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(metavar="FIELD", help="Mean reward by a field of the tasks.")] = None,
+    fail_under: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="Exit code 4 if reward, a metric, pass@k or pass^k is lower."),
+    ] = None,
 ) -> int:
     """Show a run file: a table of its episodes, or the transcript of one."""
-    from runner.cli.show import show_command
+    from runner.cli.show import RowOptions, show_command
 
-    return show_command(file, episode, agent=agent, tokens=tokens, brief=brief, requests=requests, limit=limit)
+    chosen = RowOptions(failed=failed, where=tuple(where or ()), sort=sort, by=by, fail_under=tuple(fail_under or ()))
+    return show_command(
+        file, episode, agent=agent, tokens=tokens, brief=brief, requests=requests, limit=limit, chosen=chosen
+    )
 
 
 @command("export")

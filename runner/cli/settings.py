@@ -225,7 +225,9 @@ class RunSettings:
     ] = None
     skip: Annotated[int | None, typer.Option(min=0, help="dataset: leave out the first N rows.")] = None
     take: Annotated[int | None, typer.Option(min=0, help="dataset: keep N rows.")] = None
-    group_size: Annotated[int | None, typer.Option(min=1, help="Episodes of each task; default 1.")] = None
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", "--repeat", min=1, help="Episodes of each task; default 1.")
+    ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of all random numbers; default 0.")] = None
     temperature: Annotated[float | None, typer.Option(help="Temperature; 0 is greedy; default 1.")] = None
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of a turn.")] = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,15 @@ from rich.text import Text
 from runner.cli.report import make_console, summary_table
 from runner.cli.requests_view import show_requests
 from runner.errors import BadOption
+from runner.report.overview import interval_of
+from runner.report.row_conditions import (
+    check_known,
+    check_thresholds,
+    means_by,
+    row_condition,
+    sorted_rows,
+    where_name,
+)
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Trajectory
 from runner.transcript import decoder, printable, printable_line, transcript
@@ -20,23 +30,52 @@ from runner.transcript import decoder, printable, printable_line, transcript
 __all__ = ["show_command"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """The choice of episodes for the table, and what is asked of the results."""
+
+    failed: bool = False
+    where: tuple[str, ...] = ()
+    sort: str | None = None
+    by: str | None = None
+    fail_under: tuple[str, ...] = ()
+
+    @property
+    def selects(self) -> bool:
+        return self.failed or bool(self.where)
+
+
+FAIL_UNDER_CODE = 4
+"""The exit code if a result is below `--fail-under`."""
+
+
 def show_command(
-    file: Path, episode: str | None, *, agent: str | None, tokens: bool, brief: bool, requests: bool, limit: int
+    file: Path,
+    episode: str | None,
+    *,
+    agent: str | None,
+    tokens: bool,
+    brief: bool,
+    requests: bool,
+    limit: int,
+    chosen: RowOptions,
 ) -> int:
     console = make_console()
+    if episode is not None and chosen != RowOptions():
+        raise BadOption("--failed, --where, --sort, --by, --fail-under: they are for the table; leave the episode out.")
     with RunFile(file) as run_file:
         if requests and episode is None:
             raise BadOption("--requests: give an episode as well: deltarunner show FILE EPISODE --requests.")
         if episode is None:
-            _overview(run_file, console, limit)
-        elif requests:
+            return _overview(run_file, console, limit, chosen)
+        if requests:
             show_requests(run_file, console, _find_row(run_file, episode))
         else:
             _transcript(run_file, console, episode, agent, tokens=tokens, brief=brief)
     return 0
 
 
-def _overview(run_file: RunFile, console: Console, limit: int) -> None:
+def _overview(run_file: RunFile, console: Console, limit: int, chosen: RowOptions) -> int:
     header = run_file.header
     # A scripted engine has no model; its kind is shown.
     model = header.engine.get("model")
@@ -48,15 +87,58 @@ def _overview(run_file: RunFile, console: Console, limit: int) -> None:
     )
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
-    # An evaluation run has only untrained trajectories.
-    count = len(run_file)
-    rows = run_file if count else list(run_file.rows(trained=None))
-    count = count or len(list(rows))
+    rows, count = _rows(run_file, chosen)
     console.print(_table(islice(rows, limit)))
     if count > limit:
         console.print(f"and {count - limit} more: -n {count}", style="dim")
     console.print()
-    console.print(summary_table(run_file.summary(), verbose=True))
+    if chosen.by is not None:
+        console.print(_table_by(run_file, chosen))
+        console.print()
+    summary = run_file.summary()
+    console.print(summary_table(summary, verbose=True))
+    missed = check_thresholds(summary, chosen.fail_under)
+    for words in missed:
+        console.print(Text(words, style="red"), soft_wrap=True)
+    return FAIL_UNDER_CODE if missed else 0
+
+
+def _rows(run_file: RunFile, chosen: RowOptions) -> tuple[Iterable[EpisodeRow], int]:
+    """The chosen rows and their number."""
+    # An evaluation run has only untrained trajectories.
+    trained = True if len(run_file) else None
+    if chosen.where or chosen.sort:
+        names = [*map(where_name, chosen.where), *([chosen.sort.removeprefix("-")] if chosen.sort else [])]
+        check_known(names, run_file, "--where, --sort:")
+    if not chosen.selects and chosen.sort is None:
+        return (run_file.rows(), len(run_file)) if trained else _listed(run_file.rows(trained=None))
+    conditions = [row_condition(text) for text in chosen.where]
+    rows: Iterable[EpisodeRow] = (
+        row
+        for row in run_file.rows(trained=trained)
+        if (row.outcome.failed or not chosen.failed) and all(holds(row) for holds in conditions)
+    )
+    return _listed(rows if chosen.sort is None else sorted_rows(rows, chosen.sort))
+
+
+def _listed(rows: Iterable[EpisodeRow]) -> tuple[list[EpisodeRow], int]:
+    listed = list(rows)
+    return listed, len(listed)
+
+
+def _table_by(run_file: RunFile, chosen: RowOptions) -> Table:
+    """Mean rewards by a field of the tasks."""
+    assert chosen.by is not None
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in (chosen.by, "reward", "95% interval", "failed", "episodes", "tasks"):
+        table.add_column(printable_line(name), justify="left" if name == chosen.by else "right")
+    for value, (reward, failed) in means_by(run_file, _rows(run_file, chosen)[0], chosen.by).items():
+        half = interval_of(reward.as_dict())
+        interval = "-" if half is None else f"{reward.mean - half:.3f} to {reward.mean + half:.3f}"
+        mean = f"{reward.mean:.3f}" if reward.count else "-"
+        cells = (mean, interval, f"{failed.mean:.0%}", str(failed.count), str(failed.tasks))
+        table.add_row(Text(printable_line(value)), *cells)
+    return table
 
 
 def _settings(run_file: RunFile) -> str:
@@ -112,6 +194,7 @@ def _transcript(
     decode = decoder(run_file.header.engine)
     for line in transcript(trajectory, decode, brief=brief, tokens=tokens):
         console.print(line, soft_wrap=not console.is_terminal)
+    _show_neighbours(run_file, console, trajectory)
     others = ", ".join(_other_agents(run_file, trajectory))
     if others:
         console.print(Text(f"Other agents of this episode: {others}. --agent NAME shows one.", "dim"), soft_wrap=True)
@@ -120,6 +203,23 @@ def _transcript(
         console.print(
             f"The vocabulary of {model} is not here: only messages are shown, without the template.", style="dim"
         )
+
+
+def _show_neighbours(run_file: RunFile, console: Console, shown: Trajectory) -> None:
+    """Print the ids of the episodes before and after the shown one."""
+    before = after = None
+    seen = False
+    for row in run_file.rows(trained=None):
+        if row.id == shown.id:
+            seen = True
+        elif seen:
+            after = row.id
+            break
+        else:
+            before = row.id
+    parts = [f"{name}: {printable_line(id)}" for name, id in (("previous", before), ("next", after)) if id is not None]
+    if seen and parts:
+        console.print(Text(" · ".join(parts), "dim"), soft_wrap=True)
 
 
 def _other_agents(run_file: RunFile, shown: Trajectory) -> Iterator[str]:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from runner.errors import BadOption, RunFileError
 from runner.store.codec import load_trajectory
 from runner.store.columns import decode_text, encode_text
 from runner.store.database import open_reader, storage_faults
+from runner.store.frames import FrameKind, episodes_frame, tokens_frame, turns_frame
 from runner.store.header import Header
 from runner.store.json_values import decode_json
 from runner.store.schema import EPISODES
@@ -21,6 +22,9 @@ from runner.store.stored_tasks import TaskDecoder
 from runner.store.trajectory_filter import ALL, TrajectoryFilter
 from runner.tasks import Task
 from runner.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["EpisodeRow", "GroupRow", "RunFile", "WeightsRow"]
 
@@ -263,6 +267,24 @@ class RunFile:
         scored = bool(task["group_scored"])
         for agent, rows in agents.items():
             yield GroupRow(decode_text(task["id"]), task["visit"], agent, tuple(rows), complete, scored)
+
+    def frame(self, kind: FrameKind | str = FrameKind.EPISODES) -> pa.Table:
+        """The trained trajectories as an Arrow table, in memory; `.to_pandas()` and `polars.from_arrow()` take it.
+
+        Args:
+            kind: "episodes", "turns" or "tokens": the rows of the table.
+
+        Raises:
+            BadOption: the kind is unknown.
+        """
+        match kind:
+            case FrameKind.EPISODES:
+                return episodes_frame(self.rows())
+            case FrameKind.TURNS:
+                return turns_frame(self.trajectories())
+            case FrameKind.TOKENS:
+                return tokens_frame(self.trajectories())
+        raise BadOption(f"frame({kind!r}): there are {', '.join(each.value for each in FrameKind)}.")
 
     def select(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         """The rows of a SELECT, as SQLite has them: no text is decoded, and nothing can be written.

@@ -1,0 +1,189 @@
+"""Selects, sorts and averages the episodes of a run file by their fields, for the terminal."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+from runner.errors import BadOption
+from runner.estimates import Mean
+from runner.report.comparison import task_field
+from runner.store.reader import EpisodeRow, RunFile
+
+__all__ = [
+    "check_known",
+    "check_thresholds",
+    "means_by",
+    "row_condition",
+    "row_value",
+    "sorted_rows",
+    "where_name",
+]
+
+_OPERATORS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "==": operator.eq,
+    "=": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+    "~": lambda value, part: str(part).lower() in str(value).lower(),
+}
+_CONDITION: Final = re.compile(r"\s*([^<>=!~\s]+)\s*(<=|>=|!=|==|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_FIELDS: Final = tuple(
+    each.name for each in fields(EpisodeRow) if each.name not in ("key", "rewards", "metrics", "superseded")
+)
+
+_THRESHOLD_TOLERANCE: Final = 1e-9  # a mean of 4/5 may be one bit below 0.8
+
+
+def row_value(row: EpisodeRow, name: str) -> Any:
+    """The field, the reward or the metric of a row with this name.
+
+    Raises:
+        KeyError: the row has none.
+    """
+    if name in _FIELDS:
+        return getattr(row, name)
+    for scores in (row.rewards, row.metrics):
+        if name in scores:
+            return scores[name]
+    raise KeyError(name)
+
+
+def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
+    """The condition `FIELD OPERATOR VALUE`, such as `reward < 0.5`, `error ~ timeout` or `outcome = env_error`.
+
+    A row without the field, or with None there, does not match; a reward or metric of another episode may have it.
+
+    Raises:
+        BadOption: the text has another form, or compares text with a number.
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None or not match[3]:
+        raise BadOption(f"--where {text!r}: give FIELD OPERATOR VALUE, such as 'reward < 0.5' or 'error ~ timeout'.")
+    name, sign, written = match[1], match[2], match[3].strip("\"'")
+    compare = _OPERATORS[sign]
+    number = _number(written)
+
+    def holds(row: EpisodeRow) -> bool:
+        try:
+            value = row_value(row, name)
+        except KeyError:
+            return False
+        if value is None or (written == "none" and number is None and not isinstance(value, str)):
+            return value is None and written == "none" and sign in ("=", "==")
+        if sign == "~":
+            return compare(value, written)
+        if isinstance(value, str):
+            return compare(value, written)
+        if number is None:
+            raise BadOption(f"--where {text!r}: {name} is a number; give a number.")
+        return compare(value, number)
+
+    return holds
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float({"true": "1", "false": "0"}.get(text.lower(), text))
+    except ValueError:
+        return None
+
+
+def check_known(names: Iterable[str], run_file: RunFile, option: str) -> None:
+    """Refuse names that neither a row nor a score has.
+
+    Raises:
+        BadOption: a name is unknown; the message lists the known ones.
+    """
+    scores = [*run_file.score_names("rewards"), *run_file.score_names("metrics")]
+    for name in names:
+        if name not in _FIELDS and name not in scores:
+            raise BadOption(f"{option} {name}: unknown; there are {', '.join([*_FIELDS, *scores])}.")
+
+
+def where_name(text: str) -> str:
+    """The field of a condition."""
+    match = _CONDITION.fullmatch(text)
+    return match[1] if match else text
+
+
+def sorted_rows(rows: Iterable[EpisodeRow], name: str) -> list[EpisodeRow]:
+    """The rows by a field, rewards or metrics included, lowest first; `-name` sorts the highest first.
+
+    Rows without a value come last.
+    """
+    down, name = name.startswith("-"), name.removeprefix("-")
+    known: list[tuple[Any, EpisodeRow]] = []
+    missing: list[EpisodeRow] = []
+    for row in rows:
+        try:
+            value = row_value(row, name)
+        except KeyError:
+            value = None
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            missing.append(row)
+        else:
+            known.append((value, row))
+    known.sort(key=lambda pair: pair[0], reverse=down)
+    return [*(row for _, row in known), *missing]
+
+
+def means_by(run_file: RunFile, rows: Iterable[EpisodeRow], name: str) -> dict[str, tuple[Mean, Mean]]:
+    """The mean reward, and the mean share of failed episodes, for each value of a field of the tasks.
+
+    Raises:
+        BadOption: no task has the field.
+    """
+    values: dict[str, str | None] = {}
+    means: dict[str, tuple[Mean, Mean]] = {}
+    for row in rows:
+        if row.task_id not in values:
+            values[row.task_id] = task_field(run_file, row.task_id, name)
+        value = values[row.task_id]
+        if value is None:
+            continue
+        reward, failed = means.setdefault(value, (Mean(), Mean()))
+        reward.add(row.reward, row.task_id)
+        failed.add(float(row.outcome.failed), row.task_id)
+    if not means:
+        raise BadOption(f"--by {name}: no task of these episodes has this field.")
+    return dict(sorted(means.items()))
+
+
+def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> list[str]:
+    """The thresholds that a summary does not reach, in words; empty if it reaches all.
+
+    Args:
+        summary: `Summary.as_dict()`.
+        thresholds: NAME=NUMBER of each; NAME is `reward`, a reward, a metric, `pass@k` or `pass^k`.
+
+    Raises:
+        BadOption: a threshold has another form, or its name is unknown.
+    """
+    known: dict[str, float | None] = {
+        **{name: mean["mean"] for part in ("metrics", "rewards") for name, mean in summary[part].items()},
+        "reward": summary["reward"]["mean"],
+        **{f"pass@{k}": value for k, value in summary["pass_at"].items()},
+        **{f"pass^{k}": value for k, value in summary["pass_all"].items()},
+    }
+    missed = []
+    for text in thresholds:
+        name, _, written = text.rpartition("=")
+        number = _number(written)
+        if not name or number is None or not math.isfinite(number):
+            raise BadOption(f"--fail-under {text!r}: give NAME=NUMBER, such as reward=0.8.")
+        if name not in known:
+            raise BadOption(f"--fail-under {text!r}: unknown; there are {', '.join(known)}.")
+        value = known[name]
+        if value is None:
+            missed.append(f"{name} has no value, and at least {number:g} is asked for (--fail-under)")
+        elif not value >= number - _THRESHOLD_TOLERANCE:
+            missed.append(f"{name} is {value:.4g}, below {number:g} (--fail-under)")
+    return missed
