@@ -25,6 +25,7 @@ from runner.transcript import decoder, printable
 
 if TYPE_CHECKING:
     import jinja2
+    from markupsafe import Markup
 
 __all__ = ["ReportSize", "environment", "page_policy", "write_report"]
 
@@ -221,6 +222,7 @@ def environment() -> jinja2.Environment:
         "percent": _percent,
         "trusted": Markup,
         "fragment": _fragment,
+        "content": _content,
     }
     made.globals["shared_text"] = shared_text
     return made
@@ -233,6 +235,13 @@ def figure(value: float | None) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _content(text: str) -> Markup:
+    """The text inside an element: quotes, which are many in JSON, are left as they are. Not for attributes."""
+    from markupsafe import Markup
+
+    return Markup(printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def _fragment(name: str) -> str:

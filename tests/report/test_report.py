@@ -123,6 +123,11 @@ async def test_thousands_of_turns_and_a_megabyte_are_cut_in_words(tmp_path: Path
     assert len(text) < 1_000_000
 
 
+async def test_thousand_short_episodes_fit_in_three_megabytes(tmp_path: Path) -> None:
+    path = await store(tmp_path / "many.db", [played(f"task{number}", turns=4) for number in range(1_000)])
+    assert len(report(path).read_bytes()) < 3_000_000
+
+
 # --- in a browser
 
 
