@@ -258,6 +258,9 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Return whether the engine can answer, as far as is known without a request; a paused or sleeping one can."""
         return self.running
 
+    health_interval: float = 1.0
+    """Seconds between two calls of `health` while a run uses the engine."""
+
     @abstractmethod
     async def health(self) -> None:
         """Return when the engine can answer.

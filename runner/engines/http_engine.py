@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+import anyio
+
+from runner.concurrency.clocks import Waiting
 from runner.engines.gate import AdmissionGate
-from runner.engines.http_retries import FailureKind, HttpFailure
+from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.errors import BadOption, EngineDead, EngineError, RequestRejected
 
 __all__ = ["HttpRuntime", "RetriedStream", "server_address"]
@@ -52,6 +56,8 @@ class HttpRuntime(Generic[ServerT]):
     """Gate where requests wait; it fails every request after the server's end."""
     server: ServerT
     """The server."""
+    retries: Retries
+    """The retries of the run."""
     _death: EngineDead | None = None
 
     def is_alive(self) -> bool:
@@ -74,6 +80,44 @@ class HttpRuntime(Generic[ServerT]):
             self.gate.fail(lambda: self.death_error(""))
         # A copy for each request: one object that is raised in many tasks would collect all their tracebacks.
         return EngineDead(*self._death.args)
+
+    @abstractmethod
+    async def _probe(self) -> None:
+        """Send a request that any server in good health answers at once.
+
+        Raises:
+            HttpFailure: the server does not answer it.
+        """
+
+    async def wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
+        """Wait until a request may be sent again; the clocks of its episode stop during the wait.
+
+        Returns:
+            False if the request is not sent again.
+        """
+        seconds = self.retries.wait_after(failure, attempt)
+        if seconds is None:
+            return False
+        with Waiting():
+            await anyio.sleep(seconds)
+        self.require_alive()
+        return True
+
+    async def health(self) -> None:
+        """Return when the server answers; a failed connection is retried.
+
+        Raises:
+            EngineDead: it does not answer.
+        """
+        self.require_alive()
+        for attempt in itertools.count(1):
+            try:
+                await self._probe()
+            except HttpFailure as failure:
+                if not await self.wait_to_retry(failure, attempt):
+                    raise self.death_error(f"The server at {self.server.url} is gone: {failure}") from failure
+            else:
+                return
 
     def stop(self) -> None:
         """End all use of the server; requests at the gate fail."""

@@ -108,6 +108,11 @@ class WrappedEngine(Engine):
         """Return whether the inner engine can answer."""
         return self.inner.is_alive()
 
+    @property
+    def health_interval(self) -> float:  # type: ignore[override]  # forwarded
+        """Seconds between two health checks of the inner engine."""
+        return self.inner.health_interval
+
     async def health(self) -> None:
         """Return when the inner engine can answer."""
         await self.inner.health()

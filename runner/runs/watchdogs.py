@@ -28,9 +28,6 @@ first."""
 MAX_LISTED_EPISODES: Final = 10
 """The most waiting episodes that the error names, the longest waits first."""
 
-HEALTH_INTERVAL_SECONDS: Final = 1.0
-"""The interval between health checks of the engines."""
-
 
 class Breaker:
     """Counts failures among the recent episodes."""
@@ -59,13 +56,26 @@ class Breaker:
 
 async def until_dead(engines: Collection[BaseEngine]) -> EngineDead:
     """Wait until an engine dies, also while it is idle, and return the error."""
-    while True:
+    ends: list[Exception] = []
+
+    async def watch(engine: BaseEngine) -> None:
+        # Not at once where a check is a request to a paid API.
+        await anyio.sleep(engine.health_interval - BaseEngine.health_interval)
         try:
-            for engine in engines:
+            while True:
                 await engine.health()
-        except EngineDead as death:
-            return death
-        await anyio.sleep(HEALTH_INTERVAL_SECONDS)
+                await anyio.sleep(engine.health_interval)
+        except Exception as error:  # as a value: a task group would wrap it
+            ends.append(error)
+            watching.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as watching:
+        for engine in engines:
+            watching.start_soon(watch, engine)
+        await anyio.sleep_forever()
+    if isinstance(ends[0], EngineDead):
+        return ends[0]
+    raise ends[0]
 
 
 async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashable]) -> RunStuck:

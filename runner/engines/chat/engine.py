@@ -32,8 +32,8 @@ class ChatEngine(MessageEngine):
     run(Calculator, ChatEngine("gpt-x")) Run(environment, engine, engines={"judge": ChatEngine("judge-x",
     base_url="http://127.0.0.1:8000/v1")})
 
-    Every turn sends the whole history; the server applies its own template and vocabulary. No request is sent before
-    the first turn.
+    Every turn sends the whole history; the server applies its own template and vocabulary. Entering sends no
+    request. While a run uses it, the list of models is requested every 30 s, to see whether the server is there.
 
     Args:
         model: the model's name on the server.
@@ -56,6 +56,7 @@ class ChatEngine(MessageEngine):
         BadOption: an address or a setting is invalid, or openai is not installed.
     """
 
+    health_interval = 30.0
     retries: Retries
     """Retries since the engine was entered, and the rest of their budget."""
 
@@ -180,8 +181,12 @@ class ChatEngine(MessageEngine):
         return self.running and self._asked.is_alive()
 
     async def health(self) -> None:
-        """Check that the server has not refused earlier requests; no request is sent."""
-        self._asked.require_alive()
+        """Return when the server answers a request for its list of models; failures are retried.
+
+        Raises:
+            EngineDead: it does not answer, or refused earlier requests.
+        """
+        await self._asked.health()
 
     def describe(self) -> dict[str, Any]:
         """Return the header entry of the engine, as JSON."""

@@ -49,6 +49,9 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         self.retries.succeeded()
         self.limiter.succeeded()
 
+    async def _probe(self) -> None:
+        await self.server.probe()
+
     def note_load(self, failure: HttpFailure, sent: int) -> None:
         """Lower the rate after a rate-limit response; `sent` is the result of `until_open` for the request.
 

@@ -25,6 +25,10 @@ _MAX_ERROR_CHARS: Final = 600
 """Maximum length of a server's error text, in characters."""
 _CLOSE_SECONDS: Final = 1.0
 """Time limit for closing a connection, in seconds; closing is shielded, and a network may not answer."""
+_PROBE_SECONDS: Final = 30.0
+"""Time limit for the answer to a health check, in seconds."""
+_GATEWAY_STATUSES: Final = (502, 503, 504)
+"""Statuses by which a gateway says that the server behind it does not answer."""
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
 """HTTP libraries of OpenAI's client; not every version wraps their errors."""
 
@@ -186,6 +190,25 @@ class ChatServer:
                 stream_cls=openai.AsyncStream[object],
             )
         return ChatAnswer(stream, self)
+
+    async def probe(self) -> None:
+        """Request the list of models. Any answer shows that the server is there, also that it has no such list.
+
+        Raises:
+            HttpFailure: no connection, no answer in time, or a gateway that does not reach the server.
+        """
+        import openai
+
+        limit = min(self._seconds, _PROBE_SECONDS)
+        try:
+            with self.failures():
+                await self._running.get("/models", cast_to=object, options={"timeout": limit})
+        except HttpFailure as failure:
+            status = getattr(failure.__cause__, "status_code", None)
+            if isinstance(failure.__cause__, openai.APIStatusError) and status not in _GATEWAY_STATUSES:
+                return
+            if failure.kind is not FailureKind.GARBAGE:
+                raise
 
     @property
     def _running(self) -> openai.AsyncOpenAI:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from runner.concurrency.clocks import Waiting
 from runner.engines.adapters import Adapters, AdapterVersion
 from runner.engines.base import GenerationRequest, Session
 from runner.engines.gate import AdmissionGate
@@ -16,7 +15,7 @@ from runner.engines.http_engine import HttpRuntime
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.engines.remote.dialect import Call, Dialect
 from runner.engines.remote.server import Server
-from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.errors import BadControl, EngineError, RequestRejected
 
@@ -44,7 +43,7 @@ class RemoteAdapters(Adapters):
         raise BadControl(f"remove_adapter({name!r}): restart the server without this adapter.")
 
 
-class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
+class RemoteRuntime(HttpRuntime[Server], ModelRuntime[RemoteRequest]):
     """State of an entered remote engine; a request is inside until its stream is left."""
 
     def __init__(
@@ -126,20 +125,6 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
         """Wait until the server is not paused by its trainer."""
         if not self._resumed.is_set():
             await self._resumed.wait()
-
-    async def wait_to_retry(self, failure: HttpFailure, attempt: int) -> bool:
-        """Wait until a request may be sent again; the clocks of its episode stop during the wait.
-
-        Returns:
-            False if the request is not sent again.
-        """
-        seconds = self.retries.wait_after(failure, attempt)
-        if seconds is None:
-            return False
-        with Waiting():
-            await anyio.sleep(seconds)
-        self.require_alive()
-        return True
 
     def failed(self, request: GenerationRequest, failure: HttpFailure) -> EngineError:
         """Return the error for a request that is not sent again.
@@ -238,20 +223,5 @@ class RemoteRuntime(HttpRuntime[Server], EngineRuntime[RemoteRequest]):
 
     # --- life cycle
 
-    async def health(self) -> None:
-        """Return when the server reports that it can answer; a failed connection is retried.
-
-        Raises:
-            EngineDead: it cannot answer.
-        """
-        self.require_alive()
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                await (await self.server.open(self.dialect.health)).finished()
-            except HttpFailure as failure:
-                if not await self.wait_to_retry(failure, attempt):
-                    raise self.death_error(f"The server at {self.server.url} is gone: {failure}") from failure
-            else:
-                return
+    async def _probe(self) -> None:
+        await (await self.server.open(self.dialect.health)).finished()

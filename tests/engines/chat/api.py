@@ -67,10 +67,15 @@ class Api:
     open: int = 0
     """Requests that are being answered."""
     most_open: int = 0
+    models_status: int = 404
+    """Status of the answer to a request for the list of models."""
     url: str = ""
     go_on: anyio.Event = field(default_factory=anyio.Event)
     begun: anyio.Event = field(default_factory=anyio.Event)
     """Set when an answer holds."""
+
+    async def models(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response(error("no list of models"), status=self.models_status)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.headers.append(request.headers)
@@ -159,6 +164,7 @@ async def serving(says: str | Says | Callable[[dict[str, Any]], Says], **setting
     api = Api((lambda _: said) if isinstance(said, Says) else said, **settings)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", api.answer)
+    app.router.add_get("/v1/models", api.models)
     runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

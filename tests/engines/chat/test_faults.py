@@ -26,7 +26,7 @@ from runner import (
     Run,
     RunFile,
 )
-from runner.engines.base import FinishReason
+from runner.engines.base import BaseEngine, FinishReason
 from runner.engines.chat.engine import ChatEngine
 from runner.engines.http_retries import FailureKind, RetryPolicy
 from tests.engines.chat.api import QUICK, Api, Says, asked, asking, error, hear, refuses, serving, wanted
@@ -363,3 +363,44 @@ def test_the_key_that_was_typed_is_not_in_the_log(tmp_path: Path) -> None:
     log = (tmp_path / "runs" / "calculator.log").read_text()
     assert "--api-key ***" in log
     assert KEY not in f"{log} {done.stdout} {done.stderr}"
+
+
+# --- health
+
+
+async def test_health_of_a_server_that_is_down_raises_engine_dead() -> None:
+    async with serving("Hello.") as api:
+        engine = await asking(api).__aenter__()
+        await engine.health()  # this server has no list of models: its refusal is an answer too
+    try:
+        with anyio.fail_after(WATCHDOG), pytest.raises(EngineDead, match=rf"The server at {api.url} is gone: "):
+            await engine.health()
+        assert not engine.is_alive()
+        assert engine.retries.counts[FailureKind.CONNECTION] == QUICK.attempts - 1
+    finally:
+        await engine.__aexit__()
+
+
+@pytest.mark.parametrize(("status", "dies"), [(401, False), (404, False), (500, False), (502, True), (503, True)])
+async def test_health_takes_statuses_of_gateways_for_a_dead_server(status: int, dies: bool) -> None:
+    async with serving("Hello.", models_status=status) as api, asking(api) as engine:
+        if dies:
+            with pytest.raises(EngineDead, match=f"is gone: HTTP {status}"):
+                await engine.health()
+        else:
+            await engine.health()
+        assert engine.is_alive() is not dies
+
+
+async def test_run_with_an_idle_chat_engine_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatEngine, "health_interval", BaseEngine.health_interval)
+
+    class Waits(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await anyio.sleep_forever()
+
+    async with serving("Hello.", models_status=502) as api:
+        with anyio.fail_after(WATCHDOG):
+            _, failure, _ = await played(api, Waits, tasks=tasks(1), limits=Limits(seconds=None))
+    assert isinstance(failure, EngineDead)
+    assert "is gone: HTTP 502" in str(failure)
