@@ -1,9 +1,9 @@
-"""One call to several workers at the same time. A worker whose answer differs in kind from the others is dismissed."""
+"""Calls to several workers at the same time: one that answers otherwise than the others is dismissed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -13,10 +13,41 @@ from runner.cluster.protocol import WorkerLost
 from runner.cluster.worker_handle import WorkerHandle
 from runner.errors import BadInput, DeltarunnerError
 
-__all__ = ["GRACE_SECONDS", "TransferGroup", "ask", "compare"]
+__all__ = ["GRACE_SECONDS", "TransferGroup", "ask", "compare", "gather"]
 
 LOOK_SECONDS: Final = 1.0
 """Seconds between two checks of the workers that have not answered."""
+
+
+async def gather(
+    handles: Iterable[WorkerHandle],
+    step: Callable[[WorkerHandle], Awaitable[Any]],
+    finished: Callable[[WorkerHandle, Exception | None], None] = lambda _, error: None,
+) -> tuple[dict[WorkerHandle, Any], dict[WorkerHandle, Exception]]:
+    """Run a step with several workers at the same time. No failure cancels the others.
+
+    Args:
+        handles: the workers.
+        step: what to do with one worker.
+        finished: called as soon as a step is over, with its error if it failed.
+
+    Returns:
+        The result of each step, and each `WorkerLost` or `DeltarunnerError`, both in the order in which steps ended.
+    """
+    answers: dict[WorkerHandle, Any] = {}
+    errors: dict[WorkerHandle, Exception] = {}
+
+    async def run(handle: WorkerHandle) -> None:
+        try:
+            answers[handle] = await step(handle)
+        except (WorkerLost, DeltarunnerError) as error:  # as a value: a task group would wrap it
+            errors[handle] = error
+        finished(handle, errors.get(handle))
+
+    async with anyio.create_task_group() as group:
+        for handle in handles:
+            group.start_soon(run, handle)
+    return answers, errors
 
 
 async def ask(handles: Iterable[WorkerHandle], call: str, *arguments: Any, patience: float) -> dict[WorkerHandle, Any]:
@@ -63,34 +94,24 @@ async def compare(
 
 async def _asked(
     handles: Iterable[WorkerHandle], call: str, arguments: tuple[Any, ...], patience: float
-) -> tuple[dict[WorkerHandle, Any], dict[WorkerHandle, DeltarunnerError]]:
-    answers: dict[WorkerHandle, Any] = {}
-    errors: dict[WorkerHandle, DeltarunnerError] = {}
+) -> tuple[dict[WorkerHandle, Any], dict[WorkerHandle, Exception]]:
     waiting = set(handles)
-    if not waiting:
-        return answers, errors
     one_has_answered = anyio.Event()
 
-    async def ask(handle: WorkerHandle) -> None:
-        try:
-            answers[handle] = await handle.process.send(call, *arguments)
-        except WorkerLost:
-            pass
-        except DeltarunnerError as error:
-            errors[handle] = error
-        if answers or errors:
-            one_has_answered.set()
+    def finished(handle: WorkerHandle, error: Exception | None) -> None:
         waiting.discard(handle)
-        if not waiting:
-            late.cancel()
+        if not isinstance(error, WorkerLost):
+            one_has_answered.set()
 
-    with anyio.CancelScope() as late:
-        async with anyio.create_task_group() as group:
-            for handle in tuple(waiting):
-                group.start_soon(ask, handle)
-            await one_has_answered.wait()
-            await _dismiss_the_late(waiting, call, patience)
-    return answers, errors
+    async def watch() -> None:
+        await one_has_answered.wait()
+        await _dismiss_the_late(waiting, call, patience)
+
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(watch)
+        answers, errors = await gather(tuple(waiting), lambda handle: handle.process.send(call, *arguments), finished)
+        watching.cancel_scope.cancel()
+    return answers, {handle: error for handle, error in errors.items() if not isinstance(error, WorkerLost)}
 
 
 async def _dismiss_the_late(waiting: Iterable[WorkerHandle], call: str, patience: float) -> None:
@@ -111,7 +132,7 @@ def _sampled(handle: WorkerHandle) -> int:
     return handle.heartbeat.stats.sampled_tokens if handle.heartbeat is not None else 0
 
 
-def _dismiss(call: str, errors: Mapping[WorkerHandle, DeltarunnerError]) -> None:
+def _dismiss(call: str, errors: Mapping[WorkerHandle, Exception]) -> None:
     for handle, error in errors.items():
         handle.dismiss(f"{call}: {error}")
 
@@ -132,7 +153,7 @@ class TransferGroup:
         """The workers that are left."""
         self.lost: dict[WorkerHandle, str] = {}
         """The lost workers and the reasons, in the order of their loss."""
-        self.asked: set[WorkerHandle] = set()
+        self.pending: set[WorkerHandle] = set()
         """The workers that have not answered yet."""
         self.finished = False
         """True if the last step was taken."""
@@ -179,24 +200,20 @@ class TransferGroup:
         Raises:
             BadInput: all workers refuse, or one does where they compare, and none was lost; the first error.
         """
-        answers: dict[WorkerHandle, Any] = {}
-        refusals: dict[WorkerHandle, BadInput] = {}
 
-        async def ask(handle: WorkerHandle) -> None:
-            self.asked.add(handle)
-            try:
-                answers[handle] = await handle.process.send(call, *arguments(handle))
-            except BadInput as error:
-                refusals[handle] = error
-            except (WorkerLost, DeltarunnerError) as error:
+        async def step(handle: WorkerHandle) -> Any:
+            self.pending.add(handle)
+            return await handle.process.send(call, *arguments(handle))
+
+        def finished(handle: WorkerHandle, error: Exception | None) -> None:
+            if error is not None and not isinstance(error, BadInput):
                 self.lose(handle, error)
-            self.asked.discard(handle)
+            self.pending.discard(handle)
             self._answered.set()
             self._push_limit()
 
-        async with anyio.create_task_group() as group:
-            for handle in self.handles:
-                group.start_soon(ask, handle)
+        answers, errors = await gather(tuple(self.handles), step, finished)
+        refusals = {handle: error for handle, error in errors.items() if isinstance(error, BadInput)}
         if refusals and not self.lost:
             handle, refusal = next(iter(refusals.items()))
             if not answers or compares:
@@ -208,7 +225,7 @@ class TransferGroup:
     async def until_answered(self) -> None:
         """Wait for pending answers until the grace period is over."""
         with anyio.CancelScope(deadline=self._lost_at + GRACE_SECONDS):
-            while self.asked:
+            while self.pending:
                 self._answered = anyio.Event()
                 await self._answered.wait()
 

@@ -7,18 +7,18 @@ import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
 import anyio
 from anyio.abc import TaskGroup
 
-from runner.cluster.broadcast import ask
+from runner.cluster.broadcast import ask, gather
 from runner.cluster.engine_process import require_like_the_first, require_like_this_process
 from runner.cluster.fleet import Assignment, Fleet, SlotQueue, WorkerSlot, WorkerSlotState
 from runner.cluster.protocol import EngineKnown, FleetSnapshot, Heartbeat, Launcher, WorkerInfo, WorkerLost
-from runner.cluster.worker_handle import WorkerHandle, absence, answer_within, at_once
+from runner.cluster.worker_handle import WorkerHandle, answer_within, idle_reason
 from runner.engines.base import BaseEngine
 from runner.errors import DeltarunnerError, EngineDead, unwrapped
 from runner.runs.player import IdleReason
@@ -76,7 +76,7 @@ class Driver:
         self.lost_count = 0
         self.sampled_by_the_gone = 0
         """Ids that workers sampled which have ended since."""
-        self.told: deque[str] = deque(maxlen=MAX_LISTED_EPISODES)
+        self.events: deque[str] = deque(maxlen=MAX_LISTED_EPISODES)
         """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
         """Seconds that the fleet may lack workers, and that a worker may answer later than others."""
@@ -88,7 +88,7 @@ class Driver:
         self._runs: dict[int, _Run] = {}
         self._slot_queue = SlotQueue(fleet)
         self._width_listeners: dict[object, Callable[[], None]] = {}
-        self._told_listeners: dict[object, Callable[[str], None]] = {}
+        self._event_listeners: dict[object, Callable[[str], None]] = {}
         self._changed = anyio.Event()
         self._short_since: float | None = None
         self._failure: DeltarunnerError | None = None
@@ -110,7 +110,7 @@ class Driver:
         try:
             async with anyio.create_task_group() as self._group:
                 try:
-                    self._group.start_soon(self._fill_seats, name="deltarunner fleet")
+                    self._group.start_soon(self._fill_slots, name="deltarunner fleet")
                     await self._until_enough()
                     yield
                 finally:
@@ -131,17 +131,18 @@ class Driver:
                 raise self._failure
             # The time that an engine takes to start is not limited. A worker without a machine does not count as
             # started.
-            if anyio.current_time() - began > self.stall_seconds and self._there < self.fleet.least:
+            if anyio.current_time() - began > self.stall_seconds and self._placed_count < self.fleet.least:
                 raise EngineDead(
-                    f"for {self.stall_seconds:g} s there was room for {self._there} of at least {self.fleet.least} "
-                    f"workers: the cluster has too few free cores or GPUs. {self._not_placed}".rstrip()
+                    f"for {self.stall_seconds:g} s there was room for {self._placed_count} of at least "
+                    f"{self.fleet.least} workers: the cluster has too few free cores or GPUs. "
+                    f"{self._not_placed}".rstrip()
                 )
             with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._next_change()
         self._begun = True
 
     @property
-    def _there(self) -> int:
+    def _placed_count(self) -> int:
         """Number of workers with a machine, whether their engines run or not."""
         return sum(handle.placed for handle in self._handles.values())
 
@@ -159,7 +160,7 @@ class Driver:
             listener()
         self._slot_queue.give_out()
 
-    async def _fill_seats(self) -> None:
+    async def _fill_slots(self) -> None:
         while True:
             for slot in self.fleet.to_start(anyio.current_time()):
                 self._group.start_soon(self._tend, slot, name=f"deltarunner slot {slot.number}")
@@ -201,10 +202,10 @@ class Driver:
         async def bring_in(handle: WorkerHandle) -> None:
             await handle.process.send("hello")
             handle.placed, self._not_placed = True, ""
-            steps.start_soon(until_lost, self._hear_its_start)
+            steps.start_soon(until_lost, self._watch_start)
             await self._meet(handle)
             # Read its heartbeats from here on: calls to all workers include it.
-            steps.start_soon(until_lost, self._listen)
+            steps.start_soon(until_lost, self._read_heartbeats)
             await self._admit(handle)
 
         async with anyio.create_task_group() as steps:
@@ -220,9 +221,9 @@ class Driver:
         self.lost_count += 1
         self.launcher.forget(handle.number)
         playing = f"; the {len(lost)} episodes that it played are played again" if lost else ""
-        self._tell(f"{handle.name} is lost: {error}{playing}")
+        self._note_event(f"{handle.name} is lost: {error}{playing}")
         if handle.slot.state is WorkerSlotState.RESTING:
-            self._tell(f"{len(handle.slot.deaths)} workers were lost in one slot within an hour: it stays empty")
+            self._note_event(f"{len(handle.slot.deaths)} workers were lost in one slot within an hour: it stays empty")
         if isinstance(error, DeltarunnerError):
             self._fail_start(error)
         elif self.fleet.hopeless:
@@ -233,11 +234,11 @@ class Driver:
         # Report each reason once: while machines are missing, this is tried again and again.
         if why != self._not_placed:
             self._not_placed = why
-            self._tell(f"{handle.name} was not started: {why}")
+            self._note_event(f"{handle.name} was not started: {why}")
 
-    def _tell(self, event: str) -> None:
-        self.told.append(event)
-        for listener in list(self._told_listeners.values()):
+    def _note_event(self, event: str) -> None:
+        self.events.append(event)
+        for listener in list(self._event_listeners.values()):
             listener(event)
 
     def _fail_start(self, error: DeltarunnerError) -> None:
@@ -267,7 +268,7 @@ class Driver:
             require_like_this_process(info, handle.number)
             self.first = info
         require_like_the_first(info, self.first, handle.number)
-        handle.info, handle.version, handle.heard = info, info.weight_version, anyio.current_time()
+        handle.info, handle.version, handle.heartbeat_at = info, info.weight_version, anyio.current_time()
 
     async def _admit(self, handle: WorkerHandle) -> None:
         opened: set[int] = set()
@@ -290,7 +291,7 @@ class Driver:
         with anyio.move_on_after(self.stall_seconds) as limit:
             await handle.process.send("catch_up", snapshot)
         if limit.cancelled_caught:
-            raise WorkerLost(f"it did not snapshot up with the others in {self.stall_seconds:g} s")
+            raise WorkerLost(f"it did not catch up with the others in {self.stall_seconds:g} s")
         return snapshot
 
     async def _admitted(self, handle: WorkerHandle, opened: set[int], caught: FleetSnapshot, *, waits: bool) -> bool:
@@ -320,7 +321,7 @@ class Driver:
                 self.has_weights(handle, self.snapshot.version or handle.version)
             else:
                 self.fleet.waits(handle.slot)
-                self._tell(f"{handle.name} waits for the next weights: a transfer brought those of the others")
+                self._note_event(f"{handle.name} waits for the next weights: a transfer brought those of the others")
         return True
 
     def has_weights(self, handle: WorkerHandle, version: str) -> None:
@@ -335,7 +336,7 @@ class Driver:
             self.fleet.mark_ready(handle.slot, 2 * handle.info.places)
             self._change()
 
-    async def _hear_its_start(self, handle: WorkerHandle) -> None:
+    async def _watch_start(self, handle: WorkerHandle) -> None:
         # An engine may start slowly and block its event loop, but a process that does not answer starts
         # nothing.
         limit = max(self.stall_seconds, SILENT_SECONDS)
@@ -343,10 +344,10 @@ class Driver:
             await answer_within(limit, handle.process.send("hello"), " while it started")
             await anyio.sleep(CALM_HEARTBEAT_SECONDS)
 
-    async def _listen(self, handle: WorkerHandle) -> None:
+    async def _read_heartbeats(self, handle: WorkerHandle) -> None:
         while True:
             heartbeat: Heartbeat = await answer_within(SILENT_SECONDS, handle.process.send("heartbeat"))
-            handle.hear(heartbeat)
+            handle.note_heartbeat(heartbeat)
             await anyio.sleep(HEARTBEAT_SECONDS if len(self._handles) <= MANY_WORKERS_COUNT else CALM_HEARTBEAT_SECONDS)
 
     # --- all workers
@@ -365,7 +366,7 @@ class Driver:
     @property
     def absent(self) -> Counter[IdleReason | None]:
         """Number of other slots that do not play, by reason."""
-        return Counter(absence(slot, self._handles.get(slot)) for slot in self.fleet.slots)
+        return Counter(idle_reason(slot, self._handles.get(slot)) for slot in self.fleet.slots)
 
     async def known(self) -> EngineKnown:
         """Return the properties of the engine, from the first worker that answers.
@@ -381,6 +382,10 @@ class Driver:
             return known
         raise EngineDead("every worker was lost while the fleet began")
 
+    def change_snapshot(self, **changes: Any) -> None:
+        """Change fields of the state that new workers are brought to. Call it under `settled`."""
+        self.snapshot = replace(self.snapshot, **changes)
+
     async def ask_all(self, call: str, *arguments: Any) -> dict[WorkerHandle, Any]:
         """Call a method on all workers, by `ask`."""
         return await ask(self.members, call, *arguments, patience=self.stall_seconds)
@@ -392,15 +397,15 @@ class Driver:
             EngineDead: there are not enough workers; the message has the reason.
         """
         fleet = self.fleet
-        waiting = f" {len(fleet.behind)} wait for the next weights." if fleet.behind else ""
+        waiting = f" {len(fleet.waiting_for_weights)} wait for the next weights." if fleet.waiting_for_weights else ""
         # Two events: the failure to start a worker is unclear without the loss before it.
-        last = waiting + (f" Latest events: {'; '.join(list(self.told)[-2:])}" if self.told else "")
+        last = waiting + (f" Latest events: {'; '.join(list(self.events)[-2:])}" if self.events else "")
         if fleet.hopeless:
             raise EngineDead(f"{len(fleet.ready)} workers are left of at least {fleet.least}.{last}")
         too_long = self._short_since is not None and anyio.current_time() - self._short_since > self.stall_seconds
         starting = sum(handle.is_starting for handle in self._handles.values())
         # As at the beginning, an engine that starts is waited for. The first failure after that time ends the fleet.
-        if too_long and not (starting and len(fleet.ready) + len(fleet.behind) + starting >= fleet.least):
+        if too_long and not (starting and len(fleet.ready) + len(fleet.waiting_for_weights) + starting >= fleet.least):
             raise EngineDead(
                 f"for {self.stall_seconds:g} s there were fewer than {fleet.least} workers, {len(fleet.ready)} now."
                 f"{last}"
@@ -431,11 +436,10 @@ class Driver:
         """
         run = _Run(packed, clock)
         async with self.settled:
-            try:
-                await at_once(self.members, lambda handle: self._open_on(handle, number, run))
-            except DeltarunnerError:
+            _, errors = await gather(self.members, lambda handle: self._open_on(handle, number, run))
+            if errors:
                 await self.ask_all("close_run", number)
-                raise
+                raise next(iter(errors.values()))
             self._runs[number] = run
 
     async def _open_on(self, handle: WorkerHandle, number: int, run: _Run) -> None:
@@ -457,14 +461,14 @@ class Driver:
             handle.process.send("drain", number)
 
     @asynccontextmanager
-    async def listening(self, listener: Callable[[], None], told: Callable[[str], None]) -> AsyncIterator[None]:
+    async def listening(self, listener: Callable[[], None], on_event: Callable[[str], None]) -> AsyncIterator[None]:
         """Call the first listener when workers come or go, and the second one with a description of it."""
         token = object()
-        self._width_listeners[token], self._told_listeners[token] = listener, told
+        self._width_listeners[token], self._event_listeners[token] = listener, on_event
         try:
             yield
         finally:
-            del self._width_listeners[token], self._told_listeners[token]
+            del self._width_listeners[token], self._event_listeners[token]
 
     # --- episodes
 

@@ -84,14 +84,14 @@ class HostedEngine(Engine):
             self.notes = info.notes
             group = await exit_stack.enter_async_context(anyio.create_task_group())
             exit_stack.callback(group.cancel_scope.cancel)
-            self._begin_listening(group, process)
+            self._start_reading(group, process)
             self._exit = exit_stack.pop_all()
         self.running, self.loop = True, current_token()
         return self
 
-    def _begin_listening(self, group: TaskGroup, process: WorkerProcess) -> None:
-        group.start_soon(self._hear, process, name="deltarunner hosted engine")
-        group.start_soon(self._ask_stats, name="deltarunner hosted engine's figures")
+    def _start_reading(self, group: TaskGroup, process: WorkerProcess) -> None:
+        group.start_soon(self._read_events, process, name="deltarunner hosted engine")
+        group.start_soon(self._poll_stats, name="deltarunner hosted engine's figures")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -103,24 +103,24 @@ class HostedEngine(Engine):
         # No exception is passed in: the task group must not wrap one that leaves the block.
         await self._exit.__aexit__(None, None, None)
 
-    async def _hear(self, process: WorkerProcess) -> None:
+    async def _read_events(self, process: WorkerProcess) -> None:
         try:
             while True:
                 for number, event in each_of(await process.send("event", self._name)):
                     if (stream := self._streams.get(number)) is not None:
-                        stream.hear(event)
+                        stream.take_event(event)
         except (WorkerLost, DeltarunnerError) as error:
             self._die(str(error))
 
-    async def _ask_stats(self) -> None:
+    async def _poll_stats(self) -> None:
         try:
             while True:
-                await self.look()
+                await self.refresh_stats()
                 await anyio.sleep(STATS_SECONDS)
         except (WorkerLost, DeltarunnerError) as error:
             self._die(str(error))
 
-    async def look(self) -> None:
+    async def refresh_stats(self) -> None:
         """Request the engine's statistics, for `stats`."""
         assert self._process is not None, "it was entered"
         before, self._stats = self._stats.steps, await self._process.send("stats", self._name)
@@ -131,7 +131,7 @@ class HostedEngine(Engine):
         if self._death is None:
             self._death = EngineDead(f"the engine's process is gone: {why}")
             for stream in list(self._streams.values()):
-                stream.hear(self._death)
+                stream.take_event(self._death)
 
     @property
     def pid(self) -> int:
@@ -265,9 +265,9 @@ class HostedStream(DeltaStream):
         self._inside = False
         self._ended: Ended | None = None
         self._failure: DeltarunnerError | None = None
-        self._news: anyio.Event | None = None  # created only when a reader has to wait
+        self._event: anyio.Event | None = None  # created only when a reader has to wait
 
-    def hear(self, event: StreamEvent) -> None:
+    def take_event(self, event: StreamEvent) -> None:
         """Process an event of the host."""
         if isinstance(event, Delta):
             self._deltas.append(event)
@@ -279,13 +279,13 @@ class HostedStream(DeltaStream):
             self.admitted = True
         else:
             self._failure = self._failure or event
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._event is not None:
+            self._event.set()
+            self._event = None
 
-    async def _next_news(self) -> None:
-        self._news = anyio.Event()
-        await self._news.wait()
+    async def _next_event(self) -> None:
+        self._event = anyio.Event()
+        await self._event.wait()
 
     async def __aenter__(self) -> Self:
         self._number = self._engine.begin(self, self._request)
@@ -293,7 +293,7 @@ class HostedStream(DeltaStream):
             while not self.admitted:
                 if self._failure is not None:
                     raise self._failure
-                await self._next_news()
+                await self._next_event()
         except BaseException:
             await self._cut()
             raise
@@ -313,7 +313,7 @@ class HostedStream(DeltaStream):
                 self._engine.cut(self._number)
                 with anyio.move_on_after(DRAIN_SECONDS, shield=True):
                     while not self._is_over:
-                        await self._next_news()
+                        await self._next_event()
         finally:
             self._engine.forget(self._number)
 
@@ -326,7 +326,7 @@ class HostedStream(DeltaStream):
                 raise self._failure
             if self._ended is not None:
                 raise EngineError(f"{self._request.name}: the engine ended the turn without saying how")
-            await self._next_news()
+            await self._next_event()
         delta = self._deltas.popleft()
         if delta.finish is not None:
             self.finish = delta.finish

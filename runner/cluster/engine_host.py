@@ -130,7 +130,7 @@ class SentRequest:
 class _HostClient:
     """A client of the host."""
 
-    heard: float
+    last_request: float
     """Time of its last request, in seconds that the host has listened."""
     buffer: StreamBuffer = field(default_factory=StreamBuffer)
     """Events of its streams since its last read."""
@@ -153,28 +153,32 @@ class EngineHost(EngineProcess):
     def __init__(self, engine: BaseEngine) -> None:
         super().__init__(engine)
         self._clients: dict[str, _HostClient] = {}
-        self._listened = 0.0
-        self._last_heard = 0.0
+        self._running_seconds = 0.0
+        self._last_request = 0.0
 
     async def greet(self, client_name: str) -> None:
         """Register a client. Others receive no events."""
-        self._clients[client_name] = _HostClient(self._listened)
+        self._clients[client_name] = _HostClient(self._running_seconds)
 
-    def _hear(self, client_name: str) -> _HostClient:
+    def _note_request(self, client_name: str) -> _HostClient:
         """Note that a client is alive."""
         if client_name not in self._clients:
             raise EngineDead(f"it did not hear of this process for {SILENT_SECONDS:g} s, and let it go")
         now = anyio.current_time()
         # Only this much of each pause counts: while this process was suspended, it could not receive requests.
-        self._listened += min(now - self._last_heard, 2 * STATS_SECONDS)
-        self._last_heard = now
+        self._running_seconds += min(now - self._last_request, 2 * STATS_SECONDS)
+        self._last_request = now
         client = self._clients[client_name]
-        client.heard = self._listened
+        client.last_request = self._running_seconds
         return client
 
-    def _let_the_silent_go(self, client: _HostClient) -> None:
-        client.cut = {number: said for number, said in client.cut.items() if self._listened - said < SILENT_SECONDS}
-        for name in [name for name, other in self._clients.items() if self._listened - other.heard > SILENT_SECONDS]:
+    def _drop_silent_clients(self, client: _HostClient) -> None:
+        client.cut = {
+            number: since for number, since in client.cut.items() if self._running_seconds - since < SILENT_SECONDS
+        }
+        for name in [
+            name for name, other in self._clients.items() if self._running_seconds - other.last_request > SILENT_SECONDS
+        ]:
             self._let_go(name)
 
     async def stream(self, client_name: str, number: int, sent: SentRequest) -> None:
@@ -218,7 +222,7 @@ class EngineHost(EngineProcess):
         if number in client.streams:
             client.streams[number].cancel()
         else:
-            client.cut[number] = self._listened
+            client.cut[number] = self._running_seconds
 
     async def event(self, client_name: str) -> StreamBatch:
         """Return the events of this client's streams since its last read, once there are any; none after it has left.
@@ -226,7 +230,7 @@ class EngineHost(EngineProcess):
         Raises:
             EngineDead: the client was dropped.
         """
-        client = self._hear(client_name)
+        client = self._note_request(client_name)
         await client.some.wait()
         if self._clients.get(client_name) is not client:
             return []
@@ -261,7 +265,7 @@ class EngineHost(EngineProcess):
             EngineDead: this client was dropped.
         """
         # Here and not at each event, of which there are many per second.
-        self._let_the_silent_go(self._hear(client_name))
+        self._drop_silent_clients(self._note_request(client_name))
         return self.engine.stats()
 
     async def call(self, name: str, *arguments: Any) -> Any:

@@ -21,7 +21,6 @@ from runner.cluster.runtime import FleetRuntime
 from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.proofs import ProofFigures, WeightProof
-from runner.engines.state import CheckedUpdate, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption
 from runner.runs.options import check_engine
 from runner.runs.player import FleetWorker, IdleReason, PlayingEngine
@@ -89,7 +88,7 @@ class FleetEngine(PlayingEngine):
             self._driver = driver  # before the block, so that the display shows workers as they start
             await exit_stack.enter_async_context(driver.at_work())
             known, first = await driver.known(), driver.first
-            assert first is not None, "there is a worker, so it info"
+            assert first is not None, "there is a worker, so it has described itself"
             self.tokenizer, self.template, self.stop_ids = known.tokenizer, known.template, known.stop_ids
             self.vocabulary, self.context = known.vocabulary, first.context
             self.notes = first.notes
@@ -131,7 +130,7 @@ class FleetEngine(PlayingEngine):
     @property
     def events(self) -> Sequence[str]:
         """The events of the fleet so far, for people: lost workers and the reasons."""
-        return self._driver.told if self._driver is not None else ()
+        return self._driver.events if self._driver is not None else ()
 
     def workers(self) -> list[FleetWorker]:
         """The workers that play, in the order of their numbers, as of their last heartbeats."""
@@ -196,19 +195,6 @@ class FleetEngine(PlayingEngine):
         figures: Mapping[Any, ProofFigures] = await self._fleet_runtime.control("prove", proof)
         return max(figures.values(), key=lambda each: each.median)
 
-    async def _check(self, given: Any, version: str | None, proof: WeightProof | None) -> CheckedUpdate:
-        runtime = self._fleet_runtime
-        runtime.require_weights_awake("update_weights()")
-        new = runtime.new_version(version)
-        if proof is not None:
-            await self.check_proof(proof)
-        checked = await runtime.check_update(given, new)
-        return replace(checked, proof=proof)
-
-    async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        self._fleet_runtime.require_weights_awake("update_weights()")
-        return await self._fleet_runtime.apply_update(checked, mode)
-
     @property
     def _fleet_runtime(self) -> FleetRuntime:
         self._controlled()
@@ -246,7 +232,7 @@ class FleetEngine(PlayingEngine):
         packed: bytes = self.launcher.pack(run, f"{what} {type(environment).__name__} cannot", fix)
         others = {name: each for name, each in options.engines.items() if not isinstance(each, HostedEngine)}
         sent = RunSetups(lambda: self.driver, packed, others)
-        self._enter_besides(sent.elsewhere)
+        self._enter_besides(sent.worker_engines)
         return sent
 
     def _enter_besides(self, engines: Collection[BaseEngine]) -> None:
@@ -277,7 +263,7 @@ def _shown(handle: WorkerHandle, now: float, newest: str) -> FleetWorker:
         width=handle.slot.width,
         version=newest if exchanged else handle.version,
         lag=heartbeat.lag if heartbeat is not None else 0.0,
-        silent=now - handle.heard,
+        silent=now - handle.heartbeat_at,
         oldest=oldest.activity if oldest is not None else "",
         waited=now - handle.ahead - oldest.since if oldest is not None else 0.0,
     )

@@ -117,7 +117,7 @@ class Fleet:
         return [slot for slot in self.slots if slot.state is WorkerSlotState.READY]
 
     @property
-    def behind(self) -> list[WorkerSlot]:
+    def waiting_for_weights(self) -> list[WorkerSlot]:
         """The slots whose workers wait for the next weights."""
         return [slot for slot in self.slots if slot.state is WorkerSlotState.WAITING]
 
@@ -129,7 +129,7 @@ class Fleet:
     @property
     def enough(self) -> bool:
         """True if there are enough workers. Those that wait for weights count if at least one plays."""
-        return bool(self.ready) and len(self.ready) + len(self.behind) >= self.least
+        return bool(self.ready) and len(self.ready) + len(self.waiting_for_weights) >= self.least
 
     @property
     def hopeless(self) -> bool:

@@ -52,9 +52,9 @@ class FleetPlayer:
     def watch_width(self, listener: Callable[[int], None]) -> None:
         """Call the listener with the number of episodes that all workers take, when workers come or go."""
         self._listener = listener
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Call the listener now."""
         if self._listener is not None:
             # At least 1: an episode that starts without any worker waits for one, and so does the run.
@@ -177,7 +177,7 @@ class FleetAttempt:
             raise BadTask(f"task {self.key.task.id!r} goes to a worker, and {error}") from None
         return packed
 
-    def hear(self, playing: PlayingNow | None, since: float) -> None:
+    def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
         """Note the episode's state in a heartbeat of its worker."""
         assert self._handle is not None, "it is notified of the episodes"
         if playing is not None:

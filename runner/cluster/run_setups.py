@@ -1,4 +1,4 @@
-"""A run on a fleet: the spec that workers receive, the order of their set-up, and the player."""
+"""A run on a fleet: the order of its set-up on the workers, its player, and placeholders for engines of the workers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import anyio
 
+from runner.cluster.broadcast import gather
 from runner.cluster.driver import Driver
 from runner.cluster.player import FleetPlayer
 from runner.cluster.protocol import OtherKnown, WorkerLost
-from runner.cluster.worker_handle import WorkerHandle, at_once
+from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.message_engine import MessageEngine, MessageRequest, MessageStream
 from runner.episode.shared import RunShared
@@ -38,7 +39,7 @@ class RunSetups:
         self._number: int | None = None
 
     @property
-    def elsewhere(self) -> Collection[BaseEngine]:
+    def worker_engines(self) -> Collection[BaseEngine]:
         """The engines that each worker enters for itself."""
         return set(self._others.values())
 
@@ -68,7 +69,9 @@ class RunSetups:
 
         while True:
             await driver.until(lambda: bool(driver.members))
-            await at_once(driver.members, enter)
+            _, errors = await gather(driver.members, enter)
+            if errors:
+                raise next(iter(errors.values()))
             for handle in driver.members:
                 with suppress(WorkerLost):
                     known: Mapping[str, OtherKnown] = await handle.process.send("others_known", number)
@@ -77,7 +80,7 @@ class RunSetups:
 
     @asynccontextmanager
     async def player(
-        self, shared: RunShared, clock: datetime, width: int | None, told: Callable[[str], None]
+        self, shared: RunShared, clock: datetime, width: int | None, on_event: Callable[[str], None]
     ) -> AsyncIterator[EpisodePlayer]:
         """Yield the player of the run's episodes, for the duration of the block."""
         driver = self._driver()
@@ -86,7 +89,7 @@ class RunSetups:
         player = FleetPlayer(driver, number, shared, width)
         failures: list[str] = []
         try:
-            async with driver.listening(player.tell, told):
+            async with driver.listening(player.notify, on_event):
                 yield player
         finally:
             with anyio.CancelScope(shield=True):

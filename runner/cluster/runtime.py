@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from runner.cluster.broadcast import compare
@@ -46,18 +45,12 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
     async def pause(self, mode: PauseMode) -> None:
         async with self.driver.settled:
             await self._control("pause", mode)
-            self._remember(paused=True)
+            self.driver.change_snapshot(paused=True)
 
     async def resume(self) -> None:
         async with self.driver.settled:
             await self._control("resume")
-            self._remember(paused=False)
-
-    async def check_weights(self, given: Any) -> Any:
-        raise NotImplementedError("a fleet checks with `check_update`, since each worker keeps what it has compared")
-
-    async def load_weights(self, checked: Any, version: str) -> None:
-        raise NotImplementedError("a fleet exchanges weights with `apply_update`: no worker waits for another")
+            self.driver.change_snapshot(paused=False)
 
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
         """Let every worker compare new weights with its model, and connect to the trainer if one sends them.
@@ -98,7 +91,9 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         # Before the workers update: an id of the new version must have a known age.
         self._add_version(checked.version)
         async with driver.settled:
-            self._remember(version=checked.version, weights=checked.weights, proof=checked.proof, readable=True)
+            self.driver.change_snapshot(
+                version=checked.version, weights=checked.weights, proof=checked.proof, readable=True
+            )
             updates: Mapping[Any, WeightUpdate] = await driver.ask_all("update_weights", checked, mode)
             for handle in updates:
                 driver.has_weights(handle, checked.version)
@@ -114,7 +109,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         def took(handle: WorkerHandle) -> None:
             if self.version != checked.version:  # the first one
                 self._add_version(checked.version)
-                self._remember(version=checked.version, weights=None, proof=None, readable=False)
+                self.driver.change_snapshot(version=checked.version, weights=None, proof=None, readable=False)
             self.driver.has_weights(handle, checked.version)
 
         try:
@@ -131,16 +126,16 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
     async def sleep(self, level: int) -> None:
         async with self.driver.settled:
             await self._control("sleep", level)
-            self._remember(asleep=level, awake=())
+            self.driver.change_snapshot(asleep=level, awake=())
 
     async def wake(self, tags: Collection[str]) -> None:
         async with self.driver.settled:
             await self._control("wake", sorted(tags))
             left = self.asleep - set(tags)
             if left:
-                self._remember(awake=tuple(tag for tag in SLEEP_TAGS if tag not in left))
+                self.driver.change_snapshot(awake=tuple(tag for tag in SLEEP_TAGS if tag not in left))
             else:
-                self._remember(asleep=0, awake=())
+                self.driver.change_snapshot(asleep=0, awake=())
 
     async def profile(self, *, on: bool) -> None:
         await self._control("start_profile" if on else "stop_profile")
@@ -156,9 +151,6 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     async def _control(self, call: str, *arguments: Any) -> None:
         await self.driver.ask_all("control", call, *arguments)
-
-    def _remember(self, **changed: Any) -> None:
-        self.driver.snapshot = replace(self.driver.snapshot, **changed)
 
 
 def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
@@ -190,13 +182,11 @@ class FleetAdapters(Adapters):
             adapter = version.name, version.number, where, config
             await driver.ask_all("add_adapter", *adapter)
             others = tuple(each for each in driver.snapshot.adapters if each[0] != version.name)
-            driver.snapshot = replace(driver.snapshot, adapters=(*others, adapter))
+            driver.change_snapshot(adapters=(*others, adapter))
 
     async def remove(self, name: str) -> None:
         await super().remove(name)
         driver = self._driver
         async with driver.settled:
             await driver.ask_all("control", "remove_adapter", name)
-            driver.snapshot = replace(
-                driver.snapshot, adapters=tuple(each for each in driver.snapshot.adapters if each[0] != name)
-            )
+            driver.change_snapshot(adapters=tuple(each for each in driver.snapshot.adapters if each[0] != name))

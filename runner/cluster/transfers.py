@@ -283,7 +283,7 @@ class FleetTransfers:
                 failure = error
         if len(transfer_group.handles) < there:
             await transfer_group.until_answered()
-            transfer_group.dismiss(transfer_group.asked, self._hangs())
+            transfer_group.dismiss(transfer_group.pending, self._hangs())
         elif scope.cancelled_caught:
             failure = TimeoutError(f"not within {transfer.seconds:g} s")
         if not transfer_group.handles or (ranked and len(transfer_group.handles) < there):
@@ -359,13 +359,13 @@ class FleetTransfers:
         transfer_group = self._transfer_group = TransferGroup(self._transfer_group.handles)
         number, sends = next(self._numbers), False
         try:
-            pauses = await transfer_group.ask("stand_still", lambda _: (number, mode))
+            pauses = await transfer_group.ask("hold", lambda _: (number, mode))
             # Nothing was sent yet: without the lost workers the others would only hang.
             sends = bool(transfer_group.handles) and not (transfer_group.lost and self._met.ranked)
         finally:
             if not sends:
                 with anyio.CancelScope(shield=True):
-                    await ask(transfer_group.handles, "go_on", number, patience=GRACE_SECONDS)
+                    await ask(transfer_group.handles, "release", number, patience=GRACE_SECONDS)
         if not sends:
             return None
         self.forget()

@@ -99,10 +99,10 @@ class Worker(EngineProcess):
         self._caught = FleetSnapshot()
         self._checked: CheckedUpdate | None = None
         self._relay: RelayedTransfer | None = None
-        self._halt = anyio.Lock()
-        self._halting = anyio.CancelScope()
-        self._called_off = 0
-        self._halted = False
+        self._hold_lock = anyio.Lock()
+        self._hold_scope = anyio.CancelScope()
+        self._released_number = 0
+        self._is_held = False
         self._leases = itertools.count()
         self.record_exit_reason: Callable[[str], None] = _to_nobody
         """Called with the reason when the worker ends itself."""
@@ -335,31 +335,31 @@ class Worker(EngineProcess):
         self._checked = await self.engine.check_update(relay, version=checked.version)
         self._relay = relay
 
-    async def stand_still(self, number: int, mode: PauseMode) -> float:
-        """Pause until `receive_weights` or `go_on`, unless the engine does not run. Returns the seconds that it took.
+    async def hold(self, number: int, mode: PauseMode) -> float:
+        """Pause until `receive_weights` or `release`, unless the engine does not run. Returns the seconds that it took.
 
         Args:
             number: increases with each call.
             mode: the fate of turns that are being sampled.
         """
         began = time.monotonic()
-        async with self._halt:
-            with anyio.CancelScope() as self._halting:
-                if self.engine.state is EngineState.RUNNING and number > self._called_off:
+        async with self._hold_lock:
+            with anyio.CancelScope() as self._hold_scope:
+                if self.engine.state is EngineState.RUNNING and number > self._released_number:
                     await self.engine.pause(mode)
-                    self._halted = True
+                    self._is_held = True
         return time.monotonic() - began
 
-    async def go_on(self, number: int) -> None:
+    async def release(self, number: int) -> None:
         """End the pause of this number, also one that has not begun or is requested after this call."""
-        self._called_off = number
-        self._halting.cancel()
-        await self._end_halt()
+        self._released_number = number
+        self._hold_scope.cancel()
+        await self._resume_held()
 
-    async def _end_halt(self) -> None:
-        async with self._halt:
-            if self._halted:
-                self._halted = False
+    async def _resume_held(self) -> None:
+        async with self._hold_lock:
+            if self._is_held:
+                self._is_held = False
                 await self.engine.resume()
 
     async def receive_weights(self, version: str, proof: WeightProof | None = None) -> WeightUpdate:
@@ -377,7 +377,7 @@ class Worker(EngineProcess):
         finally:
             if relay is not None:
                 relay.close()
-            await self._end_halt()
+            await self._resume_held()
 
     async def take_step(self, step: TransferStep, part: Any = None) -> None:
         """Let the engine take a step of the transfer, and return when it did."""

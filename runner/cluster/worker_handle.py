@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -11,25 +11,25 @@ import anyio
 
 from runner.cluster.fleet import WorkerSlot, WorkerSlotState
 from runner.cluster.protocol import Heartbeat, PlayingNow, WorkerInfo, WorkerLost, WorkerProcess
-from runner.errors import BadInput, DeltarunnerError
+from runner.errors import BadInput
 from runner.runs.player import IdleReason
 
-__all__ = ["PulseListener", "WorkerHandle", "absence", "answer_within", "at_once"]
+__all__ = ["HeartbeatListener", "WorkerHandle", "answer_within", "idle_reason"]
 
 SILENCE_STEP_SECONDS: Final = 3.0
 """Seconds of one step of a silence. Each step counts at most once, however long this process itself was suspended."""
 
-_ABSENCES: Final = {
+_IDLE_REASONS: Final = {
     WorkerSlotState.UNPLACED: IdleReason.UNPLACED,
     WorkerSlotState.WAITING: IdleReason.WAITING,
     WorkerSlotState.RESTING: IdleReason.RESTING,
 }
 
 
-class PulseListener(Protocol):
+class HeartbeatListener(Protocol):
     """An attempt on a worker, updated with each heartbeat."""
 
-    def hear(self, playing: PlayingNow | None, since: float) -> None:
+    def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
         """Note the attempt's state in a heartbeat.
 
         Args:
@@ -50,12 +50,12 @@ class WorkerHandle:
     """Its description of itself; None while it starts."""
     heartbeat: Heartbeat | None = None
     """The latest heartbeat."""
-    heard: float = 0.0
+    heartbeat_at: float = 0.0
     """Time of the latest heartbeat, in the event loop's time."""
     ahead: float = 0.0
     """Difference of this event loop's time to the worker's. Measured once, so that a suspended worker shows as waiting.
     """
-    attempts: dict[int, PulseListener] = field(default_factory=dict)
+    attempts: dict[int, HeartbeatListener] = field(default_factory=dict)
     """The attempts that it plays, by number."""
     version: str = ""
     """The version of its weights."""
@@ -76,17 +76,17 @@ class WorkerHandle:
         """True if its process runs, and its engine starts or catches up with the others."""
         return self.placed and not self.why and self.slot.state is WorkerSlotState.STARTING
 
-    def hear(self, heartbeat: Heartbeat) -> None:
+    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Store a heartbeat, and pass it to the attempts."""
-        self.heard = anyio.current_time()
+        self.heartbeat_at = anyio.current_time()
         if self.heartbeat is None:
-            self.ahead = self.heard - heartbeat.now
+            self.ahead = self.heartbeat_at - heartbeat.now
         self.heartbeat = heartbeat
-        told = {playing.number: playing for playing in heartbeat.oldest}
+        listed = {playing.number: playing for playing in heartbeat.oldest}
         youngest = max((playing.since for playing in heartbeat.oldest), default=-math.inf)
         for number, attempt in self.attempts.items():
-            playing = told.get(number)
-            attempt.hear(playing, self.ahead + (youngest if playing is None else playing.since))
+            playing = listed.get(number)
+            attempt.note_heartbeat(playing, self.ahead + (youngest if playing is None else playing.since))
 
     def naming(self, error: BadInput) -> BadInput:
         """Return an error of this worker with the worker's name added."""
@@ -98,7 +98,7 @@ class WorkerHandle:
         self.process.kill()
 
 
-def absence(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | None:
+def idle_reason(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | None:
     """Return why the worker of a slot does not play; None if it does.
 
     Args:
@@ -113,28 +113,7 @@ def absence(slot: WorkerSlot, handle: WorkerHandle | None) -> IdleReason | None:
         )  # there was never a worker, since machines are still being connected
     if handle is not None and handle.why:  # its slot counts as playing until its end is confirmed
         return IdleReason.LOST
-    return _ABSENCES.get(slot.state)
-
-
-async def at_once(handles: Iterable[WorkerHandle], step: Callable[[WorkerHandle], Awaitable[None]]) -> None:
-    """Run a step with several workers at the same time.
-
-    Raises:
-        DeltarunnerError: the first error, once all have finished.
-    """
-    errors: list[DeltarunnerError] = []
-
-    async def take(handle: WorkerHandle) -> None:
-        try:
-            await step(handle)
-        except DeltarunnerError as error:  # as a value: a task group would wrap it
-            errors.append(error)
-
-    async with anyio.create_task_group() as group:
-        for handle in handles:
-            group.start_soon(take, handle)
-    if errors:
-        raise errors[0]
+    return _IDLE_REASONS.get(slot.state)
 
 
 async def answer_within(limit: float, answer: Awaitable[Any], when: str = "") -> Any:

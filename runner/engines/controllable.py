@@ -5,9 +5,9 @@ This module checks arguments and states and returns results; the runtime changes
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,22 +226,14 @@ class Controllable:
         new = runtime.new_version(version)
         if proof is not None:
             await self.check_proof(proof)
-        began = time.monotonic()
-        checked = await runtime.check_weights(given)
-        return CheckedUpdate(new, time.monotonic() - began, checked, proof)
+        return replace(await runtime.check_update(given, new), proof=proof)
 
     async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         runtime = self._controlled()
         runtime.require_weights_awake("update_weights()")
         if checked.proof is not None and runtime.asleep:
             raise BadControl("update_weights(proof=): the memory of the cache is asleep: wake() first.")
-        began = time.monotonic()
-        if runtime.state is EngineState.RUNNING:
-            await runtime.hold(mode)
-        halted = time.monotonic()
-        figures = await runtime.exchange(checked.weights, checked.version, checked.proof)
-        seconds = checked.seconds, halted - began, time.monotonic() - halted
-        return WeightUpdate(checked.version, *seconds, figures, runtime.moved)
+        return await runtime.apply_update(checked, mode)
 
     async def add_adapter(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None

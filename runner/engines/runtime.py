@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -15,10 +16,10 @@ from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, failure_reason, tolerance_of
-from runner.engines.state import SLEEP_TAGS, EngineState, PauseMode
+from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 
-__all__ = ["EngineRuntime", "OpenRequest"]
+__all__ = ["EngineRuntime", "ModelRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
 """Time limit for undoing a failed pause, in seconds; nothing can cancel it."""
@@ -37,7 +38,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
     """State that an engine and its streams share while it runs; each entry of the engine has a new one.
 
     Only this class changes the state; the calls of `Controllable` request the changes. A subclass implements the
-    operations of its kind: pause, load weights, release memory. They run one at a time, under `lock`.
+    operations of its kind: pause, update weights, release memory. They run one at a time, under `lock`.
     """
 
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
@@ -187,55 +188,6 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.paused_by_caller = False
         await to_its_end(self.release)
 
-    async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
-        """Load new weights and return to the earlier state, or to running after a pause for the weights only.
-
-        Returns:
-            The figures of the proof; None without a proof.
-
-        Raises:
-            EngineDead: the weights could not be loaded, or their proof does not hold.
-        """
-        figures: list[ProofFigures] = []
-        # Shielded: partly exchanged weights could neither be used nor restored.
-        await to_its_end(partial(self._exchange, checked, version, proof, figures))
-        return figures[0] if figures else None
-
-    async def _exchange(
-        self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
-    ) -> None:
-        before, self.state = self.state, EngineState.UPDATING
-        try:
-            self.moved = await self.load_and_compare(checked, version, compares=proof is None)
-            if proof is not None:
-                figures.append(await self._prove(proof, version))
-            self.proof_figures = figures[0] if figures else None
-            self._add_version(version)
-        finally:
-            self.state = before
-        await self._release_unless_paused()
-        self.notify_listeners()
-
-    async def _prove(self, proof: WeightProof, version: str) -> ProofFigures:
-        """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ."""
-        worst: ProofFigures | None = None
-        try:
-            by_rank = await self.score_while_paused(proof.ids)
-        except RequestRejected as error:
-            raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
-        for rank, scores in by_rank.items():
-            figures, why = self.compare_proof(proof, scores)
-            if why:
-                where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
-                raise self.ended_by(
-                    f"the proof of the weights {version!r}{where} does not hold: {why}. Nothing was sampled with them. "
-                    "`deltarunner check-weights MODEL` lists the tensors that do not arrive"
-                )
-            worst = figures if worst is None or figures.median > worst.median else worst
-        assert worst is not None, "an engine has a rank"
-        self.keep_proof(proof, next(iter(by_rank.values())), None)
-        return worst
-
     def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof; return figures and the reason of a failure, or ""."""
         tolerance = tolerance_of(proof, self.dtype, self._baseline)
@@ -318,6 +270,122 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Resume, also after a `pause` that failed or was cancelled midway."""
 
     @abstractmethod
+    async def check_update(self, given: Any, version: str) -> CheckedUpdate:
+        """Compare new weights with the model while the engine runs.
+
+        Raises:
+            BadWeights: they do not fit; the message names the tensor.
+        """
+
+    @abstractmethod
+    async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
+        """Exchange the weights for checked ones; a running engine pauses meanwhile.
+
+        Raises:
+            EngineDead: the exchange failed midway, or the proof of the weights does not hold.
+        """
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached prompts, also those of running requests."""
+
+    def check_sleep(self, level: int) -> None:  # default: sleep is always possible
+        """Check that `sleep` is possible, before anything changes.
+
+        Raises:
+            BadControl: it is not; the message has the reason.
+        """
+
+    @abstractmethod
+    async def sleep(self, level: int) -> None:
+        """Release memory: level 1 moves the weights to CPU memory, level 2 discards them."""
+
+    @abstractmethod
+    async def wake(self, tags: Collection[str]) -> None:
+        """Allocate the memory of these parts again, and stay paused."""
+
+    @abstractmethod
+    async def profile(self, *, on: bool) -> None:
+        """Start or stop the profiler.
+
+        Raises:
+            BadControl: the engine has no profiler, or was started without it; the message has the fix.
+        """
+
+    async def devices(self) -> list[str]:
+        """Return the device of each worker."""
+        return []
+
+
+class ModelRuntime(EngineRuntime[RequestT]):
+    """The runtime of an engine with one model in it, whose weights it exchanges itself."""
+
+    async def check_update(self, given: Any, version: str) -> CheckedUpdate:
+        began = time.monotonic()
+        checked = await self.check_weights(given)
+        return CheckedUpdate(version, time.monotonic() - began, checked)
+
+    async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
+        began = time.monotonic()
+        if self.state is EngineState.RUNNING:
+            await self.hold(mode)
+        halted = time.monotonic()
+        figures = await self.exchange(checked.weights, checked.version, checked.proof)
+        seconds = checked.seconds, halted - began, time.monotonic() - halted
+        return WeightUpdate(checked.version, *seconds, figures, self.moved)
+
+    async def exchange(self, checked: Any, version: str, proof: WeightProof | None = None) -> ProofFigures | None:
+        """Load new weights and return to the earlier state, or to running after a pause for the weights only.
+
+        Returns:
+            The figures of the proof; None without a proof.
+
+        Raises:
+            EngineDead: the weights could not be loaded, or their proof does not hold.
+        """
+        figures: list[ProofFigures] = []
+        # Shielded: partly exchanged weights could neither be used nor restored.
+        await to_its_end(partial(self._exchange, checked, version, proof, figures))
+        return figures[0] if figures else None
+
+    async def _exchange(
+        self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
+    ) -> None:
+        before, self.state = self.state, EngineState.UPDATING
+        try:
+            self.moved = await self.load_and_compare(checked, version, compares=proof is None)
+            if proof is not None:
+                figures.append(await self._prove(proof, version))
+            self.proof_figures = figures[0] if figures else None
+            self._add_version(version)
+        finally:
+            self.state = before
+        await self._release_unless_paused()
+        self.notify_listeners()
+
+    async def _prove(self, proof: WeightProof, version: str) -> ProofFigures:
+        """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ."""
+        worst: ProofFigures | None = None
+        try:
+            by_rank = await self.score_while_paused(proof.ids)
+        except RequestRejected as error:
+            raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
+        for rank, scores in by_rank.items():
+            figures, why = self.compare_proof(proof, scores)
+            if why:
+                where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
+                raise self.ended_by(
+                    f"the proof of the weights {version!r}{where} does not hold: {why}. Nothing was sampled with them. "
+                    "`deltarunner check-weights MODEL` lists the tensors that do not arrive"
+                )
+            worst = figures if worst is None or figures.median > worst.median else worst
+        assert worst is not None, "an engine has a rank"
+        self.keep_proof(proof, next(iter(by_rank.values())), None)
+        return worst
+
+    # --- operations of each kind of engine
+
+    @abstractmethod
     async def check_weights(self, given: Any) -> Any:
         """Compare new weights with the model while the engine runs; return the argument for `load_weights`.
 
@@ -355,34 +423,3 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """End the engine for a reason, and return the error that every request gets."""
         # Not abstract: an engine that cannot score never gets a proof.
         raise NotImplementedError(f"{type(self).__name__} scores ids and has to implement ended_by()")
-
-    @abstractmethod
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached prompts, also those of running requests."""
-
-    def check_sleep(self, level: int) -> None:  # default: sleep is always possible
-        """Check that `sleep` is possible, before anything changes.
-
-        Raises:
-            BadControl: it is not; the message has the reason.
-        """
-
-    @abstractmethod
-    async def sleep(self, level: int) -> None:
-        """Release memory: level 1 moves the weights to CPU memory, level 2 discards them."""
-
-    @abstractmethod
-    async def wake(self, tags: Collection[str]) -> None:
-        """Allocate the memory of these parts again, and stay paused."""
-
-    @abstractmethod
-    async def profile(self, *, on: bool) -> None:
-        """Start or stop the profiler.
-
-        Raises:
-            BadControl: the engine has no profiler, or was started without it; the message has the fix.
-        """
-
-    async def devices(self) -> list[str]:
-        """Return the device of each worker."""
-        return []

@@ -140,7 +140,7 @@ class WorkerSetup(Protocol):
     """A run as workers receive it; each worker sets it up."""
 
     @property
-    def elsewhere(self) -> Collection[BaseEngine]:
+    def worker_engines(self) -> Collection[BaseEngine]:
         """The engines that exist only on workers, one on each."""
 
     def engines(self) -> AbstractAsyncContextManager[Mapping[BaseEngine, BaseEngine]]:

@@ -60,7 +60,7 @@ class Start:
         sent = engine.sent(setup) if isinstance(engine, PlayingEngine) else None
         # Engines first: the header and the adapters come from running engines.
         for each in setup.engines:
-            if sent is None or each not in sent.elsewhere:
+            if sent is None or each not in sent.worker_engines:
                 await self._enter_engine(exit_stack, each)
         if sent is not None:
             setup = setup.with_others(await exit_stack.enter_async_context(sent.engines()))

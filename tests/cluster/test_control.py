@@ -126,7 +126,7 @@ def test_failed_worker_is_replaced_and_starts_with_the_new_weights(stage: str, e
             assert launcher.workers[1].killed
             assert {each.version for each in engine.workers()} == {"seven"}
             assert asked_of(launcher.workers[2], "catch_up", "play") == ["catch_up"]
-            assert str(error) in engine.driver.told[-1]
+            assert str(error) in engine.driver.events[-1]
             got = await played(Dice, engine)
             assert {version for each in got for version in versions(each)} == {"seven"}
 

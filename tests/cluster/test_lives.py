@@ -166,7 +166,7 @@ def test_reason_of_a_failed_start_is_reported_once() -> None:
             launcher.on_start = lambda worker: worker.kill(next(reasons)) if worker.worker.number else None
             with pytest.raises(EngineDead, match=r"room for 1 of at least 2 workers: .*\. its machine is gone"):
                 await played(Dice, engine)
-            assert [event.partition(" was not started: ")[2] for event in engine.driver.told] == [
+            assert [event.partition(" was not started: ")[2] for event in engine.driver.events] == [
                 "its machine is full",
                 "its machine is gone",
             ]
@@ -188,7 +188,7 @@ def test_reason_that_returns_after_a_start_is_reported_again() -> None:
                 await until(lambda: len(engine.driver.fleet.ready) == 2)
                 run.cancel()
                 [_ async for _ in run]
-            assert sum(event.endswith(" was not started: its machine is full") for event in engine.driver.told) == 2
+            assert sum(event.endswith(" was not started: its machine is full") for event in engine.driver.events) == 2
 
     VirtualClock().run(run)
 

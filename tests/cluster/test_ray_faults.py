@@ -121,7 +121,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
     """The answers that came when their worker was taken for dead already."""
-    heard = RayWorker._heard
+    heard = RayWorker._on_answers
     seen: list[AttemptResult] = []
 
     def note(worker: Any, told: Any) -> None:
@@ -131,9 +131,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[AttemptResult]:
             seen.extend(answer for answer in answers if isinstance(answer, AttemptResult))
         heard(worker, told)
         if is_late and not seen:
-            worker._hear()  # as if what it played had been on its way with the rest
+            worker._fetch_answers()  # as if what it played had been on its way with the rest
 
-    monkeypatch.setattr(RayWorker, "_heard", note)
+    monkeypatch.setattr(RayWorker, "_on_answers", note)
     return seen
 
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 # --- who dies meanwhile
 
 
-@pytest.mark.parametrize("at", ["check_weights", "meet", "stand_still", "take_step"])
+@pytest.mark.parametrize("at", ["check_weights", "meet", "hold", "take_step"])
 def test_trainer_here_reconnects_without_the_dead_workers(at: str) -> None:
     async def run() -> None:
         source = Parts()
@@ -112,7 +112,7 @@ def test_broadcast_that_hangs_in_the_trainer_is_sent_again() -> None:
     by_virtual_time(run)
 
 
-@pytest.mark.parametrize("at", ["check_weights", "meet", "stand_still"])
+@pytest.mark.parametrize("at", ["check_weights", "meet", "hold"])
 def test_trainer_waiting_for_a_dead_worker_changes_nothing(at: str) -> None:
     async def run() -> None:
         async with fleet((1, 2)) as (engine, launcher), engine:
@@ -366,7 +366,7 @@ def test_versions_never_decrease_whatever_dies_under_transfers(
                     await give(kind)
                 while True:
                     # Where all that had them died, those that came since can do nothing but wait for weights.
-                    if engine.driver.fleet.behind and not engine.driver.fleet.ready:
+                    if engine.driver.fleet.waiting_for_weights and not engine.driver.fleet.ready:
                         await give("folder")
                     await anyio.sleep(1)
 

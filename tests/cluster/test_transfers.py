@@ -21,7 +21,7 @@ from tests.cluster.test_control import asked_of, state_of, versions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-TRANSFER_CALLS = ("check_weights", "meet", "stand_still", "receive_weights", "go_on")
+TRANSFER_CALLS = ("check_weights", "meet", "hold", "receive_weights", "release")
 
 
 def asked_times(worker: InProcessWorker, call: str, times: int) -> bool:
@@ -139,18 +139,18 @@ async def test_all_connect_before_any_pauses_and_pause_before_any_receives(
 ) -> None:
     async with fleet(2) as (engine, launcher), engine:
         first, last = launcher.workers[0], launcher.workers[1]
-        held = last.held_in = {name: anyio.Event() for name in ("check_weights", "meet", "stand_still", "take_step")}
+        held = last.held_in = {name: anyio.Event() for name in ("check_weights", "meet", "hold", "take_step")}
         async with anyio.create_task_group() as group:
             group.start_soon(engine.update_weights, kind())
             for at, after in (
                 ("check_weights", "meet"),
-                ("meet", "stand_still"),
-                ("stand_still", "take_step"),
+                ("meet", "hold"),
+                ("hold", "take_step"),
             ):
                 await until(partial(asked_of, last, at))
                 await anyio.wait_all_tasks_blocked()
                 assert not asked_of(first, after), f"{after} before the last one has done {at}"
-                assert state_of(first) == ("paused" if at == "stand_still" else "running")
+                assert state_of(first) == ("paused" if at == "hold" else "running")
                 held[at].set()
             held["take_step"].set()
         assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
@@ -224,7 +224,7 @@ async def test_refusal_by_every_worker_changes_and_leaves_nothing(kind: Callable
             await engine.update_weights(kind(), version="new")
         await anyio.wait_all_tasks_blocked()
         for worker in launcher.alive:
-            assert not asked_of(worker, "stand_still", *(("meet",) if at == "check_weights" else ()))
+            assert not asked_of(worker, "hold", *(("meet",) if at == "check_weights" else ()))
             assert worker.worker._checked is worker.worker._relay is None
             worker.fail_in.clear()
         assert len(launcher.alive) == 2
@@ -252,11 +252,11 @@ def test_a_trainer_that_nobody_meets_in_time_changes_nothing(kind: Callable[[], 
 def test_cancelling_a_call_while_some_are_paused_continues_them(kind: Callable[[], Any]) -> None:
     async def run() -> None:
         async with fleet(2) as (engine, launcher), engine:
-            launcher.workers[1].held_in["stand_still"] = anyio.Event()
+            launcher.workers[1].held_in["hold"] = anyio.Event()
             with anyio.move_on_after(5):
                 await engine.update_weights(kind())
             await anyio.wait_all_tasks_blocked()
-            launcher.workers[1].held_in["stand_still"].set()
+            launcher.workers[1].held_in["hold"].set()
             await anyio.wait_all_tasks_blocked()
             assert [state_of(worker) for worker in launcher.alive] == ["running", "running"]
             await engine.update_weights(kind())

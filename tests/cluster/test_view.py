@@ -259,7 +259,7 @@ async def test_paused_episode_does_not_seem_to_move_with_a_late_heartbeat() -> N
     heard: list[float] = []
 
     class Attempt:
-        def hear(self, playing: PlayingNow | None, since: float) -> None:
+        def note_heartbeat(self, playing: PlayingNow | None, since: float) -> None:
             heard.append(since)
 
     process: Any = None  # it is not asked
@@ -268,5 +268,5 @@ async def test_paused_episode_does_not_seem_to_move_with_a_late_heartbeat() -> N
         await anyio.sleep(HEARTBEAT_SECONDS + late)
         now = 100.0 + anyio.current_time() - late
         stands = PlayingNow(number=7, turns=1, activity="a tool", since=90.0)
-        handle.hear(Heartbeat(now=now, stats=EngineStats(open=1), lag=0.0, playing=1, oldest=[stands]))
+        handle.note_heartbeat(Heartbeat(now=now, stats=EngineStats(open=1), lag=0.0, playing=1, oldest=[stands]))
     assert heard[0] == heard[1]

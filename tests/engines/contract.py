@@ -144,7 +144,9 @@ def hosted(backend: str) -> Callable[[pytest.FixtureRequest], RunContractTest]:
     async def main(promise: ContractTest) -> None:
         async with HostedHere(ScriptedEngine(TEXT, places=2, latency=Latency(between=1))) as engine:
             refused = frozenset({"pause", "keep", "sleep", "wake", "update_weights", "add_adapter", "remove_adapter"})
-            await promise(EngineUnderTest(engine, "any folder", "any folder", settled=engine.look, refused=refused))
+            await promise(
+                EngineUnderTest(engine, "any folder", "any folder", settled=engine.refresh_stats, refused=refused)
+            )
 
     return lambda _: lambda promise: anyio.run(main, promise, backend=backend)
 

@@ -61,7 +61,7 @@ class RayWorker:
         self._numbers = itertools.count()
         self._calls: list[Call] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._hears = False
+        self._is_fetching = False
         self._sent = 0
         self._lost: BaseException | None = None
 
@@ -89,8 +89,8 @@ class RayWorker:
         except Exception:  # Ray's, for a value that it cannot pickle
             for call in calls:
                 self._send_alone(call)
-        if self._answers and not self._hears:
-            self._hear()
+        if self._answers and not self._is_fetching:
+            self._fetch_answers()
 
     def _send_alone(self, call: Call) -> None:
         number, name, _ = call
@@ -100,54 +100,54 @@ class RayWorker:
         except Exception as error:
             _fail(self._answers.pop(number), BadOption(f"{name}: what is sent to a worker cannot be pickled: {error}"))
 
-    def _hear(self) -> None:
-        self._hears = True
+    def _fetch_answers(self) -> None:
+        self._is_fetching = True
         try:
-            told = self._ask()
+            future = self._request_answers()
         except Exception as error:  # Ray's, if the process has disconnected
             self._lose(WorkerLost(f"it cannot be called any more: {error}"))
             return
-        told.add_done_callback(self._heard)
+        future.add_done_callback(self._on_answers)
 
-    def _ask(self) -> asyncio.Future[list[Answer]]:
+    def _request_answers(self) -> asyncio.Future[list[Answer]]:
         answers = self._actor.answers.remote(self._name)
         self._sent += 1
         return asyncio.wrap_future(answers.future())
 
-    def _heard(self, told: asyncio.Future[Any]) -> None:
-        if (error := told.exception()) is not None:
+    def _on_answers(self, future: asyncio.Future[Any]) -> None:
+        if (error := future.exception()) is not None:
             if type(error).__name__ == "ActorUnavailableError" and self._lost is None:
                 self._lost = error
                 asyncio.get_running_loop().call_later(EXIT_REASON_SECONDS, self._lose, error)
-                self._ask_why()
+                self._fetch_reason()
             else:
                 self._lose(error)
         else:
-            for number, packed in told.result():
+            for number, packed in future.result():
                 if (answer := self._answers.pop(number, None)) is None:  # its caller has given up
                     continue
                 try:
                     answer.set_result(pickle.loads(packed))
                 except Exception as error:  # of a class that cannot be imported here
                     _fail(answer, WorkerLost(f"what it gave cannot be read here: {error}"))
-            self._hears = False
+            self._is_fetching = False
             if self._answers:
-                self._hear()
+                self._fetch_answers()
 
-    def _ask_why(self) -> None:
+    def _fetch_reason(self) -> None:
         """Ask Ray again why the actor is unavailable: of a dead process it says so too, until it has the cause."""
         try:
-            told = self._ask()
+            future = self._request_answers()
         except Exception:  # Ray's, if the process has disconnected
             return
-        told.add_done_callback(self._heard_why)
+        future.add_done_callback(self._on_reason)
 
-    def _heard_why(self, told: asyncio.Future[Any]) -> None:
-        error = None if told.cancelled() else told.exception()
+    def _on_reason(self, future: asyncio.Future[Any]) -> None:
+        error = None if future.cancelled() else future.exception()
         if error is None or not self._answers:
             return
         if type(error).__name__ == "ActorUnavailableError":
-            asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._ask_why)
+            asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._fetch_reason)
         else:
             self._lost = error
             self._lose(error)
@@ -215,23 +215,23 @@ def _why(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _how(told: str) -> str:
+def _how(report: str) -> str:
     """The way a process died, as far as Ray reports it."""
-    if (code := re.search(r"exit code[ =:]+(-?\d+)", told)) is not None:
+    if (code := re.search(r"exit code[ =:]+(-?\d+)", report)) is not None:
         number = int(code[1])
         try:
             return f": {signal.Signals(-number).name}" if number < 0 else f" with exit code {number}"
         except ValueError:
             return f" with exit code {number}"
-    if "connection error" in told:  # only the kernel ends a process without a message
+    if "connection error" in report:  # only the kernel ends a process without a message
         return ": it was killed (SIGKILL, as by the kernel where memory is short) or crashed; its log may say more"
     return ""
 
 
-def _not_made(told: str) -> str:
-    machine = re.search(r"\bip=([^,\s)]+)", told)
+def _not_made(report: str) -> str:
+    machine = re.search(r"\bip=([^,\s)]+)", report)
     where = f" on {machine[1]}" if machine is not None else ""
-    cause = told.strip().splitlines()[-1].strip()
+    cause = report.strip().splitlines()[-1].strip()
     if re.search(r"No module named 'runner['.]", cause) is None:
         return f"a worker cannot be made{where}: {cause}"
     version = installed_version("deltarunner")

@@ -11,7 +11,7 @@ import anyio.abc
 from runner.engines.adapters import Adapters
 from runner.engines.function.token_function import LogprobsKind, TokenFunction
 from runner.engines.gate import AdmissionGate
-from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.errors import BadControl, EngineDead
 
@@ -44,7 +44,7 @@ class FunctionAdapters(Adapters):
         raise BadControl(f"remove_adapter({name!r}): {_OWNER} removes adapters.")
 
 
-class FunctionRuntime(EngineRuntime[FunctionRequest]):
+class FunctionRuntime(ModelRuntime[FunctionRequest]):
     """State of an entered token engine; a request is inside until its stream is left."""
 
     def __init__(

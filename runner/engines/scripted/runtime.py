@@ -9,7 +9,7 @@ import anyio
 
 from runner.engines.adapters import Adapters
 from runner.engines.gate import AdmissionGate
-from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.scripted.delivery_plan import DeliveryPlanner
 from runner.engines.scripted.tick_clock import TickClock
 from runner.engines.state import PauseMode
@@ -35,7 +35,7 @@ class _DiscardingReceiver:
     async def step(self, step: TransferStep, part: Any = None) -> None: ...
 
 
-class ScriptedRuntime(EngineRuntime[ScriptedRequest]):
+class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
     """State of a scripted engine; a request is inside until its last id was sent.
 
     It has no weights: it accepts anything as new weights, and only changes the version.

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
-from runner.engines.runtime import EngineRuntime, OpenRequest
+from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.own_scores import OwnScores
@@ -47,7 +47,7 @@ class VllmRequest(OpenRequest, Protocol):
     def sent_all(self) -> bool: ...
 
 
-class VllmRuntime(EngineRuntime[VllmRequest]):
+class VllmRuntime(ModelRuntime[VllmRequest]):
     """State of vLLM from start to stop; a request is inside until its stream is left."""
 
     adapters: VllmAdapters
