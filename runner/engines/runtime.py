@@ -279,7 +279,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     @abstractmethod
     async def apply_update(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
-        """Exchange the weights for checked ones; a running engine pauses meanwhile.
+        """Exchange the weights for checked ones; a running engine pauses for it.
 
         Raises:
             EngineDead: the exchange failed midway, or the proof of the weights does not hold.

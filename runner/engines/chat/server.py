@@ -28,7 +28,7 @@ _CLOSE_SECONDS: Final = 1.0
 _PROBE_SECONDS: Final = 30.0
 """Time limit for the answer to a health check, in seconds."""
 _GATEWAY_STATUSES: Final = (502, 503, 504)
-"""Statuses by which a gateway says that the server behind it does not answer."""
+"""Statuses of a gateway whose server does not answer."""
 _HTTP: Final = ("httpx", "httpx2", "httpcore", "httpcore2")
 """HTTP libraries of OpenAI's client; not every version wraps their errors."""
 
