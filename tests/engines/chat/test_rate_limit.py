@@ -104,6 +104,9 @@ def standing(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Stand
         async def __aexit__(self, *_: object) -> None:
             pass
 
+        async def probe(self) -> None:
+            """Answer a health check: this server is always there."""
+
         async def open(self, body: Mapping[str, Any]) -> Answer:
             return await server.open_one()
 
