@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import anyio
 
 __all__ = ["at_once"]
 
+T = TypeVar("T")
 
-async def at_once(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """Make the calls at the same time, and return when all have returned.
+
+async def at_once(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Make the calls at the same time, and return their results in order.
 
     Raises:
         Exception: the first failure, which a task group would wrap.
     """
     errors: list[Exception] = []
+    results: dict[int, T] = {}
 
-    async def kept(call: Callable[[], Awaitable[object]], others: anyio.CancelScope) -> None:
+    async def kept(number: int, call: Callable[[], Awaitable[T]], others: anyio.CancelScope) -> None:
         try:
-            await call()
+            results[number] = await call()
         except Exception as error:
             errors.append(error)
             others.cancel()
 
     async with anyio.create_task_group() as group:
-        for call in calls:
-            group.start_soon(kept, call, group.cancel_scope)
+        for number, call in enumerate(calls):
+            group.start_soon(kept, number, call, group.cancel_scope)
     if errors:
         raise errors[0]
+    return [results[number] for number in range(len(calls))]

@@ -8,14 +8,17 @@ import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import anyio
 from typing_extensions import Unpack
 
+from runner.concurrency.at_once import at_once
 from runner.concurrency.loop_lag import Blocker
 from runner.engines.base import BaseEngine, width_of
+from runner.engines.proofs import WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
 from runner.environment.checks import as_environment
 from runner.environment.environment import Environment
@@ -146,7 +149,7 @@ class BackgroundPlayer:
 
         Errors are those of `Player.play`; the first one cancels the others.
         """
-        return self._call(_all_or_none([self.player.play(task, index=index) for task, index in episodes]))
+        return self._call(at_once([partial(self.player.play, task, index=index) for task, index in episodes]))
 
     def groups(self, tasks: Iterable[Task] | None = None) -> Iterator[Group]:
         """Yield groups as they finish, for a trainer that pulls.
@@ -187,14 +190,19 @@ class BackgroundPlayer:
     # --- weights
 
     def update_weights(
-        self, given: Any, version: str | None = None, mode: PauseMode | str = PauseMode.KEEP
+        self,
+        given: Any,
+        *,
+        version: str | None = None,
+        mode: PauseMode | str = PauseMode.KEEP,
+        proof: WeightProof | None = None,
     ) -> WeightUpdate:
         """Exchange the engine's weights, also during episodes, as `engine.update_weights` does.
 
         Raises:
             BadWeights, BadControl, BadOption, EngineError: as `engine.update_weights`.
         """
-        return self._call(self.engine.update_weights(given, version=version, mode=mode))
+        return self._call(self.engine.update_weights(given, version=version, mode=mode, proof=proof))
 
     # --- the thread
 
@@ -230,7 +238,7 @@ class BackgroundPlayer:
         raise RunStopped("the player was closed: play before close(), or make another BackgroundPlayer(...)")
 
     async def _play_groups(self, tasks: list[Task]) -> list[Group]:
-        played = await _all_or_none([self.player.play_group(task) for task in tasks])
+        played = await at_once([partial(self.player.play_group, task) for task in tasks])
         return [group for groups in played for group in groups]
 
     def _run_thread(self, started: Future[None]) -> None:
@@ -296,17 +304,3 @@ class BackgroundPlayer:
 
 def _not_begun() -> RuntimeError:
     return RuntimeError("the player has not begun: write `with BackgroundPlayer(...) as player:`, or call start()")
-
-
-async def _all_or_none(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await calls concurrently and return their results in order; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise
