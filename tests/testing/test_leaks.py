@@ -45,6 +45,20 @@ def test_a_thread_that_is_about_to_end_may(release: threading.Event) -> None:
     assert not release.is_set()
 
 
+def test_file_of_a_thread_that_is_about_to_end_may(tmp_path: Path, release: threading.Event) -> None:
+    opened = threading.Event()
+
+    def read() -> None:
+        with (tmp_path / "source.py").open("w"):
+            opened.set()
+            release.wait(0.1)
+
+    with no_leaks(settle=60):
+        threading.Thread(target=read).start()
+        assert opened.wait(60)
+    assert not release.is_set()
+
+
 def test_an_open_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "left open"
     with pytest.raises(Leaked, match="left open"), no_leaks():
