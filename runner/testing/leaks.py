@@ -155,12 +155,18 @@ def _is_pooled(thread: threading.Thread) -> bool:
 
 
 def _processes() -> Iterator[str]:
-    """Running child processes; an ended one has no command line."""
+    """Running child processes; an ended one has no command line, and neither has one that is just starting."""
     for children in Path("/proc/self/task").glob("*/children"):
         for process in _read(children).split():
-            command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip()
+            command = _read(Path("/proc") / process / "cmdline").replace("\0", " ").strip() or _starting(process)
             if command and not _KEPT_PROCESS.search(command):
                 yield f"process {process} ({command:.60})"
+
+
+def _starting(process: str) -> str:
+    """Return the name of a process without a command line; empty if it has ended."""
+    name, _, state = _read(Path("/proc") / process / "stat").partition("(")[2].rpartition(") ")
+    return name if state[:1] not in ("", "Z", "X") else ""
 
 
 def _read(path: Path) -> str:

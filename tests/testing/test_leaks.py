@@ -72,6 +72,8 @@ def test_running_process_is_a_leak_and_an_ended_one_is_not() -> None:
     left: list[subprocess.Popen[bytes]] = []
     with pytest.raises(Leaked, match=r"process \d+ \(sleep 600\)"), no_leaks(settle=0):
         left.append(subprocess.Popen(["sleep", "600"]))
+        while not Path(f"/proc/{left[0].pid}/cmdline").read_bytes():  # it is just starting
+            pass
     left[0].kill()
     left[0].wait()
 
