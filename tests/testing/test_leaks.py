@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,14 +67,20 @@ def test_an_open_file_is_named(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def started(*command: str) -> subprocess.Popen[bytes]:
+    """A process that has its command line, which it gets a moment after it was started."""
+    process = subprocess.Popen(command)
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.001)
+    return process
+
+
 def test_running_process_is_a_leak_and_an_ended_one_is_not() -> None:
     with no_leaks(settle=0), subprocess.Popen(["true"]) as ended:
         ended.wait()
     left: list[subprocess.Popen[bytes]] = []
     with pytest.raises(Leaked, match=r"process \d+ \(sleep 600\)"), no_leaks(settle=0):
-        left.append(subprocess.Popen(["sleep", "600"]))
-        while not Path(f"/proc/{left[0].pid}/cmdline").read_bytes():  # it is just starting
-            pass
+        left.append(started("sleep", "600"))
     left[0].kill()
     left[0].wait()
 
