@@ -73,13 +73,32 @@ def summary_table(summary: Mapping[str, Any], *, earlier: int = 0, verbose: bool
 
 
 def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+    yield "episodes", _episodes(summary, earlier)
+    yield from _reward_rows(summary)
+    episodes = summary["episodes"]
+    yield "outcomes", _counts({name: f"{count} of {episodes}" for name, count in summary["outcomes"].items()})
+    yield from _turn_rows(summary, verbose)
+    yield from _token_rows(summary, verbose)
+    yield from _junction_rows(summary, verbose)
+    if summary["retried"]:
+        yield "played again", Text(_retried(summary["retried"], summary.get("retry_causes", {})))
+    if summary.get("stale"):
+        yield "dropped", Text(f"{summary['stale']} with weights that were too old; played again")
+    if summary["faults"]:
+        yield "faults", _faults(summary["faults"])
+
+
+def _episodes(summary: Mapping[str, Any], earlier: int) -> Text:
     episodes = summary["episodes"]
     played = f"{episodes}, {episodes - earlier} of them" if earlier else str(episodes)
     rate = summary["tokens_per_second"]
     pace = f", {rate:.0f} tokens/s" if rate else ""
     # Unknown after a launch that was killed.
     time = f" in {as_time(summary['seconds'])}" if summary["seconds"] is not None else ""
-    yield "episodes", Text(f"{played}{time}{pace}", style="bold")
+    return Text(f"{played}{time}{pace}", style="bold")
+
+
+def _reward_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
     first, *others = _by_agent(summary)
     yield first[0], Text(_mean(first[1]), style="bold")
     if summary.get("requests") and summary["turns"] and not summary["agents"] and first[1]["mean"] is None:
@@ -97,34 +116,40 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
         yield "  each time", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():
         yield f"  {printable_line(name)} (metric)", Text(_mean(mean))
-    yield "outcomes", Text(" · ".join(f"{name} {count} of {episodes}" for name, count in summary["outcomes"].items()))
+
+
+def _turn_rows(summary: Mapping[str, Any], verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     yield "turns", Text(_turns(summary, verbose))
     if summary.get("calls"):
         yield "tool calls", _calls(summary["calls"], summary["malformed_calls"])
     if summary.get("requests"):
-        yield "requests", Text(" · ".join(f"{name} {n}" for name, n in summary["requests"].items()))
+        yield "requests", _counts(summary["requests"])
     if summary.get("tolerated"):
-        yield "  tolerated", Text(" · ".join(f"{name} {n}" for name, n in summary["tolerated"].items()))
+        yield "  tolerated", _counts(summary["tolerated"])
+
+
+def _token_rows(summary: Mapping[str, Any], verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     usage = summary.get("usage", {})
     if summary["tokens"]["prompt"] or not usage.get("models"):
         yield "tokens", Text(_tokens(summary["tokens"], verbose))
     if usage.get("models"):
         yield "usage", Text(_usage(usage))
-        yield "  answered by", Text(" · ".join(f"{printable_line(name)} {n}" for name, n in usage["models"].items()))
+        yield "  answered by", _counts({printable_line(name): n for name, n in usage["models"].items()})
     if summary.get("throttled") or summary.get("resent"):
         yield "servers", Text(f"rate-limited {summary['throttled']} times · {summary['resent']} requests sent again")
+
+
+def _junction_rows(summary: Mapping[str, Any], verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     if verbose and summary["junctions"]:
         yield "junctions", Text("\n".join(_junctions(summary["junctions"])))
     if summary.get("junction_causes") and (verbose or _new_segments(summary["junctions"])):
-        yield "  because of", Text(" · ".join(f"{name} {n}" for name, n in summary["junction_causes"].items()))
+        yield "  because of", _counts(summary["junction_causes"])
     if summary["turns"] and verbose:
         yield "time a turn", Text(_times(summary["times"], summary["turns"]))
-    if summary["retried"]:
-        yield "played again", Text(_retried(summary["retried"], summary.get("retry_causes", {})))
-    if summary.get("stale"):
-        yield "dropped", Text(f"{summary['stale']} with weights that were too old; played again")
-    if summary["faults"]:
-        yield "faults", _faults(summary["faults"])
+
+
+def _counts(counts: Mapping[str, object]) -> Text:
+    return Text(" · ".join(f"{name} {count}" for name, count in counts.items()))
 
 
 def _by_agent(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

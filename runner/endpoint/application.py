@@ -207,13 +207,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
     Raises:
         Refused: it is too large, or did not arrive in time, or the episode ended in between.
     """
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise Refused(Reason.INVALID, f"content-encoding: {encoding!r:.60} is not read: send the body as it is.")
-    too_large = Refused(Reason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB.")
-    length = headers.get("content-length", "0")
-    if length.isdigit() and int(length) > MAX_DRAINED_BYTES:
-        raise too_large
+    _check_headers(headers)
     parts, size = [], 0
     with anyio.move_on_after(BODY_SECONDS) as reading, route.cutting(reading):
         while True:
@@ -223,7 +217,7 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
             part = message.get("body", b"")
             size += len(part)
             if size > MAX_DRAINED_BYTES:
-                raise too_large
+                raise _too_large()
             if keep and size <= MAX_BODY_BYTES:
                 parts.append(part)
             if not message.get("more_body"):
@@ -231,10 +225,23 @@ async def _read(receive: Receive, headers: Headers, route: EpisodeRoute, *, keep
     if route.is_shut:
         raise ended()
     if size > MAX_BODY_BYTES:
-        raise too_large
+        raise _too_large()
     if reading.cancelled_caught:
         raise Refused(Reason.SLOW, f"the body did not come within {BODY_SECONDS:g} s.")
     return b"".join(parts)
+
+
+def _check_headers(headers: Headers) -> None:
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise Refused(Reason.INVALID, f"content-encoding: {encoding!r:.60} is not read: send the body as it is.")
+    length = headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_DRAINED_BYTES:
+        raise _too_large()
+
+
+def _too_large() -> Refused:
+    return Refused(Reason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB.")
 
 
 def _request(form: WireForm, raw: bytes, headers: Headers) -> WireRequest:

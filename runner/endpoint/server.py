@@ -154,7 +154,7 @@ class EndpointServer:
             self._stopped.set()
 
 
-def _server(application: Application) -> Any:
+def _server(application: Application) -> Any:  # noqa: C901  # it holds a class, whose base is optional
     """Return the HTTP server.
 
     Raises:

@@ -169,11 +169,7 @@ def _verdict(
         if parent.node.turn.finish is FinishReason.STOP:
             raise BadMessage("the last message is what was sampled last, whole: add what answers it.")
         return RequestAlignment(match, Verdict.CONTINUED, parent)
-    if rest[-1].role == "assistant":
-        raise BadMessage(
-            f"message {len(match.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
-            f"was cut: add the message to answer after it."
-        )
+    _require_message_to_answer(match, rest)
     edited = _named_elsewhere(match, histories)
     if edited is not None and (parent is not None or tools or not _offered(edited)):
         return RequestAlignment(match, Verdict.EDITED, edited)
@@ -191,6 +187,14 @@ def _verdict(
     if parent.node is None or not same_tools(parent.node.segment.tools, tools):
         return RequestAlignment(match, Verdict.TOOLS, parent)
     return RequestAlignment(match, _followed(parent, histories, label), parent)
+
+
+def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage]) -> None:
+    if rest[-1].role == "assistant":
+        raise BadMessage(
+            f"message {len(match.messages) - 1} is the last one and an assistant's, and no turn of this episode that "
+            f"was cut: add the message to answer after it."
+        )
 
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:

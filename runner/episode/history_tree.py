@@ -342,6 +342,20 @@ class HistoryTree:
             if any(_is_part(whole, request_node) for request_node in lost):
                 match.tolerated.add(Tolerated.CUT_ITEMS)
                 return end - index, None
+        whole_turn = self._joined_turn(point, messages, index, end)
+        if whole_turn is not None:
+            return whole_turn
+        if end > index + 1 and any(
+            _is_part(message, request_node) for request_node in point.asked if request_node.gone
+        ):
+            match.tolerated.add(Tolerated.CUT_ITEMS)
+            return 1, None
+        return 1, message
+
+    def _joined_turn(
+        self, point: HistoryNode, messages: list[ReadMessage], index: int, end: int
+    ) -> tuple[int, ReadMessage] | None:
+        """Return the most messages from `index` on that are one known turn, and the turn's message."""
         for last in range(end, index, -1) if any(each.said for each in point.after.values()) else ():
             whole = joined(messages[index:last])
             known = point.after.get((whole.key, None))
@@ -353,12 +367,7 @@ class HistoryTree:
             whole = joined(messages[index:last])
             if self._turn_told_by(whole) is not None:
                 return last - index, whole
-        if end > index + 1 and any(
-            _is_part(message, request_node) for request_node in point.asked if request_node.gone
-        ):
-            match.tolerated.add(Tolerated.CUT_ITEMS)
-            return 1, None
-        return 1, message
+        return None
 
     def _names_turn(self, message: ReadMessage) -> bool:
         return self.named(message.handles) is not None

@@ -66,26 +66,29 @@ def command_again(header: Header) -> str:
     words = ["deltarunner", "run", header.environment]
     for name, value in header.arguments.items():
         words += ["--set", f"{name}={value if isinstance(value, str) else encode_json(value)}"]
-    engine = header.engine
-    if isinstance(engine.get("model"), str):
-        if engine.get("takes") == "messages":
-            words += ["--api-model", engine["model"]]
-        else:
-            words += ["--model", engine["model"]]
+    words += _model_words(header.engine)
     if header.group_size != 1:
         words += ["--group-size", str(header.group_size)]
     words += ["--seed", str(header.seed)]
-    for name in _SAMPLING_OPTIONS:
-        if header.sampling.get(name) is not None:
-            words += [f"--{name.replace('_', '-')}", f"{header.sampling[name]}"]
-    for stop in header.sampling.get("stop") or ():
-        words += ["--stop", str(stop)]
+    words += _sampling_words(header.sampling)
     for name, value in header.limits.items():
         if value != _DEFAULT_LIMITS.get(name):
             words += ["--limit", f"{name}={'none' if value is None else value}"]
     for name, value in header.template_options.items():
         words += ["--template-option", f"{name}={encode_json(value)}"]
     return shlex.join(words)
+
+
+def _model_words(engine: Mapping[str, Any]) -> list[str]:
+    if not isinstance(engine.get("model"), str):
+        return []
+    return ["--api-model" if engine.get("takes") == "messages" else "--model", engine["model"]]
+
+
+def _sampling_words(sampling: Mapping[str, Any]) -> list[str]:
+    given = {name: sampling[name] for name in _SAMPLING_OPTIONS if sampling.get(name) is not None}
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
+    return [*words, *(word for stop in sampling.get("stop") or () for word in ("--stop", str(stop)))]
 
 
 def _pairs(values: Mapping[str, Any], equals: str = "=") -> str:

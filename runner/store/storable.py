@@ -66,19 +66,16 @@ def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]
         yield f"{where} is {_kind(value)} that contains itself, which a run file cannot keep: leave that part out"
     elif len(outer) >= MAX_DEPTH:
         yield f"{where} is nested more than {MAX_DEPTH} levels deep, which a run file cannot keep: flatten it"
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
+    else:
+        keyed = isinstance(value, Mapping)
+        for key, inner in value.items() if keyed else enumerate(value):
+            if keyed and not isinstance(key, str):
                 yield (
                     f"{where} has the key {key!r:.40}, {_kind(key)}; JSON keys are text, so it would come back "
                     f"changed: give str(key)"
                 )
             if type(inner) not in _PLAIN:
                 yield from _unstorable(inner, f"{where}[{key!r:.40}]", (*outer, id(value)))
-    else:
-        for index, inner in enumerate(value):
-            if type(inner) not in _PLAIN:
-                yield from _unstorable(inner, f"{where}[{index}]", (*outer, id(value)))
 
 
 def _kind(value: Any) -> str:

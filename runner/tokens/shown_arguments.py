@@ -233,11 +233,7 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
         seen.add(reference)
         target = tuple(step.replace("~1", "/").replace("~0", "~") for step in reference[2:].split("/"))
         yield from _places(whole, target, called, seen)
-    for index, value in enumerate(node["enum"] if isinstance(node.get("enum"), list) else ()):
-        if _can_be_marked(value):
-            yield _Place(ArgumentPart.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
-    if _can_be_marked(node.get("const")):
-        yield _Place(ArgumentPart.VALUE, (*steps, "const"), f"{node['const']!r} of {called}")
+    yield from _values_of(node, steps, called)
     yield from _type_of(node, steps, called)
     for name in node.get("properties") or ():
         inner = f"{called}.{name}"
@@ -250,6 +246,14 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
         if isinstance(node.get(keyword), Mapping):
             inner = f"{called}[]" if keyword == "items" else f"{called}.*"
             yield from _places(whole, (*steps, keyword), inner, seen)
+
+
+def _values_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:
+    for index, value in enumerate(node["enum"] if isinstance(node.get("enum"), list) else ()):
+        if _can_be_marked(value):
+            yield _Place(ArgumentPart.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
+    if _can_be_marked(node.get("const")):
+        yield _Place(ArgumentPart.VALUE, (*steps, "const"), f"{node['const']!r} of {called}")
 
 
 def _type_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:

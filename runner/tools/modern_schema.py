@@ -154,15 +154,33 @@ class _SchemaConverter:
             base = urldefrag(urljoin(base, own)).url
             self._resources.setdefault(base, value)
         self._bases[id(value)] = base
+        self._note_anchors(value, base)
+        for key, each in value.items():
+            if key not in ("const", "enum", "default", "examples", "example"):
+                self._note_addresses(each, base)
+
+    def _note_anchors(self, value: dict[str, Any], base: str) -> None:
         for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
             name = value.get(key)
             if isinstance(name, str) and (key.endswith("nchor") or name.startswith("#")):
                 self._anchors.setdefault((base, name.removeprefix("#")), value)
         if value.get("$recursiveAnchor") is True:
             self._anchors.setdefault((base, ""), value)
-        for key, each in value.items():
-            if key not in ("const", "enum", "default", "examples", "example"):
-                self._note_addresses(each, base)
+
+    def _definition(self, target: dict[str, Any] | bool, wanted: str, path: str) -> str:
+        """Return the name of a schema in `$defs`, where it is added on its first use."""
+        if isinstance(target, bool):
+            self._defs[str(target)] = target
+            return str(target)
+        if id(target) in self._named:
+            return self._named[id(target)]
+        name = wanted
+        while name in self._defs or name in ("True", "False"):
+            name += "_"
+        self._named[id(target)] = name
+        self._defs[name] = True  # defined before the schemas that refer to it
+        self._defs[name] = self._schema(target, path)
+        return name
 
     def _reference(self, schema: Mapping[str, Any], keyword: str, path: str) -> str | None:
         """Return the converted reference; None if its target is missing."""
@@ -190,19 +208,7 @@ class _SchemaConverter:
         if not isinstance(target, dict | bool):
             self._note(path, keyword, f"{given!r} does not refer to a schema")
             return None
-        if isinstance(target, bool):
-            name = str(target)
-            self._defs[name] = target
-        elif id(target) in self._named:
-            name = self._named[id(target)]
-        else:
-            wanted = fragment.rpartition("/")[2] or "schema"
-            name = wanted
-            while name in self._defs or name in ("True", "False"):
-                name += "_"
-            self._named[id(target)] = name
-            self._defs[name] = True  # defined before the schemas that refer to it
-            self._defs[name] = self._schema(target, path)
+        name = self._definition(target, fragment.rpartition("/")[2] or "schema", path)
         return f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"
 
     def _break_circles(self, root: dict[str, Any]) -> None:

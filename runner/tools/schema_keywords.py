@@ -130,7 +130,9 @@ def with_unevaluated(shape: ValueShape, schema: Mapping[str, Any]) -> ValueShape
     return shape
 
 
-def not_own_shapes(keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueShape]:
+def not_own_shapes(  # noqa: C901  # one case for each keyword
+    keyword: str, schema: Mapping[str, Any]
+) -> Iterator[ValueShape]:
     """Yield the values that a keyword about the value itself forbids."""
     value = schema[keyword]
     match keyword:

@@ -302,7 +302,9 @@ class SchemaShapes:
     def _negated_keywords(self, schema: Mapping[str, Any]) -> tuple[ValueShape, ...]:
         return self._unlike(shape for keyword in schema for shape in self._not(keyword, schema) if not shape.is_empty)
 
-    def _not(self, keyword: str, schema: Mapping[str, Any]) -> Iterator[ValueShape]:
+    def _not(  # noqa: C901  # one case for each keyword
+        self, keyword: str, schema: Mapping[str, Any]
+    ) -> Iterator[ValueShape]:
         """Yield the shapes of the values that one keyword forbids."""
         value = schema[keyword]
         match keyword:

@@ -238,9 +238,13 @@ def _traits(prober: FormatProber, form: CallFormat, wrong: Sequence[CaseDifferen
         yield CallLimitation.SOME_VALUES_REFUSED
     if any(_without_arguments(each.case) for each in wrong):
         yield CallLimitation.NO_ARGUMENTS_UNWRITABLE
-    style = form.arguments
-    if not isinstance(style, TaggedArguments):
-        return
+    if isinstance(form.arguments, TaggedArguments):
+        yield from _tag_limitations(form, form.arguments, wrong)
+
+
+def _tag_limitations(
+    form: CallFormat, style: TaggedArguments, wrong: Sequence[CaseDifference]
+) -> Iterator[CallLimitation]:
     if len(style.styles) < len(get_args(ValueType)):
         yield CallLimitation.SOME_TYPES_UNWRITABLE
     string = style.styles.get("string")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
@@ -184,14 +184,7 @@ class SharedState:
             for name, value in vars(base).items():
                 if not name.startswith("__") and name not in vars(Environment) and _is_state(value):
                     yield f"{base.__name__}.{name}", value, True
-        # Defaults are created once: every call without the argument gets the same object.
-        yield from _defaults(cls.__init__, cls.__name__)
-        for base in bases:
-            for name, value in vars(base).items():
-                # Unwrap class methods, static methods and decorated functions.
-                function = inspect.unwrap(getattr(value, "__func__", value))
-                if inspect.isfunction(function) and name != "__init__":
-                    yield from _defaults(function, f"{base.__name__}.{name}")
+        yield from _all_defaults(cls, bases)
         for name, value in self._environment.construction().items():
             if isinstance(value, _CONTAINERS):
                 yield f"{cls.__name__}({name}=)", value, True
@@ -199,6 +192,17 @@ class SharedState:
             for name, value in vars(module).items():
                 if not name.startswith("__") and _is_state(value):
                     yield f"{module.__name__}.{name}", value, False
+
+
+def _all_defaults(cls: type, bases: Iterable[type]) -> Iterator[tuple[str, Any, bool]]:
+    # Defaults are created once: every call without the argument gets the same object.
+    yield from _defaults(cls.__init__, cls.__name__)  # type: ignore[misc]  # of this class
+    for base in bases:
+        for name, value in vars(base).items():
+            # Unwrap class methods, static methods and decorated functions.
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            if inspect.isfunction(function) and name != "__init__":
+                yield from _defaults(function, f"{base.__name__}.{name}")
 
 
 def _defaults(function: Callable[..., Any], name: str) -> Iterator[tuple[str, Any, bool]]:

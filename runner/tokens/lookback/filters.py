@@ -58,7 +58,7 @@ class TransferFunctions(Operators):
             return known
         return self.of("filter " + name, *everything, *keywords, text=name in _TEXT_FILTERS)
 
-    def _modelled(
+    def _modelled(  # noqa: C901  # one case for each filter
         self, name: str, value: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]
     ) -> Value | None:
         """Apply a filter to a partly known value; None if it has no transfer function of its own."""

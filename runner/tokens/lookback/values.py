@@ -357,7 +357,7 @@ def _contents(value: Value) -> Iterable[Value]:
     return ()
 
 
-def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:
+def same(one: Value, other: Value, *, unknowns_alike: bool = False) -> bool:  # noqa: C901  # one case for each type
     """True if both are one value in every render.
 
     With `unknowns_alike`, two unknown values count as one if the same facts are known of both: this finds a fixpoint.
