@@ -136,7 +136,7 @@ def verdicts(trajectory: Trajectory) -> list[str]:
     return [request.verdict.value for request in trajectory.requests]
 
 
-async def test_a_loop_whose_marks_and_billing_line_change_goes_on_from_the_very_ids() -> None:
+async def test_changed_marks_and_billing_line_continue_the_ids() -> None:
     async def loop(program: Program, engine: Any) -> None:
         history = [TASK]
         for _ in range(2):
@@ -169,7 +169,7 @@ def with_calls_last(answer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sent_back", [assistant, with_calls_last])
-async def test_text_and_calls_that_take_turns_come_back_as_the_turn_that_they_were(sent_back: Any) -> None:
+async def test_alternating_text_and_calls_return_as_their_turn(sent_back: Any) -> None:
     async def loop(program: Program, engine: Any) -> None:
         answer = await program.ask(TASK)
         kinds = [block["type"] for block in answer["content"]]
@@ -201,7 +201,7 @@ async def test_a_turn_that_comes_back_as_it_was_given_whole_is_the_same() -> Non
     assert verdicts(trajectory) == ["new", "append"]
 
 
-async def test_the_signature_of_a_thought_names_the_turn_where_nothing_else_tells_two_apart() -> None:
+async def test_signature_of_a_thought_names_its_turn() -> None:
     async def loop(program: Program, engine: Any) -> None:
         one, other = await program.ask(TASK), await program.ask(TASK)
         assert one["id"] != other["id"]
@@ -243,7 +243,7 @@ async def test_a_cut_stream_that_is_asked_again_without_one_is_sampled_anew() ->
     ]
 
 
-async def test_a_turn_that_was_cut_at_its_length_goes_on_where_it_is_sent_back_last() -> None:
+async def test_cut_turn_continues_if_it_is_sent_last() -> None:
     async def loop(program: Program, engine: Any) -> None:
         cut = await program.ask(TASK, max_tokens=4)
         assert cut["stop_reason"] == "max_tokens"
@@ -266,7 +266,7 @@ async def test_words_put_into_the_mouth_of_the_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("system_as_user", [False, True])
-async def test_a_system_message_in_mid_conversation_is_a_users_where_it_is_told_so(system_as_user: bool) -> None:
+async def test_system_message_in_mid_conversation_may_be_a_users(system_as_user: bool) -> None:
     late = {"role": "system", "content": "Five tools are left."}
 
     async def loop(program: Program, engine: Any) -> None:

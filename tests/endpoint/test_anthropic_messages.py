@@ -73,7 +73,7 @@ def test_the_deltas_are_the_whole_however_the_progress_is_cut(parts: list[TurnPr
     )
 
 
-def test_the_client_makes_of_the_events_the_very_message_that_is_given_whole() -> None:
+def test_events_make_the_same_message_as_a_whole_answer() -> None:
     told = said(ORDERED)
     assert rebuilt(streamed(told, range(len(told.progress)))) == whole(told)
     with client(json.dumps(whole(told)).encode()) as api:
@@ -89,7 +89,7 @@ def test_a_turn_of_which_nothing_was_told_is_written_at_its_end() -> None:
     assert [each for event in events(written) for each in event.get("token_ids", ())] == list(told.turn.token_ids)
 
 
-def test_blocks_come_one_after_the_other_and_text_behind_a_call_is_another_one() -> None:
+def test_blocks_are_in_order_and_text_after_a_call_is_new() -> None:
     told = said([*ORDERED, ContentPiece("\nAnd"), ReasoningPiece("so")])
     starts = [event for event in events(streamed(told)) if event["type"] == "content_block_start"]
     assert [event["content_block"]["type"] for event in starts] == [
@@ -169,7 +169,7 @@ def test_a_stream_is_kept_alive_by_pings_that_say_nothing() -> None:
     assert events(alive) == [{"type": "ping"}]
 
 
-def test_a_turn_that_is_sampled_anew_after_some_of_it_was_told_is_not_told_on() -> None:
+def test_restarted_turn_is_not_streamed_further() -> None:
     writes = writer()
     writes.write([TurnAdmitted(HANDLE, PROMPT), ContentPiece("so")])
     with pytest.raises(Restarted):
@@ -218,7 +218,7 @@ def test_types_of_refusals() -> None:
     }
 
 
-def test_a_prompt_that_is_too_long_is_told_in_words_by_which_clients_know_it() -> None:
+def test_prompt_that_is_too_long_is_named_in_known_words() -> None:
     refused = Refused(Reason.OVERFLOW, "it does not fit", prompt=220_000, context=200_000)
     assert FORM.refusal(refused)["error"]["message"] == "prompt is too long: 220000 tokens > 200000 maximum"
 

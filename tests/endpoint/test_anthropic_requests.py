@@ -92,14 +92,14 @@ def test_the_result_of_a_tool_is_a_text_whatever_it_came_as(content: Any, told: 
     ]
 
 
-def test_results_stand_right_behind_their_calls_and_before_what_the_user_says_beside_them() -> None:
+def test_results_come_after_their_calls_and_before_user_text() -> None:
     first, second = ({"type": "tool_result", "tool_use_id": each, "content": each} for each in "ab")
     (*results, user) = asked({"role": "user", "content": [first, text("Look"), second, text("here.")]}).messages
     assert [(each["role"], each["content"]) for each in results] == [("tool", "a"), ("tool", "b")]
     assert user == {"role": "user", "content": "Look\nhere."}
 
 
-def test_the_line_that_changes_with_every_request_is_a_line_of_its_own() -> None:
+def test_changing_billing_line_is_separate() -> None:
     systems = [
         asked(system=[text(f"x-anthropic-billing-header: cch={cch};"), text("You mend.", **mark)]).messages[:1]
         for cch, mark in (("a1", {}), ("b2", {"cache_control": {"type": "ephemeral"}}))
@@ -120,7 +120,7 @@ def test_what_tells_nothing_to_a_model_is_recorded_or_ignored() -> None:
     assert asked(later="field", messages=[{**TASK, "id": 3}]).messages == [TASK]
 
 
-def test_the_message_before_is_named_by_who_asks_what_the_cache_missed() -> None:
+def test_previous_message_is_named_by_cache_diagnostics() -> None:
     found = asked(diagnostics={"previous_message_id": HANDLE.replace("call_", "msg_")})
     assert found.handles == [HANDLE]
 
@@ -237,7 +237,7 @@ def test_who_listens_and_to_what() -> None:
         (None, ""),
     ],
 )
-def test_a_session_in_the_id_of_the_user_is_a_label_where_no_header_is(user: Any, label: str) -> None:
+def test_session_in_the_user_id_is_a_label_without_header(user: Any, label: str) -> None:
     given = body(metadata={"user_id": user})
     assert read(given).asked.label == label
     assert read(given, x_claude_code_agent_id="a", x_claude_code_session_id="s").asked.label == "a"

@@ -70,7 +70,7 @@ def test_newer_editors_insert_by_another_field_and_undo_nothing(version: str) ->
     assert "insert_text" in properties
 
 
-def test_the_schema_of_memory_has_every_field_of_the_clients_own_types() -> None:
+def test_schema_of_memory_has_every_field_of_the_client() -> None:
     known = known_function({"type": "memory_20250818"}) or {}
     properties = known["parameters"]["properties"]
     commands = typing.get_args(typing.get_args(types.BetaMemoryTool20250818Command)[0])

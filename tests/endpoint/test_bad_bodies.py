@@ -92,9 +92,7 @@ def spoilt(value: Any, rng: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_spoilt_body_is_answered_or_refused_and_nothing_of_ours_fails(
-    path: str, request: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_damaged_body_is_answered_or_refused(path: str, request: Any, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(request.config.option.sweep_seed)
     bodies = [spoilt(BODIES[path], rng) for _ in range(300)]
 
@@ -123,7 +121,7 @@ async def test_a_spoilt_body_is_answered_or_refused_and_nothing_of_ours_fails(
 
 
 @pytest.mark.parametrize(("path", "name"), [("/chat/completions", "messages"), ("/responses", "input")])
-async def test_a_history_of_more_messages_than_are_read_is_refused_before_one_is(path: str, name: str) -> None:
+async def test_history_of_too_many_messages_is_refused_first(path: str, name: str) -> None:
     """100,000 of them would take seconds in which nobody is answered."""
 
     class Served(Plain):
@@ -152,7 +150,7 @@ async def test_a_history_of_more_messages_than_are_read_is_refused_before_one_is
         (rb"\ud83d\"", '\ufffd"'),
     ],
 )
-def test_half_of_a_surrogate_pair_is_replaced_as_a_text_that_was_cut_has_it(written: bytes, text: str) -> None:
+def test_half_a_surrogate_pair_is_replaced(written: bytes, text: str) -> None:
     """JavaScript cuts texts between the two halves, and the history with such a text comes again with every request."""
     assert decode_body(b'{"a": "%b", "b": [1]}' % written) == {"a": text, "b": [1]}
 

@@ -28,7 +28,7 @@ def slow(between: int = 100) -> ScriptedEngine:
     return ScriptedEngine(lambda _: "A long answer.", chunks=1, tick=0.001, latency=Latency(first=1, between=between))
 
 
-async def test_requests_in_flight_when_the_block_is_left_are_cut_and_their_clients_told() -> None:
+async def test_requests_in_flight_at_the_end_of_the_block_are_cut() -> None:
     engine, answers = slow(), list[httpx.Response]()
 
     class Served(Plain):
@@ -55,7 +55,7 @@ async def test_requests_in_flight_when_the_block_is_left_are_cut_and_their_clien
     assert [request.delivery for request in requests] == [Delivery.CUT, Delivery.CUT]
 
 
-async def test_several_blocks_of_one_episode_have_a_key_each_and_answer_as_one() -> None:
+async def test_several_blocks_of_an_episode_have_a_key_each() -> None:
     class Served(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             async with self.episode.serve() as one:
@@ -134,7 +134,7 @@ async def test_how_many_at_once_is_checked(at_once: Any) -> None:
         await served(loop, [], serve={"at_once": at_once}, breaker=1)
 
 
-async def test_a_train_that_raises_is_an_error_of_the_environment_and_its_clients_are_told_not_to_try_again() -> None:
+async def test_train_function_that_raises_is_env_error() -> None:
     def train(thread: Any) -> bool:
         raise KeyError("its author's own")
 
@@ -154,7 +154,7 @@ async def test_a_train_that_raises_is_an_error_of_the_environment_and_its_client
     assert trajectory.reward is None
 
 
-async def test_whoever_asks_again_once_a_limit_was_reached_is_told_the_same_and_the_program_ends_by_itself() -> None:
+async def test_requests_after_a_limit_get_the_same_answer() -> None:
     code = """
 ask("One.")
 for number in range(5):

@@ -157,7 +157,7 @@ async def test_how_a_turn_ended_is_told() -> None:
     assert ended == ["stop Done.", "length A l", "stop Up t", "tool_calls None"]
 
 
-async def test_in_a_trained_thread_the_runs_sampling_wins_but_for_what_shapes_the_answer() -> None:
+async def test_trained_thread_uses_the_sampling_of_the_run() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             body = chat_body([user("One.")], temperature=0, max_tokens=4000, stop="xyz", seed=3, reasoning_effort="low")
@@ -187,7 +187,7 @@ def test_tool_choice_is_read(choice: Any, meant: Any) -> None:
     assert request.asked.tool_choice == meant
 
 
-def test_a_schema_holds_a_turn_that_may_call_no_tools_and_is_told_where_it_does_not() -> None:
+def test_schema_is_enforced_in_turns_without_tools() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     free = ChatCompletions().read(chat_body([user("x")], response_format=form), {})
@@ -274,7 +274,7 @@ async def test_what_is_no_text_is_refused_by_its_place_and_ends_nothing() -> Non
     assert told[1].status_code == 200
 
 
-async def test_a_history_that_does_not_fit_is_refused_in_the_words_that_clients_know() -> None:
+async def test_history_that_does_not_fit_is_refused_in_known_words() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with openai_client(endpoint) as client:
             with pytest.raises(openai.BadRequestError, match=r"maximum context length is 300 tokens") as refused:
@@ -287,7 +287,7 @@ async def test_a_history_that_does_not_fit_is_refused_in_the_words_that_clients_
     assert [request.delivery for request in trajectory.requests] == [Delivery.REFUSED, Delivery.DELIVERED]
 
 
-async def test_a_history_that_does_not_fit_ends_the_episode_where_that_was_asked() -> None:
+async def test_history_that_does_not_fit_may_end_the_episode() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             first = await client.post("/chat/completions", json=chat_body([user("Short.")]))
@@ -314,7 +314,7 @@ async def test_options_of_serve_are_checked(wrong: Any) -> None:
     assert f"serve({next(iter(wrong))}=" in str(raised.value)
 
 
-async def test_requests_without_tools_are_recorded_and_not_trained_and_never_main(tmp_path: Path) -> None:
+async def test_requests_without_tools_are_not_trained_and_not_main(tmp_path: Path) -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with openai_client(endpoint) as client:
             await client.chat.completions.create(model="any", messages=[user("A title for: Mend it.")])

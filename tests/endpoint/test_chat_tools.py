@@ -23,7 +23,7 @@ def read(**fields: Any) -> Any:
     return ChatCompletions().read(chat_body([user("One.")], **fields), {}).asked
 
 
-def test_a_custom_tool_is_shown_as_a_function_of_one_text_with_its_grammar() -> None:
+def test_custom_tool_is_shown_as_a_function_of_one_text() -> None:
     (tool,) = read(tools=[PATCH]).tools
     function = tool["function"]
     assert (tool["type"], function["name"]) == ("function", "patch")
@@ -50,9 +50,7 @@ def test_a_custom_tool_that_cannot_be_read_is_refused_by_its_index(custom: Any) 
     [({"input": "aaa\n"}, "aaa\n"), ({"input": ""}, ""), ({"text": "b"}, '{"text":"b"}'), ({}, "{}")],
     ids=["text", "empty", "another argument", "none"],
 )
-async def test_a_call_of_a_custom_tool_comes_as_text_and_goes_back_to_its_turn(
-    stream: bool, said: dict[str, Any], told: str
-) -> None:
+async def test_custom_call_is_text_and_its_result_finds_the_turn(stream: bool, said: dict[str, Any], told: str) -> None:
     async def loop(endpoint: Endpoint) -> None:
         messages: list[Any] = [user("One.")]
         asked: Any = {"model": "any", "messages": messages, "tools": [PATCH, RUN]}

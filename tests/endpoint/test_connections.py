@@ -43,7 +43,7 @@ def statuses(answers: bytes) -> list[int]:
     return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
 
 
-async def test_a_later_head_of_a_connection_that_does_not_come_in_time_is_closed_too(monkeypatch: Any) -> None:
+async def test_late_headers_of_a_kept_connection_close_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
 
     async def probe(endpoint: Endpoint) -> None:
@@ -69,7 +69,7 @@ async def _send_all(parts: list[bytes], stream: SocketStream) -> None:
         await stream.send(part)
 
 
-async def test_requests_in_a_row_are_answered_in_their_order_also_behind_one_that_is_refused() -> None:
+async def test_pipelined_requests_are_answered_in_order() -> None:
     async def probe(endpoint: Endpoint) -> None:
         missing = head(endpoint, "GET", f"/e/{endpoint.api_key}/v1/nothing")
         got = await raw(endpoint, ask(endpoint) * 3 + models(endpoint) + missing)
@@ -78,7 +78,7 @@ async def test_requests_in_a_row_are_answered_in_their_order_also_behind_one_tha
     await probed(probe)
 
 
-async def test_bodies_in_chunks_and_clients_that_ask_before_they_send_are_heard() -> None:
+async def test_chunked_bodies_and_expect_continue_are_accepted() -> None:
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\nx: y\r\n\r\n"
 
     async def probe(endpoint: Endpoint) -> None:
@@ -154,7 +154,7 @@ async def _asked(stream: SocketStream, sent: bytes) -> bytes:
     return await stream.receive()
 
 
-async def test_a_connection_that_is_being_answered_keeps_its_place_and_one_that_was_answered_gives_it(
+async def test_only_idle_connections_are_closed_for_others(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)

@@ -27,7 +27,7 @@ ask("One.")
 """
 
 
-async def test_who_has_said_so_is_answered_nothing_further_though_nobody_waits_for_it() -> None:
+async def test_ended_episode_answers_nothing_further() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             await client.post("/chat/completions", json=ASKED)
@@ -95,7 +95,7 @@ async def test_a_reward_with_the_programs_key_is_refused_and_ends_nothing(reward
     await served(loop, ["Done."])
 
 
-async def test_the_key_that_gives_a_reward_is_told_to_no_program_and_opens_nothing_else() -> None:
+async def test_reward_key_is_hidden_from_programs() -> None:
     async def loop(endpoint: Endpoint) -> None:
         (end_key,) = set(endpoint.end_url.split("/")) - set(endpoint.base_url.split("/")) - {"end"}
         prints = "files = [each.read_text() for each in pathlib.Path.home().rglob('*') if each.is_file()]"
@@ -184,7 +184,7 @@ async def test_what_is_being_answered_when_it_says_so_is_answered() -> None:
 
 
 @pytest.mark.parametrize("then", ["sys.exit(3)", "import time; time.sleep(600)"], ids=["by itself", "not"])
-async def test_a_program_that_says_so_has_ten_seconds_to_end_whatever_its_code(then: str, monkeypatch: Any) -> None:
+async def test_program_that_ended_the_episode_has_ten_seconds(then: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.2 if "sleep" in then else 50.0)
     told: list[Any] = []
 

@@ -138,7 +138,7 @@ async def test_a_response_that_is_not_known_is_answered_as_openai_answers(given:
     assert verdicts(await served(loop, ["Done."])) == ["new"]
 
 
-async def test_a_thread_of_anthropics_is_refused_by_the_code_that_clients_know() -> None:
+async def test_anthropic_thread_is_refused_by_a_known_code() -> None:
     async def loop(endpoint: Endpoint) -> None:
         @anthropic.beta_async_tool
         async def run(command: str) -> str:

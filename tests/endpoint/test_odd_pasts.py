@@ -173,9 +173,7 @@ async def test_an_image_of_the_past_is_a_note_in_responses(where: str, tmp_path:
 
 @pytest.mark.parametrize("arguments", CUT)
 @pytest.mark.parametrize("form", ["chat", "responses", "messages"])
-async def test_arguments_of_a_past_call_that_are_not_an_object_refuse_nothing(
-    form: str, arguments: str, tmp_path: Path
-) -> None:
+async def test_earlier_arguments_that_are_no_object_are_accepted(form: str, arguments: str, tmp_path: Path) -> None:
     function = {"name": "run", "arguments": arguments}
     call_item = {"type": "function_call", "call_id": "c", **function}
     use = {"type": "tool_use", "id": "c", "name": "run", "input": arguments}
@@ -204,7 +202,7 @@ async def test_arguments_of_a_past_call_that_are_not_an_object_refuse_nothing(
     assert made["function"]["arguments"] == ({"unparsed": arguments} if arguments.strip() else {})
 
 
-async def test_an_image_that_is_asked_about_is_refused_and_a_note_once_it_is_past() -> None:
+async def test_image_is_refused_last_and_a_note_earlier() -> None:
     """A client that keeps it in its history is answered from the next message on."""
 
     async def loop(endpoint: Endpoint) -> None:

@@ -41,7 +41,7 @@ def command(path: Path, code: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-async def test_an_agent_program_is_an_environment_and_works_in_a_folder_of_its_own(
+async def test_agent_program_works_in_its_own_folder(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = tmp_path / "bin"

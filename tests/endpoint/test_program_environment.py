@@ -56,7 +56,7 @@ def settings(work: Path, **further: Any) -> RunSettings:
     return RunSettings(**{**given, **further})
 
 
-def test_a_program_is_played_checked_and_kept_without_a_line_of_python(work: Path) -> None:
+def test_agent_command_plays_checks_and_stores(work: Path) -> None:
     def said(model_call: Any) -> str:
         return str(model_call.prompt.rpartition("Say ")[2].partition("<")[0])
 
@@ -76,7 +76,7 @@ def test_without_a_check_the_programs_own_code_decides(work: Path) -> None:
         assert [each.reward for each in stored.trajectories()] == [1.0, 1.0]
 
 
-def test_what_is_temporary_of_a_program_and_of_its_check_goes_with_the_episode(work: Path) -> None:
+def test_temporary_files_of_program_and_check_are_deleted(work: Path) -> None:
     note = f"import os, tempfile; open({str(work / 'made')!r}, 'a').write(tempfile.mkstemp()[1] + chr(10))"
     (work / "agent.py").write_text(f"{ASKS}{WRITES}; {note}")
     check = f"{shlex.quote(sys.executable)} -c {shlex.quote(note)}"
@@ -117,7 +117,7 @@ def test_a_command_that_cannot_be_is_refused_before_anything_runs(given: Any, na
         Program(**given)
 
 
-def test_a_sandbox_is_told_where_the_commands_work_and_where_their_home_is(work: Path) -> None:
+def test_sandbox_gets_the_working_folder_and_home(work: Path) -> None:
     box = work / "box"
     box.write_text(
         f'#!/bin/sh\nset -e\ntest "$PWD" = "$1"\ntest "$HOME" = "$2"\necho "$3" >> {shlex.quote(str(work / "told"))}\n'
@@ -141,7 +141,7 @@ TALKS = ASKS.replace('"tools"', '"of no api"')
 
 
 @pytest.mark.parametrize(("train", "rewards"), [(None, [None, None]), (True, [0.0, 1.0]), (False, [None, None])])
-def test_a_program_that_offers_no_tools_is_trained_where_that_is_asked_for(
+def test_program_without_tools_is_trained_on_request(
     work: Path, train: bool | None, rewards: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert '"tools"' not in TALKS
@@ -245,7 +245,7 @@ def _codex_file(address: Address) -> str:
 
 @pytest.mark.asyncio_alone
 @pytest.mark.anyio
-async def test_the_settings_that_are_shown_with_a_key_are_there_until_it_ends(tmp_path: Path) -> None:
+async def test_printed_settings_exist_until_the_key_ends(tmp_path: Path) -> None:
     shown: list[Path] = []
 
     class Told(OpenEpisodes):

@@ -79,7 +79,7 @@ async def ran(code: str, says: Any = ("Done.",), **options: Any) -> tuple[Finish
     return kept[0], trajectory
 
 
-async def test_a_program_asks_the_endpoint_by_the_variables_that_it_is_given() -> None:
+async def test_program_finds_the_endpoint_by_its_variables() -> None:
     finished, trajectory = await ran("print(ask('One.'))")
     assert (finished.returncode, finished.stdout) == (0, "Done.\n")
     assert [turn.text for turn in trajectory.turns] == ["Done."]
@@ -119,7 +119,7 @@ async def temporary(env: dict[str, str]) -> Any:
     return kept[0]
 
 
-async def test_what_is_temporary_is_in_the_home_of_a_program_and_goes_with_it(monkeypatch: Any) -> None:
+async def test_temporary_files_are_deleted_with_the_programs_home(monkeypatch: Any) -> None:
     monkeypatch.setenv("TMP", "/of/the/house")
     file, home, *told = await temporary({})
     assert Path(file).is_relative_to(home)
@@ -204,9 +204,7 @@ async def test_a_group_is_signalled_before_its_leader_gives_up_its_number(
 
 
 @pytest.mark.parametrize("ends", ["limit", "time", "cancelled"])
-async def test_when_an_episode_ends_the_process_group_of_its_program_is_gone(
-    ends: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+async def test_process_group_of_a_program_ends_with_its_episode(ends: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Within ten times of what is promised; test_interrupted has Ctrl-C on a process."""
     monkeypatch.setattr(programs, "TERMINATE_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.1)
@@ -249,7 +247,7 @@ time.sleep(600)
     assert set(outcomes) == {expected[ends]}
 
 
-async def test_a_program_that_crashes_is_an_error_of_the_environment_with_its_last_words() -> None:
+async def test_crashed_program_is_env_error_with_its_last_lines() -> None:
     async def loop(endpoint: Endpoint) -> None:
         await endpoint.run(python("ask('One.'); raise SystemExit('no file to mend')"))
 
@@ -288,7 +286,7 @@ async def test_a_code_can_be_let_be() -> None:
     await served(loop, ["Done."])
 
 
-async def test_a_program_has_ten_seconds_once_it_was_told_that_the_episode_is_over(monkeypatch: Any) -> None:
+async def test_program_has_ten_seconds_after_the_end(monkeypatch: Any) -> None:
     monkeypatch.setattr(endpoint_module, "END_GRACE_SECONDS", 0.2)
     code = """
 import time
@@ -307,7 +305,7 @@ time.sleep(600)
     assert len(trajectory.turns) == 1
 
 
-async def test_a_program_that_ends_by_itself_once_it_is_over_is_no_error_whatever_its_code() -> None:
+async def test_program_that_ends_after_the_episode_is_no_error() -> None:
     async def loop(endpoint: Endpoint) -> None:
         finished = await endpoint.run(python("ask('One.'); ask('Two.')"))
         assert finished.returncode == 1
@@ -350,9 +348,7 @@ async def test_a_program_or_folder_that_cannot_be_is_named(argv: Any, cwd: Any, 
     await served(loop, ["Done."])
 
 
-async def test_a_program_is_found_by_a_path_from_its_own_folder_then_from_ours(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+async def test_program_path_is_relative_to_its_folder_then_to_ours(tmp_path: Path, monkeypatch: Any) -> None:
     for folder in ("ours", "its"):
         (tmp_path / folder).mkdir()
         script = tmp_path / folder / "agent.sh"

@@ -39,7 +39,7 @@ SENT_BACK: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {
 }
 
 
-async def test_both_fields_hold_the_reasoning_of_a_whole_answer_and_of_a_stream() -> None:
+async def test_both_fields_have_the_reasoning_whole_and_streamed() -> None:
     async def loop(endpoint: Endpoint) -> None:
         async with openai_client(endpoint) as client:
             whole = await client.chat.completions.create(model="any", messages=[user("One.")])

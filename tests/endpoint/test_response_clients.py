@@ -136,7 +136,7 @@ async def test_a_client_that_appends_goes_on_from_the_very_ids(client: str) -> N
     assert last == dropped.get(client, set())
 
 
-async def test_a_turn_that_was_cut_at_its_length_goes_on_where_its_items_end_the_history() -> None:
+async def test_cut_turn_continues_if_its_items_are_last() -> None:
     async def loop(episode: Any) -> None:
         _, output = await respond(episode, {"input": BEGUN, "tools": TOOLS})
         items = [*BEGUN, *as_codex_keeps(output), *answers(output)]
@@ -152,7 +152,7 @@ async def test_a_turn_that_was_cut_at_its_length_goes_on_where_its_items_end_the
     assert [request.verdict for request in trajectory.requests] == ["new", "append", "continued", "append"]
 
 
-async def test_what_codex_keeps_of_a_stream_that_broke_off_leaves_the_prompt_as_it_was() -> None:
+async def test_broken_stream_in_codex_keeps_the_prompt() -> None:
     thinks = "<think>\nHm.\n</think>\n\nIt was a long way to where the files are."
     enough = thinks.index("long")
 
@@ -239,7 +239,7 @@ OF_CHAT = [name for name in NAMES if {each.form for each in recorded(name)} == {
 
 
 @pytest.mark.parametrize("name", OF_CHAT)
-async def test_what_a_recorded_client_does_to_its_items_has_the_verdict_of_its_messages(name: str) -> None:
+async def test_recorded_items_have_the_verdict_of_messages(name: str) -> None:
     requests = recorded(name)
     replayed = await replay(requests, misspelling(replies(requests), context=1_000_000), ask=as_items)
     found = [replace(each, tolerated=frozenset()) for each in replayed.found]
@@ -266,7 +266,7 @@ async def ask_and_go_away(episode: Any, request: Request, turns: list[Any], engi
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
-async def test_what_a_client_does_to_its_items_has_the_verdict_of_its_messages(name: str) -> None:
+async def test_changed_items_have_the_verdict_of_messages(name: str) -> None:
     recorded: Recording = RECORDINGS[name]
 
     class Foreign(Plain):

@@ -28,7 +28,7 @@ from tests.endpoint.response_building import (
 )
 
 
-def test_a_string_is_what_the_user_says_and_instructions_stand_in_front() -> None:
+def test_string_input_is_a_user_message_after_instructions() -> None:
     assert ask(input="Mend it.", instructions="Be brief.").asked.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Mend it."},
@@ -42,7 +42,7 @@ def test_developers_speak_as_the_system() -> None:
     assert message == {"role": "system", "content": "So."}
 
 
-def test_tools_are_read_and_those_of_a_provider_are_told_as_not_granted() -> None:
+def test_tools_of_a_provider_are_named_as_not_granted() -> None:
     read = ask(tools=TOOLS).asked
     shell, _, patch = [tool["function"] for tool in read.tools]
     assert shell["parameters"] == TOOLS[0]["parameters"]

@@ -198,7 +198,7 @@ def test_a_turn_that_was_cut_is_incomplete(finish: FinishReason) -> None:
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
 
 
-def test_the_usage_counts_what_was_read_what_of_it_was_cached_and_what_was_sampled() -> None:
+def test_usage_counts_prompt_cached_and_sampled_ids() -> None:
     turn = turn_of(TALKS, [1, 2])
     turn.cached_tokens = 2
     assert last_of(told_of(Told(turn, TALKS, []), ask(tools=TOOLS)))["usage"] == {
@@ -210,7 +210,7 @@ def test_the_usage_counts_what_was_read_what_of_it_was_cached_and_what_was_sampl
     }
 
 
-def test_a_turn_that_goes_on_with_a_cut_one_tells_what_that_did_not_say() -> None:
+def test_continued_turn_streams_only_what_is_new() -> None:
     cut, turn = turn_of([ContentPiece("It was")]), turn_of([ContentPiece("It was long.")])
     answer = json.loads(writer().whole(Answered.of(turn, cut)))
     assert answer["output"][0]["content"][0]["text"] == " long."
@@ -287,7 +287,7 @@ def test_codex_names_the_turn_though_it_keeps_the_thought_to_itself(told: Told) 
     assert asked(items).handles == [HANDLE]
 
 
-def test_a_thought_that_is_kept_from_us_names_its_turn_and_says_nothing() -> None:
+def test_redacted_thought_names_its_turn() -> None:
     thought, said, _ = as_codex_keeps(last_of(told_of(Told(turn_of(TALKS), TALKS, []), ask()))["output"], ids=False)
     assert asked([thought, said]).handles == [HANDLE]
     assert asked([{"role": "user", "content": "Mend it."}, thought]).messages == [
@@ -295,7 +295,7 @@ def test_a_thought_that_is_kept_from_us_names_its_turn_and_says_nothing() -> Non
     ]
 
 
-def test_items_of_two_turns_are_two_messages_and_a_result_names_its_call() -> None:
+def test_items_of_two_turns_are_two_messages() -> None:
     first = {"type": "message", "role": "assistant", "id": "msg_aaaaaaaaaaaa", "content": "It was"}
     call = {"type": "function_call", "call_id": f"{HANDLE}_0", "name": "shell", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": f"{HANDLE}_0", "output": [{"type": "input_text", "text": "a"}]}
@@ -305,7 +305,7 @@ def test_items_of_two_turns_are_two_messages_and_a_result_names_its_call() -> No
     assert read.handles == ["call_aaaaaaaaaaaa", HANDLE]
 
 
-def test_items_that_name_no_turn_of_ours_are_told_apart_by_their_order() -> None:
+def test_foreign_items_are_separated_by_their_order() -> None:
     thought = {"type": "reasoning", "id": "rs_68e2c0", "summary": [{"type": "summary_text", "text": "Hm."}]}
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
     called = {"type": "function_call", "call_id": "call_Xy", "name": "shell", "arguments": ""}
@@ -318,7 +318,7 @@ def test_items_that_name_no_turn_of_ours_are_told_apart_by_their_order() -> None
     assert read.handles == []
 
 
-def test_a_call_of_a_custom_tool_is_a_text_and_its_result_comes_back_by_the_same_id() -> None:
+def test_custom_call_is_text_and_its_result_has_the_same_id() -> None:
     patch = ToolCall("x", "apply_patch", {"input": "*** Begin Patch"})
     wrong = ToolCall("x", "apply_patch", {"patch": "*** Begin Patch"})
     turn = turn_of([patch, wrong])
@@ -340,13 +340,13 @@ def test_a_text_for_a_custom_tool_that_is_json_comes_back_as_a_text() -> None:
     assert as_messages(asked([item]).messages) == [turn.as_message()]
 
 
-def test_the_name_of_a_namespace_and_that_of_its_tool_are_joined_by_two_underscores() -> None:
+def test_namespace_and_tool_are_joined_by_two_underscores() -> None:
     tools = [{"type": "namespace", "name": "mcp__git_", "tools": [{"type": "function", "name": "_log"}]}]
     (tool,) = ask(tools=tools).asked.tools
     assert tool["function"]["name"] == "mcp__git__log"
 
 
-def test_a_tool_of_a_namespace_has_one_name_for_the_model_and_two_for_the_client() -> None:
+def test_namespaced_tool_has_one_name_for_the_model() -> None:
     assert [tool["function"]["name"] for tool in ask(tools=TOOLS).asked.tools] == [
         "shell",
         "agents__spawn",

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(2), pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "streams"), [("chat", "whole"), ("chat", "stream"), ("responses", "stream"), ("messages", "stream")]
 )
-async def test_a_providers_own_library_plays_an_episode_and_every_id_is_exact(
+async def test_library_of_a_provider_plays_an_exact_episode(
     form: str, streams: str, tmp_path: Path, demo_model_folder: Path
 ) -> None:
     says = in_order(

@@ -109,7 +109,7 @@ async def test_keys_have_128_bits_and_differ() -> None:
     assert all(len(bytes.fromhex(key)) == 16 for key in keys)
 
 
-async def test_the_key_of_an_episode_that_is_over_is_told_so_with_400_and_not_to_try_again() -> None:
+async def test_key_of_an_ended_episode_gets_a_final_400() -> None:
     class Served(Plain):
         async def rollout(self, conversation: Any) -> None:
             async with self.episode.serve() as first:
@@ -162,7 +162,7 @@ async def test_a_malformed_body_is_a_clear_400(body: bytes) -> None:
     await probed(probe)
 
 
-async def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(monkeypatch: Any) -> None:
+async def test_too_large_body_is_refused_with_or_without_its_length(monkeypatch: Any) -> None:
     monkeypatch.setattr(application, "MAX_BODY_BYTES", 2**20)
 
     async def chunks() -> Any:
@@ -278,7 +278,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(by_f
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 12_000, reason="needs that many open files")
-async def test_ten_thousand_connections_are_held_off_and_whoever_has_a_key_is_answered() -> None:
+async def test_ten_thousand_connections_do_not_lock_out_a_key() -> None:
     async def probe(endpoint: Endpoint) -> None:
         async with http(endpoint) as client:
             assert (await client.get("/models")).status_code == 200
@@ -371,7 +371,7 @@ BOTH = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", pytest.param("[::]:0", marks=BOTH)])
-async def test_who_listens_everywhere_is_found_by_any_address_and_by_no_other_name(listen: str) -> None:
+async def test_server_on_all_addresses_accepts_numeric_hosts(listen: str) -> None:
     async def probe(endpoint: Endpoint) -> None:
         port = address_of(endpoint)[1]
         async with http(endpoint) as client:

@@ -50,7 +50,7 @@ async def test_deltas_reach_the_client_as_they_are_sampled() -> None:
     assert heard[:3] == [0, 0, 0], "pieces were heard before the turn was recorded"
 
 
-async def test_a_client_that_goes_away_frees_the_engine_and_its_turn_is_taken_back_when_it_asks_again() -> None:
+async def test_turn_of_a_disconnected_client_is_taken_back() -> None:
     engine = slow(between=50)
 
     async def loop(endpoint: Endpoint) -> None:
@@ -120,9 +120,7 @@ def _asked(endpoint: Endpoint, text: str, *, stream: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", ["chat/completions", "responses", "messages"])
-async def test_an_answer_that_was_finished_and_not_delivered_is_replayed_byte_for_byte(
-    form: str, stream: bool, monkeypatch: Any
-) -> None:
+async def test_undelivered_answer_is_replayed_byte_for_byte(form: str, stream: bool, monkeypatch: Any) -> None:
     """What the first client was about to be told at the end is what the second one is told, and nothing is sampled."""
     engine = ScriptedEngine(["The answer.", "Another one."], record=True)
     ends: list[bytes] = []
@@ -177,7 +175,7 @@ async def test_requests_at_the_same_time_are_siblings_and_never_an_error() -> No
     assert not any(turn.retried for turn in trajectory.turns)
 
 
-async def test_a_request_that_waits_hears_that_it_is_heard_and_errors_before_keep_their_status(
+async def test_waiting_request_is_kept_alive_and_errors_keep_statuses(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(streaming, "FIRST_BYTE_SECONDS", 0.05)
@@ -195,7 +193,7 @@ async def test_a_request_that_waits_hears_that_it_is_heard_and_errors_before_kee
     await served(loop, engine)
 
 
-async def test_a_stream_is_kept_alive_while_a_call_is_sampled_that_is_told_at_its_end(monkeypatch: Any) -> None:
+async def test_stream_is_kept_alive_while_a_call_is_sampled(monkeypatch: Any) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
     call = '<tool_call>\n{"name": "run", "arguments": {"command": "' + "x" * 100 + '"}}\n</tool_call>'
     engine = ScriptedEngine(
@@ -245,7 +243,7 @@ async def test_with_a_paused_engine_what_was_sampled_so_far_has_arrived() -> Non
     assert "".join(heard) == "A long answer indeed."
 
 
-async def test_a_client_that_never_reads_holds_up_neither_the_engine_nor_the_end_of_its_episode() -> None:
+async def test_client_that_never_reads_blocks_nothing() -> None:
     engine = ScriptedEngine(lambda _: "word " * 10_000, context=100_000)
     deaf = socket.socket()
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -295,7 +293,7 @@ async def test_what_is_written_goes_out_at_once() -> None:
     assert all(kept)
 
 
-async def test_what_fails_in_the_middle_of_a_stream_ends_it_with_an_error_that_is_not_to_be_tried_again() -> None:
+async def test_failure_in_a_stream_ends_it_with_a_final_error() -> None:
     engine = ScriptedEngine(lambda _: Reply("A long answer.", chunks=1, fault=Fault.error(at=3)))
     told: list[httpx.Response] = []
 
@@ -311,7 +309,7 @@ async def test_what_fails_in_the_middle_of_a_stream_ends_it_with_an_error_that_i
         assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false")
 
 
-async def test_a_turn_that_is_sampled_anew_after_some_of_it_was_told_is_cut_and_the_client_asks_again() -> None:
+async def test_restarted_turn_breaks_its_stream() -> None:
     """A stream cannot take back what it told; so the client gets no end of it."""
     engine = slow(between=30)
 

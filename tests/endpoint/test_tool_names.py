@@ -126,7 +126,7 @@ async def test_a_responses_client_gets_an_allowed_name_as_it_gave_it(name: str) 
 
 
 @pytest.mark.parametrize("template", ["hermes", "pythonic"])
-async def test_a_name_that_the_format_cannot_write_leaves_out_that_tool_alone(template: str) -> None:
+async def test_tool_name_that_cannot_be_written_leaves_out_that_tool(template: str) -> None:
     async def loop(endpoint: Endpoint) -> None:
         body = chat_body([user("One.")], tools=[chat_tool(name) for name in [*UNUSUAL, "run"]])
         async with http(endpoint) as client:

@@ -28,7 +28,7 @@ from tests.verifying import verify
 pytestmark = pytest.mark.anyio
 
 
-async def test_conversation_is_opened_at_its_first_call_and_the_same_one_after() -> None:
+async def test_conversation_is_opened_once() -> None:
     class Asks(Plain):
         def step(self, turn: Turn) -> None:
             first = self.episode.conversation("judge", system_prompt="Judge.", prompt="Well?")
@@ -65,7 +65,7 @@ async def test_a_simulated_user_is_recorded_and_not_trained() -> None:
     assert run.summary.turns == 4  # the user's are counted and stored, and not announced
 
 
-async def test_all_that_an_episode_says_on_one_engine_is_bound_to_one_rank_and_other_episodes_to_others(
+async def test_turns_of_an_episode_are_bound_to_one_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Spreads(Plain):
@@ -99,7 +99,7 @@ async def test_all_that_an_episode_says_on_one_engine_is_bound_to_one_rank_and_o
     assert not bound["ours"] & bound["the judge's"]
 
 
-async def test_self_play_with_both_trained_makes_two_trajectories_announced_together() -> None:
+async def test_self_play_has_two_trajectories_announced_together() -> None:
     class Duel(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             other = self.episode.conversation("black", system_prompt="You are black.", train=True)
@@ -158,7 +158,7 @@ async def test_an_agent_that_never_spoke_leaves_no_trajectory_and_no_group(tmp_p
 
 
 @pytest.mark.parametrize("hook", ["setup", "prompt", "rollout", "the referee"])
-async def test_an_episode_in_which_nobody_spoke_that_is_trained_says_how_it_ended(hook: str) -> None:
+async def test_episode_without_a_trained_turn_has_an_outcome(hook: str) -> None:
     class Failing(SelfPlay):
         async def rollout(self, conversation: Conversation) -> None:
             self.episode.conversation("white", prompt="You are white.", train=True)
@@ -289,7 +289,7 @@ async def test_a_trained_agent_cannot_speak_while_it_is_scored() -> None:
     assert len(trajectory.turns) == 1
 
 
-async def test_an_engines_failure_under_a_judge_is_the_engines_and_played_again() -> None:
+async def test_engine_failure_under_a_judge_is_played_again() -> None:
     replies: Replies = {"main": "4", "judge": [Reply("right")]}
     failed: list[int] = []
 

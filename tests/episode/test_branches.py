@@ -41,7 +41,7 @@ def trained(trajectory: Trajectory) -> int:
 # --- branches
 
 
-async def test_a_branch_goes_on_from_the_very_ids_and_has_a_reward_of_its_own() -> None:
+async def test_branch_continues_the_ids_and_has_its_own_reward() -> None:
     class Branches(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             first = await conversation.generate()
@@ -122,7 +122,7 @@ async def test_a_branch_with_other_tools_shows_them() -> None:
     assert [tool["function"]["name"] for tool in jumper.segments[0].tools] == ["jump"]
 
 
-async def test_branches_that_were_stored_follow_from_their_messages_and_sampled_ids(tmp_path: Path) -> None:
+async def test_stored_branches_follow_from_messages_and_ids(tmp_path: Path) -> None:
     class Branches(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -166,7 +166,7 @@ async def test_what_cannot_be_branched_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("train_others", [False, True])
-async def test_one_of_several_tries_is_kept_and_the_others_are_trained_or_not(train_others: bool) -> None:
+async def test_one_try_is_kept_and_others_are_trained_or_not(train_others: bool) -> None:
     class Tries(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()

@@ -147,7 +147,7 @@ async def test_foreign_ids_have_the_form_that_the_template_wants(name: str, tmp_
 
 @pytest.mark.parametrize("name", sweeps.part(READS_IDS, 4))
 @pytest.mark.parametrize("foreign", [False, True])
-async def test_our_ids_are_those_of_the_turn_when_its_past_is_rendered_again(
+async def test_minted_call_ids_stay_when_the_history_is_rendered_again(
     name: str, foreign: bool, tmp_path: Path
 ) -> None:
     async def loop(episode: Any) -> None:

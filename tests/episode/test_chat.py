@@ -110,7 +110,7 @@ async def test_two_that_go_on_from_one_turn_at_once_are_a_branch() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-async def test_a_turn_that_went_on_with_one_that_was_cut_is_gone_on_from_whether_it_is_one_message_or_two(
+async def test_continued_cut_turn_is_found_as_one_message_or_two(
     apart: bool,
 ) -> None:
     async def loop(episode: Any) -> None:
@@ -125,7 +125,7 @@ async def test_a_turn_that_went_on_with_one_that_was_cut_is_gone_on_from_whether
     assert [segment.cause for segment in trajectory.segments] == ["start"]
 
 
-async def test_the_same_request_of_a_turn_that_was_delivered_is_a_sibling_from_the_same_ids() -> None:
+async def test_repeated_request_of_a_delivered_turn_is_a_sibling() -> None:
     async def loop(episode: Any) -> None:
         for _ in range(2):
             await episode.chat([SYSTEM, TASK], tools=[RUN])
@@ -171,7 +171,7 @@ async def test_an_assistant_message_that_nobody_sampled_is_context() -> None:
     assert [segment.cause for segment in trajectory.segments] == ["start", "foreign"]
 
 
-async def test_a_sub_agent_that_takes_more_turns_than_who_sent_it_is_not_main() -> None:
+async def test_sub_agent_with_more_turns_is_not_main() -> None:
     async def loop(episode: Any) -> None:
         sends = await episode.chat([TASK], tools=[RUN])
         errand: list[Any] = [user("Look around.")]
@@ -183,7 +183,7 @@ async def test_a_sub_agent_that_takes_more_turns_than_who_sent_it_is_not_main() 
     assert [(each.agent, len(each.turns)) for each in (main, errand)] == [("main", 2), ("main-1", 4)]
 
 
-async def test_a_history_that_nothing_is_known_of_begins_a_thread_and_a_title_never_becomes_main(
+async def test_unknown_history_begins_a_thread_and_a_title_is_not_main(
     tmp_path: Path,
 ) -> None:
     async def loop(episode: Any) -> None:
@@ -277,9 +277,7 @@ async def test_the_same_tools_in_another_order_are_shown_as_they_were() -> None:
     ],
     ids=["none", "role", "answer", "spoken", "kind", "twice", "no list"],
 )
-async def test_what_cannot_be_asked_is_refused_by_its_place_and_ends_nothing(
-    messages: Any, tools: Any, message: str
-) -> None:
+async def test_bad_request_is_refused_by_its_place_and_ends_nothing(messages: Any, tools: Any, message: str) -> None:
     async def loop(episode: Any) -> None:
         with pytest.raises(BadInput, match=message):
             await episode.chat(messages, tools=tools)
@@ -302,7 +300,7 @@ async def test_a_history_that_does_not_fit_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-async def test_results_of_calls_made_at_once_are_put_in_the_order_of_the_calls(apart: bool) -> None:
+async def test_results_of_parallel_calls_are_in_the_order_of_calls(apart: bool) -> None:
     """Clients send them as they come, and most templates tell by their order alone which call each answers."""
 
     async def loop(episode: Any) -> None:
@@ -322,7 +320,7 @@ async def test_results_of_calls_made_at_once_are_put_in_the_order_of_the_calls(a
     assert Tolerated.REORDERED in trajectory.requests[1].tolerated
 
 
-async def test_a_result_that_comes_with_a_later_request_is_put_in_the_order_of_the_calls_too() -> None:
+async def test_result_of_a_later_request_is_in_the_order_of_calls() -> None:
     def answer(name: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": f"{name}_1", "content": name}
 
@@ -340,9 +338,7 @@ async def test_a_result_that_comes_with_a_later_request_is_put_in_the_order_of_t
 
 
 @pytest.mark.parametrize("answered", [[], [1], [0, 0], [0, 1, 1]])
-async def test_a_client_may_leave_calls_without_a_result_or_answer_them_twice(
-    answered: list[int], tmp_path: Path
-) -> None:
+async def test_client_may_omit_or_repeat_results(answered: list[int], tmp_path: Path) -> None:
     async def loop(episode: Any) -> None:
         turn = await episode.chat([SYSTEM, TASK], tools=[RUN])
         results = [result(turn, f"result {place}", number) for place, number in enumerate(answered)]
@@ -356,7 +352,7 @@ async def test_a_client_may_leave_calls_without_a_result_or_answer_them_twice(
     assert checked.exit_code == 0, checked.output
 
 
-async def test_a_row_of_assistant_messages_is_joined_no_more_often_than_it_is_long(monkeypatch: Any) -> None:
+async def test_assistant_messages_in_a_row_are_joined_in_linear_time(monkeypatch: Any) -> None:
     """What a turn could have been is looked for only where turns were said."""
     looked: list[int] = []
 

@@ -49,7 +49,7 @@ async def played(environment: Any, says: Any, **options: Any) -> Trajectory:
     return trajectory
 
 
-async def test_the_same_prompt_asked_at_once_is_sampled_for_each_and_trained_once_each() -> None:
+async def test_same_prompt_at_the_same_time_is_sampled_for_each() -> None:
     class Twins(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             turns: list[Turn] = []
@@ -104,7 +104,7 @@ async def test_threads_of_a_synchronous_program_ask_side_by_side() -> None:
     assert trained(trajectory) == trajectory.sampled
 
 
-async def test_a_client_that_goes_away_frees_the_engine_and_asks_again_from_the_same_ids() -> None:
+async def test_disconnected_client_asks_again_from_the_same_ids() -> None:
     class GoesAway(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             async with anyio.create_task_group() as group:
@@ -122,7 +122,7 @@ async def test_a_client_that_goes_away_frees_the_engine_and_asks_again_from_the_
     assert trained(trajectory) == len(done.token_ids)
 
 
-async def test_an_answer_that_was_finished_and_never_came_is_given_and_nothing_is_sampled(
+async def test_undelivered_answer_is_sent_without_sampling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = anyio.CancelScope()

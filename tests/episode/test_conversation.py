@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("chunks", [1, 3, "whole"])
-async def test_a_stop_string_cuts_the_text_and_keeps_the_ids_up_to_the_completing_one(chunks: Any) -> None:
+async def test_stop_string_cuts_the_text_and_keeps_its_last_id(chunks: Any) -> None:
     async def talk(conversation: Conversation) -> None:
         first = await conversation.generate(sampling=Sampling(stop=("END", "ND.")))
         assert (first.text, first.finish, first.stop) == ("one ", FinishReason.STOP, "END")
@@ -67,7 +67,7 @@ async def test_generate_goes_on_with_a_turn_that_was_cut() -> None:
     assert (trajectory.outcome, len(trajectory.segments)) == (Outcome.COMPLETED, 1)
 
 
-async def test_generate_with_nothing_added_after_a_whole_turn_is_an_error_that_says_so() -> None:
+async def test_generate_after_a_whole_turn_needs_a_message() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         with pytest.raises(RuntimeError, match="nothing was added to conversation 'main'"):
@@ -184,7 +184,7 @@ async def test_defaults_are_those_written_down() -> None:
     assert trajectory.turns[0].stop == engine.tokenizer.eos_id
 
 
-async def test_seeds_are_recorded_differ_within_a_group_and_are_the_same_in_every_run() -> None:
+async def test_seeds_differ_within_a_group_and_repeat_in_every_run() -> None:
     class Random(Plain):
         def setup(self) -> None:
             numbers.append((self.task.id, self.episode.rng.random()))
@@ -270,7 +270,7 @@ async def test_a_closed_conversation_refuses_to_speak() -> None:
 
 
 @pytest.mark.parametrize(("size", "threads"), [(100, {True}), (20_000, {False})])
-async def test_a_long_first_prompt_is_encoded_off_the_event_loop_and_once_for_a_group(
+async def test_long_first_prompt_is_encoded_once_per_group_in_a_thread(
     size: int, threads: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[bool] = []

@@ -21,7 +21,7 @@ def trained(trajectory: Trajectory) -> int:
     return sum(sum(segment.log.mask()) for segment in trajectory.segments)
 
 
-async def test_a_history_that_goes_back_to_any_turn_goes_on_from_its_very_ids() -> None:
+async def test_history_that_ends_at_any_turn_continues_its_ids() -> None:
     async def talk(conversation: Conversation) -> None:
         for question in ("b", "c", "d"):
             await conversation.generate()
@@ -47,7 +47,7 @@ async def test_a_history_that_goes_back_to_any_turn_goes_on_from_its_very_ids() 
     assert trained(trajectory) == trajectory.sampled, "what was left behind stays trained, where it was sampled"
 
 
-async def test_a_history_that_ends_as_an_earlier_prompt_did_samples_that_turn_once_more() -> None:
+async def test_history_that_ends_at_a_prompt_samples_its_turn_again() -> None:
     async def talk(conversation: Conversation) -> None:
         for question in ("b", "c"):
             await conversation.generate()
@@ -81,7 +81,7 @@ async def test_a_path_that_was_left_behind_is_found_again() -> None:
     )
 
 
-async def test_a_turn_that_was_cut_is_gone_on_from_as_far_as_it_came_also_when_it_went_on_meanwhile() -> None:
+async def test_cut_turn_is_continued_also_after_it_went_on() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=4))
         cut = conversation.messages
@@ -97,7 +97,7 @@ async def test_a_turn_that_was_cut_is_gone_on_from_as_far_as_it_came_also_when_i
     assert [message["content"] for message in trajectory.messages] == ["Question 0?", "Once", "c", "c!"]
 
 
-async def test_messages_that_were_queued_behind_an_earlier_turn_and_never_seen_stand_at_the_end() -> None:
+async def test_unseen_messages_of_an_earlier_turn_are_last() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         conversation.add("b")
@@ -110,7 +110,7 @@ async def test_messages_that_were_queued_behind_an_earlier_turn_and_never_seen_s
     assert trajectory.outcome is Outcome.COMPLETED
 
 
-async def test_a_forest_that_was_stored_follows_from_its_messages_and_sampled_ids(tmp_path: Path) -> None:
+async def test_stored_forest_follows_from_messages_and_ids(tmp_path: Path) -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate(sampling=Sampling(max_tokens=4))
         cut = conversation.messages

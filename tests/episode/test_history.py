@@ -32,14 +32,14 @@ pytestmark = pytest.mark.anyio
 # --- policies
 
 
-async def test_append_keeps_what_was_sampled_under_a_template_that_rewrites_the_past() -> None:
+async def test_append_keeps_ids_if_the_template_rewrites_the_history() -> None:
     trajectory = await talked(twice, recording(["21", "42"], template=template(FORGETFUL)))
     assert len(trajectory.segments) == 1
     assert trajectory.turns[1].junction is not None
     assert trajectory.turns[1].junction.result is Result.APPENDED
 
 
-async def test_append_forks_where_no_exact_bridge_is_proven_and_names_the_reason() -> None:
+async def test_append_forks_with_a_reason_without_an_exact_bridge() -> None:
     engine = recording(["yes", "no"], template=template(HIDDEN))
     trajectory = await talked(twice, engine)
     first, second = trajectory.segments
@@ -125,7 +125,7 @@ async def cut_while_thinking(conversation: Conversation) -> None:
     await conversation.generate()
 
 
-async def test_an_answer_to_a_turn_cut_inside_its_reasoning_ends_the_episode_as_token_limit() -> None:
+async def test_answer_to_a_turn_cut_in_reasoning_is_token_limit() -> None:
     engine = recording(["<think>\nCarry the one", "42"], template=template(THINKING))
     trajectory = await talked(cut_while_thinking, engine)
     assert (trajectory.outcome, trajectory.limit, len(trajectory.turns)) == (Outcome.TOKEN_LIMIT, "max_tokens", 1)
@@ -166,7 +166,7 @@ async def test_control_text_in_a_tool_result_never_becomes_control_ids() -> None
     assert sum(token_id in engine.tokenizer.control_ids for token_id in inserted) == 3
 
 
-async def test_control_text_in_content_is_read_as_control_where_that_is_wanted() -> None:
+async def test_control_text_in_content_is_control_if_allowed() -> None:
     engine = recording([call("look"), "done"])
     trajectory = await play(_Echo, engine, history=History(content_safe=False))
     first, second = trajectory.turns
@@ -186,7 +186,7 @@ async def test_control_text_in_the_first_question_never_becomes_control_ids() ->
     assert ids.count(engine.tokenizer.token_id("<|im_end|>") or 0) == 1
 
 
-async def test_a_long_history_full_of_control_text_is_rendered_and_none_of_it_becomes_control_ids() -> None:
+async def test_long_control_text_in_a_history_is_ordinary_text() -> None:
     class Long(Plain):
         def prompt(self) -> Any:
             return [{"role": "user", "content": f"{number} <|im_end|>"} for number in range(600)]
@@ -212,7 +212,7 @@ async def test_a_replaced_history_that_only_adds_is_appended() -> None:
     assert [message["content"] for message in trajectory.messages] == ["Question 0?", "21", "And twice that?", "42"]
 
 
-async def test_a_history_without_the_last_turn_plays_it_again_from_the_same_ids_and_trains_only_the_second() -> None:
+async def test_history_without_the_last_turn_trains_only_the_new_one() -> None:
     async def talk(conversation: Conversation) -> None:
         await conversation.generate()
         conversation.add("And twice that?")
@@ -258,7 +258,7 @@ async def test_changed_tools_start_a_segment_in_the_environments_name() -> None:
     assert [len(segment.tools) for segment in trajectory.segments] == [0, 1]
 
 
-async def test_messages_added_while_the_agent_speaks_come_after_what_it_says() -> None:
+async def test_messages_added_during_a_turn_come_after_it() -> None:
     async def talk(conversation: Conversation) -> None:
         added = iter(["meanwhile"])
 
@@ -280,7 +280,7 @@ async def test_messages_added_while_the_agent_speaks_come_after_what_it_says() -
 # --- what was said
 
 
-async def test_a_close_that_the_model_wrote_before_another_stop_is_no_part_of_what_it_said() -> None:
+async def test_close_before_another_stop_is_not_part_of_the_text() -> None:
     tokenizer = ByteTokenizer(eos_token="<|endoftext|>")
     words = "[look()]<|im_end|>\n"
     engine = recording([Reply(ids=tokenizer.encode(f"{words}<|endoftext|>")), "done<|im_end|>"], tokenizer=tokenizer)
@@ -304,13 +304,13 @@ async def test_fork_says_who_closed_a_turn_that_was_cut() -> None:
     assert (junction.anchor, junction.close, junction.seam) == (Anchor.COMMON_PREFIX, Close.MASKED, Seam.SPECIAL)
 
 
-async def test_fork_ends_an_episode_that_answers_a_turn_cut_inside_its_reasoning() -> None:
+async def test_fork_ends_an_answer_to_a_turn_cut_in_reasoning() -> None:
     engine = recording(["<think>\nCarry the one", "42"], template=template(THINKING))
     trajectory = await talked(cut_while_thinking, engine, history="fork")
     assert (trajectory.outcome, trajectory.limit, len(trajectory.turns)) == (Outcome.TOKEN_LIMIT, "max_tokens", 1)
 
 
-async def test_segments_that_the_environment_starts_are_counted_with_their_cause() -> None:
+async def test_segments_of_the_environment_are_counted_by_cause() -> None:
     class Rewrites(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -325,7 +325,7 @@ async def test_segments_that_the_environment_starts_are_counted_with_their_cause
     assert run.summary.as_dict()["junction_causes"] == {"environment": 1, "retry": 1}
 
 
-async def test_control_text_in_the_name_of_a_speaker_never_becomes_control_ids() -> None:
+async def test_control_text_in_a_speakers_name_is_ordinary_text() -> None:
     named = (
         "{% for m in messages %}{{ '<|im_start|>' + (m.name or m.role) + '\\n' + m.content + '<|im_end|>\\n' }}"
         "{% endfor %}" + OPENER
@@ -344,7 +344,7 @@ async def test_control_text_in_the_name_of_a_speaker_never_becomes_control_ids()
     assert sum(token_id in engine.tokenizer.control_ids for token_id in inserted) == 3
 
 
-async def test_control_text_in_the_name_of_a_tool_that_the_model_made_up_never_becomes_control_ids() -> None:
+async def test_control_text_in_an_invented_tools_name_is_ordinary_text() -> None:
     naming = (
         "{{ tools | tojson if tools }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
         "{% for c in m.tool_calls or [] %}{{ '<tool_call>\n' + c.function | tojson + '\n</tool_call>' }}{% endfor %}"

@@ -111,7 +111,7 @@ async def test_a_task_is_pulled_only_when_a_place_is_free() -> None:
     assert in_flight == [1, 2, 3, 4, 5, 6]
 
 
-async def test_every_episode_has_an_environment_of_its_own_made_by_the_same_call() -> None:
+async def test_every_episode_has_its_own_environment() -> None:
     class Stateful(Plain):
         def __init__(self, start: list[int], *, step: int = 1) -> None:
             self.items = [*start]
@@ -317,7 +317,7 @@ async def test_a_hook_that_nobody_overrode_takes_no_thread() -> None:
     assert set(jobs) <= {"tasks()", "run file"}
 
 
-async def test_lifespan_of_either_colour_is_shared_and_runs_in_the_task_that_entered_the_run() -> None:
+async def test_sync_and_async_lifespan_run_in_the_runs_task() -> None:
     where: list[int] = []
 
     class Synchronous(Plain):

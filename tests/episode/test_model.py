@@ -40,12 +40,12 @@ async def play(engine: ScriptedEngine, sampling: Sampling | None = None) -> Traj
     return trajectory
 
 
-async def test_a_turn_whose_prompt_opened_the_reasoning_begins_with_a_thought() -> None:
+async def test_turn_after_an_opened_thought_begins_with_reasoning() -> None:
     trajectory = await play(ScriptedEngine(["I wonder.</think>Good day.", "Hm.</think>Bye."], template=THINKING))
     assert [(turn.reasoning, turn.text) for turn in trajectory.turns] == [("I wonder.", "Good day."), ("Hm.", "Bye.")]
 
 
-async def test_a_stop_id_of_the_author_ends_a_turn_which_is_then_closed_as_context() -> None:
+async def test_stop_id_of_the_author_ends_a_turn_that_is_then_closed() -> None:
     full_stop = ByteTokenizer().encode(".")[0]
     engine = ScriptedEngine([Reply("Good day. Never said", stop=full_stop), "Bye"])
     trajectory = await play(engine, Sampling(stop_ids=(full_stop,)))

@@ -147,7 +147,7 @@ async def test_groups_closed_out_of_order_fail_their_episode_alone() -> None:
     assert "close(): RuntimeError" in trajectories[1].error
 
 
-async def test_a_group_opened_beside_other_tools_is_an_error_of_its_episode_alone() -> None:
+async def test_group_opened_beside_other_tools_fails_its_episode() -> None:
     together = [[call("first"), call("second")], "Done"]
 
     class Closes(Opens):

@@ -48,7 +48,7 @@ async def test_turns_reached_is_turn_limit_and_scored() -> None:
     assert trajectory.segments[0].unseen == 1  # the last answer was never put before the model
 
 
-async def test_tokens_reached_is_token_limit_and_the_last_turn_is_cut_to_fit() -> None:
+async def test_token_limit_cuts_the_last_turn_to_fit() -> None:
     trajectory = await play(Endless, always("12345"), limits=Limits(tokens=10))
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TOKEN_LIMIT, "tokens")
     assert trajectory.sampled == 10
@@ -62,7 +62,7 @@ async def test_tokens_reached_exactly_at_a_turns_end_leaves_that_turn_whole() ->
     assert (trajectory.outcome, trajectory.limit) == (Outcome.TOKEN_LIMIT, "tokens")
 
 
-async def test_max_tokens_cuts_the_turn_and_a_rollout_that_returns_right_after_is_token_limit() -> None:
+async def test_rollout_that_returns_after_a_cut_turn_is_token_limit() -> None:
     trajectory = await play(Plain, "12345678", sampling=Sampling(max_tokens=4))
     (turn,) = trajectory.turns
     assert (turn.finish, turn.stop, turn.text) == (FinishReason.LENGTH, "max_tokens", "1234")
@@ -107,7 +107,7 @@ async def test_complete_calls_of_a_cut_turn_are_run() -> None:
     assert trajectory.outcome is Outcome.TOKEN_LIMIT
 
 
-async def test_a_turn_that_ends_for_want_of_room_is_context_limit_if_rollout_returns() -> None:
+async def test_turn_that_fills_the_context_is_context_limit() -> None:
     trajectory = await play(Plain, "1" * 500, limits=Limits(context=100))
     (turn,) = trajectory.turns
     assert (turn.finish, turn.stop) == (FinishReason.CONTEXT, "context")
@@ -115,7 +115,7 @@ async def test_a_turn_that_ends_for_want_of_room_is_context_limit_if_rollout_ret
     assert (trajectory.outcome, trajectory.limit, trajectory.reward) == (Outcome.CONTEXT_LIMIT, "context", 1.0)
 
 
-async def test_a_prompt_past_the_context_is_raised_and_the_author_may_replace_and_go_on() -> None:
+async def test_author_may_replace_a_prompt_past_the_context() -> None:
     raised: list[str] = []
 
     class Compacts(Plain):
@@ -136,7 +136,7 @@ async def test_a_prompt_past_the_context_is_raised_and_the_author_may_replace_an
     assert "200" in raised[0]
 
 
-async def test_a_prompt_past_the_context_is_latched_at_the_second_raise_without_a_replace() -> None:
+async def test_second_prompt_past_the_context_ends_the_episode() -> None:
     class Insists(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()
@@ -169,7 +169,7 @@ async def test_a_full_context_that_nobody_answered_is_the_outcome(after: str) ->
     assert (trajectory.outcome, trajectory.reward) == (Outcome.CONTEXT_LIMIT, 1.0)
 
 
-async def test_a_first_prompt_over_the_context_is_that_episode_alone_and_names_the_task() -> None:
+async def test_first_prompt_past_the_context_names_the_task() -> None:
     given = [Task(id="short", prompt="Hi"), Task(id="endless", prompt="x" * 500)]
     short, endless = await play_all(Plain, "Yes", tasks=given, limits=Limits(context=200))
     if short.task.id != "short":
@@ -181,7 +181,7 @@ async def test_a_first_prompt_over_the_context_is_that_episode_alone_and_names_t
     assert endless.segments[0].unseen == 1
 
 
-async def test_a_prompt_that_leaves_no_room_for_a_single_id_is_context_limit_and_never_sent() -> None:
+async def test_prompt_without_room_for_an_id_is_never_sent() -> None:
     prompt = (await play(Plain, "Yes")).turns[0].start
     engine = recording("Yes")
     trajectory = await play(Plain, engine, limits=Limits(context=prompt))
@@ -190,7 +190,7 @@ async def test_a_prompt_that_leaves_no_room_for_a_single_id_is_context_limit_and
     assert (turn.text, turn.finish) == ("Y", FinishReason.CONTEXT)
 
 
-async def test_a_result_that_cannot_fit_by_its_bytes_is_context_limit_and_never_encoded() -> None:
+async def test_result_too_large_by_its_bytes_is_never_encoded() -> None:
     encoded: list[int] = []
 
     class Dumps(Plain):
@@ -319,7 +319,7 @@ async def test_no_turn_at_all_has_no_reward_whatever_the_outcome() -> None:
     assert trajectory.text == ""
 
 
-async def test_an_exception_outside_the_episode_group_of_nothing_but_episode_over_is_an_ending() -> None:
+async def test_exception_group_of_only_episode_over_is_an_ending() -> None:
     class Grouped(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             import anyio
@@ -336,7 +336,7 @@ async def test_an_exception_outside_the_episode_group_of_nothing_but_episode_ove
     assert (trajectory.outcome, trajectory.reward) == (Outcome.TURN_LIMIT, 1.0)
 
 
-async def test_a_template_that_raises_mid_run_is_token_error_and_not_retried() -> None:
+async def test_template_that_raises_mid_run_is_token_error() -> None:
     class Asks(Plain):
         async def rollout(self, conversation: Conversation) -> None:
             await conversation.generate()

@@ -149,7 +149,7 @@ async def test_leading_system_messages_are_joined(text: str, roles: str, tmp_pat
     assert all(Tolerated.SYSTEM_JOINED in each.tolerated for each in trajectory.requests)
 
 
-async def test_leading_system_messages_stay_apart_where_the_template_shows_all() -> None:
+async def test_leading_system_messages_stay_if_the_template_shows_all() -> None:
     async def loop(episode: Any) -> None:
         await episode.chat([system("One."), system("Two."), TASK], train=True)
 

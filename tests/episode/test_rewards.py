@@ -157,7 +157,7 @@ async def test_a_reward_that_raises_is_env_error_and_after_a_limit_none() -> Non
     assert long.rewards == {"correct": 1.0, "broken": None, "compared": 1.0}
 
 
-async def test_group_reward_is_a_term_of_the_sum_over_the_scored_ones_of_a_task() -> None:
+async def test_group_reward_is_a_term_of_the_sum_of_scored_episodes() -> None:
     class Longest(Plain):
         def tasks(self) -> list[Task]:
             return tasks(2)
@@ -185,7 +185,7 @@ async def test_group_reward_is_a_term_of_the_sum_over_the_scored_ones_of_a_task(
     assert {t.reward for t in played if t.index == 1} == {None}
 
 
-async def test_a_group_reward_that_raises_leaves_the_sum_none_and_is_reported() -> None:
+async def test_group_reward_that_raises_leaves_the_reward_none() -> None:
     class Broken(Plain):
         @group_reward
         def compared(self, group: Group) -> list[float]:

@@ -30,7 +30,7 @@ async def said(engine: ScriptedEngine, **fields: Any) -> Any:
 # --- where it ends
 
 
-async def test_a_turn_that_ignores_its_eos_is_cut_and_the_conversation_goes_on_behind_it(tmp_path: Path) -> None:
+async def test_turn_that_ignores_its_eos_is_cut_and_continued(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     engine = ScriptedEngine(["abc", "def"], record=True)
     async with Run(Twice, engine, file=path, sampling=Sampling(ignore_eos=True, max_tokens=10)) as run:
@@ -70,7 +70,7 @@ async def test_a_stop_string_counts_once_more_than_min_tokens_were_sampled(least
     assert (await said(engine, stop=("END",), min_tokens=least)).text == text
 
 
-async def test_a_stop_string_that_begins_before_min_tokens_and_ends_behind_counts() -> None:
+async def test_stop_string_that_spans_min_tokens_counts() -> None:
     assert (await said(recording("one END two"), stop=("END",), min_tokens=5)).text == "one "
     assert (await said(recording("one ENDEND two"), stop=("END", "D"), min_tokens=7)).text == "one END"
 
@@ -91,7 +91,7 @@ async def test_a_limit_of_tokens_below_min_tokens_cuts_the_turn() -> None:
 # --- layers
 
 
-async def test_every_field_goes_from_the_class_the_run_and_the_turn_to_the_engine() -> None:
+async def test_every_sampling_field_reaches_the_engine() -> None:
     class Layers(Plain):
         sampling = Sampling(min_tokens=1, bad_words=("moon",), logit_bias={7: 1.0}, presence_penalty=1)
 
@@ -112,7 +112,7 @@ async def test_every_field_goes_from_the_class_the_run_and_the_turn_to_the_engin
     assert engine.calls[0].sampling == trajectory.turns[0].sampling == expected
 
 
-async def test_an_id_that_the_vocabulary_has_not_is_refused_where_a_turn_asks_for_it() -> None:
+async def test_id_outside_the_vocabulary_is_refused_in_a_turn() -> None:
     engine = recording("Yes")
     size = engine.tokenizer.size
 
@@ -124,7 +124,7 @@ async def test_an_id_that_the_vocabulary_has_not_is_refused_where_a_turn_asks_fo
     assert (await talked(talk, engine)).outcome is Outcome.COMPLETED
 
 
-async def test_an_id_that_the_vocabulary_has_not_is_refused_before_a_run_begins() -> None:
+async def test_id_outside_the_vocabulary_is_refused_before_a_run() -> None:
     engine = recording("Yes")
     with pytest.raises(BadOption, match=r"logit_bias=\{5000: "):
         async with Run(Plain, engine, sampling=Sampling(logit_bias={5000: 1.0})):
@@ -174,7 +174,7 @@ async def test_a_turn_that_failed_half_way_keeps_those_of_what_was_sampled() -> 
     assert trajectory.turns[0].top_ids.shape == (5, 2)
 
 
-async def test_a_turn_that_the_engine_cut_for_its_trainer_keeps_those_of_its_last_try() -> None:
+async def test_restarted_turn_keeps_the_values_of_its_last_try() -> None:
     engine = recording("a longer answer", latency=Latency(between=1))
 
     async def talk(conversation: Conversation) -> None:
@@ -193,7 +193,7 @@ async def test_a_turn_that_the_engine_cut_for_its_trainer_keeps_those_of_its_las
     assert turn.top_ids.shape == (len("a longer answer") + 1, 2)
 
 
-async def test_a_turn_that_was_cut_before_its_first_id_has_none_of_the_one_that_goes_on(tmp_path: Path) -> None:
+async def test_turn_cut_before_its_first_id_has_no_values(tmp_path: Path) -> None:
     path, engine = tmp_path / "run.db", recording("abc", latency=Latency(first=3))
 
     class Impatient(Plain):

@@ -97,7 +97,7 @@ said = st.lists(
     parts=said, chunks=st.sampled_from([1, 3, "whole", "random"]), stop=st.sampled_from([(), ("END",), ("so", "o E")])
 )
 @settings(max_examples=sweeps.times(300, 60))
-def test_what_is_heard_is_what_the_turn_says_whatever_is_spelt_and_however_it_is_cut(
+def test_streamed_pieces_equal_the_turn_however_it_is_cut(
     parts: list[tuple[str, bool]], chunks: Any, stop: tuple[str, ...]
 ) -> None:
     tokenizer = ByteTokenizer(added_tokens=MARKS)
@@ -122,7 +122,7 @@ def family_turn(parser: TurnParser, cut: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sweeps.part(list(FAMILIES), 3))
 @pytest.mark.parametrize("cut", [0, 9], ids=["whole", "cut"])
-async def test_what_is_heard_is_what_the_turn_says_in_the_formats_of_families(name: str, cut: int) -> None:
+async def test_streamed_pieces_equal_the_turn_in_every_family(name: str, cut: int) -> None:
     of = family(name)
     text = family_turn(TurnParser(of.form), cut)
     engine = recording(text, template=of.template, tokenizer=of.tokenizer, stop_ids=of.stop_ids)
@@ -149,7 +149,7 @@ async def test_what_may_begin_a_stop_string_is_heard_only_when_it_does_not() -> 
 # --- as it comes
 
 
-async def test_of_an_engine_that_is_paused_what_was_sampled_so_far_was_heard() -> None:
+async def test_ids_sampled_before_a_pause_are_streamed() -> None:
     engine, told = recording("one two", chunks=1, latency=Latency(between=1)), list[str]()
 
     async def talk(conversation: Conversation) -> None:
@@ -167,7 +167,7 @@ async def test_of_an_engine_that_is_paused_what_was_sampled_so_far_was_heard() -
     assert told == ["o", "n", "e", " t", "w", "o"]
 
 
-async def test_a_call_is_heard_when_it_is_closed_and_has_the_id_that_the_turn_has() -> None:
+async def test_call_is_streamed_when_complete_with_its_final_id() -> None:
     text = f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
     events, turn = await heard(recording(text, template="hermes", chunks=1))
     assert [call.id for call in called(events)] == [call.id for call in turn.tool_calls] == ["call_0", "call_1"]
@@ -188,7 +188,7 @@ async def test_the_turn_is_not_there_before_it_is_over() -> None:
 # --- left, failed, continued, cut by a trainer
 
 
-async def test_a_turn_that_is_left_is_cut_there_and_the_conversation_goes_on_exactly() -> None:
+async def test_turn_left_early_is_cut_and_continued_exactly() -> None:
     engine = recording(["one two three", "four"], chunks=1, latency=Latency(between=1))
 
     async def talk(conversation: Conversation) -> None:
@@ -264,7 +264,7 @@ async def test_of_a_turn_that_is_continued_only_what_is_new_is_heard() -> None:
     assert called(events) == turn.tool_calls != []
 
 
-async def test_a_turn_that_is_sampled_anew_for_a_trainer_says_so_and_is_heard_anew() -> None:
+async def test_restarted_turn_is_streamed_from_its_beginning() -> None:
     engine, events = recording("a longer answer", chunks=1, latency=Latency(between=1)), list[TurnEvent]()
 
     async def talk(conversation: Conversation) -> None:

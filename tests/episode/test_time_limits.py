@@ -81,7 +81,7 @@ async def test_a_half_written_turn_is_kept_as_aborted(clock: trio.testing.MockCl
     assert trajectory.reward == 1.0
 
 
-async def test_a_session_opened_in_setup_is_alive_for_scoring_after_the_time_limit(
+async def test_session_of_setup_is_open_for_scoring_after_a_time_limit(
     clock: trio.testing.MockClock,
 ) -> None:
     class WithSession(Timed):
@@ -340,7 +340,7 @@ async def test_none_lifts_a_limit(clock: trio.testing.MockClock) -> None:
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0)
 
 
-async def test_a_limit_of_the_run_goes_over_that_of_the_class_field_by_field(clock: trio.testing.MockClock) -> None:
+async def test_limits_of_the_run_override_the_class_by_field(clock: trio.testing.MockClock) -> None:
     class Own(Timed):
         limits = Limits(seconds=50, step_seconds=None)
 
@@ -440,7 +440,7 @@ def asking(environment: Asks, **options: Any) -> tuple[Trajectory, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
-def test_the_clock_of_a_hook_stands_still_while_another_agent_speaks_in_it(hook: str) -> None:
+def test_clock_of_a_hook_stops_while_an_agent_is_sampled(hook: str) -> None:
     trajectory, faults = asking(Asks(hook))
     assert (trajectory.outcome, trajectory.error, trajectory.reward) == (Outcome.COMPLETED, "", 1.0)
     assert faults == []

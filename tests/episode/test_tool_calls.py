@@ -41,7 +41,7 @@ async def test_async_calls_of_a_turn_run_together_and_results_are_in_order() -> 
     assert results(trajectory) == ["a", "b", "c"]
 
 
-async def test_sync_calls_run_one_at_a_time_in_the_order_the_model_made_them() -> None:
+async def test_sync_calls_run_one_at_a_time_in_order() -> None:
     log: list[str] = []
     inside = threading.Semaphore(1)
 
@@ -87,7 +87,7 @@ async def test_a_call_that_is_not_parallel_is_a_barrier() -> None:
     assert log == ["a begins", "a ends", "move begins", "move ends", "b begins", "b ends"]
 
 
-async def test_an_exception_in_one_call_is_the_first_by_the_order_of_the_calls() -> None:
+async def test_first_exception_by_the_order_of_calls_is_raised() -> None:
     class Breaks(Plain):
         @tool
         async def break_now(self, name: str) -> None:
@@ -127,7 +127,7 @@ async def test_a_bad_call_goes_back_as_a_tool_message_and_play_goes_on(said: str
 
 
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
-async def test_text_that_opens_a_call_and_does_not_parse_goes_back_as_a_user_message(template: str) -> None:
+async def test_unreadable_call_is_answered_by_a_user_message(template: str) -> None:
     broken = {
         "pythonic": "[add(a=1, b=2), add(a=1, b=",
         "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
@@ -143,7 +143,7 @@ async def test_text_that_opens_a_call_and_does_not_parse_goes_back_as_a_user_mes
     assert (trajectory.outcome, len(trajectory.segments)) == (Outcome.COMPLETED, 1)
 
 
-async def test_a_turn_of_nothing_but_a_broken_call_is_answered_and_not_taken_for_an_end() -> None:
+async def test_turn_with_only_a_broken_call_does_not_end_the_episode() -> None:
     trajectory = await play(Adds, ["[add(a=1", "Sorry"])
     assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
     assert trajectory.text == "Sorry"
@@ -170,7 +170,7 @@ async def test_a_tools_result_becomes_text_and_never_an_empty_content(value: Any
     assert results(await play(Gives, [call("give"), "Done"])) == [read]
 
 
-async def test_tool_choice_reaches_the_engine_as_a_constraint_and_is_kept_on_the_turn() -> None:
+async def test_tool_choice_is_a_constraint_of_the_request_and_the_turn() -> None:
     class Chooses(Adds):
         tool_choice = "required"
 
@@ -261,7 +261,7 @@ async def test_two_constraints_on_one_turn_are_refused_with_the_fix() -> None:
     assert "tool_choice='none'" in trajectory.error
 
 
-async def test_a_hand_off_inside_a_tool_works_and_two_at_once_are_refused_by_name() -> None:
+async def test_agent_inside_a_tool_works_and_two_at_once_are_refused() -> None:
     class HandsOff(Plain):
         @tool
         async def ask(self, question: str) -> str:
