@@ -1,11 +1,12 @@
 """Check of names and prose in `runner/`: `python -m tests.plain_english [-v] [PACKAGE ...]`, part of `make check`.
 
-Four rules, and a budget for each package that may only fall:
+Five rules, and a budget for each package that may only fall:
 
 - A docstring does not begin with a subordinate clause (What, Whether, Whoever, Those, ...).
 - Docstrings, comments and strings avoid the words in `AVOIDED`.
 - A class name occurs once.
 - A numeric constant ends in a unit or in its role.
+- The name of a test has at most `MAX_TEST_NAME_CHARS` characters after `test_`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ AVOIDED: Final = {
     r"\bon its own account\b|\bof old\b|\bnought\b|\bthereof\b|\bwherein\b|\bhitherto\b": "say it plainly",
 }
 """Pattern of a word that slows readers, and what to write instead."""
+
+MAX_TEST_NAME_CHARS: Final = 60
 
 PLACEHOLDER: Final = re.compile(r"\{[^{}]*\}")
 """A value in an f-string, whose names are not prose."""
@@ -135,6 +138,18 @@ def is_number(value: ast.expr) -> bool:
     return False
 
 
+def long_test_names(folder: Path) -> list[str]:
+    """Names of tests that are too long, as "file: name"."""
+    return [
+        f"{path.relative_to(folder)}: {node.name}"
+        for path in sorted(folder.rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name.removeprefix("test_")) > MAX_TEST_NAME_CHARS
+    ]
+
+
 def package_of(path: Path) -> str:
     """The package of a module, or the name of a module at the top level."""
     return path.relative_to(SOURCE).parts[0]
@@ -172,6 +187,9 @@ def main() -> int:
     if twice:
         failed = True
         print(f"class names that occur twice in runner/: {', '.join(twice)}")
+    if long := long_test_names(ROOT / "tests"):
+        failed = True
+        print(f"names of tests with more than {MAX_TEST_NAME_CHARS} characters:", *long, sep="\n  ")
     lines = {
         name: sum(len(path.read_text().splitlines()) for path in (ROOT / name).rglob("*.py"))
         for name in ("runner", "tests")

@@ -49,6 +49,12 @@ def test_plain_text_and_names_pass(text: str, folder: Path) -> None:
     assert faults(text, folder) == []
 
 
+def test_long_name_of_a_test_is_found(folder: Path) -> None:
+    longest = "test_" + "a" * plain_english.MAX_TEST_NAME_CHARS
+    (folder / "test_names.py").write_text(f"def {longest}(): ...\n\nasync def {longest}b(): ...\n", encoding="utf-8")
+    assert plain_english.long_test_names(folder) == [f"test_names.py: {longest}b"]
+
+
 def test_this_code_is_within_its_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["plain_english"])
     assert plain_english.main() == 0, capsys.readouterr().out
