@@ -390,6 +390,23 @@ class Driver:
         """Call a method on all workers, by `ask`."""
         return await ask(self.members, call, *arguments, patience=self.stall_seconds)
 
+    async def ask_one(self, call: str, *arguments: Any) -> Any:
+        """Call a method on the idlest worker; if that one is lost, on another one.
+
+        Raises:
+            EngineDead: no worker is left.
+            DeltarunnerError: the worker raised it.
+        """
+        tried: set[WorkerHandle] = set()
+        while handles := [handle for handle in self.handles if handle not in tried]:
+            idlest = min(handles, key=lambda handle: handle.slot.load)
+            tried.add(idlest)
+            answers = await ask([idlest], call, *arguments, patience=self.stall_seconds)
+            if idlest in answers:
+                return answers[idlest]
+        self.require_alive()
+        raise EngineDead(f"{call}: no worker plays now")
+
     def require_alive(self) -> None:
         """Return if there are enough workers, or may soon be.
 

@@ -22,6 +22,7 @@ from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.proofs import ProofFigures, WeightProof
 from runner.errors import BadControl, BadOption
+from runner.options import Constraint, Sampling
 from runner.runs.options import check_engine
 from runner.runs.player import FleetWorker, IdleReason, PlayingEngine
 from runner.runs.run_setup import RunSetup
@@ -183,6 +184,19 @@ class FleetEngine(PlayingEngine):
         first = self.driver.first
         assert first is not None, "a fleet that runs has a worker"
         return {**first.description, "workers": [self.least, self.most]}
+
+    async def score(
+        self,
+        ids: Sequence[int],
+        *,
+        start: int = 1,
+        sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
+    ) -> list[float]:
+        """Return the log-probabilities of given ids, as `Engine.score` does, by the worker with the lowest load."""
+        named = {"start": start, "sampling": sampling, "constraint": constraint}
+        scores: list[float] = await self.driver.ask_one("score", list(ids), named)
+        return scores
 
     # --- for its trainer
 

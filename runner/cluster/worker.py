@@ -8,12 +8,12 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import anyio
 import anyio.to_thread
@@ -393,6 +393,10 @@ class Worker(EngineProcess):
     async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
         """Call one of the engine's other methods for its trainer."""
         return await getattr(self.engine, call)(*arguments, **named)
+
+    async def score(self, ids: Sequence[int], named: Mapping[str, Any]) -> list[float]:
+        """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of its `score`."""
+        return await cast("Engine", self.engine).score(ids, **named)
 
     async def catch_up(self, snapshot: FleetSnapshot) -> None:
         """Bring the engine to the fleet's weights and adapters. May be called again if these have changed."""

@@ -67,9 +67,8 @@ def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]
     elif len(outer) >= MAX_DEPTH:
         yield f"{where} is nested more than {MAX_DEPTH} levels deep, which a run file cannot keep: flatten it"
     else:
-        keyed = isinstance(value, Mapping)
-        for key, inner in value.items() if keyed else enumerate(value):
-            if keyed and not isinstance(key, str):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(value, Mapping) and not isinstance(key, str):
                 yield (
                     f"{where} has the key {key!r:.40}, {_kind(key)}; JSON keys are text, so it would come back "
                     f"changed: give str(key)"

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from runner import BadControl, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
+from runner import BadControl, BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
@@ -191,6 +191,18 @@ async def test_a_worker_that_keeps_its_old_weights_is_dismissed_by_name() -> Non
         (lost,) = [event for event in engine.events if "the proof of the weights" in event]
         assert "worker 1" in lost
         assert "does not hold" in lost
+
+
+async def test_fleet_scores_ids_on_a_worker() -> None:
+    model = Model()
+    async with fleet(2, dice_engine(scores=model)) as (engine, launcher), engine:
+        assert await engine.score(IDS) == pytest.approx(model(IDS))
+        assert await engine.score(IDS, start=30) == pytest.approx(model(IDS)[29:])
+        with pytest.raises(BadOption, match="give two or more"):
+            await engine.score([3])
+        assert len(engine.workers()) == 2, "a refusal ends no worker"
+        launcher.workers[0].kill()
+        assert await engine.score(IDS) == pytest.approx(model(IDS))
 
 
 async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
