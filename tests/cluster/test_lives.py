@@ -363,7 +363,7 @@ def test_endless_start_delays_neither_trainer_nor_end_of_the_run(stage: str) -> 
                 got = [trajectory async for trajectory in run]
             assert len(got) == 8
             await anyio.sleep(60)
-            assert any("did not snapshot up" in told for told in engine.events) is (stage == "catch_up")
+            assert any("did not catch up" in told for told in engine.events) is (stage == "catch_up")
 
     VirtualClock().run(run)
 
