@@ -95,7 +95,8 @@ def test_a_head_on_loopback_alone_is_refused_with_why(folder: Path, monkeypatch:
         raise ConnectionError("10.0.0.1:6511 does not answer")  # where Ray looks for it
 
     monkeypatch.setattr("ray.init", init)
-    # Ray would wait for tens of seconds for the answer of somebody who says nothing.
+    # Ray would wait for tens of seconds for the answer of a server that is silent.
+    monkeypatch.setattr("runner.cluster.ray.connection._speaks_http2", lambda peer: True)
     monkeypatch.setattr("runner.cluster.ray.connection.admit", lambda address: None)
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         address = f"127.0.0.1:{somebody.getsockname()[1]}"

@@ -48,6 +48,7 @@ class FakeVllm:
             device_config=SimpleNamespace(device_type="cpu"),
             lora_config=SimpleNamespace(max_lora_rank=8) if enabled else None,
             model_config=SimpleNamespace(quantization=quantization, hf_config=whole),
+            parallel_config=SimpleNamespace(worker_extension_cls=""),
         )
         self.model = ResolvedModel("tiny", str(model), model)
         self.loaded: dict[int, Path] = {}

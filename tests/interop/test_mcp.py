@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def results(trajectory: Trajectory) -> list[str]:
 
 def children() -> list[psutil.Process]:
     """The server processes of episodes."""
-    found = [(each, " ".join(each.cmdline())) for each in psutil.Process().children(recursive=True)]
-    return [each for each, command in found if "mcp_" in command and not command.endswith(" http")]
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            command = " ".join(each.cmdline())
+            if "mcp_" in command and not command.endswith(" http"):
+                found.append(each)
+    return found
 
 
 @pytest.fixture(scope="module")

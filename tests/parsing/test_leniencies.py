@@ -53,19 +53,19 @@ FORGIVEN: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     "words of Python": [(HERMES, hermes('{"a": True, "b": None}'), {"a": True, "b": None})],
     "words of JSON": [(OLMO, "<function_calls>f(a=true, b=null)</function_calls>", {"a": True, "b": None})],
     "single quotes": [(HERMES, hermes("{'b': 'it is'}"), {"b": "it is"})],
-    "escapes of Python": [(HERMES, hermes(r'{"b": "it\'s \x41\d"}'), {"b": r"it's A\d"})],
+    "Python's escapes": [(HERMES, hermes(r'{"b": "it\'s \x41\d"}'), {"b": r"it's A\d"})],
     "line breaks in strings": [(HERMES, hermes('{"b": "one\ntwo\tthree"}'), {"b": "one\ntwo\tthree"})],
     "tuples": [(HERMES, hermes('{"a": (1, 2), "b": (1,)}'), {"a": [1, 2], "b": [1]})],
     "keys without quotes": [(HERMES, hermes("{a: 1}"), ONE)],
-    "a plus": [(HERMES, hermes('{"a": +1}'), ONE)],
+    "a plus sign": [(HERMES, hermes('{"a": +1}'), ONE)],
     "a last comma": [
         (HERMES, hermes('{"a": [1,],}'), {"a": [1]}),
         (OLMO, "<function_calls>f(a=1,)</function_calls>", ONE),
     ],
     "values without names": [(OLMO, "<function_calls>f(1, 'x')</function_calls>", {"a": 1, "b": "x"})],
     "any number of a call": [(KIMI, kimi('functions.f:17<|tool_call_argument_begin|>{"a": 1}'), ONE)],
-    "a mark said twice": [(HERMES, "<tool_call>\n" + hermes('{"a": 1}'), ONE)],
-    "no close at the end": [
+    "a repeated start mark": [(HERMES, "<tool_call>\n" + hermes('{"a": 1}'), ONE)],
+    "no end mark at the end of the turn": [
         (HERMES, hermes('{"a": 1}').removesuffix("</tool_call>"), ONE),
         (
             KIMI,
@@ -104,9 +104,9 @@ def test_parts_of_a_harmony_header_may_be_in_any_order(header: str) -> None:
 
 def test_models_page_names_the_tolerated_deviations() -> None:
     page = (DOCS / "models.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"\| forgiven \|.*?\n\n", page, re.DOTALL)
+    (listed,) = re.findall(r"\| accepted \|.*?\n\n", page, re.DOTALL)
     names = [line.split("|")[1].strip() for line in listed.splitlines()[2:] if line]
-    apart = ["no close before the next call", "headers of harmony in any order"]
+    apart = ["no end mark before the next call", "headers of harmony in any order"]
     assert sorted(names) == sorted([*FORGIVEN, *apart])
 
 

@@ -14,7 +14,7 @@ MISUSES = {
     "play('calculator', 'x')": "play('calculator', ...): give an environment, such as Calculator*",
     "play(Calculator, 'x', task=3)": "play(task=3): give a Task, or the id of one of the environment's tasks.",
     "play(Calculator, 'x', task='no')": "None of 3 tasks has the id 'no'; the first ids are '6', '7', '8'.",
-    "play(Calculator, 'x', turns=3)": "play(turns=): unknown option; the options are group_size, *history.",
+    "play(Calculator, 'x', turns=3)": "play(turns=): unknown option; the options are group_size, *observers.",
     "play(Calculator, 'x', limits={'turns': 3})": "limits={'turns': 3}: give Limits(...).",
     "play(Calculator, 'x', clock=5)": "play(clock=5): give the fixture `virtual_clock`, or VirtualClock().",
     "play(Calculator, lambda asked: 5)": "*<lambda>(), which plays the model, returned 5 (int): return a text*",

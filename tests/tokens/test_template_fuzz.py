@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from runner.messages import Message
 from tests import sweeps
 from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
-from tests.tokens.template_fuzz import ANY_SIZE, check_bridges
+from tests.tokens.template_fuzz import ANY_SIZE, WrongBridge, check_bridges
 from tests.tokens.template_grammar import Written, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(2)]
@@ -135,6 +135,26 @@ AS_OFTEN = settings(
 @given(case=written())
 def test_drawn_templates_and_conversations_get_no_wrong_bridge(case: Written) -> None:
     check_bridges(case)
+
+
+APPEARS_AT_ONCE = (
+    "{% for m in messages[1:] %}{% set whole %}{% if m.content == 'A' or loop.length > 3 %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{{ 'A' }}{% endif %}{% endset %}{{ whole | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ 'A' if messages | length > 3 }}{% endif %}"
+)
+"""A template that writes no message until there are four, and then all of them."""
+
+
+@pytest.mark.xfail(strict=True, raises=WrongBridge, reason="found by drawing: the hidden messages are left out")
+def test_messages_that_appear_later_all_at_once_get_no_wrong_bridge() -> None:
+    conversation: list[Message] = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "a", "reasoning_content": " "},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    ]
+    check_bridges(Written(template=APPEARS_AT_ONCE, conversations=[conversation]))
 
 
 def test_many_of_the_drawn_conversations_get_a_bridge() -> None:
