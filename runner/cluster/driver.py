@@ -369,18 +369,9 @@ class Driver:
         return Counter(idle_reason(slot, self._handles.get(slot)) for slot in self.fleet.slots)
 
     async def known(self) -> EngineKnown:
-        """Return the properties of the engine, from the first worker that answers.
-
-        Raises:
-            EngineDead: no worker answers.
-        """
-        for handle in self.handles:
-            try:
-                known: EngineKnown = await handle.process.send("engine_known")
-            except WorkerLost:
-                continue
-            return known
-        raise EngineDead("every worker was lost while the fleet began")
+        """Return the properties of the engine, as a worker knows them."""
+        known: EngineKnown = await self.ask_one("engine_known")
+        return known
 
     def change_snapshot(self, **changes: Any) -> None:
         """Change fields of the state that new workers are brought to. Call it under `settled`."""

@@ -337,17 +337,14 @@ class HistoryTree:
             end += 1
         # The last message is the new prompt where its turn is requested again.
         lost = [request_node for request_node in point.asked if request_node.lost]
-        if end == len(messages) and lost:
-            whole = joined(messages[index:end])
-            if any(_is_part(whole, request_node) for request_node in lost):
-                match.tolerated.add(Tolerated.CUT_ITEMS)
-                return end - index, None
-        whole_turn = self._joined_turn(point, messages, index, end)
-        if whole_turn is not None:
+        whole = joined(messages[index:end]) if end == len(messages) and lost else None
+        if whole is not None and any(_is_part(whole, request_node) for request_node in lost):
+            match.tolerated.add(Tolerated.CUT_ITEMS)
+            return end - index, None
+        if (whole_turn := self._joined_turn(point, messages, index, end)) is not None:
             return whole_turn
-        if end > index + 1 and any(
-            _is_part(message, request_node) for request_node in point.asked if request_node.gone
-        ):
+        gone = (request_node for request_node in point.asked if request_node.gone)
+        if end > index + 1 and any(_is_part(message, request_node) for request_node in gone):
             match.tolerated.add(Tolerated.CUT_ITEMS)
             return 1, None
         return 1, message
@@ -375,9 +372,7 @@ class HistoryTree:
     def _turn_told_by(self, message: ReadMessage) -> ReadMessage | None:
         """Return the message of the turn that this one has another form of, proven by its ids; else None."""
         turn = self.named(message.handles) if message.role == "assistant" else None
-        if turn is None:
-            return None
-        ours = turn.given
+        ours = turn.given if turn is not None else None
         if ours is None or (ours.key == message.key and message.call_ids in ((), ours.call_ids)):
             return None  # unchanged
         changed = changed_around(ours, message)
@@ -481,10 +476,8 @@ def _in_order(values: list[Any], positions: Mapping[str, int], id_of: Callable[[
 
 
 def _stepped(point: HistoryNode, key: Hashable, answered: CallIndex | None) -> HistoryNode:
-    step = key, answered
-    found = point.after.get(step)
-    if found is None:
-        found = point.after[step] = HistoryNode()
+    if (found := point.after.get((key, answered))) is None:
+        found = point.after[key, answered] = HistoryNode()
     return found
 
 
