@@ -398,10 +398,10 @@ def _configuration(first: RunFile, second: RunFile) -> Iterator[tuple[str, str, 
             yield change.path, _shown(change.old), _shown(change.new)
     versions = [_weight_versions(file) for file in (first, second)]
     if versions[0] != versions[1]:
-        yield "weight versions", *map(_names, versions)  # type: ignore[misc]
+        yield "weight versions", *map(_names, versions)  # type: ignore[misc]  # a starred tuple
     agents = [_agents(file) for file in (first, second)]
     if agents[0] != agents[1]:
-        yield "agents", *map(_names, agents)  # type: ignore[misc]
+        yield "agents", *map(_names, agents)  # type: ignore[misc]  # a starred tuple
 
 
 def _weight_versions(run_file: RunFile) -> list[str]:

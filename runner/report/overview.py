@@ -219,7 +219,7 @@ class _Rows:
             return
         for name, index in (("reward", 1), ("sampled ids", 2)):
             first, last = (
-                [float(point[index]) for point in part if point[index] is not None]  # type: ignore[arg-type]
+                [float(value) for point in part if (value := point[index]) is not None]
                 for part in (ordered[:third], ordered[-third:])
             )
             if len(first) > 1 and len(last) > 1:

@@ -57,7 +57,7 @@ class BackgroundPlayer:
         check_engine("engine", engine)
         self.engine = engine
         """The engine; it belongs to the event loop of the thread."""
-        self.options = RunOptions(**{"breaker": 1, **options})  # type: ignore[arg-type]
+        self.options = RunOptions(**{"breaker": 1, **options})  # type: ignore[arg-type]  # a dict
         """The checked options with their defaults."""
         self.environment = as_environment(environment)
         """The environment object."""

@@ -57,7 +57,7 @@ class Player:
             if name in options:
                 raise BadOption(f"{name}=: a player has no tasks of its own; give them to play() and play_group().")
         self._requests = TaskRequests()
-        self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]
+        self.run = Run(environment, engine, tasks=self._requests, **{"breaker": 1, **options})  # type: ignore[arg-type]  # a dict
         self.error: BaseException | None = None
         """The error that ended the run; None while it plays, and after `aclose`."""
         self._checks = TaskChecks(self.run.environment, is_kept=self.run.options.file is not None)

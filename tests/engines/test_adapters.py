@@ -16,6 +16,7 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.vllm.worker.lora_kernel_patch import patch_lora_kernels
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
 from runner.models import ResolvedModel
@@ -443,3 +444,15 @@ def test_an_unknown_adapter_is_refused_with_those_that_are_there() -> None:
 )
 def test_a_weight_version_is_read_in_its_parts(version: str, parts: tuple[str, str, int]) -> None:
     assert base_and_adapter(version) == parts
+
+
+def test_parts_of_fused_experts_count_as_applied() -> None:
+    loras = {name: object() for name in ("mlp.experts", "mlp.experts.base_layer", "mlp.shared_expert_gate")}
+    adapters = SimpleNamespace(
+        modules=["mlp.experts", "mlp.shared_expert"],
+        get_adapter=lambda key: SimpleNamespace(loras=loras),
+        _get_lora_layer_weights=lambda adapter, module: adapter.loras.get(module),
+    )
+    worker = WeightWorker()
+    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=adapters))
+    assert worker.unused_adapter_modules(1) == ["mlp.shared_expert_gate"]

@@ -204,7 +204,7 @@ def test_what_cannot_be_mixed_is_refused() -> None:
             Mixture(given)
     for bad, said in [(Mixture({"a": Greeting()}), "is a mixture itself"), (int, "is not an Environment")]:
         with pytest.raises((BadEnvironment, BadOption), match=said):
-            Mixture({"x": bad})  # type: ignore[dict-item]
+            Mixture({"x": bad})  # type: ignore[dict-item]  # on purpose
     with pytest.raises(BadEnvironment, match=r"tasks\(\) of 'x' is async"):
         Mixture({"x": Asynchronous()}).tasks()
 

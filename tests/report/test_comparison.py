@@ -67,7 +67,9 @@ def test_further_tasks_decide_as_often_as_promised() -> None:
     pilot = paired_difference("reward", [(0.0, draw.gauss(0.2, 1)) for _ in range(30)])
     assert pilot.more_tasks is not None
     size = pilot.tasks + pilot.more_tasks
-    spread = (pilot.high - pilot.low) / 2 / student_t_quantile(0.95, 29) * 30**0.5  # type: ignore[operator]
+    assert pilot.high is not None
+    assert pilot.low is not None
+    spread = (pilot.high - pilot.low) / 2 / student_t_quantile(0.95, 29) * 30**0.5
     rounds = 300
     decided = sum(
         paired_difference("r", [(0.0, draw.gauss(pilot.difference, spread)) for _ in range(size)]).decision

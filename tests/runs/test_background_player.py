@@ -53,7 +53,7 @@ class Waits(Plain):
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """What the first run of a process opens for good is no leak of a later one."""
+    """Play once: files that the first run of a process keeps open are then no leak of a test."""
     with BackgroundPlayer(Plain, recording("Yes")) as player:
         player.play(FIRST)
 
@@ -112,7 +112,7 @@ def test_trainer_that_stops_reading_leaves_nothing_open() -> None:
     with no_leaks(engine), BackgroundPlayer(Plain, engine, concurrency=Concurrency(episodes=4)) as player:
         groups = player.groups(tasks(1000))
         next(groups)
-        groups.close()  # type: ignore[attr-defined]
+        groups.close()  # type: ignore[attr-defined]  # a generator
         next(player.groups(tasks(1000)))  # and one that is never read again
     assert player.player.run.summary.episodes < 100
 

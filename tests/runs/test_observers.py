@@ -131,4 +131,4 @@ async def test_observed_run_has_the_same_results(tmp_path: Path) -> None:
 
 def test_class_in_place_of_an_observer_is_refused() -> None:
     with pytest.raises(BadOption, match="objects of classes that derive from RunObserver"):
-        Run(Plain, recording("Yes"), observers=[Keeps])  # type: ignore[list-item]
+        Run(Plain, recording("Yes"), observers=[Keeps])  # type: ignore[list-item]  # on purpose

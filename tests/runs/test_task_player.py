@@ -217,7 +217,7 @@ async def test_index_outside_the_group_is_refused() -> None:
 @pytest.mark.parametrize("name", ["tasks", "indices"])
 def test_options_that_a_player_lacks_are_refused(name: str) -> None:
     with pytest.raises(BadOption, match=f"{name}=: a player has no tasks"):
-        Player(Plain, recording("Yes"), **{name: [0]})  # type: ignore[arg-type]
+        Player(Plain, recording("Yes"), **{name: [0]})  # type: ignore[arg-type]  # on purpose
 
 
 async def test_call_after_the_end_is_refused_with_the_fix() -> None:

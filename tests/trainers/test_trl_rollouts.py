@@ -104,7 +104,7 @@ def test_second_segment_is_kept_chosen_or_refused() -> None:
         with pytest.raises(BadBatch, match="has 2 segments"):
             rollout_func(player, tasks=TASKS, segments="refuse")(["t2"], Trainer(engine))
         with pytest.raises(BadOption, match="one row for each prompt"):
-            rollout_func(player, tasks=TASKS, segments="each")  # type: ignore[arg-type]
+            rollout_func(player, tasks=TASKS, segments="each")  # type: ignore[arg-type]  # on purpose
     assert [engine.tokenizer.decode(ids)[:3] for ids in kept] == ["No<", "Yes"]
 
 
@@ -125,7 +125,7 @@ def test_unusable_trainers_and_prompts_are_refused_by_name() -> None:
         with pytest.raises(BadBatch, match=r"more than length=3"):
             rollout_func(player, tasks=TASKS, length=3)(["t0"], Trainer(engine))
         with pytest.raises(BadOption, match="failed='drop'"):
-            rollout_func(player, tasks=TASKS, failed="drop")  # type: ignore[arg-type]
+            rollout_func(player, tasks=TASKS, failed="drop")  # type: ignore[arg-type]  # on purpose
         with pytest.raises(BadTask, match="no id"):
             rollout_func(player, tasks=[Task(id="")])
     with pytest.raises(BadBatch, match="2 rewards for 1 completions"):

@@ -178,4 +178,4 @@ def test_unusable_values_are_refused_by_name() -> None:
     with pytest.raises(BadOption, match="least=2, most=1"):
         icepop(np.ones((1, 1)), least=2, most=1)
     with pytest.raises(BadOption, match="mean='median': give one of geometric, product"):
-        sequence_mask(ratios(batch.logprobs, batch), batch, mean="median")  # type: ignore[arg-type]
+        sequence_mask(ratios(batch.logprobs, batch), batch, mean="median")  # type: ignore[arg-type]  # on purpose

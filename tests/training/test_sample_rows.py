@@ -71,7 +71,7 @@ def test_several_segments_are_refused_by_name_if_asked() -> None:
         sample_rows(rewritten(), segments="refuse")
     assert only(made(TWO_TURNS), segments="refuse").segment == 0
     with pytest.raises(BadOption, match="segments='first': give one of each, last, longest, refuse"):
-        sample_rows(rewritten(), segments="first")  # type: ignore[arg-type]
+        sample_rows(rewritten(), segments="first")  # type: ignore[arg-type]  # on purpose
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,13 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         adapters = self.model_runner.lora_manager._adapter_manager
         adapter = adapters.get_adapter(key)
         used = {id(adapters._get_lora_layer_weights(adapter, module)) for module in adapters.modules}
-        return [module for module, tensors in adapter.loras.items() if id(tensors) not in used]
+        # Fused experts are stacked from entries below their own name, which stay in the adapter.
+        parts = tuple(f"{module}." for module in adapters.modules)
+        return [
+            module
+            for module, tensors in adapter.loras.items()
+            if id(tensors) not in used and not module.startswith(parts)
+        ]
 
     def patch_scoring(self) -> bool:
         """Patch the worker to score given ids as sampled, and prompts with adapters.
