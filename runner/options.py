@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, Self, TypeAlias
 
 from runner import checked
 from runner.errors import BadOption
+from runner.sampling_fields import SAMPLING_FIELDS
 
 __all__ = [
-    "MAX_LOGPROBS",
     "UNSET",
     "VLLM_FORMAT",
     "Concurrency",
@@ -40,9 +40,6 @@ class _Unset(enum.Enum):
 
 UNSET: Final[Any] = _Unset.UNSET
 """Value of a field that was not set. It differs from None, which lifts a limit."""
-
-MAX_LOGPROBS: Final = 20
-"""Most top log-probabilities per position, equal to vLLM's default maximum."""
 
 ToolChoice: TypeAlias = Literal["auto", "required", "none"] | str
 """"auto", "required" or "none": the model may, must or must not call a tool. Another string names the required tool."""
@@ -115,6 +112,9 @@ class _LayeredOptions:
         check(f"{type(self).__name__}({name}={value!r})", value, otherwise=otherwise, **bounds)
 
 
+_NUMBERS: Final = {name: row for name, row in SAMPLING_FIELDS.items() if row.number is not None}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(_LayeredOptions):
     """Sampling of one turn. Precedence: `generate()`, `conversation()`, the `Run`, the environment's class.
@@ -182,19 +182,15 @@ class Sampling(_LayeredOptions):
     """Name of the engine's LoRA adapter that samples the turn; None for the model itself."""
 
     def __post_init__(self) -> None:
-        self._check("max_tokens", checked.whole, least=1)
-        self._check("temperature", checked.number, least=0)
-        self._check("top_p", checked.number, above=0, most=1)
-        self._check("top_k", checked.whole, least=0)
-        self._check("min_p", checked.number, least=0, most=1)
-        self._check("min_tokens", checked.whole, least=0)
-        self._check("repetition_penalty", checked.number, above=0, finite=True)
-        self._check("presence_penalty", checked.number, least=-2, most=2)
-        self._check("frequency_penalty", checked.number, least=-2, most=2)
+        if self.logprobs is None:  # elsewhere None disables log-probabilities; here the sampled id's is always kept
+            object.__setattr__(self, "logprobs", 0)
+        for name, row in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not UNSET:
+                row.check(f"Sampling({name}={value!r})", value)
         self._check_lengths()
         self._check_logit_bias()
         self._check_bad_words()
-        self._check_logprobs()
         self._check_regex()
         if self.ignore_eos is not UNSET and not isinstance(self.ignore_eos, bool):
             raise BadOption(f"Sampling(ignore_eos={self.ignore_eos!r}): give True or False.")
@@ -239,11 +235,6 @@ class Sampling(_LayeredOptions):
                 f"Sampling(bad_words={words!r:.80}): give a tuple of strings, none of them empty or white space alone."
             )
 
-    def _check_logprobs(self) -> None:
-        if self.logprobs is None:  # elsewhere None disables log-probabilities; here the sampled id's is always kept
-            object.__setattr__(self, "logprobs", 0)
-        self._check("logprobs", checked.whole, least=0, most=MAX_LOGPROBS)
-
     def shortened(self, max_tokens: int) -> Self:
         """Return the same for a turn that has room for only `max_tokens` ids; every field is set."""
         return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
@@ -279,27 +270,12 @@ class Sampling(_LayeredOptions):
     @classmethod
     def defaults(cls) -> Self:
         """Return the default values, with every field set."""
-        return cls(
-            max_tokens=1024,
-            min_tokens=0,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            logit_bias=None,
-            bad_words=(),
-            stop=(),
-            stop_ids=(),
-            ignore_eos=False,
-            logprobs=0,
-            schema=None,
-            regex=None,
-            choice=None,
-            adapter=None,
-        )
+        return cls(**{name: row.default for name, row in SAMPLING_FIELDS.items()})
+
+    def changes(self) -> dict[str, Any]:
+        """Return the fields that change probabilities and that trainers do not apply; every field is set."""
+        values = {name: getattr(self, name) for name, row in SAMPLING_FIELDS.items() if row.changes}
+        return {name: value for name, value in values.items() if not SAMPLING_FIELDS[name].is_off(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

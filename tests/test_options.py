@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from runner import BadOption, Sampling
-from runner.options import MAX_LOGPROBS, UNSET
+from runner.options import UNSET
+from runner.sampling_fields import MAX_LOGPROBS, SAMPLING_FIELDS
 
 NAN, INFINITE = math.nan, math.inf
 
@@ -71,7 +72,8 @@ def test_value_at_its_bounds_is_accepted(given: dict[str, Any]) -> None:
 def test_default_of_every_field_is_valid() -> None:
     defaults = Sampling.defaults()
     assert UNSET not in defaults.given().values()
-    assert defaults.given().keys() == {field.name for field in dataclasses.fields(Sampling)}
+    assert list(SAMPLING_FIELDS) == [field.name for field in dataclasses.fields(Sampling)]
+    assert defaults.given().keys() == SAMPLING_FIELDS.keys()
 
 
 def test_logprobs_none_equals_zero() -> None:

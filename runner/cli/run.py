@@ -34,7 +34,7 @@ from runner.environment.task_selection import check_ahead, find_selected, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.interop.mixture import Mixture
 from runner.logs import LEVELS, log_to_file
-from runner.options import UNSET, Concurrency, Sampling
+from runner.options import Concurrency, Sampling
 from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
 from runner.runs.reporter import Reporter, discard
@@ -58,11 +58,6 @@ _API_OPTIONS = frozenset(
     {"context", "places", "max_tokens_field", "reasoning_field", "leave_out", "extra_body", "timeout"}
 )
 """Arguments of a `ChatEngine` that --engine-option takes."""
-
-_SAMPLING = (
-    *("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 
 
 def real_engine(settings: RunSettings) -> BaseEngine:
@@ -280,10 +275,12 @@ def _options(settings: RunSettings) -> RunOptions:
 
 
 def _sampling(settings: RunSettings) -> Sampling:
-    given = {name: getattr(settings, name) for name in _SAMPLING}
-    given |= {name: tuple(getattr(settings, name) or ()) or None for name in ("stop", "bad_words")}
-    given["logit_bias"] = parse_logit_bias(settings.logit_bias) or None
-    return Sampling(**{name: UNSET if value is None else value for name, value in given.items()})
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in (settings.sampling or {}).items()
+    }
+    if "logit_bias" in given:
+        given["logit_bias"] = parse_logit_bias(given["logit_bias"])
+    return Sampling(**given)
 
 
 def _tasks(settings: RunSettings, environment: Environment[Any], size: int) -> tuple[Tasks, int | None]:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,6 +16,7 @@ import typer
 
 from runner.errors import BadOption
 from runner.logs import LEVELS
+from runner.sampling_fields import SAMPLING_FIELDS, SamplingField
 
 __all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "options_from"]
 
@@ -64,11 +65,7 @@ SERVED = (
     "api_url",
     "api_key",
     "seed",
-    "temperature",
-    "max_tokens",
-    "top_p",
-    "top_k",
-    "min_p",
+    *("temperature", "max_tokens", "top_p", "top_k", "min_p"),
     "limits",
     "history",
     "listen",
@@ -83,6 +80,10 @@ SERVED = (
     "json",
 )
 """The options of `deltarunner run` that `deltarunner serve` also has."""
+
+
+SAMPLING = "sampling options"
+"""Mark of the field with the sampling options; each row of the table of sampling fields is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,32 +230,7 @@ class RunSettings:
         int | None, typer.Option("--group-size", "--repeat", min=1, help="Episodes of each task; default 1.")
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of all random numbers; default 0.")] = None
-    temperature: Annotated[float | None, typer.Option(help="Temperature; 0 is greedy; default 1.")] = None
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of a turn.")] = None
-    min_tokens: Annotated[int | None, typer.Option(help="Minimum number of tokens of a turn.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample only from the k most likely tokens.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the top probability.")] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: penalize tokens of the prompt and the turn.")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Above 0: penalize tokens that occur in the turn; -2 to 2.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Above 0: penalize tokens for each occurrence in the turn; -2 to 2.")
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=BIAS", help="Bias added to the logit of a token id; -100 to 100.")
-    ] = None
-    bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="A word that is not sampled.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a turn.")] = None
-    ignore_eos: Annotated[
-        bool | None, typer.Option("--ignore-eos/--no-ignore-eos", help="Do not end turns at the model's stop ids.")
-    ] = None
-    logprobs: Annotated[
-        int | None, typer.Option(help="Store log-probabilities of the N most likely ids; at most 20.")
-    ] = None
+    sampling: Annotated[dict[str, Any] | None, SAMPLING] = None
     limits: Annotated[
         list[str] | None,
         typer.Option("--limit", metavar="NAME=VALUE", help="A limit of an episode (turns=8, seconds=60)."),
@@ -382,20 +358,15 @@ def options_from(
         settings: a dataclass with fields annotated as parameters of Typer.
         only: the fields that become options; None for all.
     """
-    hints = typing.get_type_hints(settings, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
-            annotation=hints[each.name],
-        )
-        for each in dataclasses.fields(settings)  # type: ignore[arg-type]  # S is a dataclass
-        if only is None or each.name in only
-    ]
+    parameters = [each for each in _parameters(settings) if only is None or each.name in only]
+    hints = {each.name: each.annotation for each in parameters}
+    sampling = hints.keys() & SAMPLING_FIELDS
 
     def decorate(function: Callable[[S], int]) -> Callable[..., int]:
         def command(**given: Any) -> int:
+            values = {name: given.pop(name) for name in sampling}
+            if values:
+                given["sampling"] = {name: value for name, value in values.items() if value not in (None, [])}
             return function(settings(**given))
 
         command.__doc__ = function.__doc__
@@ -404,3 +375,27 @@ def options_from(
         return command
 
     return decorate
+
+
+def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(settings, include_extras=True)
+    for each in dataclasses.fields(settings):
+        if SAMPLING in getattr(hints[each.name], "__metadata__", ()):
+            for name, row in SAMPLING_FIELDS.items():
+                if row.help is not None:
+                    yield inspect.Parameter(
+                        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_sampling_option(name, row)
+                    )
+        else:
+            default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+            yield inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name]
+            )
+
+
+def _sampling_option(name: str, row: SamplingField) -> Any:
+    option = f"--{(row.option or name).replace('_', '-')}"
+    is_flag = isinstance(row.default, bool)
+    value_type: Any = row.number or (bool if is_flag else list[str])
+    names = f"{option}/--no-{option[2:]}" if is_flag else option
+    return Annotated[value_type | None, typer.Option(names, metavar=row.metavar, help=row.help)]

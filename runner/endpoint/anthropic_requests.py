@@ -31,7 +31,7 @@ __all__ = ["asked_of"]
 
 T = TypeVar("T")
 
-_SAMPLING: Final = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p")
 _NOT_GRANTED: Final = ("thinking", "context_management", "service_tier", "speed", "inference_geo", "fallbacks")
 _REFUSED: Final = {
     "mcp_servers": "tools of other servers are not called from here: list them in tools and call them yourself.",

@@ -15,6 +15,7 @@ from runner.endpoint.chat_tools import read_chat_choice, read_chat_messages, rea
 from runner.endpoint.labels import label_of
 from runner.endpoint.refusals import Refused
 from runner.endpoint.request_body import (
+    SAMPLING_NUMBERS,
     bad,
     constraint_of,
     field_of,
@@ -28,21 +29,12 @@ from runner.endpoint.request_body import (
 from runner.endpoint.response_items import custom_call
 from runner.endpoint.wire_form import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
+from runner.sampling_fields import MAX_LOGPROBS
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn
 
 __all__ = ["ChatCompletions", "openai_error"]
 
-_SAMPLING: Final = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "min_tokens": "min_tokens",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-}
 _NOT_GRANTED: Final = ("seed", "reasoning_effort", "verbosity", "prediction", "service_tier")
 _REFUSED: Final = {
     "audio": "answers are text: leave it out.",
@@ -52,7 +44,7 @@ _REFUSED: Final = {
 }
 _KNOWN: Final = frozenset(
     (
-        *_SAMPLING,
+        *SAMPLING_NUMBERS,
         *_NOT_GRANTED,
         *_REFUSED,
         *("model", "messages", "tools", "tool_choice", "functions", "function_call", "response_format", "n", "best_of"),
@@ -66,7 +58,6 @@ _KNOWN: Final = frozenset(
         *("include_reasoning", "separate_reasoning", "stream_reasoning"),
     )
 )
-_MAX_LOGPROBS: Final = 20
 
 
 class ChatCompletions(WireForm):
@@ -84,11 +75,11 @@ class ChatCompletions(WireForm):
         note_unread(body, _KNOWN, not_granted)
         schema = json_schema(field_of(body, "response_format", dict, {}), "response_format")
         top = field_of(body, "top_logprobs", int, 0)
-        if not 0 <= top <= _MAX_LOGPROBS:
-            bad(f"top_logprobs: give a whole number from 0 to {_MAX_LOGPROBS}, not {top}.")
+        if not 0 <= top <= MAX_LOGPROBS:
+            bad(f"top_logprobs: give a whole number from 0 to {MAX_LOGPROBS}, not {top}.")
         sampling = sampling_of(
             body,
-            _SAMPLING,
+            SAMPLING_NUMBERS,
             max_tokens=most_tokens(body, "max_tokens", "max_completion_tokens"),
             stop=stops(body, "stop"),
             stop_ids=_stop_ids(body),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
@@ -15,9 +15,10 @@ from runner.endpoint.refusals import Reason, Refused
 from runner.errors import BadOption
 from runner.messages import canonical_json
 from runner.options import Sampling, ToolChoice
+from runner.sampling_fields import SAMPLING_FIELDS
 
 __all__ = [
-    "SamplingFields",
+    "SAMPLING_NUMBERS",
     "bad",
     "check_size",
     "constraint_of",
@@ -53,10 +54,12 @@ MAX_VALUES: Final = 500_000
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
 _OF_SAMPLING: Final = re.compile(r"\ASampling\((\w+)=(.*?)\): ", re.DOTALL)
-"""Beginning of an error that names a field of `Sampling`, which clients know by another name."""
+"""Beginning of an error that names a field of `Sampling`; clients know only the field."""
 
-SamplingFields = Mapping[str, str]
-"""Sampling fields of a body, by their names in `Sampling`."""
+SAMPLING_NUMBERS: Final = tuple(
+    name for name, row in SAMPLING_FIELDS.items() if row.number and name not in ("max_tokens", "logprobs")
+)
+"""Numbers of `Sampling` that a body may have under the same name."""
 
 
 def bad(message: str) -> NoReturn:
@@ -189,27 +192,22 @@ def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
     return min(given, default=None)
 
 
-def sampling_of(body: Mapping[str, Any], fields: SamplingFields, **further: Any) -> Sampling | None:
+def sampling_of(body: Mapping[str, Any], names: Iterable[str], **further: Any) -> Sampling | None:
     """Return the sampling of a request; None if it has no such field.
 
     Raises:
         Refused: a value is not allowed.
     """
     given: dict[str, Any] = {
-        ours: _READ.get(ours, _as_it_is)(value)
-        for theirs, ours in fields.items()
-        if (value := number(body, theirs)) is not None
+        name: _READ[name](value) if name in _READ else value
+        for name in names
+        if (value := number(body, name)) is not None
     }
     given |= {name: value for name, value in further.items() if value not in (None, (), {})}
     try:
         return Sampling(**given) if given else None
     except BadOption as error:
-        theirs = {ours: theirs for theirs, ours in fields.items()}
-        bad(_OF_SAMPLING.sub(lambda found: f"{theirs.get(found[1], found[1])}={found[2]}: ", str(error)))
-
-
-def _as_it_is(value: float) -> float:
-    return value
+        bad(_OF_SAMPLING.sub(r"\1=\2: ", str(error)))
 
 
 def _top_k(value: float) -> float:

@@ -14,6 +14,7 @@ from runner.endpoint.chat_completions import openai_error
 from runner.endpoint.labels import label_of, purpose_of
 from runner.endpoint.refusals import Refused
 from runner.endpoint.request_body import (
+    SAMPLING_NUMBERS,
     bad,
     constraint_of,
     field_of,
@@ -29,19 +30,10 @@ from runner.endpoint.response_events import ResponseWriter
 from runner.endpoint.response_items import ReadItems, read_items
 from runner.endpoint.response_tools import read_tool_choice, read_tools
 from runner.endpoint.wire_form import AnswerWriter, Headers, TokenText, WireForm, WireRequest
+from runner.sampling_fields import MAX_LOGPROBS
 
 __all__ = ["Responses"]
 
-_SAMPLING: Final = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_tokens",
-}
 _NOT_KEPT: Final = {
     "conversation": "no conversation is kept here under a name: give the whole history as input, or the "
     "previous_response_id of the response that it continues.",
@@ -51,7 +43,7 @@ _NOT_KEPT: Final = {
 _NOT_GRANTED: Final = ("service_tier", "max_tool_calls", "context_management", "moderation")
 _KNOWN: Final = frozenset(
     (
-        *_SAMPLING,
+        *SAMPLING_NUMBERS,
         *_NOT_KEPT,
         *_NOT_GRANTED,
         *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stop", "include"),
@@ -64,7 +56,6 @@ _KNOWN: Final = frozenset(
 )
 _LOGPROBS: Final = "message.output_text.logprobs"
 _GIVEN_ANYWAY: Final = "reasoning.encrypted_content"
-_MAX_LOGPROBS: Final = 20
 
 
 class Responses(WireForm):
@@ -85,12 +76,12 @@ class Responses(WireForm):
         tool_choice = read_tool_choice(body.get("tool_choice"), not_granted)
         include = _include(body, not_granted)
         top = field_of(body, "top_logprobs", int, 0)
-        if not 0 <= top <= _MAX_LOGPROBS:
-            bad(f"top_logprobs: give a whole number from 0 to {_MAX_LOGPROBS}, not {top}.")
+        if not 0 <= top <= MAX_LOGPROBS:
+            bad(f"top_logprobs: give a whole number from 0 to {MAX_LOGPROBS}, not {top}.")
         schema = json_schema(field_of(_text(body), "format", dict, {}), "text.format")
         sampling = sampling_of(
             body,
-            _SAMPLING,
+            SAMPLING_NUMBERS,
             max_tokens=most_tokens(body, "max_output_tokens"),
             stop=stops(body, "stop"),
             logprobs=top or None,

@@ -122,6 +122,16 @@ class GenerationRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments, used by tests, such as {"force": ids}."""
 
+    @property
+    def all_stop_ids(self) -> tuple[int, ...]:
+        """Ids that end the turn: `stop_ids` and those of the sampling."""
+        return tuple(dict.fromkeys((*self.stop_ids, *self.sampling.stop_ids)))
+
+    @property
+    def samples_raw_distribution(self) -> bool:
+        """True if the turn is sampled from the model's own distribution, without penalty, mask or grammar."""
+        return self.constraint is None and self.sampling.temperature in (0, 1) and not self.sampling.changes()
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.options import Limits
+from runner.sampling_fields import SAMPLING_FIELDS
 from runner.store.header import Header
 from runner.store.json_values import encode_json
 
@@ -14,11 +15,6 @@ __all__ = ["command_again", "model_name", "run_settings"]
 
 MAX_VALUE_CHARS = 400
 """Longest shown value of a setting."""
-
-_SAMPLING_OPTIONS = (
-    *("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 
 
 def model_name(header: Header) -> str:
@@ -86,9 +82,19 @@ def _model_words(engine: Mapping[str, Any]) -> list[str]:
 
 
 def _sampling_words(sampling: Mapping[str, Any]) -> list[str]:
-    given = {name: sampling[name] for name in _SAMPLING_OPTIONS if sampling.get(name) is not None}
-    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
-    return [*words, *(word for stop in sampling.get("stop") or () for word in ("--stop", str(stop)))]
+    words: list[str] = []
+    for name, row in SAMPLING_FIELDS.items():
+        value = sampling.get(name)
+        if row.help is None or value is None:
+            continue
+        option = (row.option or name).replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+            continue
+        values = [f"{key}={each}" for key, each in value.items()] if isinstance(value, Mapping) else value
+        for each in values if isinstance(values, list | tuple) else [value]:
+            words += [f"--{option}", str(each)]
+    return words
 
 
 def _pairs(values: Mapping[str, Any], equals: str = "=") -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +12,7 @@ from runner.options import Sampling
 from runner.training.rows import TrainingRow
 from runner.trajectory import Turn
 
-__all__ = ["CHANGING", "constrained_ids", "inexact_reason", "reason_counts", "temperatures"]
-
-CHANGING: Final[Mapping[str, Any]] = {
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
-    "min_tokens": 0,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "bad_words": (),
-}
-"""Fields of `Sampling` that change the distribution and that trainers do not apply, with their values when off."""
+__all__ = ["constrained_ids", "inexact_reason", "reason_counts", "temperatures"]
 
 _MIN_TEMPERATURE = 0.01  # vLLM's minimum for temperatures above 0
 
@@ -93,7 +79,5 @@ def _reasons(sampling: Sampling | None) -> Iterator[str]:
     if sampling.temperature == 0:
         yield "temperature=0"
         return  # the other settings never exclude the most likely id
-    for name, off in CHANGING.items():
-        value = getattr(sampling, name)
-        if value != off and value is not None:
-            yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"
+    for name, value in sampling.changes().items():
+        yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"

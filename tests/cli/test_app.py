@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from runner.cli.settings import RunSettings
 from runner.engines.base import Engine
 from runner.engines.scripted.script import call
 from runner.errors import DeltarunnerError
+from runner.report.header_view import command_again
 from tests.repository import DOCS, ROOT
 
 REPLIES = [call("add", a=1, b=2), call("answer", value=12)]
@@ -392,6 +394,7 @@ def test_sampling_options_reach_the_run(folder: Path, monkeypatch: pytest.Monkey
     with RunFile(folder / "run.db") as run_file:
         (trajectory,) = run_file.trajectories()
         header = run_file.header.sampling
+        again = shlex.split(command_again(run_file.header))[1:]
     given: dict[str, Any] = {
         "min_tokens": 2,
         "repetition_penalty": 1.5,
@@ -407,6 +410,11 @@ def test_sampling_options_reach_the_run(folder: Path, monkeypatch: pytest.Monkey
     assert turn.sampling == Sampling(**given).over(Sampling.defaults())
     assert (turn.finish, turn.top_ids.shape) == ("length", (12, 5))
     assert header == {**given, "logit_bias": {"7": 1.5, "8": -100}, "bad_words": ["moon", "the sun"]}
+
+    # The command of the report has the same options.
+    assert deltarunner(*again, "-n", "1", "--file", "again.db").exit_code == 0
+    with RunFile(folder / "again.db") as run_file:
+        assert run_file.header.sampling == header
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
         ({"tasks": Path("typo.jsonl"), "episodes": 2}, BadTask, r"typo.jsonl:2: unknown field 'promt'"),
         ({"seed": 1}, ConfigurationChanged, "seed: 0 -> 1"),
         ({"group_size": 2}, ConfigurationChanged, "group_size: 1 -> 2"),
-        ({"temperature": 0.5}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
+        ({"sampling": {"temperature": 0.5}}, ConfigurationChanged, r"sampling.temperature: \(not set\) -> 0.5"),
         ({"limits": ("turns=3",)}, ConfigurationChanged, "limits.turns"),
         ({"environment": "mine.py:Ranked"}, ConfigurationChanged, "environment: .*Greeting.* -> .*Ranked"),
         ({"file": Path("mine.py")}, RunFileError, "not a run file"),

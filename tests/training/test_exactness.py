@@ -9,7 +9,8 @@ import pytest
 
 from runner import Conversation, Sampling
 from runner.options import Constraint, ConstraintKind
-from runner.training.exactness import CHANGING, constrained_ids, inexact_reason, temperatures
+from runner.sampling_fields import sampling_names
+from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.rows import rows_of, version_table
 from tests.playing import recording, talked
 from tests.training.making import made, prompt, retried, said
@@ -77,7 +78,9 @@ def test_probability_changing_sampling_is_named(given: Any, reason: str, masked:
 def test_every_sampling_field_is_classified() -> None:
     applied = {"temperature", "adapter", "schema", "regex", "choice"}
     unchanging = {"max_tokens", "stop", "stop_ids", "ignore_eos", "logprobs"}
-    assert {*CHANGING, *applied, *unchanging} == {field.name for field in dataclasses.fields(Sampling)}
+    assert {*sampling_names(changes=True), *applied, *unchanging} == {
+        field.name for field in dataclasses.fields(Sampling)
+    }
 
 
 def test_turns_of_which_nobody_knows_how_they_were_sampled_are_named() -> None:

@@ -15,20 +15,16 @@ from runner.messages import Message, ToolCall
 from runner.options import Sampling, ToolChoice
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.parsing.external_reader import external_call
+from runner.sampling_fields import SAMPLING_FIELDS
 
 __all__ = ["FIELDS", "ChatAnswerReader", "RequestFormat", "body_of", "check_sampling"]
 
 FIELDS: Final = (
-    *("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
-    *("stop", "response_format", "tool_choice", "seed", "stream_options"),
+    *(row.chat for row in SAMPLING_FIELDS.values() if row.chat is not None),
+    *("tool_choice", "seed", "stream_options"),
 )
 """Optional request fields, which some servers do not support."""
 
-_BY_FIELD: Final = {"schema": "response_format"}
-_NEVER: Final = (
-    *("top_k", "min_p", "min_tokens", "repetition_penalty", "logit_bias", "bad_words"),
-    *("stop_ids", "ignore_eos", "logprobs", "regex", "choice", "adapter"),
-)
 _REASONS: Final = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -62,23 +58,19 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
     Raises:
         BadOption: a field is not supported; the message names it.
     """
-    off = Sampling.defaults()
-    nothing: tuple[Any, ...] = ((), [], {}, None)  # equal values of a field that is off by default
-    asked = {
-        name: value
-        for name, value in sampling.given().items()
-        if value != (default := getattr(off, name)) and not (name in _NEVER and value in nothing and default in nothing)
-    }
-    for name in asked:
-        if name in _NEVER:
+    for name, value in sampling.given().items():
+        row = SAMPLING_FIELDS[name]
+        if row.is_off(value):
+            continue
+        if row.chat is None:
             raise BadOption(
-                f"Sampling({name}={asked[name]!r:.60}): a chat API does not support it; leave it out, for "
-                f"a conversation of its own with sampling=Sampling({name}={getattr(off, name)!r})."
+                f"Sampling({name}={value!r:.60}): a chat API does not support it; leave it out, for "
+                f"a conversation of its own with sampling=Sampling({name}={row.default!r})."
             )
-        if name != "max_tokens" and _BY_FIELD.get(name, name) in leave_out:
+        if name != "max_tokens" and row.chat in leave_out:
             raise BadOption(
-                f"Sampling({name}={asked[name]!r:.60}): the engine is configured to leave out "
-                f"{_BY_FIELD.get(name, name)!r}; take it out of ChatEngine(leave_out=)."
+                f"Sampling({name}={value!r:.60}): the engine is configured to leave out {row.chat!r}; take it out of "
+                "ChatEngine(leave_out=)."
             )
 
 

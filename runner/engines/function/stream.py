@@ -19,7 +19,6 @@ from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, 
 from runner.engines.function.output_reader import OutputReader
 from runner.engines.function.runtime import FunctionRuntime
 from runner.engines.function.token_function import LogprobsKind, TokenSampling
-from runner.engines.raw_logprobs import samples_raw_distribution
 from runner.engines.stream import GatedStream
 from runner.errors import EngineDead, EngineError, one_line
 from runner.tokens.top_logprobs import TopLogprobs
@@ -80,7 +79,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
     def __init__(self, runtime: FunctionRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request, request.session or FunctionSession())
         kind = runtime.logprobs
-        self._exact = kind is LogprobsKind.PROCESSED or (kind is LogprobsKind.RAW and samples_raw_distribution(request))
+        self._exact = kind is LogprobsKind.PROCESSED or (kind is LogprobsKind.RAW and request.samples_raw_distribution)
         self._reader = OutputReader(
             TokenSampling.of(request),
             vocabulary=runtime.vocabulary,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self
 
 from runner.engines.base import FinishReason, GenerationRequest
 from runner.engines.vllm.settings import sampling_arguments
 from runner.options import Constraint
+from runner.sampling_fields import SAMPLING_FIELDS
 
 __all__ = ["LogprobsKind", "TokenFeature", "TokenFunction", "TokenOutput", "TokenSampling"]
 
@@ -99,9 +100,9 @@ class TokenSampling:
     def of(cls, request: GenerationRequest) -> Self:
         """Read the parameters from a request."""
         sampling = request.sampling
-        same = {name: getattr(sampling, name) for name in _SAME}
+        same = {name: getattr(sampling, name) for name in _SAME_FIELDS}
         return cls(
-            stop_ids=tuple(dict.fromkeys((*request.stop_ids, *sampling.stop_ids))),
+            stop_ids=request.all_stop_ids,
             seed=request.seed,
             logprobs=sampling.logprobs or 0,
             constraint=request.constraint,
@@ -121,20 +122,9 @@ class TokenSampling:
         return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else FinishReason.ABORT
 
 
-_SAME = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words",
-    "adapter",
-)
+_SAME_FIELDS = [
+    each.name for each in fields(TokenSampling) if each.name in SAMPLING_FIELDS.keys() - {"stop_ids", "logprobs"}
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from runner import checked
 from runner.engines.base import Engine, EngineStats, GenerationRequest
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
-from runner.engines.raw_logprobs import samples_raw_distribution
 from runner.engines.remote.dialect import ServerDialect
 from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.server import Server, base_url, require_aiohttp
@@ -194,7 +193,7 @@ class RemoteEngine(Engine):
 
     def stream(self, request: GenerationRequest) -> RemoteStream:
         """Return the deltas of one request; nothing happens before the block is entered."""
-        exact = self._processed or samples_raw_distribution(request)
+        exact = self._processed or request.samples_raw_distribution
         return RemoteStream(self.remote, request, exact=exact)
 
     def check_scoring(self, *, as_sampled: bool) -> None:

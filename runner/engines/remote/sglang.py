@@ -16,6 +16,7 @@ from runner.engines.remote.dialect import Call, Dialect, Piece, PieceReader, Ser
 from runner.engines.state import PauseMode
 from runner.errors import RequestRejected
 from runner.options import Constraint, ConstraintKind
+from runner.sampling_fields import SAMPLING_FIELDS
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["SglangGenerate"]
@@ -26,6 +27,7 @@ _GRAMMARS = {
     ConstraintKind.GRAMMAR: "ebnf",
     ConstraintKind.STRUCTURAL_TAG: "structural_tag",
 }
+_NAMES = {name: row.sglang for name, row in SAMPLING_FIELDS.items() if row.sglang}
 _MODES = {PauseMode.WAIT: "in_place", PauseMode.KEEP: "in_place", PauseMode.ABORT: "abort"}
 
 
@@ -87,7 +89,7 @@ class SglangGenerate(Dialect):
 
 def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, Any]:
     sampling = request.sampling
-    stops = list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids)))
+    stops = list(request.all_stop_ids)
     if sampling.bad_words:
         raise RequestRejected(f"{request.name}: SGLang does not support bad_words; leave it out, or use logit_bias")
     if request.extra:
@@ -96,19 +98,11 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
         # With ignore_eos SGLang ignores all stop ids.
         raise RequestRejected(f"{request.name}: SGLang ignores stop_ids with ignore_eos; leave one of them out")
     parameters: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens,
-        "min_new_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        **{name: getattr(sampling, ours) for ours, name in _NAMES.items()},
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": {str(token_id): bias for token_id, bias in (sampling.logit_bias or {}).items()} or None,
         "sampling_seed": request.seed,
         "stop_token_ids": stops,
-        "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,
         "stream_interval": 1 if request.acts_on_deltas else stream_interval,
     }

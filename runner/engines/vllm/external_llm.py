@@ -11,7 +11,6 @@ import anyio
 
 from runner.engines.adapters import base_and_adapter
 from runner.engines.base import Delta, Finish, GenerationRequest
-from runner.engines.raw_logprobs import samples_raw_distribution
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.runtime import ABORT_SECONDS, VllmRuntime
@@ -257,7 +256,7 @@ class ExternalStream(VllmStream):
     def __init__(self, runtime: ExternalRuntime, request: GenerationRequest) -> None:
         super().__init__(runtime, request)
         mode = runtime.llm.vllm_config.model_config.logprobs_mode if runtime.llm is not None else ""
-        self._exact = mode == "processed_logprobs" or samples_raw_distribution(request)
+        self._exact = mode == "processed_logprobs" or request.samples_raw_distribution
 
     @property
     def collector(self) -> Any:

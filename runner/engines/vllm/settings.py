@@ -21,7 +21,8 @@ from runner.engines.vllm.parallel import (
     single_process_variables,
 )
 from runner.errors import BadOption
-from runner.options import MAX_LOGPROBS, Constraint, ConstraintKind
+from runner.options import Constraint, ConstraintKind
+from runner.sampling_fields import MAX_LOGPROBS, sampling_names
 
 __all__ = [
     "RequestConverter",
@@ -51,6 +52,7 @@ _GPU: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
 # A short first step computes the shared part of few prompts, and the others find it in the cache.
 _CPU: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "block_size": 32, "enforce_eager": True}
 
+_SAME_FIELDS = sampling_names(vllm=True)
 _RESERVED = ("model", "skip_tokenizer_init", "stream_interval")
 _GIB_BYTES = 1 << 30
 
@@ -125,24 +127,15 @@ def sampling_arguments(request: GenerationRequest, *, stream_interval: int, know
     """
     sampling = request.sampling
     arguments: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "min_tokens": sampling.min_tokens,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
+        **{name: getattr(sampling, name) for name in _SAME_FIELDS},
         "logit_bias": sampling.logit_bias or None,
         "seed": request.seed,
         # Exactly these ids end a turn: with ignore_eos vLLM adds no EOS of the tokenizer or generation_config. A
         # request that ignores the model's stop ids does not contain them.
-        "stop_token_ids": list(dict.fromkeys((*request.stop_ids, *sampling.stop_ids))),
+        "stop_token_ids": list(request.all_stop_ids),
         "ignore_eos": True,
         # Flat lists of ids and log-probabilities without text: the cheapest output of vLLM.
         "detokenize": False,
-        "logprobs": sampling.logprobs,
         "flat_logprobs": True,
         "extra_args": dict(request.extra) or None,
     }

@@ -22,7 +22,8 @@ from runner.engines.vllm.settings import (
     sampling_arguments,
 )
 from runner.errors import BadModel, BadOption
-from runner.options import MAX_LOGPROBS, Constraint, ConstraintKind, Sampling
+from runner.options import Constraint, ConstraintKind, Sampling
+from runner.sampling_fields import MAX_LOGPROBS
 from runner.tokens.byte_tokenizer import ByteTokenizer
 
 KNOWN = frozenset(

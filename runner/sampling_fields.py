@@ -1,0 +1,150 @@
+"""The table of sampling fields: default, bounds, command-line option, names in engines, effect on probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from runner import checked
+
+__all__ = ["MAX_LOGPROBS", "SAMPLING_FIELDS", "SamplingField", "sampling_names"]
+
+MAX_LOGPROBS: Final = 20
+"""Most top log-probabilities per position, equal to vLLM's default maximum."""
+
+
+_NOTHING: Final[tuple[Any, ...]] = ((), [], {}, None)
+"""Equal values of a field that is off by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingField:
+    """One field of `Sampling`."""
+
+    default: Any
+    """Value if no layer sets the field."""
+    number: type[int] | type[float] | None = None
+    """Type of a number; None for other values, which `Sampling` checks itself."""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Arguments of `checked.whole` or `checked.number`."""
+    changes: bool = False
+    """True if it changes the distribution of a turn in a way that trainers do not apply."""
+    vllm: bool = False
+    """True if vLLM's `SamplingParams` has the same field with the same values."""
+    sglang: str | None = None
+    """Name in SGLang, with the same values."""
+    chat: str | None = None
+    """Field of a chat API's request; None if these APIs do not have it."""
+    help: str | None = None
+    """Help text of its option of `deltarunner run`; None if it has no option."""
+    option: str | None = None
+    """Name of the option, if it differs from that of the field."""
+    metavar: str | None = None
+    """Form of the option's value, if it is not just a number or a text."""
+
+    def check(self, given: str, value: Any) -> None:
+        """Check a number; other values are not checked.
+
+        Raises:
+            BadOption: it has the wrong type or is out of bounds; the text begins with `given`.
+        """
+        if self.number is not None:
+            check: Any = checked.whole if self.number is int else checked.number
+            check(given, value, **self.bounds)
+
+    def is_off(self, value: Any) -> bool:
+        """Return whether a value is the default, or another form of it, such as an empty list."""
+        return bool(value == self.default or (value in _NOTHING and self.default in _NOTHING))
+
+
+SAMPLING_FIELDS: Final[Mapping[str, SamplingField]] = {
+    "max_tokens": SamplingField(
+        *(1024, int, {"least": 1}),
+        vllm=True,
+        sglang="max_new_tokens",
+        chat="max_tokens",
+        help="Maximum number of tokens of a turn.",
+    ),
+    "min_tokens": SamplingField(
+        *(0, int, {"least": 0}),
+        changes=True,
+        vllm=True,
+        sglang="min_new_tokens",
+        help="Minimum number of tokens of a turn.",
+    ),
+    "temperature": SamplingField(
+        *(1.0, float, {"least": 0}),
+        vllm=True,
+        sglang="temperature",
+        chat="temperature",
+        help="Temperature; 0 is greedy; default 1.",
+    ),
+    "top_p": SamplingField(
+        *(1.0, float, {"above": 0, "most": 1}),
+        changes=True,
+        vllm=True,
+        sglang="top_p",
+        chat="top_p",
+        help="Nucleus sampling.",
+    ),
+    "top_k": SamplingField(
+        *(0, int, {"least": 0}), changes=True, vllm=True, help="Sample only from the k most likely tokens."
+    ),
+    "min_p": SamplingField(
+        *(0.0, float, {"least": 0, "most": 1}),
+        changes=True,
+        vllm=True,
+        sglang="min_p",
+        help="Drop tokens below this fraction of the top probability.",
+    ),
+    "repetition_penalty": SamplingField(
+        *(1.0, float, {"above": 0, "finite": True}),
+        changes=True,
+        vllm=True,
+        sglang="repetition_penalty",
+        help="Above 1: penalize tokens of the prompt and the turn.",
+    ),
+    "presence_penalty": SamplingField(
+        *(0.0, float, {"least": -2, "most": 2}),
+        changes=True,
+        vllm=True,
+        sglang="presence_penalty",
+        chat="presence_penalty",
+        help="Above 0: penalize tokens that occur in the turn; -2 to 2.",
+    ),
+    "frequency_penalty": SamplingField(
+        *(0.0, float, {"least": -2, "most": 2}),
+        changes=True,
+        vllm=True,
+        sglang="frequency_penalty",
+        chat="frequency_penalty",
+        help="Above 0: penalize tokens for each occurrence in the turn; -2 to 2.",
+    ),
+    "logit_bias": SamplingField(
+        None, changes=True, metavar="ID=BIAS", help="Bias added to the logit of a token id; -100 to 100."
+    ),
+    "bad_words": SamplingField((), changes=True, option="bad-word", help="A word that is not sampled."),
+    "stop": SamplingField((), chat="stop", help="A string that ends a turn."),
+    "stop_ids": SamplingField(()),
+    "ignore_eos": SamplingField(False, sglang="ignore_eos", help="Do not end turns at the model's stop ids."),
+    "logprobs": SamplingField(
+        *(0, int, {"least": 0, "most": MAX_LOGPROBS}),
+        vllm=True,
+        help="Store log-probabilities of the N most likely ids; at most 20.",
+    ),
+    "schema": SamplingField(None, chat="response_format"),
+    "regex": SamplingField(None),
+    "choice": SamplingField(None),
+    "adapter": SamplingField(None),
+}
+"""All fields of `Sampling`, in its order."""
+
+
+def sampling_names(**properties: Any) -> tuple[str, ...]:
+    """Return the names of the fields with these properties, such as `changes=True`."""
+    return tuple(
+        name
+        for name, row in SAMPLING_FIELDS.items()
+        if all(getattr(row, each) == value for each, value in properties.items())
+    )
