@@ -1,5 +1,6 @@
 """Environments and tasks that exist elsewhere: data sets, and environments of other libraries."""
 
+from runner.interop.bfcl_tasks import Bfcl
 from runner.interop.dataset import Dataset, ScoreOption
 from runner.interop.gymnasium_games import Gymnasium
 from runner.interop.judging import Judge, judge
@@ -7,9 +8,11 @@ from runner.interop.mcp_servers import McpDataset, McpServers, ServerOption
 from runner.interop.mixture import Mixture, MixturePart
 from runner.interop.openenv_servers import OpenEnv
 from runner.interop.scorers import ScoreName, ScoringFunction
+from runner.interop.tau2_bench import Tau2
 from runner.interop.textarena_games import TextArena
 
 __all__ = [
+    "Bfcl",
     "Dataset",
     "Gymnasium",
     "Judge",
@@ -22,6 +25,7 @@ __all__ = [
     "ScoreOption",
     "ScoringFunction",
     "ServerOption",
+    "Tau2",
     "TextArena",
     "judge",
 ]

@@ -13,7 +13,9 @@ from runner.version import installed_version
 __all__ = ["optional_package"]
 
 
-def optional_package(module: str, *, extra: str, package: str | None = None, least: str = "0") -> ModuleType:
+def optional_package(
+    module: str, *, extra: str, package: str | None = None, least: str = "0", then: str = ""
+) -> ModuleType:
     """Import a module of an optional package.
 
     The state of Python's global random numbers is restored afterwards, because some packages seed them at import.
@@ -23,12 +25,13 @@ def optional_package(module: str, *, extra: str, package: str | None = None, lea
         extra: the extra of deltarunner that installs the package.
         package: the name of the distribution, if it differs from the module's.
         least: the oldest version that works.
+        then: arguments of a second `pip install`, for a package whose own requirements fit no extra.
 
     Raises:
         BadEnvironment: the package is missing or too old, or its import fails; the message names the command.
     """
     package = package or module.partition(".")[0]
-    command = f"pip install 'deltarunner[{extra}]'"
+    command = f"pip install 'deltarunner[{extra}]'" + (f" && pip install {then}" if then else "")
     version = installed_version(package)
     if version is not None and _numbers(version) < _numbers(least):
         raise BadEnvironment(f"{package} {version} is installed, and {least} or newer is needed: {command}")

@@ -80,6 +80,7 @@ class Tool:
         parameters: JSON schema of the arguments, of type object, in place of type hints.
         returns: JSON schema of the result, in place of the type hint.
         raw: pass the arguments to `call` as one mapping; requires `parameters`.
+        checked: False passes arguments that break the schema too, for a callee that checks them itself.
         seconds: time limit of one call; None for no limit, unset for `Limits.tool_seconds`.
         parallel: False makes it a barrier: it runs alone, and a required call is the only one of its turn.
         strict: True enforces the schemas while calls are sampled, also in calls that the model begins by itself,
@@ -123,6 +124,7 @@ class Tool:
         parameters: JsonSchema | None = None,
         returns: JsonSchema | None = None,
         raw: bool = False,
+        checked: bool = True,
         seconds: float | None = UNSET,
         parallel: bool = True,
         strict: bool = False,
@@ -136,6 +138,8 @@ class Tool:
             schema = function_schema(call, where, description=description)
         if returns is not None:
             schema = schema._replace(returns=returns)
+        if not checked:
+            schema = schema._replace(check=dict)
         self._set(schema, call, where, name=name, seconds=seconds, parallel=parallel, strict=strict)
         if raw:
             self.call = _taking_one_mapping(call)

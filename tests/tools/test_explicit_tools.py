@@ -52,6 +52,12 @@ def test_raw_tool_validates_arguments() -> None:
         tool.arguments({"name": 3})
 
 
+def test_unchecked_tool_passes_arguments_that_break_the_schema() -> None:
+    tool = book(partial(Server().call, "book"), raw=True, checked=False)
+    assert tool.arguments({"name": 3}) == {"name": 3}
+    assert tool.as_openai()["function"]["parameters"] == BOOK
+
+
 @pytest.mark.parametrize(
     "function",
     [partial(Server().spread, "book"), Server().spread, Server().one, lambda name: name],
