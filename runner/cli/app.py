@@ -35,8 +35,8 @@ BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
 
 EPILOG = """
 Exit codes: 0 done · 1 unexpected error · 2 an option · 3 the environment · 4 a task, or --fail-under · 5 the model
-· 6 the chat template · 7 the run file, or wrong new weights · 8 the disk · 9 the engine · 10 too many episodes failed
-· 11 the run was stuck · 130 Ctrl-C · 141 the reader of the output is gone.
+· 6 the chat template · 7 the run file, wrong new weights, or wrong ids of a trace · 8 the disk · 9 the engine
+· 10 too many episodes failed · 11 the run was stuck · 130 Ctrl-C · 141 the reader of the output is gone.
 """
 
 
@@ -232,7 +232,7 @@ def show(
 @command("export")
 def export(
     file: Annotated[Path, typer.Argument(help="A run file.")],
-    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    format: Annotated[str, typer.Option(help="jsonl, parquet or openenv.")] = "jsonl",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Output file; default next to the run file; - is stdout.")
     ] = None,
@@ -244,7 +244,7 @@ def export(
     min_reward: Annotated[float | None, typer.Option(help="Only trajectories with at least this reward.")] = None,
     limit: Annotated[int | None, typer.Option("-n", "--limit", min=1, help="Only the first N trajectories.")] = None,
 ) -> int:
-    """Write the trajectories of a run file as JSONL or Parquet."""
+    """Write the trajectories of a run file as JSONL, Parquet or traces of OpenEnv."""
     from runner.cli.export import export_command
     from runner.store.trajectory_filter import TrajectoryFilter
 
@@ -305,6 +305,26 @@ def verify(
     from runner.cli.verify import verify_command
 
     return verify_command(file, models=tuple(model or ()), json=json)
+
+
+@command("verify-trace")
+def verify_trace(
+    file: Annotated[Path, typer.Argument(help="Traces of OpenEnv or verifiers, or rows like TRL's; JSON or JSONL.")],
+    model: Annotated[str, typer.Option(help="The model that sampled them: a folder, a Hugging Face id, smollm2-135m.")],
+    template: Annotated[
+        str | None, typer.Option(help="Its chat template, if not its own: pythonic, hermes, or a file.")
+    ] = None,
+    template_option: Annotated[list[str] | None, TEMPLATE_OPTION] = None,
+    now: Annotated[
+        str | None, typer.Option(metavar="DATE", help="The date that the template wrote, such as 2026-03-14.")
+    ] = None,
+    json: Annotated[bool, JSON] = False,
+) -> int:
+    """Check whether the ids of traces of other libraries are those that the model saw. Exit code 7 if not."""
+    from runner.cli.verify_trace import verify_trace_command
+
+    options = tuple(template_option or ())
+    return verify_trace_command(file, model=model, template=template, options=options, now=now, as_json=json)
 
 
 @command("check-template")

@@ -15,10 +15,12 @@ from runner.errors import BadOption
 from runner.store.export import Exporter, export_jsonl, export_parquet
 from runner.store.reader import RunFile
 from runner.store.trajectory_filter import TrajectoryFilter
+from runner.trainers.openenv import export_openenv
 
 __all__ = ["check_target", "export_command"]
 
-_FORMATS: dict[str, Exporter] = {"jsonl": export_jsonl, "parquet": export_parquet}
+_FORMATS: dict[str, Exporter] = {"jsonl": export_jsonl, "parquet": export_parquet, "openenv": export_openenv}
+_ENDINGS = {"openenv": ".openenv.jsonl"}
 _STDOUT = Path("-")
 _DATABASE = b"SQLite format 3"
 
@@ -37,7 +39,7 @@ def export_command(file: Path, *, format: str, output: Path | None, chosen: Traj
         if output == _STDOUT:
             _to_stdout(run_file, write, chosen)
             return 0
-        target = output or file.with_suffix(f".{format}")
+        target = output or file.with_suffix(_ENDINGS.get(format, f".{format}"))
         check_target(file, target, named=output is not None)
         count = write(run_file, target, chosen=chosen)
     make_console().print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
@@ -45,8 +47,8 @@ def export_command(file: Path, *, format: str, output: Path | None, chosen: Traj
 
 
 def _to_stdout(run_file: RunFile, write: Exporter, chosen: TrajectoryFilter) -> None:
-    if write is export_jsonl:
-        export_jsonl(run_file, sys.stdout.buffer, chosen=chosen)
+    if write is not export_parquet:
+        write(run_file, sys.stdout.buffer, chosen=chosen)
         return
     with tempfile.TemporaryDirectory(prefix="deltarunner-") as folder:  # Parquet needs a seekable file
         whole = Path(folder, "export")

@@ -40,9 +40,12 @@ __all__ = ["PARQUET_COLUMNS", "Exporter", "export_jsonl", "export_parquet"]
 
 
 class Exporter(Protocol):
-    """Writes the chosen trajectories of a run file to a path, and returns their number."""
+    """Writes the chosen trajectories of a run file, and returns their number.
 
-    def __call__(self, run_file: RunFile, path: Path, /, *, chosen: TrajectoryFilter = ALL) -> int: ...
+    The target is a path; formats of lines take a binary stream, too.
+    """
+
+    def __call__(self, run_file: RunFile, target: Any, /, *, chosen: TrajectoryFilter = ALL) -> int: ...
 
 
 MAX_ROW_GROUP_TOKENS: Final = 1_000_000

@@ -8,53 +8,79 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import IO, Any, Final
 
 from runner.episode.parsed_turn import ParsedTurn
 from runner.errors import BadBatch
 from runner.messages import Message
+from runner.store.export import whole_or_nothing
+from runner.store.header import Header
+from runner.store.json_values import encode_standard_json
+from runner.store.reader import RunFile
+from runner.store.trajectory_filter import ALL, TrajectoryFilter
+from runner.trainers.traced_call import TracedCall, ids_of, logprobs_of, mask_of
 from runner.training.selection import absence, name_of
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["TracedCall", "read_training_trace", "training_trace"]
+__all__ = ["export_openenv", "read_training_trace", "training_trace"]
 
 SCHEMA_VERSION: Final = 1
 """The version of OpenEnv's schema that is written and read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedCall:
-    """One engine call of a trace."""
-
-    node_id: str
-    """Its id, unique in the trace."""
-    prompt_ids: tuple[int, ...]
-    """Ids of the prompt."""
-    token_ids: tuple[int, ...]
-    """Sampled ids."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each sampled id in nats."""
-    mask: tuple[bool, ...]
-    """True if the sampled id is trained."""
-    metadata: Mapping[str, Any]
-    """Further fields of the producer."""
-
-
-def training_trace(trajectory: Trajectory) -> dict[str, Any]:
+def training_trace(trajectory: Trajectory, *, header: Header | None = None) -> dict[str, Any]:
     """Return a trajectory as the fields of OpenEnv's `TrainingTrace`; each turn is one of its turns.
 
     Turns that were retried or left out, and all turns of a failed episode, have mask 0. Weight versions, temperature,
     constraint and segment are in `metadata`. The reward is not part of a trace.
 
+    Args:
+        trajectory: the trajectory.
+        header: the header of its run file; variables and time of the template are then in the trace, too.
+
     Raises:
         BadBatch: a turn has no ids, or an id has no log-probability.
     """
     failed = absence(trajectory)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "turns": [_turn(trajectory, turn, trains=not failed) for turn in trajectory.turns if turn.tokens],
-    }
+    turns = [_turn(trajectory, turn, trains=not failed) for turn in trajectory.turns if turn.tokens]
+    if header is not None:
+        for each in turns:
+            each["metadata"]["clock"] = header.clock.isoformat()
+            each["request"]["chat_template_kwargs"] = dict(header.template_options)
+    return {"schema_version": SCHEMA_VERSION, "turns": turns}
+
+
+def export_openenv(run_file: RunFile, target: str | Path | IO[bytes], *, chosen: TrajectoryFilter = ALL) -> int:
+    """Write the trained trajectories, one JSON object per line: its `TrainingTrace`, id, agent, outcome and reward.
+
+    Args:
+        run_file: the run file to export.
+        target: a path, where the file appears once it is complete, or a binary stream.
+        chosen: the filter of the trajectories.
+
+    Returns:
+        The number of written trajectories.
+
+    Raises:
+        BadBatch: a turn has no ids, or an id has no log-probability.
+        StorageFailed: the target cannot be written.
+    """
+    if isinstance(target, str | Path):
+        with whole_or_nothing(Path(target)) as file:
+            return export_openenv(run_file, file, chosen=chosen)
+    count = 0
+    for trajectory in run_file.trajectories(chosen):
+        line = {
+            "id": trajectory.id,
+            "agent": trajectory.agent,
+            "outcome": trajectory.outcome.value,
+            "reward": trajectory.reward,
+            "trace": training_trace(trajectory, header=run_file.header),
+        }
+        target.write(encode_standard_json(line) + b"\n")
+        count += 1
+    return count
 
 
 def read_training_trace(text: str | bytes | Mapping[str, Any], *, vocabulary: int | None = None) -> list[TracedCall]:
@@ -105,7 +131,7 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
         "completion_token_ids": turn.token_ids.tolist(),
         "per_token_logps": logprobs,
         "loss_mask": [0] * turn.start + [int(bool(each)) * trained for each in kept],
-        "request": {"messages": [_in_openai_shape(each) for each in _messages_before(trajectory, turn, reply)]},
+        "request": _request(trajectory, turn, reply),
         "response": {"choices": [{"message": _in_openai_shape(reply), "finish_reason": turn.finish.value}]},
         "metadata": {
             "segment": turn.segment,
@@ -114,6 +140,12 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
             "constraint": None if turn.constraint is None else turn.constraint.kind.value,
         },
     }
+
+
+def _request(trajectory: Trajectory, turn: Turn, reply: Message) -> dict[str, Any]:
+    messages = [_in_openai_shape(each) for each in _messages_before(trajectory, turn, reply)]
+    tools = trajectory.segments[turn.segment].tools
+    return {"messages": messages, **({"tools": [*tools]} if tools else {})}
 
 
 def _messages_before(trajectory: Trajectory, turn: Turn, reply: Message) -> list[Message]:
@@ -150,52 +182,42 @@ def _versions(turn: Turn) -> list[str]:
 
 
 def _call(number: int, turn: Any, vocabulary: int | None) -> TracedCall:
+    where = f"turn {number}"
     if not isinstance(turn, Mapping):
-        raise BadBatch(f"turn {number} is {turn!r:.40}: give an object.")
-    prompt, sampled = (_ids(number, turn, name, vocabulary) for name in ("prompt_token_ids", "completion_token_ids"))
-    logprobs, mask = (_list(number, turn, name) for name in ("per_token_logps", "loss_mask"))
+        raise BadBatch(f"{where} is {turn!r:.40}: give an object.")
+    prompt, sampled = (ids_of(where, turn, name, vocabulary) for name in ("prompt_token_ids", "completion_token_ids"))
     node_id = turn.get("node_id")
     if not isinstance(node_id, str) or not node_id:
-        raise BadBatch(f"turn {number}: node_id is {node_id!r:.40}: give a text that is unique in the trace.")
-    if len(logprobs) != len(sampled):
-        raise BadBatch(f"turn {number}: per_token_logps has {len(logprobs)} values for {len(sampled)} sampled ids.")
-    bad = next((value for value in logprobs if not _is_logprob(value)), None)
-    if bad is not None:
-        raise BadBatch(f"turn {number}: per_token_logps has {bad!r:.30}: a log-probability is finite and at most 0.")
-    if len(mask) != len(prompt) + len(sampled):
-        raise BadBatch(
-            f"turn {number}: loss_mask has {len(mask)} values for {len(prompt)} + {len(sampled)} ids of prompt and "
-            "completion."
-        )
-    if any(type(value) is not int or value not in (0, 1) for value in mask) or any(mask[: len(prompt)]):
-        raise BadBatch(f"turn {number}: loss_mask holds 0 and 1, and 0 for every id of the prompt.")
+        raise BadBatch(f"{where}: node_id is {node_id!r:.40}: give a text that is unique in the trace.")
+    logprobs = logprobs_of(where, turn, "per_token_logps", len(sampled))
+    both = f"{len(prompt)} + {len(sampled)} ids of prompt and completion"
+    mask = mask_of(where, turn, "loss_mask", len(prompt) + len(sampled), both)
+    if any(mask[: len(prompt)]):
+        raise BadBatch(f"{where}: loss_mask holds 0 and 1, and 0 for every id of the prompt.")
+    request, response, metadata = (_object(where, turn, name) for name in ("request", "response", "metadata"))
     return TracedCall(
         node_id=node_id,
         prompt_ids=tuple(prompt),
         token_ids=tuple(sampled),
-        logprobs=tuple(map(float, logprobs)),
-        mask=tuple(map(bool, mask[len(prompt) :])),
-        metadata=dict(turn.get("metadata") or {}),
+        logprobs=tuple(logprobs),
+        mask=tuple(mask[len(prompt) :]),
+        metadata=metadata,
+        messages=tuple(request.get("messages") or ()),
+        reply=_reply(response),
+        tools=tuple(request.get("tools") or ()),
+        template_options=dict(request.get("chat_template_kwargs") or {}),
     )
 
 
-def _is_logprob(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value <= 0
+def _object(where: str, turn: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = turn.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise BadBatch(f"{where}: {name} is {value!r:.40}: give an object.")
+    return dict(value)
 
 
-def _list(number: int, turn: Mapping[str, Any], name: str) -> list[Any]:
-    value = turn.get(name)
-    if not isinstance(value, list):
-        raise BadBatch(f"turn {number}: {name} is {value!r:.40}: give a list.")
-    return value
-
-
-def _ids(number: int, turn: Mapping[str, Any], name: str, vocabulary: int | None) -> list[int]:
-    ids = _list(number, turn, name)
-    for place, value in enumerate(ids):
-        if type(value) is not int or value < 0 or (vocabulary is not None and value >= vocabulary):
-            limit = "" if vocabulary is None else f" below {vocabulary}"
-            raise BadBatch(
-                f"turn {number}: {name}[{place}] is {value!r:.30}: an id is a whole number from 0 on{limit}."
-            )
-    return ids
+def _reply(response: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    choices = response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, Mapping) else None
+    return message if isinstance(message, Mapping) else None

@@ -79,3 +79,15 @@ def test_an_export_to_stdout_is_the_export_and_nothing_else(run_file: Path) -> N
         json.loads(line)["id"] for line in lines.stdout.splitlines()
     ]
     assert not Path("-").exists()
+
+
+def test_traces_of_openenv_are_exported_with_their_rewards(run_file: Path) -> None:
+    done = deltarunner("export", str(run_file), "--format", "openenv")
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in Path("w.openenv.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["reward"], len(line["trace"]["turns"])) for line in lines] == [
+        ("t-0#0", 1.0, 1),
+        ("t-1#0", 1.0, 1),
+    ]
+    streamed = deltarunner("export", str(run_file), "--format", "openenv", "-o", "-")
+    assert streamed.stdout == Path("w.openenv.jsonl").read_text()

@@ -1,0 +1,416 @@
+"""Checks whether the ids of a trace are those that its template and its engine would have seen.
+
+Each prompt is compared with the sampled ids that it follows, and, where the trace has messages, with what the template
+writes: the first prompt of a conversation, and the seam between a turn and the next prompt, as the bridge makes it.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self, cast
+
+from runner.errors import BadMessage
+from runner.messages import Message, as_messages, canonical_json
+from runner.models import load_language, resolve_model
+from runner.tokens.bridging.bridge import Bridger
+from runner.tokens.bridging.refusal import Unbridgeable
+from runner.tokens.template import ChatTemplate
+from runner.tokens.token_diff import first_mismatch, token_diff
+from runner.tokens.tokenizer import Tokenizer
+from runner.trainers.traced_call import TracedCall
+
+__all__ = ["TraceFault", "TraceFinding", "TraceModel", "TraceReport", "verify_trace"]
+
+
+class TraceFault(enum.StrEnum):
+    """The kind of a finding."""
+
+    REENCODED = "reencoded"
+    """Sampled ids stand in a later prompt as other ids of the same text."""
+    SEAM = "seam"
+    """Between a sampled turn and the next one stand other ids than the template writes."""
+    FIRST_PROMPT = "first_prompt"
+    """The prompt is not what the template writes for its messages."""
+    CONTROL_TEXT = "control_text"
+    """Text of a message became control ids, which may end a turn or speak in another role."""
+    AFTER_STOP = "after_stop"
+    """Ids stand after the id that ended the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFinding:
+    """One place where the ids of a trace are not those that the template and the engine would have seen."""
+
+    fault: TraceFault
+    """Its kind."""
+    turn: int
+    """Number of the call in the trace."""
+    node_id: str
+    """Id of the call in the trace."""
+    index: int
+    """First id that differs: in the prompt, or for AFTER_STOP in the sampled ids."""
+    explanation: str
+    """The cause in words."""
+    found: tuple[int, ...]
+    """All ids of the trace there: the prompt, or for AFTER_STOP the sampled ids."""
+    expected: tuple[int, ...]
+    """The ids that were expected in their place."""
+    shown: str
+    """Both around the first difference, as text and ids."""
+
+
+@dataclass(slots=True)
+class TraceReport:
+    """The result of checking one trace."""
+
+    calls: int = 0
+    """Number of its calls."""
+    ids: int = 0
+    """Number of prompt and sampled ids that were compared."""
+    findings: list[TraceFinding] = field(default_factory=list)
+    """The findings, at most one for each call and cause."""
+    unchecked: Counter[str] = field(default_factory=Counter)
+    """Number of calls by the reason why a part of them was not compared."""
+
+
+class TraceModel:
+    """The vocabulary, the chat template and the stop ids that traces are compared with.
+
+    Args:
+        tokenizer: the vocabulary.
+        template: the chat template.
+        stop_ids: the ids that end a turn.
+        options: variables of the template, such as `enable_thinking`; those of a request come before them.
+        now: the time that the template sees; None for the current time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        stop_ids: Sequence[int],
+        options: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        """The vocabulary."""
+        self.template = template
+        """The chat template."""
+        self.stop_ids = tuple(stop_ids)
+        """The ids that end a turn."""
+        self.options = dict(options or {})
+        """Variables of the template."""
+        self.now = now
+        """The time that the template sees; None for the current time."""
+        self._made: dict[str, _Bridgers] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        template: str | Path | ChatTemplate | None = None,
+        options: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> Self:
+        """Return the language of a model.
+
+        Args:
+            model: a folder, a Hugging Face id, or the demo model's name.
+            template: a template in place of the model's own: a bundled name, a file, or a template.
+            options: variables of the template.
+            now: the time that the template sees.
+
+        Raises:
+            BadModel: there is no such model, or its vocabulary cannot be read.
+            BadTemplate: there is no template, or it cannot be read.
+        """
+        tokenizer, found, stop_ids = load_language(resolve_model(model), template)
+        return cls(tokenizer, found, stop_ids=stop_ids, options=options, now=now)
+
+    def clock(self, call: TracedCall) -> datetime | None:
+        """Return the time that the template saw in a call: `now`, or "clock" of its metadata; None if not known."""
+        recorded = call.metadata.get("clock")
+        return self.now or (datetime.fromisoformat(recorded) if isinstance(recorded, str) else None)
+
+    def _bridgers(self, call: TracedCall) -> _Bridgers:
+        """Return the bridgers for the variables of the template that the request of a call set."""
+        clock = self.clock(call)
+        key = canonical_json([call.template_options, str(clock)])
+        if key not in self._made:
+            self._made[key] = _Bridgers.of(self, {**self.options, **call.template_options}, clock)
+        return self._made[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bridgers:
+    """Bridgers of one template."""
+
+    exact: Sequence[Bridger]
+    """With tools as they are, and with tools fitted to the template as a run does; the text of messages is text."""
+    unsafe: Bridger
+    """The same, but control text of messages becomes control ids."""
+
+    @classmethod
+    def of(cls, model: TraceModel, options: Mapping[str, Any], clock: datetime | None) -> _Bridgers:
+        now = clock or datetime.now()
+        plain, fitted = (model.template.renderer(options, now, fit_tools=fit) for fit in (False, None))
+        renderers = [plain, fitted] if fitted.fits_tools else [plain]
+        make = model.tokenizer, model.stop_ids
+        exact = [Bridger(make[0], each, make[1], close_reasoning=True) for each in renderers]
+        return cls(exact, Bridger(make[0], plain, make[1], content_safe=False, close_reasoning=True))
+
+
+def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
+    """Compare the ids of the calls of one trace with those that the template and the engine would have seen.
+
+    Compared are: sampled ids, which stay the same in later prompts; and, where the trace has messages, the first prompt
+    and what stands between two turns. Not compared are log-probabilities, and sampled ids that were dropped.
+
+    Args:
+        calls: the calls in order, as `read_traces` returns them.
+        model: the model that sampled them.
+    """
+    return _TraceCheck(calls, model).run()
+
+
+class _TraceCheck:
+    """The check of one trace."""
+
+    def __init__(self, calls: Sequence[TracedCall], model: TraceModel) -> None:
+        self._calls = calls
+        self._model = model
+        self._decode = lru_cache(maxsize=8)(model.tokenizer.decode)
+        self._report = TraceReport(calls=len(calls), ids=sum(len(call.ids) for call in calls))
+
+    def run(self) -> TraceReport:
+        for number, call in enumerate(self._calls):
+            self._check_stop(number, call)
+            before = self._continued(number, call)
+            if before is not None:
+                self._check_seam(number, call, self._calls[before])
+            else:
+                self._check_start(number, call)
+        return self._report
+
+    # --- the ids that a prompt follows
+
+    def _continued(self, number: int, call: TracedCall) -> int | None:
+        """The earlier call with the most ids with which this prompt begins."""
+        best: int | None = None
+        for earlier, other in enumerate(self._calls[:number]):
+            length = len(other.ids)
+            longer = best is None or length >= len(self._calls[best].ids)
+            if other.token_ids and longer and call.prompt_ids[:length] == other.ids:
+                best = earlier
+        return best
+
+    def _check_start(self, number: int, call: TracedCall) -> None:
+        """A prompt that does not begin with the ids of an earlier call."""
+        for earlier in self._followed(number, call):
+            other = self._calls[earlier]
+            closed = other.token_ids and other.token_ids[-1] in self._model.stop_ids
+            said = other.ids[:-1] if closed else other.ids
+            text = self._decode(said)
+            if self._decode(call.prompt_ids).startswith(text):
+                why = f"the ids of turn {earlier} are encoded again: the same text, other ids than were sampled"
+                # The prompt with the ids as they were: those after the same text stay.
+                places = range(len(call.prompt_ids) + 1)
+                rest = bisect_left(places, len(text), key=lambda end: len(self._decode(call.prompt_ids[:end])))
+                self._find(TraceFault.REENCODED, number, why, call.prompt_ids, said + call.prompt_ids[rest:])
+                return
+        messages = self._messages(call)
+        if messages is None:
+            return
+        bridgers = self._model._bridgers(call)
+        self._compare_prompt(number, call, bridgers, messages)
+
+    def _followed(self, number: int, call: TracedCall) -> list[int]:
+        """The earlier calls that this one follows by its messages; the one before, if it has none."""
+        if not call.messages:
+            return [number - 1] if number else []
+        found = []
+        for earlier, other in enumerate(self._calls[:number]):
+            if other.reply is not None and len(other.messages) < len(call.messages):
+                path = [*other.messages, other.reply]
+                if all(_same(one, two) for one, two in zip(path, call.messages, strict=False)):
+                    found.append(earlier)
+        return sorted(found, key=lambda earlier: -len(self._calls[earlier].messages))
+
+    def _compare_prompt(self, number: int, call: TracedCall, bridgers: _Bridgers, messages: list[Message]) -> None:
+        tools = [dict(tool) for tool in call.tools]
+
+        def first_prompt(bridger: Bridger) -> tuple[int, ...]:
+            return tuple(bridger.first_prompt(messages, tools))
+
+        made = _Made()
+        made.add(bridgers.exact, first_prompt)
+        if call.prompt_ids in made.ids:
+            return
+        if not made.ids:
+            self._report.unchecked[f"first prompt: {made.refusal}"] += 1
+            return
+        if _or_none(bridgers.unsafe, first_prompt) == call.prompt_ids:
+            self._find(TraceFault.CONTROL_TEXT, number, _CONTROL_TEXT, call.prompt_ids, made.ids[0])
+            return
+        dated = "strftime_now" in self._model.template.text and self._model.clock(call) is None
+        date = ", which has the date of its day; give that" if dated else ""
+        why = f"the prompt is not what template {self._model.template.name!r} writes for these messages{date}"
+        self._find(TraceFault.FIRST_PROMPT, number, why, call.prompt_ids, made.closest(call.prompt_ids))
+
+    # --- between two turns
+
+    def _check_seam(self, number: int, call: TracedCall, before: TracedCall) -> None:
+        seam = call.prompt_ids[len(before.ids) :]
+        messages = self._messages(call) if seam else None
+        if messages is None:  # nothing was inserted, or the trace does not say what
+            return
+        last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        history, new = messages[: last + 1], messages[last + 1 :]
+        if not history or not new or not _ends_with(messages[last], before.reply):
+            self._report.unchecked["seam: the messages do not continue those of the turn before"] += 1
+            return
+        bridgers, tools = self._model._bridgers(call), [dict(tool) for tool in call.tools]
+        made = _Made()
+        for stop, thinking in self._ends(before):
+
+            def bridge(bridger: Bridger, stop: int | None = stop, thinking: bool = thinking) -> tuple[int, ...]:
+                ids = before.token_ids
+                return tuple(bridger.bridge(history, new, tools, sampled=ids, stop=stop, thinking=thinking).ids)
+
+            made.add(bridgers.exact, bridge)
+            if seam in made.ids:
+                return
+            if _or_none(bridgers.unsafe, bridge) == seam:
+                expected = before.ids + (made.ids or [()])[0]
+                self._find(TraceFault.CONTROL_TEXT, number, _CONTROL_TEXT, call.prompt_ids, expected)
+                return
+        whole = _Made()
+        whole.add(bridgers.exact, lambda bridger: tuple(bridger.first_prompt(messages, tools)))
+        if call.prompt_ids in whole.ids:
+            return
+        if not made.ids:
+            self._report.unchecked[f"seam: {made.refusal}"] += 1
+            return
+        why = f"between the turn before and this one template {self._model.template.name!r} writes other ids"
+        self._find(TraceFault.SEAM, number, why, call.prompt_ids, before.ids + made.closest(seam))
+
+    def _ends(self, call: TracedCall) -> Iterator[tuple[int | None, bool]]:
+        """The ways in which a turn may have ended: its stop, and whether it was cut in its reasoning."""
+        last = call.token_ids[-1]
+        if last in self._model.stop_ids:
+            yield last, False
+            return
+        if last in self._model.tokenizer.control_ids:  # a stop id of the producer's own
+            yield last, False
+        yield None, False
+        yield None, True
+
+    # --- inside a turn
+
+    def _check_stop(self, number: int, call: TracedCall) -> None:
+        stops, control = self._model.stop_ids, self._model.tokenizer.control_ids
+        at = next((place for place, token_id in enumerate(call.token_ids) if token_id in stops), None)
+        # Some models write the template's close and then another stop.
+        if at is not None and not set(call.token_ids[at:]) <= control:
+            name = self._decode((call.token_ids[at],))
+            why = f"{len(call.token_ids) - at - 1} ids stand after {name!r}, which ends a turn"
+            self._find(TraceFault.AFTER_STOP, number, why, call.token_ids, call.token_ids[: at + 1])
+
+    def _messages(self, call: TracedCall) -> list[Message] | None:
+        """The messages of a prompt as templates read them; None if the trace has none, or some that are not text."""
+        if not call.messages:
+            self._report.unchecked["the trace has no messages: only ids were compared"] += 1
+            return None
+        try:
+            return as_messages(list(map(_without_nulls, call.messages)))
+        except BadMessage as error:
+            self._report.unchecked[f"messages: {error}"] += 1
+            return None
+
+    def _find(
+        self, fault: TraceFault, number: int, why: str, found: tuple[int, ...], expected: tuple[int, ...]
+    ) -> None:
+        self._report.findings.append(
+            TraceFinding(
+                fault=fault,
+                turn=number,
+                node_id=self._calls[number].node_id,
+                index=first_mismatch(found, expected),
+                explanation=why,
+                found=found,
+                expected=expected,
+                shown=token_diff(found, expected, self._model.tokenizer, ("trace", "expected")),
+            )
+        )
+
+
+_CONTROL_TEXT = "text of a message stands as control ids, as if the template had written it"
+
+
+@dataclass(slots=True)
+class _Made:
+    """The ids that bridgers made for one place."""
+
+    ids: list[tuple[int, ...]] = field(default_factory=list)
+    refusal: str = ""
+
+    def add(self, bridgers: Sequence[Bridger], make: Callable[[Bridger], tuple[int, ...]]) -> None:
+        for bridger in bridgers:
+            try:
+                self.ids.append(make(bridger))
+            except Unbridgeable as refusal:
+                self.refusal = self.refusal or str(refusal)
+
+    def closest(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return max(self.ids, key=lambda each: first_mismatch(each, ids))
+
+
+def _or_none(bridger: Bridger, make: Callable[[Bridger], tuple[int, ...]]) -> tuple[int, ...] | None:
+    try:
+        return make(bridger)
+    except Unbridgeable:
+        return None
+
+
+def _without_nulls(message: Mapping[str, Any]) -> Message:
+    """A message without fields that are null, as JSON dumps of clients have; templates may test whether they exist."""
+    shown = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if "reasoning" in shown and "reasoning_content" not in shown:  # as newer servers name it
+        shown["reasoning_content"] = shown.pop("reasoning")
+    return cast("Message", shown)  # `as_messages` checks it
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The parts of a message that a client sends back: its role, text and calls."""
+    (read,) = as_messages([_without_nulls(message)])
+    calls = [call["function"] for call in read.get("tool_calls") or ()]
+    return read["role"], read["content"].strip(), [(each["name"], dict(each["arguments"])) for each in calls]
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return _said(one) == _said(other)
+    except BadMessage:
+        return False
+
+
+def _ends_with(message: Message, reply: Mapping[str, Any] | None) -> bool:
+    """True if a message of the history is a reply, or continues and so ends with it; or the reply is not known."""
+    if reply is None or _same(message, reply):
+        return True
+    try:
+        _, text, calls = _said(message)
+        _, end, own = _said(reply)
+    except BadMessage:
+        return False
+    return bool(text.endswith(end)) and calls == own

@@ -1,0 +1,106 @@
+"""One engine call of a trace, and the checks of its fields that all formats of traces share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.errors import BadBatch
+
+__all__ = ["TracedCall", "ids_of", "list_of", "logprobs_of", "mask_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall:
+    """One engine call of a trace."""
+
+    node_id: str
+    """Its id, unique in the trace."""
+    prompt_ids: tuple[int, ...]
+    """Ids of the prompt."""
+    token_ids: tuple[int, ...]
+    """Sampled ids."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each sampled id in nats; empty if the trace has none."""
+    mask: tuple[bool, ...]
+    """True if the sampled id is trained."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the producer."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Messages of the prompt, in OpenAI's shape; empty if the trace has none."""
+    reply: Mapping[str, Any] | None = None
+    """Message that was read from the sampled ids; None if the trace has none."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools of the prompt, in OpenAI's shape."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the request set."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Prompt and sampled ids."""
+        return self.prompt_ids + self.token_ids
+
+
+def list_of(where: str, fields: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a field that is a list.
+
+    Raises:
+        BadBatch: it is not; the message names the place and the field.
+    """
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise BadBatch(f"{where}: {name} is {value!r:.40}: give a list.")
+    return value
+
+
+def ids_of(where: str, fields: Mapping[str, Any], name: str, vocabulary: int | None) -> list[int]:
+    """Return a field of token ids.
+
+    Raises:
+        BadBatch: a value is not an id, or not below the number of ids of the vocabulary.
+    """
+    ids = list_of(where, fields, name)
+    for place, value in enumerate(ids):
+        if type(value) is not int or value < 0 or (vocabulary is not None and value >= vocabulary):
+            limit = "" if vocabulary is None else f" below {vocabulary}"
+            raise BadBatch(f"{where}: {name}[{place}] is {value!r:.30}: an id is a whole number from 0 on{limit}.")
+    return ids
+
+
+def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) -> list[float]:
+    """Return a field with `count` log-probabilities.
+
+    Raises:
+        BadBatch: it has another length, or a value is not finite or above 0.
+    """
+    logprobs = list_of(where, fields, name)
+    if len(logprobs) != count:
+        raise BadBatch(f"{where}: {name} has {len(logprobs)} values for {count} sampled ids.")
+    for value in logprobs:
+        if type(value) not in (int, float) or not math.isfinite(value) or value > 0:
+            raise BadBatch(f"{where}: {name} has {value!r:.30}: a log-probability is finite and at most 0.")
+    return [float(value) for value in logprobs]
+
+
+def mask_of(where: str, fields: Mapping[str, Any], name: str, count: int, ids: str) -> list[bool]:
+    """Return a field with `count` values 0 or 1.
+
+    Args:
+        where: the place, for messages.
+        fields: the fields of that place.
+        name: the name of the field.
+        count: the number of ids.
+        ids: these ids, for messages.
+
+    Raises:
+        BadBatch: it has another length or other values.
+    """
+    mask = list_of(where, fields, name)
+    if len(mask) != count:
+        raise BadBatch(f"{where}: {name} has {len(mask)} values for {ids}.")
+    for value in mask:
+        if type(value) not in (int, bool) or value not in (0, 1):
+            raise BadBatch(f"{where}: {name} has {value!r:.30}: a mask holds 0 and 1.")
+    return [bool(value) for value in mask]
