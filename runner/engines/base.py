@@ -21,8 +21,9 @@ from runner import checked
 from runner.engines.controllable import Controllable
 from runner.engines.gate import Session, affinity_beside
 from runner.engines.proofs import WeightProof
+from runner.engines.runtime import ModelRuntime
 from runner.engines.state import EngineState
-from runner.errors import BadControl, BadOption
+from runner.errors import BadControl, BadOption, EngineDead
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.template import ChatTemplate
@@ -38,6 +39,7 @@ __all__ = [
     "Finish",
     "FinishReason",
     "GenerationRequest",
+    "ModelEngine",
     "Session",
     "vocabulary_size",
     "width_of",
@@ -387,6 +389,49 @@ class Engine(BaseEngine):
             BadControl: it does not; the message names an engine that does.
         """
         raise BadControl(f"score(): {type(self).__name__} has no log-probabilities of given ids; a VllmEngine has.")
+
+
+class ModelEngine(Engine):
+    """Engine with one model: its runtime counts the requests and knows whether the model can answer."""
+
+    runtime: ModelRuntime[Any] | None
+
+    @property
+    def entered_runtime(self) -> ModelRuntime[Any]:
+        """Runtime of the entered engine; internal.
+
+        Raises:
+            EngineDead: the engine is not running.
+        """
+        if self.runtime is None:
+            raise EngineDead("the engine is not running")
+        return self.runtime
+
+    def stats(self) -> EngineStats:
+        """Return the current counts; cheap."""
+        runtime = self.entered_runtime
+        return EngineStats(
+            open=runtime.open_requests,
+            running=runtime.open_requests,
+            waiting=runtime.gate.waiting,
+            first_waiting=runtime.gate.first_waiting,
+            live_sessions=runtime.gate.live,
+            sampled_tokens=runtime.sampled,
+            weight_version=self.weight_version,
+            state=self.state,
+        )
+
+    def is_alive(self) -> bool:
+        """Return whether the engine can answer, as far as is known without a request."""
+        return self.running and self.entered_runtime.is_alive()
+
+    async def health(self) -> None:
+        """Check that the engine can answer, as far as is known without a request.
+
+        Raises:
+            EngineDead: it cannot answer, with the cause.
+        """
+        self.entered_runtime.require_alive()
 
 
 def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:

@@ -320,6 +320,15 @@ class EngineRuntime(ABC, Generic[RequestT]):
 class ModelRuntime(EngineRuntime[RequestT]):
     """The runtime of an engine with one model in it, whose weights it exchanges itself."""
 
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that the engine still samples."""
+        return len(self.requests)
+
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Return whether requests can be answered, as far as is known without a request."""
+
     async def check_update(self, given: Any, version: str) -> CheckedUpdate:
         began = time.monotonic()
         checked = await self.check_weights(given)

@@ -16,7 +16,7 @@ import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from runner import checked
-from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
+from runner.engines.base import GenerationRequest, ModelEngine, Session
 from runner.engines.function.runtime import FunctionAdapters, FunctionRuntime
 from runner.engines.function.stream import FunctionSession, FunctionStream
 from runner.engines.function.token_function import LogprobsKind, TokenFeature, TokenFunction
@@ -32,7 +32,7 @@ __all__ = ["TokenEngine"]
 _OFF = Sampling.defaults()
 
 
-class TokenEngine(Engine):
+class TokenEngine(ModelEngine):
     """Engine over an async function of token ids, for trainers that own the inference engine.
 
     async def generate(prompt, sampling, *, session):
@@ -215,29 +215,6 @@ class TokenEngine(Engine):
         """
         if TokenFeature.CONSTRAINT not in self.takes:
             raise _no_constraints(f"a turn under a grammar ({constraint.kind.value})")
-
-    def stats(self) -> EngineStats:
-        """Return the counts of the engine's requests."""
-        runtime = self.function
-        open_requests = sum(not request.sent_all for request in runtime.requests)
-        return EngineStats(
-            open=open_requests,
-            running=open_requests,
-            waiting=runtime.gate.waiting,
-            first_waiting=runtime.gate.first_waiting,
-            live_sessions=runtime.gate.live,
-            sampled_tokens=runtime.sampled,
-            weight_version=self.weight_version,
-            state=self.state,
-        )
-
-    def is_alive(self) -> bool:
-        """Return whether the function can be called, as far as is known."""
-        return self.running and self.function.is_alive()
-
-    async def health(self) -> None:
-        """Check that the function can be called."""
-        self.function.require_alive()
 
     def describe(self) -> dict[str, Any]:
         """Return the header entry of the engine, as JSON."""

@@ -82,7 +82,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         if mode is PauseMode.ABORT:
             for request in tuple(self.requests):
                 request.cut()
-        while not all(request.sent_all for request in self.requests):
+        while self.open_requests:
             self._news = self._news or anyio.Event()
             await self._news.wait()
 
@@ -118,8 +118,11 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
 
     # --- life cycle
 
+    @property
+    def open_requests(self) -> int:
+        return sum(not request.sent_all for request in self.requests)
+
     def is_alive(self) -> bool:
-        """Return whether requests can be answered, as far as is known."""
         return not self._stopped and self._death is None
 
     def require_alive(self) -> None:

@@ -17,7 +17,7 @@ import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from runner import checked
-from runner.engines.base import Engine, EngineStats, GenerationRequest
+from runner.engines.base import GenerationRequest, ModelEngine
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
 from runner.engines.remote.dialect import ServerDialect
@@ -41,7 +41,7 @@ but not in the model's own (`probe_request`)."""
 _ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
-class RemoteEngine(Engine):
+class RemoteEngine(ModelEngine):
     """Engine over a server that takes and returns token ids.
 
     async with RemoteEngine("http://127.0.0.1:8000", model="Qwen/Qwen3-0.6B") as engine: ...
@@ -203,25 +203,6 @@ class RemoteEngine(Engine):
 
     async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
         return await self.remote.score(request)
-
-    def stats(self) -> EngineStats:
-        """Return the counts of this engine's requests; requests of other clients are unknown."""
-        runtime = self.remote
-        open_requests = sum(not request.sent_all for request in runtime.requests)
-        return EngineStats(
-            open=open_requests,
-            running=open_requests,
-            waiting=runtime.gate.waiting,
-            first_waiting=runtime.gate.first_waiting,
-            live_sessions=runtime.gate.live,
-            sampled_tokens=runtime.sampled,
-            weight_version=self.weight_version,
-            state=self.state,
-        )
-
-    def is_alive(self) -> bool:
-        """Return whether requests can be answered, as far as is known."""
-        return self.running and self.remote.is_alive()
 
     async def health(self) -> None:
         """Return when the server reports that it can answer."""

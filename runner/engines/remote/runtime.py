@@ -217,8 +217,12 @@ class RemoteRuntime(HttpRuntime[Server], ModelRuntime[RemoteRequest]):
                 raise BadControl(f"{failure}: {self.dialect.control}.") from failure
             raise EngineError(f"{path} of {self.server.url}: {failure}") from failure
 
+    @property
+    def open_requests(self) -> int:
+        return sum(not request.sent_all for request in self.requests)
+
     async def _until_sent(self) -> None:
-        while not all(request.sent_all for request in self.requests):  # noqa: ASYNC110  # an arrived answer sets no event
+        while self.open_requests:  # noqa: ASYNC110  # an arrived answer sets no event
             await anyio.sleep(0.005)
 
     # --- life cycle

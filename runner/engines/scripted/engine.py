@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from anyio.lowlevel import current_token
 
 from runner import checked
 from runner.engines.adapters import Adapters
-from runner.engines.base import Engine, EngineStats, GenerationRequest, Session
+from runner.engines.base import EngineStats, GenerationRequest, ModelEngine, Session
 from runner.engines.gate import AdmissionGate, affinity_beside
 from runner.engines.scripted.delivery_plan import DeliveryPlanner
 from runner.engines.scripted.replies import Replies, ReplyEncoder, scripted_model
@@ -31,7 +32,7 @@ __all__ = ["ScriptedEngine"]
 _WEIGHT_VERSION = "scripted"
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine(ModelEngine):
     """Engine without a model.
 
     Its output depends only on its arguments and the requests, never on concurrency.
@@ -164,27 +165,7 @@ class ScriptedEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Return the current counts; a stalled request is open, one whose last id was sent is not."""
-        runtime = self.runtime
-        gate = runtime.gate
-        return EngineStats(
-            open=len(runtime.requests),
-            running=len(runtime.requests),
-            waiting=gate.waiting,
-            first_waiting=gate.first_waiting,
-            live_sessions=gate.live,
-            kv_usage=gate.kept / self._room,
-            sampled_tokens=runtime.sampled,
-            weight_version=self.weight_version,
-            state=self.state,
-        )
-
-    def is_alive(self) -> bool:
-        """Return whether the engine was entered and did not die."""
-        return self.runtime.is_alive()
-
-    async def health(self) -> None:
-        """Check that the engine can answer."""
-        self.runtime.require_alive()
+        return replace(super().stats(), kv_usage=self.runtime.gate.kept / self._room)
 
     def die(self, message: str = "a scripted death") -> None:
         """Fail every request in flight and at the gate, and every later one, with one cause."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from runner import checked
-from runner.engines.base import Engine, EngineStats, GenerationRequest
+from runner.engines.base import EngineStats, GenerationRequest, ModelEngine
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import WeightProof
 from runner.engines.vllm.external_llm import (
@@ -51,7 +52,7 @@ _STREAM_INTERVAL_IDS = 8
 (docs/benchmarks.md)."""
 
 
-class VllmEngine(Engine):
+class VllmEngine(ModelEngine):
     """vLLM in this process.
 
     async with VllmEngine("Qwen/Qwen3-0.6B", max_num_seqs=128) as engine: ...
@@ -282,23 +283,18 @@ class VllmEngine(Engine):
     def stats(self) -> EngineStats:
         """Return the current counts; open requests as counted by the scheduler after its last step."""
         count, gate = self.vllm.process.stats, self.vllm.gate
-        return EngineStats(
+        return replace(
+            super().stats(),
             open=count.open,
             running=count.running,
             queued=count.queued,
-            waiting=gate.waiting,
-            first_waiting=gate.first_waiting,
-            live_sessions=gate.live,
             ranks=gate.ranks,
             kv_usage=count.kv_usage,
             prefix_queries=count.prefix_queries,
             prefix_hits=count.prefix_hits,
-            sampled_tokens=self.vllm.sampled,
             prompt_tokens=count.prompt_tokens,
             steps=count.steps,
             tokens_per_second=count.rate.per_second(),
-            weight_version=self.weight_version,
-            state=self.state,
         )
 
     async def idle(self) -> None:
@@ -308,10 +304,6 @@ class VllmEngine(Engine):
     def processes(self) -> list[int]:
         """Return the process ids of the engine cores."""
         return [core.pid for core in self.vllm.process.cores if core.pid is not None]
-
-    def is_alive(self) -> bool:
-        """Return whether requests can be answered, as far as is known."""
-        return self.running and self.vllm.is_alive()
 
     async def health(self) -> None:
         """Return when the engine can answer.
