@@ -39,8 +39,8 @@ from .environment.environment import Environment as Environment
 from .environment.environment import Reply as Reply
 from .environment.task_feed import TaskSource as TaskSource
 from .episode.conversation import Conversation as Conversation
+from .episode.conversation import StreamedTurn as StreamedTurn
 from .episode.episode import Episode as Episode
-from .episode.streamed_turn import StreamedTurn as StreamedTurn
 from .errors import BadBatch as BadBatch
 from .errors import BadControl as BadControl
 from .errors import BadEnvironment as BadEnvironment

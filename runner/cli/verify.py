@@ -29,9 +29,8 @@ from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer
 from runner.trajectory import Trajectory
 from runner.transcript import printable
-from runner.verify.audit import first_misfit, launch_difference
+from runner.verify.audit import first_message_mismatch, first_misfit, launch_difference
 from runner.verify.differences import Difference, Kind
-from runner.verify.message_turns import first_message_mismatch
 from runner.verify.rebuild import first_difference, stored_chat
 from runner.verify.records import first_contradiction
 

@@ -9,14 +9,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
+from runner.episode.parsed_turn import ParsedTurn
 from runner.store.columns import decode_text
 from runner.store.database import open_reader, storage_faults
 from runner.store.header import Header
 from runner.store.json_values import decode_json
-from runner.trajectory import Outcome
-from runner.verify.differences import Difference, Kind
+from runner.trajectory import Outcome, Trajectory
+from runner.verify.differences import Comparison, Difference, DifferenceFound, Kind
 
-__all__ = ["first_misfit", "launch_difference"]
+__all__ = ["first_message_mismatch", "first_misfit", "launch_difference"]
 
 
 def _names(outcomes: Iterator[Outcome]) -> str:
@@ -162,4 +163,26 @@ def launch_difference(path: Path, header: Header) -> Difference | None:
                     stored=str(changes[0].new),
                     derived=str(changes[0].old),
                 )
+    return None
+
+
+def first_message_mismatch(trajectory: Trajectory) -> Difference | None:
+    """Return the first turn that is not in the messages, or that has ids although the engine has none; or None."""
+    compare = Comparison(trajectory, repr)
+    try:
+        for number, segment in enumerate(trajectory.segments):
+            compare.segment = number
+            if len(segment.log):
+                compare.differ(Kind.LAYOUT, "it has ids, and its server returns none", stored=str(len(segment.log)))
+            said = iter(segment.messages[: len(segment.messages) - segment.unseen])
+            for turn in trajectory.turns:
+                if turn.segment != number:
+                    continue
+                compare.turn = turn.number
+                reply = ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
+                if not any(message == reply for message in said):  # each after the one before
+                    compare.differ(Kind.MESSAGE, "what it says is in no message", stored="", derived=str(reply))
+            compare.turn = None
+    except DifferenceFound as found:
+        return found.difference
     return None

@@ -16,8 +16,8 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.vllm.adapters import VllmAdapters
+from runner.engines.vllm.worker.cpu_patches import patch_lora_kernels
 from runner.engines.vllm.worker.extension import WeightWorker
-from runner.engines.vllm.worker.lora_kernel_patch import patch_lora_kernels
 from runner.errors import BadOption, BadWeights, EngineDead, EngineError, RequestRejected
 from runner.models import ResolvedModel
 from tests.engines.lora import adapter_config, adapter_tensors, save_adapter

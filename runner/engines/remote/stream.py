@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import anyio
@@ -14,7 +14,6 @@ from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest, 
 from runner.engines.http_engine import RetriedStream
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.engines.remote.dialect import Call, Piece, PieceReader
-from runner.engines.remote.events import DONE, EventReader
 from runner.engines.remote.runtime import RemoteRuntime
 from runner.engines.remote.server import Answer, failure_in
 from runner.engines.stream import GatedStream
@@ -22,7 +21,40 @@ from runner.errors import EngineError
 from runner.tokens.log import VersionSpan
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["RemoteStream"]
+__all__ = ["DONE", "EventReader", "RemoteStream"]
+
+
+DONE = b"[DONE]"
+"""Data of the last event of a stream."""
+
+_MAX_LINE_BYTES = 64 << 20  # without the end of a line
+
+
+class EventReader:
+    """Parser that returns the data of events as their lines complete.
+
+    Supported servers write one data line per event, so lines are not joined. Comments, which keep a connection alive,
+    and other fields are skipped.
+    """
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the data of the events whose lines end in these bytes.
+
+        Raises:
+            ValueError: a line is too long.
+        """
+        *lines, self._open = (self._open + data).split(b"\n")
+        if len(self._open) > _MAX_LINE_BYTES:
+            raise ValueError(f"a line of more than {_MAX_LINE_BYTES} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
 
 _END_SECONDS = 1.0
 """Seconds for the rest of an answer after its last event, so that its connection can be reused."""

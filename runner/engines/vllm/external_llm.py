@@ -19,7 +19,7 @@ from runner.engines.vllm.settings import VllmSettings
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
-from runner.engines.vllm.worker.bitmask_patch import WORD_BITS
+from runner.engines.vllm.worker.cpu_patches import WORD_BITS
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.options import Constraint, Sampling
 

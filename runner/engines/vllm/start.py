@@ -9,17 +9,19 @@ import inspect
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
@@ -27,17 +29,78 @@ import anyio.to_thread
 from runner.concurrency.threads import Job, WorkerThread
 from runner.engines.vllm.cleanup_process import FOLDER, CleanupProcess, release, shared_memory_of
 from runner.engines.vllm.dtypes import choose_dtype, gives_dtype, is_fast
-from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
 from runner.engines.vllm.parallel import ParallelSizes, check_machine
 from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.engines.vllm.settings import VllmSettings, choose_settings
-from runner.engines.vllm.shutdown_logging import suppress_shutdown_warnings
 from runner.engines.vllm.worker import grammar_patch, parent_watch, spin_wait_patch
 from runner.engines.vllm.worker.start_phases import read_phase
 from runner.errors import BadInput, BadModel, BadOption, one_line
 from runner.models import ResolvedModel
 
-__all__ = ["VllmProcess", "import_of_vllm", "require_vllm"]
+__all__ = ["SOCKETS", "EngineFolder", "VllmProcess", "import_of_vllm", "require_vllm", "suppress_shutdown_warnings"]
+
+
+SOCKETS: Final = "VLLM_RPC_BASE_PATH"
+"""Environment variable with the folder for vLLM's sockets."""
+
+_PREFIX: Final = "deltarunner-engine-"
+_MAX_PATH_BYTES: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-1234-1234-123456789abc")
+"""Maximum length of the parent folder's path in bytes; the address of a socket is limited."""
+
+
+class EngineFolder:
+    """Private folder of an engine, for the sockets of vLLM's processes and their failure notes.
+
+    By default vLLM binds its sockets in the folder for temporary files, and those of a killed process stay. This folder
+    is removed when the engine is stopped, or by the cleanup process if this process is killed.
+    """
+
+    def __init__(self) -> None:
+        around = os.environ.get(SOCKETS) or tempfile.gettempdir()
+        if len(os.fsencode(around)) > _MAX_PATH_BYTES:
+            around = "/tmp"
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=around)).absolute()
+        """Path of the folder."""
+
+    @property
+    def failures(self) -> Path:
+        """File in which processes of the engine note their fatal error."""
+        return self.path / "failures"
+
+    @property
+    def phase(self) -> Path:
+        """File in which they note the phase of the start."""
+        return self.path / "phase"
+
+    def remove(self) -> None:
+        """Delete the folder and its content; idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def suppress_shutdown_warnings() -> Iterator[None]:
+    """Suppress vLLM's shutdown warnings in this process while an engine is stopped."""
+    with ExitStack() as stack:
+        for handler in _handlers(logging.getLogger("vllm")):
+            handler.addFilter(_unexpected)
+            stack.callback(handler.removeFilter, _unexpected)
+        yield
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
+
+
+def _unexpected(record: logging.LogRecord) -> bool:
+    """Return whether a record is not one of every shutdown: killed processes, or an engine core without an answer."""
+    if record.levelno < logging.WARNING:
+        return True
+    error = record.exc_info[0] if record.exc_info else None
+    died = error is not None and error.__name__ == "EngineDeadError"
+    return not died and not record.getMessage().startswith("[shutdown]")
+
 
 _CORE, _COORDINATOR = "EngineCore", "VLLM_DP_Coordinator"  # names of vLLM's processes
 _WEIGHTS_SHARE = 0.7  # of a CPU machine's memory for weights; the cache takes up to a sixth

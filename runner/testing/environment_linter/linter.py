@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Final
 
 import anyio
@@ -27,7 +28,6 @@ from runner.runs.event_loop import on_event_loop
 from runner.runs.run import Run
 from runner.scoring import ScorerKind
 from runner.tasks import Task
-from runner.testing.environment_linter.delayed_tools import with_delays
 from runner.testing.environment_linter.findings import (
     AFTER_OTHER_EPISODES,
     IN_ANOTHER_ORDER,
@@ -44,11 +44,12 @@ from runner.testing.environment_linter.findings import (
 )
 from runner.testing.environment_linter.hang_watch import HangWatch, busy_thread_places
 from runner.testing.environment_linter.leak_checks import TemporaryFiles, play_watched, unawaited_coroutines
-from runner.testing.environment_linter.random_model import MAX_TURNS, RandomModel
-from runner.tools.tool import Tool
+from runner.testing.environment_linter.random_values import MAX_TURNS, RandomModel
+from runner.tools.tool import Tool, with_call
 from runner.trajectory import Outcome, Trajectory
 
 __all__ = ["EnvironmentCheck", "check_environment", "distinct"]
+
 
 EPISODE_SECONDS: Final = 30.0
 """Time limit of an episode. The engine takes no time."""
@@ -380,3 +381,43 @@ def _fault_finding(fault: str) -> Finding:
         return Finding(fault, of_episode=True)
     text = fault.partition(": ")[2] or fault
     return Finding(text, fatal=text.startswith(f"{ScorerKind.REWARD} "), of_episode=True)
+
+
+_PASS_COUNT: Final = 20
+"""Passes of the event loop that a delayed call loses at each of its awaits."""
+
+
+def with_delays(tools: list[Tool], *, later_first: bool) -> list[Tool]:
+    """The tools, with every second concurrent call delayed: the later one, or the earlier one with `later_first`.
+
+    Calls still start in order, and run undelayed up to their first await.
+    """
+    number = count(int(later_first))
+    return [_with_delay(tool, number) if tool.is_async and tool.parallel else tool for tool in tools]
+
+
+def _with_delay(tool: Tool, number: count[int]) -> Tool:
+    call = tool.call
+
+    async def called(**arguments: Any) -> Any:
+        return await _drive_delayed(call(**arguments), passes=next(number) % 2 * _PASS_COUNT)
+
+    return with_call(tool, called)
+
+
+@types.coroutine
+def _drive_delayed(coroutine: Coroutine[Any, Any, Any], *, passes: int) -> Generator[Any, Any, Any]:
+    """Drive the coroutine as its task would, with extra passes of the event loop after each of its awaits."""
+    resume: Callable[[], Any] = partial(coroutine.send, None)
+    while True:
+        try:
+            awaited = resume()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            value = yield awaited
+            for _ in range(passes):
+                yield None
+            resume = partial(coroutine.send, value)
+        except BaseException as error:  # also a cancellation, which belongs to the coroutine
+            resume = partial(coroutine.throw, error)

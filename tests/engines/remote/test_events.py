@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.engines.remote import events
-from runner.engines.remote.events import EventReader
+from runner.engines.remote import stream
+from runner.engines.remote.stream import EventReader
 
 STREAM = b': keep-alive\r\n\r\nid: 7\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b":1}\r\n\r\n\ndata: [DONE]\n\n'
 SAID = [b'{"a": "\xc3\xa9"}', b'{"b":1}', b"[DONE]"]
@@ -21,6 +21,6 @@ def test_events_are_the_same_however_their_bytes_are_cut(cuts: list[int]) -> Non
 
 
 def test_a_line_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(stream, "_MAX_LINE_BYTES", 100)
     with pytest.raises(ValueError, match="line of more than 100 bytes"):
         list(EventReader().feed(b"data: " + b"x" * 100))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.worker.bitmask_patch import patch_bitmasks
+from runner.engines.vllm.worker.cpu_patches import patch_bitmasks
 
 torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from runner.engines.vllm.engine_folder import SOCKETS, EngineFolder
+from runner.engines.vllm.start import SOCKETS, EngineFolder
 from runner.engines.vllm.worker import parent_watch
 
 WATCHDOG = 600.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.worker.generator_patch import patch_generators, rewinding
+from runner.engines.vllm.worker.cpu_patches import patch_generators, rewinding
 
 torch = pytest.importorskip("torch")
 

@@ -20,8 +20,8 @@ import pytest
 
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.engine_folder import SOCKETS
 from runner.engines.vllm.parallel import BINDING
+from runner.engines.vllm.start import SOCKETS
 from runner.engines.vllm.worker import parent_watch
 from runner.errors import BadModel, BadOption, EngineDead
 from runner.options import Sampling

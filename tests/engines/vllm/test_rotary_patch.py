@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.worker.rotary_patch import patch_rotary_embeddings
+from runner.engines.vllm.worker.cpu_patches import patch_rotary_embeddings
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.engines.vllm.shutdown_logging import suppress_shutdown_warnings
+from runner.engines.vllm.start import suppress_shutdown_warnings
 
 
 class EngineDeadError(Exception):

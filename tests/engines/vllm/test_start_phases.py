@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.engine_folder import EngineFolder
-from runner.engines.vllm.start import VllmProcess, import_of_vllm
+from runner.engines.vllm.start import EngineFolder, VllmProcess, import_of_vllm
 from runner.engines.vllm.worker import start_phases
 from runner.engines.vllm.worker.start_phases import PHASES, note_phases, read_phase
 from runner.models import ResolvedModel

@@ -2,15 +2,15 @@
 
 Patches of vLLM 0.32 and xgrammar 0.2.8, when each can be removed, and the test that covers it:
 
-| module | patched | remove when | test |
+| function | patched | remove when | test |
 |---|---|---|---|
-| `bitmask_patch` | xgrammar's masks on CPUs | masks end at the vocabulary | `engines/vllm/test_bitmask_patch.py` |
-| `generator_patch` | seeds on CPUs | CPU generators have offsets | `engines/vllm/test_generator_patch.py` |
-| `grammar_patch` | grammar compiler | xgrammar's cache compares token ids | `parsing/test_grammar_compiler.py` |
-| `lora_kernel_patch` | LoRA kernels on CPUs | vLLM merged pull request 48421 | `engines/test_adapters.py` |
-| `prompt_score_patch` | prompt scores with adapters | vLLM uses prompt rows' adapters | `engines/test_scoring.py` |
-| `reload_patch` | reload on CPUs | vLLM fixed 42821, 48284 and 48312 | `engines/vllm/test_reload_patch.py` |
-| `rotary_patch` | rotary embeddings on CPUs | vLLM flattens queries of heads | `engines/vllm/test_rotary_patch.py` |
-| `scored_ids_patch` | sampler | vLLM scores ids as sampled | `engines/test_scoring.py` |
-| `spin_wait_patch` | polling on CPUs | vLLM sleeps by itself on CPUs | `engines/vllm/test_spin_wait_patch.py` |
+| `cpu_patches.patch_bitmasks` | xgrammar's masks | masks end at the vocabulary | `engines/vllm/test_bitmask_patch.py` |
+| `cpu_patches.patch_generators` | seeds | CPU generators have offsets | `engines/vllm/test_generator_patch.py` |
+| `cpu_patches.patch_lora_kernels` | LoRA kernels | vLLM merged pull request 48421 | `engines/test_adapters.py` |
+| `cpu_patches.patch_rotary_embeddings` | rotary embeddings | it flattens heads | `engines/vllm/test_rotary_patch.py` |
+| `grammar_patch.patch_grammar_compiler` | grammars | ids are compared | `parsing/test_grammar_compiler.py` |
+| `reload_patch.patch_reload` | reload on CPUs | 42821, 48284, 48312 are fixed | `engines/vllm/test_reload_patch.py` |
+| `scoring_patches.patch_prompt_scores` | prompt scores | they use prompt rows' adapters | `engines/test_scoring.py` |
+| `scoring_patches.patch_sampler` | sampler | vLLM scores ids as sampled | `engines/test_scoring.py` |
+| `spin_wait_patch.patch_spin_wait` | polling | vLLM sleeps | `engines/vllm/test_spin_wait_patch.py` |
 """

@@ -11,13 +11,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from runner.engines.vllm.worker import parent_watch
-from runner.engines.vllm.worker.bitmask_patch import patch_bitmasks
-from runner.engines.vllm.worker.generator_patch import patch_generators
-from runner.engines.vllm.worker.lora_kernel_patch import patch_lora_kernels
-from runner.engines.vllm.worker.prompt_score_patch import patch_prompt_scores
+from runner.engines.vllm.worker.cpu_patches import (
+    patch_bitmasks,
+    patch_generators,
+    patch_lora_kernels,
+    patch_rotary_embeddings,
+)
 from runner.engines.vllm.worker.reload_patch import patch_reload
-from runner.engines.vllm.worker.rotary_patch import patch_rotary_embeddings
-from runner.engines.vllm.worker.scored_ids_patch import patch_sampler
+from runner.engines.vllm.worker.scoring_patches import patch_prompt_scores, patch_sampler
 
 __all__ = ["FILE_BACKEND", "WeightWorker"]
 
