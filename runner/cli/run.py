@@ -18,6 +18,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
+from runner.cli.agent_engines import agent_engines
 from runner.cli.display import PlainDisplay, display_for
 from runner.cli.name_values import parse_limits, parse_logit_bias, parse_pairs, parse_values
 from runner.cli.quiet_output import quiet_output
@@ -261,6 +262,7 @@ def _options(settings: RunSettings) -> RunOptions:
     options = RunOptions(
         **{name: value for name, value in given.items() if value is not None},
         sampling=_sampling(settings),
+        engines=agent_engines(settings),
         limits=limits.over(limits.defaults()).lifted() if settings.debug else limits,
         concurrency=Concurrency(episodes=settings.concurrency or (1 if settings.debug else None)),
         template_options=parse_values(settings.template_options, "--template-option"),

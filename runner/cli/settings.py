@@ -33,7 +33,7 @@ PROGRAM = "runner.environment.program:Program"
 DATASET = "dataset"
 """The name of the environment that plays a data set."""
 
-DATASET_OPTIONS = ("prompt", "answer", "score", "id", "system", "info", "where", "shuffle", "skip", "take")
+DATASET_OPTIONS = ("prompt", "answer", "score", "id", "system", "info", "where", "shuffle", "skip", "take", "cache")
 """The options of `dataset`; each is an argument of its constructor."""
 
 ENVIRONMENT = typer.Argument(
@@ -177,6 +177,14 @@ class RunSettings:
         str | None,
         typer.Option(envvar="DELTARUNNER_API_KEY", help="Key of the chat API.", show_envvar=True),
     ] = None
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            metavar="AGENT=ENGINE",
+            help="Another engine for an agent, such as judge or user: api:MODEL[@URL], or MODEL@URL of a server.",
+        ),
+    ] = None
     workers: Annotated[
         str | None,
         typer.Option(
@@ -211,7 +219,10 @@ class RunSettings:
     answer: Annotated[str | None, typer.Option(help="dataset: the reference answer, likewise.")] = None
     score: Annotated[
         str | None,
-        typer.Option(help="dataset: exact, contains, number, choice, math, json, regex:PATTERN or module:function."),
+        typer.Option(
+            help="dataset: exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC, judge:@FILE or "
+            "module:function."
+        ),
     ] = None
     id: Annotated[str | None, typer.Option(help="dataset: a unique field; default a hash of prompt and answer.")] = None
     system: Annotated[str | None, typer.Option(help="dataset: the system message.")] = None
@@ -226,6 +237,9 @@ class RunSettings:
     ] = None
     skip: Annotated[int | None, typer.Option(min=0, help="dataset: leave out the first N rows.")] = None
     take: Annotated[int | None, typer.Option(min=0, help="dataset: keep N rows.")] = None
+    cache: Annotated[
+        str | None, typer.Option(metavar="FILE", help="dataset: keep the scores of a judge in this file.")
+    ] = None
     group_size: Annotated[
         int | None, typer.Option("--group-size", "--repeat", min=1, help="Episodes of each task; default 1.")
     ] = None

@@ -86,6 +86,10 @@ class Episode:
             )
         return self._state.exit_stack
 
+    def model_of(self, agent: str = MAIN) -> str:
+        """Return the name or the folder of the model that plays an agent; "" if its engine has none."""
+        return str(self._state.shared.chat_of(agent).engine.describe().get("model", ""))
+
     def end(self, reason: str = "") -> None:
         """End the episode: it takes no further turn, finishes requests that are being answered, and is scored.
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from runner.environment.environment import Environment
 from runner.errors import BadOption, BadTask
 from runner.interop.hub import HubRows
-from runner.interop.judging import JUDGE, Judge, JudgeCost
+from runner.interop.judging import JUDGE, JUDGE_PREFIX, Judge, JudgeCost, judge_of_option
 from runner.interop.row_fields import Row, RowCondition, RowTemplate, RowValueError
 from runner.interop.row_sources import source_of
 from runner.interop.scorers import scorer_of
@@ -45,6 +45,7 @@ class Dataset(Environment):
         shuffle: int | None = None,
         skip: int = 0,
         take: int | None = None,
+        cache: str = "",
     ) -> None:
         """Choose the rows and the score. Nothing is read yet.
 
@@ -53,8 +54,8 @@ class Dataset(Environment):
             prompt: a field, or a text with fields, such as "Question: {question}"; a field may also be a list of
                 messages.
             answer: the same for the reference answer; "" for none.
-            score: exact, contains, number, choice, math, json, regex:PATTERN or module:function; in Python also a
-                function of the reply's text and the task, or `judge()`.
+            score: exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC, judge:@FILE or
+                module:function; in Python also a function of the reply's text and the task, or `judge()`.
             id: a field, or a text with fields, that is unique; by default a hash of prompt and answer.
             system: the system message.
             info: further fields that `task.info` holds for the scorer.
@@ -62,6 +63,7 @@ class Dataset(Environment):
             shuffle: the seed of a shuffled order.
             skip: the number of rows to leave out at the beginning, after `where` and `shuffle`.
             take: the number of rows to keep after these.
+            cache: with a judge of `judge:`, a file that keeps its scores for later runs.
 
         Raises:
             BadOption: an argument is invalid.
@@ -77,6 +79,10 @@ class Dataset(Environment):
         self._info = tuple(info)
         self._where = [RowCondition.of(each) for each in where]
         self._shuffle, self._skip, self._take = shuffle, skip, take
+        if isinstance(score, str) and score.startswith(JUDGE_PREFIX):
+            score = judge_of_option(score, cache)
+        elif cache:
+            raise BadOption(f"cache={cache!r:.60}: it keeps the scores of a judge: give score='judge:RUBRIC'.")
         self._judge = score if isinstance(score, Judge) else None
         self._scorer = None if self._judge is not None else scorer_of(score)
         if self._scorer is not None and self._scorer.needs_answer and self._answer is None:

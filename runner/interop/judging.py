@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from runner.engines.base import BaseEngine
@@ -17,12 +19,15 @@ from runner.options import Sampling
 from runner.tasks import Task
 from runner.trajectory import Turn
 
-__all__ = ["JUDGE", "Judge", "JudgeCost", "judge"]
+__all__ = ["JUDGE", "JUDGE_PREFIX", "Judge", "JudgeCost", "judge", "judge_of_option"]
 
 JUDGE: Final = "judge"
 """The name of the agent."""
 MAX_CACHED_ENTRIES = 100_000
 """Most scores that a judge remembers."""
+
+JUDGE_PREFIX: Final = "judge:"
+"""The beginning of a score option that is a rubric."""
 
 _SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?\W*$", re.IGNORECASE)
 _BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)\W*")
@@ -56,16 +61,69 @@ class JudgeCost:
         return {name: float(getattr(self, name)) for name in self.__slots__}
 
 
-class Judge:
-    """A judge made by `judge()`. Scores of equal replies to equal tasks are remembered while the object lives."""
+class _ScoreCache:
+    """Scores by key, in memory and in a file of JSON lines, which several processes may append to."""
 
-    def __init__(self, rubric: str, *, engine: BaseEngine | None, low: float, high: float, sampling: Sampling) -> None:
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: OrderedDict[str, float] = OrderedDict()
+        self._is_read = path is None
+
+    def get(self, key: str) -> float | None:
+        if not self._is_read:
+            self._read()
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
+
+    def put(self, key: str, score: float, cost: JudgeCost) -> None:
+        self._keep(key, score)
+        if self._path is not None:
+            line = json.dumps({"key": key, "score": score, **cost.as_metrics()})
+            with self._path.open("a", encoding="utf-8") as file:  # one write, so that lines of processes do not mix
+                file.write(f"{line}\n")
+
+    def _keep(self, key: str, score: float) -> None:
+        self._known[key] = score
+        if len(self._known) > MAX_CACHED_ENTRIES:
+            self._known.popitem(last=False)
+
+    def _read(self) -> None:
+        assert self._path is not None
+        self._is_read = True
+        lines = self._path.read_bytes().split(b"\n") if self._path.exists() else []
+        for number, line in enumerate(lines[:-1], 1):  # what follows the last line break was cut while it was written
+            try:
+                row = json.loads(line)
+                self._keep(str(row["key"]), float(row["score"]))
+            except (ValueError, KeyError, TypeError):
+                raise BadOption(
+                    f"cache={str(self._path)!r}: line {number} is not a score of a judge: give another file."
+                ) from None
+        if lines and lines[-1]:
+            with self._path.open("r+b") as file:
+                file.truncate(sum(len(line) + 1 for line in lines[:-1]))
+
+
+class Judge:
+    """A judge made by `judge()`. Scores of equal replies to equal tasks are remembered, in memory or in a file."""
+
+    def __init__(
+        self,
+        rubric: str,
+        *,
+        engine: BaseEngine | None,
+        low: float,
+        high: float,
+        sampling: Sampling,
+        cache: Path | None,
+    ) -> None:
         self.rubric = rubric
         """The rubric."""
         self.engine = engine
         """The engine of the judge; None for the run's own."""
         self._low, self._high, self._sampling = low, high, sampling
-        self._known: OrderedDict[bytes, float] = OrderedDict()
+        self._scores = _ScoreCache(cache)
 
     async def score(self, episode: Episode, task: Task, cost: JudgeCost) -> float:
         """Score the last reply of `main`, and add up the cost.
@@ -74,15 +132,14 @@ class Judge:
             JudgeFailed: the judge wrote no score, twice, or one outside of the range.
         """
         question = self._question(task, episode.text)
-        key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
-        if key in self._known:
-            self._known.move_to_end(key)
+        asked = json.dumps([episode.model_of(JUDGE), self._instructions(), question, repr(self._sampling)])
+        key = hashlib.sha256(asked.encode()).hexdigest()
+        known = self._scores.get(key)
+        if known is not None:
             cost.cached = 1
-            return self._known[key]
+            return known
         score = await self._ask(episode, question, cost)
-        self._known[key] = score
-        if len(self._known) > MAX_CACHED_ENTRIES:
-            self._known.popitem(last=False)
+        self._scores.put(key, score, cost)
         return score
 
     async def _ask(self, episode: Episode, question: str, cost: JudgeCost) -> float:
@@ -135,6 +192,7 @@ def judge(
     low: float = 0.0,
     high: float = 1.0,
     sampling: Sampling | None = None,
+    cache: str | Path | None = None,
 ) -> Judge:
     """A judge for `Dataset(score=)`. A failed judgement fails its episode; it is never a score of 0.
 
@@ -144,6 +202,8 @@ def judge(
         low: the lowest score.
         high: the highest score.
         sampling: the judge's sampling; greedy with 512 tokens by default.
+        cache: a file that keeps the scores for later runs, as JSON lines with their cost; made if it is missing. A
+            score counts for the same model, rubric, range, sampling, task and reply.
 
     Raises:
         BadOption: an argument is invalid.
@@ -156,4 +216,32 @@ def judge(
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise BadOption(f"judge(low={low!r}, high={high!r}): give two numbers, the lower one first.")
     own = Sampling(temperature=0, max_tokens=512)
-    return Judge(rubric, engine=engine, low=low, high=high, sampling=own if sampling is None else sampling.over(own))
+    if cache is not None and not Path(cache).absolute().parent.is_dir():
+        raise BadOption(f"judge(cache={str(cache)!r:.80}): the folder does not exist: create it.")
+    return Judge(
+        rubric,
+        engine=engine,
+        low=low,
+        high=high,
+        sampling=own if sampling is None else sampling.over(own),
+        cache=None if cache is None else Path(cache).absolute(),
+    )
+
+
+def judge_of_option(score: str, cache: str) -> Judge:
+    """The judge of `--score judge:RUBRIC` or `--score judge:@FILE`.
+
+    Raises:
+        BadOption: the file cannot be read, or there is no rubric.
+    """
+    rubric = score.removeprefix(JUDGE_PREFIX)
+    if rubric.startswith("@"):
+        try:
+            rubric = Path(rubric[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadOption(f"score={score!r:.80}: the rubric cannot be read ({error}).") from None
+    if not rubric.strip():
+        raise BadOption(
+            f"score={score!r:.60}: give a rubric, such as judge:'1 if it is polite, else 0', or judge:@FILE."
+        )
+    return judge(rubric, cache=cache or None)

@@ -208,6 +208,7 @@ class McpDataset(Dataset):
         shuffle: int | None = None,
         skip: int = 0,
         take: int | None = None,
+        cache: str = "",
         prefix: bool = False,
         one_connection: bool = False,
         processes: int = MAX_PROCESSES_COUNT,
@@ -216,7 +217,7 @@ class McpDataset(Dataset):
 
         Args:
             servers: a command or a URL, a list of them, or a dict of them by name; as text, also JSON.
-            tasks: as in `Dataset`, like the arguments up to `take`.
+            tasks: as in `Dataset`, like the arguments up to `cache`.
             prompt: the prompt.
             answer: the reference answer.
             score: the scorer.
@@ -227,11 +228,12 @@ class McpDataset(Dataset):
             shuffle: the seed of a shuffled order.
             skip: rows to leave out.
             take: rows to keep.
+            cache: the file of a judge's scores.
             prefix: begin the names of tools with that of their server.
             one_connection: all episodes share one connection to each server; by default each has its own.
             processes: the most episodes at once that have server processes of their own.
         """
-        super().__init__(tasks, prompt, answer, score, id, system, info, where, shuffle, skip, take)
+        super().__init__(tasks, prompt, answer, score, id, system, info, where, shuffle, skip, take, cache)
         self._connections = McpServers(servers, prefix=prefix)
         self._is_shared = one_connection
         self._processes = processes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner import BadOption, Outcome, Run, ScriptedEngine, Trajectory
+from runner import BadOption, Outcome, Run, Sampling, ScriptedEngine, Trajectory
 from runner.interop import Dataset, judge
 
 pytestmark = pytest.mark.anyio
@@ -58,6 +60,51 @@ async def test_equal_replies_are_judged_once_and_the_cost_is_counted() -> None:
     assert (first.reward, second.reward) == (1, 1)
 
 
+async def cached(file: Path, **options: Any) -> list[float]:
+    """How many turns of a judge each of two equal runs needs, each with a judge object of its own."""
+    counts = []
+    for _ in range(2):
+        score = judge(**{"rubric": "Is it polite?", "engine": ScriptedEngine("Score: 1"), "cache": file, **options})
+        async with Run(Dataset([{"prompt": "Hello?"}], score=score), ScriptedEngine("Hi.")) as run:
+            counts += [each.metrics["judged.calls"] async for each in run if each.agent == "main"]
+    return counts
+
+
+async def test_scores_in_a_file_are_used_by_later_judges(tmp_path: Path) -> None:
+    file = tmp_path / "scores.jsonl"
+    assert await cached(file) == [1, 0]
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert (row["score"], row["calls"]) == (1.0, 1.0)
+    assert row["prompt_tokens"] > row["sampled_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "other", [{"rubric": "Is it short?"}, {"high": 2.0}, {"sampling": Sampling(temperature=1)}], ids=str
+)
+async def test_another_rubric_range_or_sampling_is_judged_again(tmp_path: Path, other: dict[str, Any]) -> None:
+    file = tmp_path / "scores.jsonl"
+    assert await cached(file) == [1, 0]
+    assert await cached(file, **other) == [1, 0]
+
+
+async def test_a_score_that_was_cut_while_written_is_asked_again(tmp_path: Path) -> None:
+    file = tmp_path / "scores.jsonl"
+    file.write_text('{"key": "ab", "sco')
+    assert await cached(file) == [1, 0]
+    assert len(file.read_text().splitlines()) == 1
+
+
+async def test_a_file_that_has_no_scores_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("dear diary\n")
+    score = judge("Polite?", engine=ScriptedEngine("Score: 1"), cache=file)
+    async with Run(Dataset([{"prompt": "Hello?"}], score=score), ScriptedEngine("Hi."), breaker=1) as run:
+        (main,) = [each async for each in run if each.agent == "main"]
+    assert (main.outcome, main.reward) == (Outcome.ENV_ERROR, None)
+    assert "notes.txt': line 1 is not a score of a judge: give another file" in main.error
+    assert file.read_text() == "dear diary\n"
+
+
 async def test_judge_without_an_engine_is_the_engine_of_the_run() -> None:
     def says(call: Any) -> str:
         return "Score: 0.25" if "You grade replies" in call.prompt else "a reply"
@@ -77,8 +124,8 @@ async def test_engine_of_the_run_overrides_that_of_the_judge() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rubric": " "}, {"engine": "gpt"}, {"low": 1, "high": 0}, {"high": math.inf}],
-    ids=["no rubric", "no engine", "range", "infinite"],
+    [{"rubric": " "}, {"engine": "gpt"}, {"low": 1, "high": 0}, {"high": math.inf}, {"cache": "no/x.jsonl"}],
+    ids=["no rubric", "no engine", "range", "infinite", "no folder"],
 )
 def test_judge_with_bad_arguments_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match=r"judge\("):
