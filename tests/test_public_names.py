@@ -112,7 +112,7 @@ def test_public_names_of_trainers() -> None:
     servers = "McpDataset McpServers ServerOption"
     scores = "Judge ScoreName ScoreOption ScoringFunction judge"
     games = "Gymnasium OpenEnv TextArena"
-    benchmarks = "Bfcl Tau2"
+    benchmarks = "Bfcl Tau2 Verifiers"
     assert set(interop.__all__) == {*f"{servers} {scores} {games} {benchmarks} Dataset Mixture MixturePart".split()}
     for package in (training, generation, interop):
         assert package.__all__ == sorted(package.__all__)

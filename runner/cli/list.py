@@ -20,6 +20,7 @@ EXTRAS: Final = {
     "mcp": ("mcp", "tools of MCP servers: deltarunner run mcp"),
     "textarena": ("textarena", "games of TextArena: deltarunner run textarena --set game=TicTacToe-v0"),
     "tau2": ("tau2", "tau2-bench: customer service with a simulated user: deltarunner run tau2"),
+    "verifiers": ("verifiers", "task sets of verifiers: deltarunner run verifiers --set taskset=NAME"),
     "bfcl": ("bfcl_eval", "multi-turn function calls of BFCL, after pip install --no-deps bfcl-eval"),
     "openenv": ("websockets", "environments on OpenEnv servers: deltarunner run openenv --set url=URL"),
     "reasoning": ("reasoning_gym", "the puzzles of reasoning-gym: deltarunner run reasoning"),

@@ -10,6 +10,7 @@ from runner.interop.openenv_servers import OpenEnv
 from runner.interop.scorers import ScoreName, ScoringFunction
 from runner.interop.tau2_bench import Tau2
 from runner.interop.textarena_games import TextArena
+from runner.interop.verifiers_tasks import Verifiers
 
 __all__ = [
     "Bfcl",
@@ -27,5 +28,6 @@ __all__ = [
     "ServerOption",
     "Tau2",
     "TextArena",
+    "Verifiers",
     "judge",
 ]

@@ -21,4 +21,11 @@ def _missing(item: pytest.Item) -> bool:
     if any(not (HOME / name / "installed.json").is_file() for name in servers):
         return True
     names = [name for marker in item.iter_markers("package") for name in marker.args]
-    return any(importlib.util.find_spec(name) is None for name in names)
+    return any(not _is_installed(name) for name in names)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package around the module
+        return False
