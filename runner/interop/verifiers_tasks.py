@@ -74,7 +74,7 @@ class Verifiers(Environment):
             yield Task(id=name, prompt=_prompt(task.data, name), info={"data": data})
 
     @asynccontextmanager
-    async def lifespan(self) -> AsyncIterator[list[_ServedTool]]:
+    async def lifespan(self) -> AsyncIterator[list[Any]]:
         """The tools that all episodes share."""
         async with AsyncExitStack() as stack:
             toolsets = type(self._taskset).toolsets(self._taskset.config)

