@@ -217,18 +217,17 @@ def compare_scores(
         proof: the trainer's log-probabilities.
         scores: the engine's scores of the same ids.
         tolerance: the allowed differences.
-        before: the last proof that held, to compute the share of the change that arrived; ignored if its ids differ.
+        before: the last proof that held, to compute the share of the change that arrived; ignored if its ids or number
+            types differ.
         engine_dtype: number type of the engine's computation.
     """
     given, wanted = np.asarray(scores, dtype=np.float64), np.asarray(proof.logprobs)
     differences = np.abs(given - wanted)
     differences[~np.isfinite(given)] = np.inf
     share, error = None, None
-    if before is not None and before.proof.ids == proof.ids:
-        proofs = (before.proof, proof)
-        if all(_same_weights(each, engine_dtype) for each in proofs):
-            precise = all((each.dtype or engine_dtype) in _PRECISE for each in proofs)
-            share, error = _arrived(wanted, given, before, precise=precise)
+    if before is not None and _is_comparable(proof, before.proof, engine_dtype):
+        precise = (proof.dtype or engine_dtype) in _PRECISE
+        share, error = _arrived(wanted, given, before, precise=precise)
     return ProofFigures(
         len(given),
         float(np.median(differences)),
@@ -240,10 +239,16 @@ def compare_scores(
     )
 
 
-def _same_weights(proof: WeightProof, engine_dtype: str) -> bool:
-    """Return whether an engine uses the weights of a proof without rounding them."""
+def number_types(proof: WeightProof) -> tuple[str | None, str | None]:
+    """Return the number types of computation and weights; proofs are compared only within the same ones."""
+    return proof.dtype, proof.weights_dtype
+
+
+def _is_comparable(proof: WeightProof, before: WeightProof, engine_dtype: str) -> bool:
+    """Return whether two proofs show a change of weights that an engine uses without rounding them."""
     weights = proof.weights_dtype or proof.dtype or engine_dtype
-    return weights == engine_dtype or engine_dtype in _PRECISE
+    unrounded = weights == engine_dtype or engine_dtype in _PRECISE
+    return unrounded and before.ids == proof.ids and number_types(before) == number_types(proof)
 
 
 def _arrived(wanted: Any, scores: Any, before: Accepted, *, precise: bool) -> tuple[float | None, float | None]:

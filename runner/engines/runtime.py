@@ -15,7 +15,15 @@ from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
-from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, failure_reason, tolerance_of
+from runner.engines.proofs import (
+    Accepted,
+    ProofFigures,
+    WeightProof,
+    compare_scores,
+    failure_reason,
+    number_types,
+    tolerance_of,
+)
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 
@@ -81,6 +89,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
         self._baseline: ProofFigures | None = None
+        self._baseline_types: tuple[str | None, ...] = ()
         self._accepted: Accepted | None = None
 
     # --- requests
@@ -190,7 +199,8 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof; return figures and the reason of a failure, or ""."""
-        tolerance = tolerance_of(proof, self.dtype, self._baseline)
+        baseline = self._baseline if number_types(proof) == self._baseline_types else None
+        tolerance = tolerance_of(proof, self.dtype, baseline)
         figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
         return figures, failure_reason(figures, proof, scores, self._accepted)
 
@@ -204,7 +214,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """
         self._accepted = Accepted(proof, scores)
         if baseline is not None and len(self.versions) == 1:
-            self._baseline = baseline
+            self._baseline, self._baseline_types = baseline, number_types(proof)
 
     async def fall_asleep(self, level: int) -> None:
         """Change from running or paused to asleep; turns that are being sampled are cut."""

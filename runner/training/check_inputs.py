@@ -1,4 +1,4 @@
-"""Transfers and adapters for `check_weights`, made from the model in transformers."""
+"""Inputs of `check_weights`: transfers and adapters, made from the model in transformers, and its memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,52 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from runner.engines.weights import LocalTransfer
-from runner.errors import BadOption
+import psutil
 
-__all__ = ["DEFAULT_ADAPTER_RANK", "adapter_on", "linear_kinds", "local_transfer", "tensor_kind"]
+from runner.engines.weights import LocalTransfer, read_folder
+from runner.errors import BadOption, BadWeights
+
+__all__ = ["DEFAULT_ADAPTER_RANK", "adapter_on", "check_memory", "linear_kinds", "local_transfer", "tensor_kind"]
 
 DEFAULT_ADAPTER_RANK: Final = 8
 LOOPBACK: Final = "127.0.0.1"
+_FLOAT32_BYTES: Final = 4
+_HALF_BYTES: Final = 2
+_GB_BYTES: Final = 1e9
+
+
+def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
+    """Check that the main memory suffices for an engine, its update, and the model in transformers. Blocks.
+
+    Transformers has the model in float32, and a copy of its first values. An engine in half precision needs the values
+    rounded for the proof too. On a CPU the engine is in main memory, with a second model while weights are loaded. A
+    state dict is copied once in the engine's dtype.
+
+    Args:
+        folder: the model's folder; one without safetensors is not checked, since the size of its model is unknown.
+        dtype: the engine's dtype; anything but float32 counts as half precision.
+        on_cpu: True if the engine computes on a CPU.
+
+    Raises:
+        BadOption: the memory does not suffice.
+    """
+    try:
+        forms = read_folder(folder).forms.values()
+    except BadWeights:
+        return
+    values = sum(math.prod(form.shape) for form in forms)
+    size = _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES
+    references = 2 if size == _FLOAT32_BYTES else 3
+    in_transformers = values * references * _FLOAT32_BYTES
+    of_engine = values * size * (3 if on_cpu else 1)
+    available = psutil.virtual_memory().available
+    if in_transformers + of_engine > available:
+        raise BadOption(
+            f"check_weights({folder.name}): {values / 1e9:,.1f} billion values need "
+            f"{in_transformers / _GB_BYTES:.1f} GB for transformers in float32 and {of_engine / _GB_BYTES:.1f} GB for "
+            f"the engine and its update, but this machine has {available / _GB_BYTES:.1f} GB of free memory: check "
+            "the same architecture with --tiny (tiny=True), or free memory."
+        )
 
 
 def tensor_kind(name: str) -> str:

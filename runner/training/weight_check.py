@@ -23,7 +23,14 @@ from runner.engines.weights import LocalTransfer
 from runner.errors import BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
 from runner.models import DEMO_MODEL, resolve_model
 from runner.options import Sampling
-from runner.training.check_inputs import DEFAULT_ADAPTER_RANK, adapter_on, linear_kinds, local_transfer, tensor_kind
+from runner.training.check_inputs import (
+    DEFAULT_ADAPTER_RANK,
+    adapter_on,
+    check_memory,
+    linear_kinds,
+    local_transfer,
+    tensor_kind,
+)
 from runner.training.tiny_model import save_tiny_model
 from runner.training.weight_proof import weight_proof
 
@@ -137,7 +144,7 @@ def check_weights(
 
     Raises:
         BadModel: transformers or vLLM cannot load the model, or their scores differ from the start.
-        BadOption: a way is unknown.
+        BadOption: a way is unknown, or the memory does not suffice for both models.
     """
     return anyio.run(partial(check_weights_async, model, tiny=tiny, ways=ways, **engine_arguments))
 
@@ -153,7 +160,8 @@ async def check_weights_async(
     """Run `check_weights` on this event loop; `on_row` is called with each row."""
     chosen = [_way(way) for way in ways]
     with tempfile.TemporaryDirectory(prefix="deltarunner-weights-") as scratch:
-        load = partial(_load, model, tiny=tiny, scratch=Path(scratch))
+        dtype = str(engine_arguments.get("dtype", "auto"))
+        load = partial(_load, model, tiny=tiny, scratch=Path(scratch), dtype=dtype)
         folder, reference = await anyio.to_thread.run_sync(load)
         trial = _Trial(folder, reference, Path(scratch), engine_arguments)
         async with trial.engine_running():
@@ -173,8 +181,13 @@ def _way(way: Way | str) -> Way:
     return Way(way)
 
 
-def _load(model: str | Path, *, tiny: bool, scratch: Path) -> tuple[Path, Any]:
-    """Return the folder for the engine's start, and the model in transformers, in float32."""
+def _load(model: str | Path, *, tiny: bool, scratch: Path, dtype: str) -> tuple[Path, Any]:
+    """Return the folder for the engine's start, and the model in transformers, in float32.
+
+    Raises:
+        BadModel: transformers cannot load the model.
+        BadOption: the memory does not suffice for it.
+    """
     import torch
     import transformers
 
@@ -188,6 +201,7 @@ def _load(model: str | Path, *, tiny: bool, scratch: Path) -> tuple[Path, Any]:
         folder = scratch / "start"
         return folder, save_tiny_model(source, folder, tokenizer=source if own else demo, vocabulary=vocabulary)
     folder = resolve_model(model).folder
+    check_memory(folder, dtype, on_cpu=not torch.cuda.is_available())
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except Exception as error:  # models of transformers may raise anything

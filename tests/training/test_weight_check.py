@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from runner import BadModel, BadOption
 from runner.cli import app
 from runner.training import Verdict, Way, check_weights
-from runner.training.check_inputs import adapter_on, linear_kinds, local_transfer, tensor_kind
+from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer, tensor_kind
 from runner.training.tiny_model import random_model, tiny_config
 from tests.engines.stale_worker import STALE
 
@@ -155,6 +156,42 @@ def test_a_way_that_is_not_there_is_refused_by_name(llama: Path) -> None:
     with pytest.raises(SystemExit) as left:
         app.app(["check-weights", str(llama), "--way", "email"])
     assert left.value.code == 2
+
+
+def save_sparse_model(folder: Path, values: int) -> Path:
+    """A checkpoint of one tensor in bfloat16 whose file has a size but no data on the disk."""
+    folder.mkdir()
+    transformers.LlamaConfig(**GROUPED, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    entry = {"dtype": "BF16", "shape": [values], "data_offsets": [0, 2 * values]}
+    header = json.dumps({"lm_head.weight": entry}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * values)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needed"),
+    [("bfloat16", "12000.0 GB for transformers in float32"), ("float32", "8000.0 GB for transformers in float32")],
+)
+def test_model_that_needs_too_much_memory_is_refused_first(dtype: str, needed: str, tmp_path: Path) -> None:
+    folder = save_sparse_model(tmp_path / "huge", 10**12)
+    with pytest.raises(BadOption, match=r"check_weights\(huge\): 1,000.0 billion values need") as raised:
+        check_weights(folder, ways=["same"], dtype=dtype)
+    assert needed in str(raised.value)
+    assert "check the same architecture with --tiny (tiny=True), or free memory" in str(raised.value)
+
+
+def test_memory_of_a_checkpoint_without_safetensors_is_unknown(tmp_path: Path) -> None:
+    check_memory(tmp_path, "float32", on_cpu=True)
+
+
+def test_memory_of_a_model_on_a_cpu_includes_its_engine(tmp_path: Path) -> None:
+    free = psutil.virtual_memory().available
+    folder = save_sparse_model(tmp_path / "between", free // 16)  # 14 bytes a value on a GPU, 18 on a CPU
+    check_memory(folder, "bfloat16", on_cpu=False)
+    with pytest.raises(BadOption, match="for the engine and its update"):
+        check_memory(folder, "bfloat16", on_cpu=True)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
