@@ -22,13 +22,21 @@ class OwnWorker(WeightWorker):
     """An extension of a user's that inherits from ours."""
 
     dies_after: int | None = None
+    keeps_old = False
 
     def die_after(self, tensors: int) -> None:
         """Let the next update fail after this number of tensors."""
         self.dies_after = tensors
 
+    def keep_old_weights(self, number: int) -> None:
+        """Let the next update change nothing on the worker of this number, of data or of tensor parallelism."""
+        self.keeps_old = number in (self.parallel_config.data_parallel_rank, self.rank)
+
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
-        """Load the tensors, or some of them."""
+        """Load the tensors, or some of them, or none."""
+        if self.keeps_old:
+            self.keeps_old = False
+            return
         if self.dies_after is None:
             super().load_weight_files(files, ignored)
             return
