@@ -16,7 +16,12 @@ HIDDEN_SIZE: Final = 256
 HEAD_COUNT: Final = 4
 MAX_CONTEXT: Final = 4096
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-_SIZES: Final = {"intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+_SIZES: Final = {
+    "intermediate_size": 512,
+    "ffn_dim": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 _HYBRID: Final = {
     "attn_layer_indices": [1],
     "attn_layer_period": 2,
@@ -60,6 +65,8 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
         **_SIZES,
         **{name: min(8, getattr(text, name, None) or 8) for name in _EXPERTS},
     }
+    if embedding := getattr(text, "word_embed_proj_dim", None):  # of OPT, often smaller than the hidden size
+        changes["word_embed_proj_dim"] = hidden * embedding // text.hidden_size
     if isinstance(getattr(text, "mamba_d_head", None), int) and hasattr(text, "mamba_expand"):
         inner = text.mamba_expand * hidden
         changes |= {"mamba_n_heads": inner // text.mamba_d_head, "mamba_d_ssm": inner}
