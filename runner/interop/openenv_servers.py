@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 from runner.environment.environment import Environment
@@ -20,14 +21,18 @@ __all__ = ["OpenEnv"]
 CONNECT_SECONDS = 30.0
 """Time to open a connection or to read the schema."""
 
+_TOOL_CALL: Final = "call_tool"
+"""The type of the action of a server whose actions are calls of MCP tools."""
+
 _REFUSED: Final = "VALIDATION_ERROR"
 """The code of an action that does not fit the schema."""
 
 
 class OpenEnv(Environment):
-    """An environment on an OpenEnv server (`--set url=http://localhost:8000`): its actions are one tool.
+    """An environment on an OpenEnv server (`--set url=http://localhost:8000`).
 
-    Each episode has its own session. The reward is the sum of the rewards that the server sends.
+    Its actions are one tool; where they are calls of tools, each of these is a tool. Each episode has its own session.
+    The reward is the sum of the rewards that the server sends.
     """
 
     package = ("websockets", "openenv")
@@ -96,15 +101,16 @@ class OpenEnv(Environment):
         except (OSError, TimeoutError, self._websockets.WebSocketException) as error:
             raise self._failed("cannot be connected", error) from error
         self._first = await self._ask("reset", {"seed": self.episode.rng.getrandbits(31), **self._reset})
-        tool = Tool(
-            self._act,
-            name=self._tool,
-            description=self._description,
-            parameters=self.shared,
-            raw=True,
-            parallel=False,  # a socket answers one message at a time
-        )
-        self.tools.append(tool)
+        if self.shared["properties"].get("type", {}).get("const") == _TOOL_CALL:
+            listed = (await self._exchange("step", {"type": "list_tools"}))["observation"].get("tools") or []
+            shown = [(each["name"], each["description"] or each["name"], each["input_schema"]) for each in listed]
+        else:
+            shown = [(self._tool, self._description, self.shared)]
+        for name, description, parameters in shown:
+            call = self._act if parameters is self.shared else partial(self._call_tool, name)
+            # Not parallel, since a socket answers one message at a time.
+            made = Tool(call, name=name, description=description, parameters=parameters, raw=True, parallel=False)
+            self.tools.append(made)
 
     def prompt(self) -> str:
         """Instructions and the first observation."""
@@ -128,12 +134,19 @@ class OpenEnv(Environment):
         self._end_if_done()
         return observation
 
+    async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return await self._act({"type": _TOOL_CALL, "tool_name": name, "arguments": dict(arguments)})
+
     def _end_if_done(self) -> None:
         if self._done:
             self.episode.end("done")
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> str:
-        """Send a message and return the observation of the answer as text.
+        """Send a message and return the observation of the answer as text."""
+        return self._observed(await self._exchange(kind, data))
+
+    async def _exchange(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message and return the answer.
 
         Answers have no request id, so that nothing can be asked after a call that was cut.
         """
@@ -150,7 +163,7 @@ class OpenEnv(Environment):
             raise self._error(answer.get("data") or {})
         if answer.get("type") != "observation":
             raise ServerFailed(f"OpenEnv server {self._url} answered {kind!r} with {answer!r:.200}.")
-        return self._observed(answer["data"])
+        return dict(answer["data"])
 
     def _observed(self, data: Mapping[str, Any]) -> str:
         gained = data.get("reward")
@@ -158,6 +171,8 @@ class OpenEnv(Environment):
             self._total = (self._total or 0.0) + float(gained)
         self._done = bool(data.get("done"))
         observation = {name: each for name, each in data.get("observation", {}).items() if name != "metadata"}
+        if "tool_name" in observation:
+            return _tool_result(observation)
         if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
             return only
         return json.dumps(observation, ensure_ascii=False)
@@ -171,3 +186,19 @@ class OpenEnv(Environment):
     def _failed(self, what: str, error: BaseException) -> ServerFailed:
         cause = unwrapped(error)
         return ServerFailed(f"OpenEnv server {self._url} {what} ({type(cause).__name__}: {first_line(cause):.200})")
+
+
+def _tool_result(observation: Mapping[str, Any]) -> str:
+    """The text of a tool's result.
+
+    Raises:
+        ToolError: the call failed.
+    """
+    error, result = observation.get("error"), observation.get("result") or {}
+    if error:
+        raise ToolError(str(error.get("message", error)))
+    content = result.get("content", []) if isinstance(result, Mapping) else [{"text": str(result)}]
+    text = "\n".join(part.get("text") or f"[{part.get('type', 'content')}]" for part in content)
+    if isinstance(result, Mapping) and result.get("is_error"):
+        raise ToolError(text)
+    return text

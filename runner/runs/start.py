@@ -142,8 +142,8 @@ class Start:
         header = describe() if options.file is None else await setup.workers.call(Job(describe, "run header"))
         if callable(options.file):
             state.file = options.file(header)
-        task_class = setup.environment.task_class()
-        return RunWriter(state.file, header, task_class=task_class, retry_failed=options.retry_failed)
+        classes = {name: part.task_class() for name, part in setup.environment.parts().items()}
+        return RunWriter(state.file, header, task_class=classes, retry_failed=options.retry_failed)
 
     async def _tasks_ahead(self) -> Tasks | None:
         """The tasks, checked before an engine starts and a file is made if they are a file or a list.

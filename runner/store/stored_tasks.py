@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from runner.errors import RunFileError
 from runner.store.json_values import class_name, decode_json, encode_json
@@ -17,10 +18,17 @@ def encode_task(task: Task) -> str:
 
 
 class TaskDecoder:
-    """Decodes tasks as `task_class`; fields that the class lacks are put into `info`."""
+    """Decodes tasks as `task_class`; fields that the class lacks are put into `info`.
 
-    def __init__(self, task_class: type[Task] = Task) -> None:
-        self._build = TaskBuilder(task_class)
+    Args:
+        task_class: the class of the tasks, or the classes of several environments by the beginning of the ids before
+            the slash, as in `Environment.parts()`.
+    """
+
+    def __init__(self, task_class: type[Task] | Mapping[str, type[Task]] = Task) -> None:
+        classes = task_class if isinstance(task_class, Mapping) else {"": task_class}
+        self._builders = {name: TaskBuilder(each) for name, each in classes.items()}
+        self._other = self._builders.get("") or TaskBuilder(Task)
 
     def __call__(self, text: str) -> Task:
         """The task.
@@ -29,15 +37,16 @@ class TaskDecoder:
             RunFileError: the fields do not fit the class.
         """
         fields = decode_json(text)
-        extra = {name: fields.pop(name) for name in fields.keys() - self._build.known}
+        build = self._builders.get(str(fields["id"]).partition("/")[0], self._other)
+        extra = {name: fields.pop(name) for name in fields.keys() - build.known}
         if extra:
             fields["info"] = {**fields["info"], **extra}
         if fields["prompt"] == []:
             fields["prompt"] = ()  # the class's own default
         try:
-            return self._build(fields)
+            return build(fields)
         except (TypeError, ValueError) as error:
             raise RunFileError(
-                f"task {fields.get('id')!r} of the run file is not a {class_name(self._build.task_class)} ({error}). "
+                f"task {fields.get('id')!r} of the run file is not a {class_name(build.task_class)} ({error}). "
                 f"Give the class that it was written with (task_class=), or leave task_class out."
             ) from error

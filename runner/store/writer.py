@@ -64,7 +64,7 @@ class RunWriter:
     Args:
         path: the file; created with its folder if needed. None stores no trajectories, only task ids.
         header: the configuration of this run.
-        task_class: the class of stored tasks.
+        task_class: the class of stored tasks, or the classes of several environments as `TaskDecoder` takes them.
         retry_failed: failed episodes in the file are superseded, and claimed again.
         durable: commits also survive a power cut (`synchronous=FULL`); without it they survive any death of the
             process, including `kill -9`.
@@ -80,7 +80,7 @@ class RunWriter:
         path: Path | None,
         header: Header,
         *,
-        task_class: type[Task] = Task,
+        task_class: type[Task] | Mapping[str, type[Task]] = Task,
         retry_failed: bool = False,
         durable: bool = False,
     ) -> None:

@@ -16,6 +16,7 @@ NAMES = (
     "deltas",
     "masks",
     "kit",
+    "interop",
     "scripted",
     "turns",
     "turn_cost",

@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "masks": {"ROUNDS": 1, "LINES": 1, "FORMATS": ("raw strings",)},
     "deltas": {"ROUNDS": 1, "TIMES": 1, "LONG": 1_000, "FORMATS": ("JSON object", "raw strings")},
     "kit": {"ROUNDS": 1},
+    "interop": {"ROUNDS": 1, "TURNS": 2, "FILE_BYTES": 1 << 20, "GROUP_ROWS": 32},
     "scripted": {"ROUNDS": 1, "TURNS": 1},
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "turn_cost": {"ROUNDS": 1, "EPISODES": 4, "WIDTHS": (2,), "STEP_SECONDS": 0.001},

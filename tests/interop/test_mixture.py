@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,30 @@ async def test_a_mixture_resumes_one_file(tmp_path: Path) -> None:
         assert len(stored) == 12
         assert stored.header.arguments["b.weight"] == 2
         assert stored.header.arguments["a.count"] == 3
+
+
+@dataclass(frozen=True)
+class Leveled(Task):
+    level: int = 0
+
+
+class Levels(Environment[Leveled]):
+    def tasks(self) -> Iterator[Leveled]:
+        return (Leveled(id=str(level), prompt="hello", level=level) for level in (3, 7))
+
+    @group_reward
+    def rank(self, group: Group) -> list[float]:
+        return [float(each.task.level) for each in group.trajectories]  # type: ignore[attr-defined]
+
+
+async def test_tasks_of_a_resumed_group_have_their_class(tmp_path: Path) -> None:
+    made: Callable[[], Mixture] = lambda: Mixture({"a": Greeting(1), "levels": Levels()})  # noqa: E731
+    options: dict[str, Any] = {"file": tmp_path / "mixed.db", "group_size": 2}
+    await played(made(), indices=(0,), **options)
+    await played(made(), **options)
+    with RunFile(tmp_path / "mixed.db") as stored:
+        rewards = sorted(each.reward or 0.0 for each in stored if each.task_id.startswith("levels"))
+    assert rewards == [3, 3, 7, 7]
 
 
 async def test_results_reach_the_source_that_listens() -> None:

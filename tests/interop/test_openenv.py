@@ -20,8 +20,9 @@ real = pytest.mark.server("openenv")
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    command = [str(HOME / "openenv" / "bin" / "python"), str(Path(__file__).parent / "openenv_server.py")]
+def serving(*arguments: str) -> Iterator[str]:
+    program = str(Path(__file__).parent / "openenv_server.py")
+    command = [str(HOME / "openenv" / "bin" / "python"), program, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -69,6 +70,18 @@ async def test_nothing_is_asked_after_a_call_that_was_cut(url: str) -> None:
     (each,) = await played(url, add(77, 4), limits=Limits(tool_seconds=0.3))
     assert each.outcome is Outcome.ENV_ERROR
     assert "an earlier call was cut" in each.error
+
+
+@real
+async def test_calls_of_tools_are_tools_of_their_own_with_rewards() -> None:
+    with serving("tools") as own:
+        replies = [[call("add", number=4)], [call("look")], [call("add", number=66)], [call("add", number=6)]]
+        for each in await played(own, replies, episodes=3):
+            assert (each.outcome, each.reason, each.reward) == (Outcome.COMPLETED, "done", 10.0), each.error
+            results = [str(m["content"]) for m in each.messages if m["role"] == "tool"]
+            assert (results[0], results[1], results[3]) == ("it is 4", "still 4", "it is 10")
+            assert "the counter is broken" in results[2]
+            assert each.metrics["steps"] == 3
 
 
 @real

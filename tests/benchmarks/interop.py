@@ -1,0 +1,125 @@
+"""Tools and tasks of other projects: calls of MCP and OpenEnv beside a plain tool, and a large Parquet file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import anyio
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runner import Environment, Limits, Run, ScriptedEngine, Task, Trajectory, reward, tool
+from runner.interop import McpDataset, OpenEnv
+from runner.testing import call
+from tests.benchmarks.figures import Figure, main
+from tests.interop.installing import HOME
+from tests.interop.test_openenv import serving
+
+ROUNDS = 5
+TURNS = 50
+FILE_BYTES = 1 << 30
+ROW_BYTES = 8192
+GROUP_ROWS = 2048
+"""Rows of a row group: 16 MiB."""
+
+MCP_SERVER = Path(__file__).parents[1] / "interop" / "mcp_server.py"
+
+READ = """
+import json, resource, sys
+from runner.interop import Dataset
+shuffle = json.loads(sys.argv[2])
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+tasks = iter(Dataset(sys.argv[1], prompt="{prompt}", answer="{answer}", score="number", shuffle=shuffle).tasks())
+before = megabytes()
+count = sum(1 for _ in tasks)
+print(json.dumps([count, megabytes() - before]))
+"""
+
+
+class Plain(Environment):
+    """A tool of the environment itself."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(id="sum", prompt="Add.")]
+
+    @tool
+    async def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    @reward
+    async def correct(self) -> bool:
+        return self.episode.text == "Done."
+
+
+def measure() -> Iterator[Figure]:
+    """Milliseconds from the end of a turn with one call to its answer, and the memory that tasks of a file take."""
+    with ExitStack() as stack:
+        one = [{"prompt": "Add.", "answer": "3"}]
+        server = f"{sys.executable} {MCP_SERVER}"
+        rooms: list[tuple[str, Callable[[], Environment], Any]] = [
+            ("plain tool", Plain, call("add", a=1, b=2)),
+            ("MCP tool, stdio", lambda: McpDataset(server, one, answer="answer"), call("add", a=1, b=2)),
+        ]
+        if (HOME / "openenv" / "installed.json").is_file():
+            url = stack.enter_context(serving())
+            rooms.append(("OpenEnv step", lambda: OpenEnv(url, episodes=1), call("act", number=0)))
+        else:
+            print("interop: OpenEnv is not measured; `make test-interop` installs it", file=sys.stderr)
+        for name, environment, made in rooms:
+            values = tuple(anyio.run(_answered, environment, made) for _ in range(ROUNDS))
+            yield Figure(f"{name}: a call answered", "ms", values)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "tasks.parquet"
+        rows = _write(file)
+        size = f"{file.stat().st_size / (1 << 20):.0f} MiB"
+        for name, shuffle in (("in order", None), ("shuffled", 1)):
+            yield Figure(f"tasks of {size} of Parquet, {name}: memory", "MiB", (_memory(file, shuffle, rows),))
+
+
+async def _answered(environment: Callable[[], Environment], made: Any) -> float:
+    """Milliseconds that the calls of one episode took, for each."""
+    replies = [*[[made]] * TURNS, "Done."]
+    limits = Limits(turns=TURNS + 1)
+    async with Run(environment(), ScriptedEngine(replies, context=65536), limits=limits, breaker=1) as run:
+        played: list[Trajectory] = [each async for each in run]
+    turns = [turn for turn in played[0].turns if turn.tool_calls]
+    if len(turns) != TURNS:
+        raise AssertionError(f"{played[0].outcome.value}: {played[0].error}")
+    return 1000 * sum(turn.timings.environment for turn in turns) / TURNS
+
+
+def _write(file: Path) -> int:
+    """Write a file of this size, one row group at a time, and return the number of its rows."""
+    rows = 0
+    with pq.ParquetWriter(file, _table(0).schema, compression="none", use_dictionary=False) as writer:
+        while rows * ROW_BYTES < FILE_BYTES:
+            writer.write_table(_table(rows))
+            rows += GROUP_ROWS
+    return rows
+
+
+def _table(first: int) -> pa.Table:
+    prompts = [f"{number} " + "x" * (ROW_BYTES - 16) for number in range(first, first + GROUP_ROWS)]
+    return pa.table({"prompt": prompts, "answer": list(range(GROUP_ROWS))})
+
+
+def _memory(file: Path, shuffle: int | None, rows: int) -> float:
+    """Most memory beyond that of the imports, in MiB, while a process of its own reads all tasks."""
+    command = [sys.executable, "-c", READ, str(file), json.dumps(shuffle)]
+    count, memory = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if count != rows:
+        raise AssertionError(f"{count} tasks of {rows} rows")
+    return float(memory)
+
+
+if __name__ == "__main__":
+    main(measure)
