@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -154,7 +154,8 @@ class OpenEnv(Environment):
             raise ServerFailed(f"OpenEnv server {self._url}: an earlier call was cut, and its answer may still come.")
         self._is_cut = True
         try:
-            await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
+            with suppress(self._websockets.ConnectionClosed):  # a server that refused the session said why before
+                await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             answer = json.loads(await self._socket.recv())
         except (OSError, ValueError, self._websockets.WebSocketException) as error:
             raise self._failed("is gone", error) from error

@@ -95,7 +95,7 @@ def main():
     if sys.argv[1:] == ["tools"]:
         app = create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=8)
     else:
-        app = create_fastapi_app(Counting, Add, Total, max_concurrent_envs=8)
+        app = create_fastapi_app(Counting, Add, Total, max_concurrent_envs=1 if sys.argv[1:] == ["one"] else 8)
     listening = socket.create_server(("127.0.0.1", 0))
     print(listening.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])

@@ -85,6 +85,16 @@ async def test_calls_of_tools_are_tools_of_their_own_with_rewards() -> None:
 
 
 @real
+async def test_an_episode_without_a_free_session_fails_alone() -> None:
+    with serving("one") as own:
+        trajectories = await played(own, add(77), episodes=2)
+    outcomes = {each.outcome: each for each in trajectories}
+    assert set(outcomes) == {Outcome.COMPLETED, Outcome.ENV_ERROR}
+    assert outcomes[Outcome.COMPLETED].reward == 77
+    assert f"OpenEnv server {own} failed (CAPACITY_REACHED)" in outcomes[Outcome.ENV_ERROR].error
+
+
+@real
 async def test_a_server_that_dies_in_a_step_is_named() -> None:
     with serving() as own:
         (each,) = await played(own, add(88))
