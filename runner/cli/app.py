@@ -293,6 +293,17 @@ def report(
     return report_command(file, output=output, episodes=episodes, tokens=tokens, against=against, by=by)
 
 
+@command("view")
+def view(
+    path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A run file, or a folder with run files.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 0,
+) -> int:
+    """Serve the page of a run file on this machine, read-only: for large files, and for a run that still plays."""
+    from runner.cli.view import view_command
+
+    return view_command(path, port=port)
+
+
 @command("verify")
 def verify(
     file: Annotated[Path, typer.Argument(help="A run file.")],

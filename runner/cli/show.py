@@ -23,6 +23,7 @@ from runner.report.row_conditions import (
     sorted_rows,
     where_name,
 )
+from runner.report.row_query import neighbours
 from runner.store.json_values import encode_json
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Trajectory, Turn
@@ -208,18 +209,12 @@ def _transcript(
 
 def _show_neighbours(run_file: RunFile, console: Console, shown: Trajectory) -> None:
     """Print the ids of the episodes before and after the shown one."""
-    before = after = None
-    seen = False
-    for row in run_file.rows(trained=None):
-        if row.id == shown.id:
-            seen = True
-        elif seen:
-            after = row.id
-            break
-        else:
-            before = row.id
-    parts = [f"{name}: {printable_line(id)}" for name, id in (("previous", before), ("next", after)) if id is not None]
-    if seen and parts:
+    row = next(
+        each for each in run_file.rows(task_id=shown.task.id, trained=None, superseded=None) if each.id == shown.id
+    )
+    named = zip(("previous", "next"), neighbours(run_file, row), strict=True)
+    parts = [f"{name}: {printable_line(id)}" for name, id in named if id is not None]
+    if parts:
         console.print(Text(" · ".join(parts), "dim"), soft_wrap=True)
 
 

@@ -123,6 +123,9 @@ class _Page:
             .get_template("report.html.jinja")
             .generate(
                 overview=self._overview,
+                title=self._overview.title,
+                served="",
+                link=lambda id: f"#e-{_fragment(id)}",
                 comparison=self.comparison,
                 style=style,
                 script=script,
@@ -189,15 +192,19 @@ def asset(name: str) -> str:
     return (resources.files("runner.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-def page_policy(style: str, script: str) -> str:
-    """The Content-Security-Policy of a page: our style and our script by their hashes, images of data, nothing else."""
+def page_policy(style: str, script: str, *, served: bool = False) -> str:
+    """The Content-Security-Policy of a page: our style and our script by their hashes, images of data, nothing else.
+
+    A page of the viewer (`served`) may also fetch from the viewer and send it the form of the filters.
+    """
 
     def hashed(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
+    own = "'self'" if served else "'none'"
     return (
         f"default-src 'none'; style-src {hashed(style)}; script-src {hashed(script)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
+        f"base-uri 'none'; form-action {own}" + (f"; connect-src {own}" if served else "")
     )
 
 
@@ -252,8 +259,8 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
-def shared_text(entry: Entry, shared: dict[str, int]) -> int | None:
+def shared_text(entry: Entry, shared: dict[str, int] | None) -> int | None:
     """The number of a long system message among the texts that a page shows once; None for another entry."""
-    if entry.kind != "system" or len(entry.text) < MIN_SHARED_CHARS:
+    if shared is None or entry.kind != "system" or len(entry.text) < MIN_SHARED_CHARS:
         return None
     return shared.setdefault(entry.text, len(shared) + 1)

@@ -18,6 +18,7 @@ __all__ = [
     "check_known",
     "check_thresholds",
     "means_by",
+    "number_of",
     "row_condition",
     "row_value",
     "sorted_rows",
@@ -69,7 +70,7 @@ def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
         raise BadOption(f"--where {text!r}: give FIELD OPERATOR VALUE, such as 'reward < 0.5' or 'error ~ timeout'.")
     name, sign, written = match[1], match[2], match[3].strip("\"'")
     compare = _OPERATORS[sign]
-    number = _number(written)
+    number = number_of(written)
 
     def holds(row: EpisodeRow) -> bool:
         try:
@@ -89,7 +90,8 @@ def row_condition(text: str) -> Callable[[EpisodeRow], bool]:
     return holds
 
 
-def _number(text: str) -> float | None:
+def number_of(text: str) -> float | None:
+    """The number that a text writes; true is 1 and false is 0. None for other text."""
     try:
         return float({"true": "1", "false": "0"}.get(text.lower(), text))
     except ValueError:
@@ -176,7 +178,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> l
     missed = []
     for text in thresholds:
         name, _, written = text.rpartition("=")
-        number = _number(written)
+        number = number_of(written)
         if not name or number is None or not math.isfinite(number):
             raise BadOption(f"--fail-under {text!r}: give NAME=NUMBER, such as reward=0.8.")
         if name not in known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -239,9 +239,27 @@ class RunFile:
             "superseded": superseded,
         }
         chosen = {column: value for column, value in chosen.items() if value is not None}
-        condition = "".join(f" AND {column} = :{column}" for column in chosen)
+        # Without `trained`, the index of superseded rows would be sorted by key for every page.
+        names = {column: "+superseded" if column == "superseded" and trained is None else column for column in chosen}
+        condition = "".join(f" AND {name} = :{column}" for column, name in names.items())
         statement = f"SELECT {_COLUMNS} FROM episodes WHERE key > :after{condition} ORDER BY key LIMIT {PAGE_SIZE}"
         return map(_episode_row, self._pages(statement, chosen))
+
+    def row(self, id: str) -> EpisodeRow:
+        """The row of an episode's last attempt, of its first trained agent.
+
+        Raises:
+            RunFileError: the file has no such episode.
+        """
+        rows = self._all(_ROWS_OF_EPISODE, encode_text(id))
+        if not rows:
+            raise RunFileError(self._not_there(id, None, rows))
+        return _episode_row(rows[0])
+
+    def rows_of(self, keys: Sequence[int]) -> list[EpisodeRow]:
+        """The rows with these keys, in their order; keys that do not exist are left out."""
+        statement = f"SELECT {_COLUMNS} FROM episodes WHERE key = ?"
+        return [_episode_row(row) for key in keys for row in self._all(statement, key)]
 
     def weights(self) -> list[WeightsRow]:
         """The weight updates of the run's engines, in order."""
@@ -290,6 +308,10 @@ class RunFile:
         """The rows of a SELECT, as SQLite has them: no text is decoded, and nothing can be written.
 
         docs/run-file.md describes the tables.
+
+        Args:
+            statement: the statement.
+            values: the values of its `?`, or one mapping for names such as `:name`.
         """
         return self._all(statement, *values)
 
@@ -367,8 +389,9 @@ class RunFile:
             return self._connection.execute(statement, values).fetchone()
 
     def _all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        given = values[0] if len(values) == 1 and isinstance(values[0], Mapping) else values
         with storage_faults(self.path):
-            return self._connection.execute(statement, values).fetchall()
+            return self._connection.execute(statement, given).fetchall()
 
     def _pages(self, statement: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
         """The rows of a query, read in pages. Between them no transaction is open, which would keep the log growing."""

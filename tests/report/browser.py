@@ -35,7 +35,7 @@ class Page:
                 return result
             self.events.append(message)
 
-    async def open(self, file: Path, *, width: int = 1180, dark: bool = False, script: bool = True) -> None:
+    async def open(self, file: Path | str, *, width: int = 1180, dark: bool = False, script: bool = True) -> None:
         await self.send("Page.enable")
         await self.send("Network.enable")
         await self.send("Runtime.enable")
@@ -46,7 +46,7 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.send("Emulation.setEmulatedMedia", features=[scheme])
-        await self.send("Page.navigate", url=file.as_uri())
+        await self.send("Page.navigate", url=file if isinstance(file, str) else file.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(await self._socket.receive_json(timeout=60))
 

@@ -1,58 +1,64 @@
 "use strict";
 (() => {
 const byId = (id) => document.getElementById(id);
-const list = byId("list"), rows = [...list.querySelectorAll("details.e")];
+const list = byId("list"), served = document.body.dataset.served !== undefined;
+const rows = [...document.querySelectorAll("details.e")];
 const make = (name, kind, text) => { const made = document.createElement(name); if (kind) made.className = kind; if (text !== undefined) made.textContent = text; return made; };
 
-// --- filters
-const NAMES = ["id", "outcome", "reward", "turns", "sampled", "seconds"];
-const cells = new Map(rows.map((row) => {
-  const values = { task: row.dataset.task, number: Number(row.dataset.number) };
-  [...row.firstElementChild.children].forEach((cell, place) => { if (place < NAMES.length) values[NAMES[place]] = cell.textContent; });
-  for (const name of ["reward", "turns", "sampled", "seconds"]) values[name] = parseFloat(values[name].replaceAll(",", ""));
-  return [row, values];
-}));
-const texts = new Map();
-const textOf = (row) => { if (!texts.has(row)) texts.set(row, row.textContent.toLowerCase()); return texts.get(row); };
-function apply() {
-  const find = byId("find").value.toLowerCase(), outcome = byId("outcome").value, task = byId("task").value;
-  const low = parseFloat(byId("low").value), high = parseFloat(byId("high").value);
-  let shown = 0;
-  for (const row of rows) {
-    const its = cells.get(row);
-    const keep = (!outcome || its.outcome === outcome) && (!task || its.task === task)
-      && (Number.isNaN(low) || its.reward >= low) && (Number.isNaN(high) || its.reward <= high)
-      && (!find || textOf(row).includes(find));
-    row.hidden = !keep;
-    shown += keep;
+// --- filters, in a page that holds all episodes; the viewer filters them itself
+function filterInPage() {
+  const NAMES = ["id", "outcome", "reward", "turns", "sampled", "seconds"];
+  const cells = new Map(rows.map((row) => {
+    const values = { task: row.dataset.task, number: Number(row.dataset.number) };
+    [...row.firstElementChild.children].forEach((cell, place) => { if (place < NAMES.length) values[NAMES[place]] = cell.textContent; });
+    for (const name of ["reward", "turns", "sampled", "seconds"]) values[name] = parseFloat(values[name].replaceAll(",", ""));
+    return [row, values];
+  }));
+  const texts = new Map();
+  const textOf = (row) => { if (!texts.has(row)) texts.set(row, row.textContent.toLowerCase()); return texts.get(row); };
+  function apply() {
+    const find = byId("find").value.toLowerCase(), outcome = byId("outcome").value, task = byId("task").value;
+    const low = parseFloat(byId("low").value), high = parseFloat(byId("high").value);
+    let shown = 0;
+    for (const row of rows) {
+      const its = cells.get(row);
+      const keep = (!outcome || its.outcome === outcome) && (!task || its.task === task)
+        && (Number.isNaN(low) || its.reward >= low) && (Number.isNaN(high) || its.reward <= high)
+        && (!find || textOf(row).includes(find));
+      row.hidden = !keep;
+      shown += keep;
+    }
+    const sort = byId("sort").value, name = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
+    const order = [...rows].sort((a, b) => {
+      const x = cells.get(a), y = cells.get(b);
+      if (name === "task") return x.task < y.task ? -1 : x.task > y.task ? 1 : x.number - y.number;
+      if (!name) return x.number - y.number;
+      const missing = Number.isNaN(x[name]) - Number.isNaN(y[name]);
+      return missing || sign * (x[name] - y[name]) || x.number - y.number;
+    });
+    list.append(...order);
+    list.classList.toggle("side", byId("side").checked);
+    byId("shown").textContent = `${shown} of ${rows.length} shown`;
   }
-  const sort = byId("sort").value, name = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
-  const order = [...rows].sort((a, b) => {
-    const x = cells.get(a), y = cells.get(b);
-    if (name === "task") return x.task < y.task ? -1 : x.task > y.task ? 1 : x.number - y.number;
-    if (!name) return x.number - y.number;
-    const missing = Number.isNaN(x[name]) - Number.isNaN(y[name]);
-    return missing || sign * (x[name] - y[name]) || x.number - y.number;
+  const form = byId("controls");
+  form.hidden = false;
+  form.addEventListener("input", apply);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  byId("side").addEventListener("change", () => {
+    if (byId("side").checked && byId("task").value) rows.forEach((row) => { if (!row.hidden) row.open = true; });
   });
-  list.append(...order);
-  list.classList.toggle("side", byId("side").checked);
-  byId("shown").textContent = `${shown} of ${rows.length} shown`;
+  apply();
 }
-const form = byId("controls");
-form.hidden = false;
-form.addEventListener("input", apply);
-form.addEventListener("submit", (event) => event.preventDefault());
-byId("side").addEventListener("change", () => {
-  if (byId("side").checked && byId("task").value) rows.forEach((row) => { if (!row.hidden) row.open = true; });
-});
-apply();
+if (!served) filterInPage();
 
 // --- keys: / finds, j and k go to the next and the previous episode
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
-  if (event.key === "/") { event.preventDefault(); byId("find").focus(); }
+  if (event.key === "/" && byId("find")) { event.preventDefault(); byId("find").focus(); }
   if (event.key !== "j" && event.key !== "k") return;
-  const visible = [...list.querySelectorAll("details.e")].filter((row) => !row.hidden);
+  const other = !list && document.querySelector(`a[rel=${event.key === "j" ? "next" : "prev"}]`);
+  if (other) { location.assign(other.href); return; }
+  const visible = [...document.querySelectorAll("details.e")].filter((row) => !row.hidden);
   const at = visible.indexOf(event.target.closest && event.target.closest("details.e"));
   const next = visible[at < 0 ? 0 : at + (event.key === "j" ? 1 : -1)];
   if (next) { next.firstElementChild.focus(); next.scrollIntoView({ block: "nearest" }); }
@@ -133,12 +139,22 @@ function segmentTokens(segment, vocabulary, about) {
   });
   return box;
 }
-async function showTokens(row, place) {
+async function fetched(address, form) {
+  const answer = await fetch(address);
+  if (!answer.ok) throw new Error((await answer.text()).replace(/<[^>]*>/g, " ").trim().slice(-300));
+  return form === "json" ? answer.json() : answer.text();
+}
+async function tokensOf(row) {
+  if (row.dataset.tokens) return fetched(row.dataset.tokens, "json");
   const [chunk, vocabulary] = await Promise.all([unpack(`tokens-${row.dataset.chunk}`), unpack("vocabulary")]);
+  return { agents: chunk[Number(row.dataset.index)], vocabulary };
+}
+async function showTokens(row, place) {
+  const { agents, vocabulary } = await tokensOf(row);
   const legend = make("p", "legend dim", "sampled ids by probability: ");
   ["above 95%", "74%", "37%", "14%", "2%", "less"].forEach((words, at) => legend.append(make("i", `p${at}`, words)));
   place.replaceChildren(legend);
-  for (const [agent, segments] of chunk[Number(row.dataset.index)]) {
+  for (const [agent, segments] of agents) {
     if (!segments) { place.append(make("p", "warn", `${agent}: no ids, or too many for a page.`)); continue; }
     segments.forEach((segment, number) => {
       place.append(make("h5", "", `${agent}, segment ${number}: ${segment.ids.length} ids`));
@@ -148,20 +164,72 @@ async function showTokens(row, place) {
     });
   }
 }
-for (const row of rows) {
-  if (row.dataset.chunk === undefined) continue;
-  row.addEventListener("toggle", () => {
-    if (!row.open || row.querySelector(".show-tokens")) return;
-    const button = make("button", "show-tokens", "Tokens"), place = make("div");
-    button.type = "button";
-    button.setAttribute("aria-expanded", "false");
-    button.addEventListener("click", async () => {
-      const open = button.getAttribute("aria-expanded") === "true";
-      button.setAttribute("aria-expanded", String(!open));
-      if (open) { place.replaceChildren(); return; }
-      try { await showTokens(row, place); } catch (error) { place.textContent = `The tokens cannot be shown here: ${error}`; }
-    });
-    row.firstElementChild.after(button, place);
+function addTokens(row) {
+  const button = make("button", "show-tokens", "Tokens"), place = make("div");
+  button.type = "button";
+  button.setAttribute("aria-expanded", "false");
+  button.addEventListener("click", async () => {
+    const open = button.getAttribute("aria-expanded") === "true";
+    button.setAttribute("aria-expanded", String(!open));
+    if (open) { place.replaceChildren(); return; }
+    try { await showTokens(row, place); } catch (error) { place.textContent = `The tokens cannot be shown here: ${error}`; }
+  });
+  row.firstElementChild.after(button, place);
+}
+async function opened(row) {
+  if (!row.open || row.dataset.opened) return;
+  row.dataset.opened = "yes";
+  if (row.dataset.chunk !== undefined || row.dataset.tokens) addTokens(row);
+  if (!row.dataset.body) return;
+  const body = row.querySelector(".body");
+  // The answer is escaped as the page is, and its policy runs no script of it.
+  try { body.innerHTML = await fetched(row.dataset.body); } catch (error) { body.textContent = `It cannot be shown: ${error}`; delete row.dataset.opened; }
+}
+function prepare(row) { row.addEventListener("toggle", () => opened(row)); opened(row); }
+rows.forEach(prepare);
+
+// --- the viewer: follow a run that is being played
+const AGAIN_MILLISECONDS = 2000, SOON_MILLISECONDS = 300;
+let seen = document.body.dataset.served;
+async function refreshOverview(version) {
+  const box = byId("overview");
+  box.innerHTML = await fetched("overview");
+  box.dataset.version = version;
+}
+async function refreshList() {
+  const made = document.createElement("template");
+  made.innerHTML = await fetched(list.dataset.list);
+  const old = new Map([...list.querySelectorAll("details.e")].map((row) => [row.id + row.firstElementChild.textContent, row]));
+  const focused = document.activeElement;
+  const next = [...made.content.querySelectorAll("details.e")].map((row) => {
+    const kept = old.get(row.id + row.firstElementChild.textContent);
+    if (!kept) prepare(row);
+    return kept || row;
+  });
+  list.replaceChildren(...next);
+  if (list.contains(focused)) focused.focus({ preventScroll: true });
+  byId("shown").textContent = made.content.querySelector("#shown").textContent;
+}
+async function follow() {
+  let wait = AGAIN_MILLISECONDS;
+  try {
+    if (!document.hidden) {
+      const now = await fetched("status", "json");
+      byId("state").textContent = now.words;
+      if (now.seen !== seen) { await refreshList(); seen = now.seen; }
+      if (String(now.version) !== byId("overview").dataset.version) await refreshOverview(now.version);
+      wait = now.version ? 1000 * now.wait : SOON_MILLISECONDS;
+      if (now.settled) return;
+    }
+  } catch { byId("state").textContent = "The viewer does not answer: it has ended, or the file cannot be read."; }
+  setTimeout(follow, wait);
+}
+if (served && byId("overview")) {
+  follow();
+  document.querySelectorAll(".script").forEach((each) => { each.hidden = false; });
+  byId("side").addEventListener("change", () => {
+    list.classList.toggle("side", byId("side").checked);
+    if (byId("side").checked && byId("task").value) list.querySelectorAll("details.e").forEach((row) => { row.open = true; });
   });
 }
 document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,33 @@
+"""`deltarunner view`: serve the pages of run files on loopback."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.text import Text
+
+from runner.cli.report import make_console
+from runner.report.viewer import Viewer
+
+__all__ = ["view_command"]
+
+NICENESS = 10
+"""The viewer gives way to a run on the same machine."""
+
+
+def view_command(path: Path, *, port: int) -> int:
+    """Print the address, and serve the pages until Ctrl-C; return the exit code."""
+    viewer = Viewer(path, port=port)
+    os.nice(NICENESS)
+    console = make_console()
+    console.print(Text(viewer.address), soft_wrap=True)
+    console.print(
+        Text("The key in the address opens it, read-only, on this machine. Ctrl-C ends the viewer."), style="dim"
+    )
+    console.file.flush()
+    try:
+        viewer.serve()
+    except KeyboardInterrupt:
+        return 0
+    return 0

@@ -1,0 +1,135 @@
+"""Selects episodes of a run file in SQL, a page at a time: for files too large to be read whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from runner.errors import BadOption
+from runner.report.row_conditions import number_of
+from runner.store.columns import decode_text, encode_text
+from runner.store.reader import EpisodeRow, RunFile
+from runner.trajectory import Outcome
+
+__all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "neighbours", "select_rows"]
+
+PAGE_ROWS: Final = 100
+"""Episodes of one page."""
+
+ORDERS: Final[Mapping[str, str]] = {
+    "": "as played",
+    "newest": "newest first",
+    "reward": "reward, lowest first",
+    "-reward": "reward, highest first",
+    "-turns": "most turns",
+    "-sampled": "most sampled ids",
+    "-seconds": "slowest",
+    "task": "task",
+}
+"""Orders of a list of episodes, with their words."""
+_ORDER_BY: Final[Mapping[str, str]] = {
+    "": "key",
+    "newest": "key DESC",
+    "reward": "reward IS NULL, reward, key",
+    "-reward": "reward IS NULL, reward DESC, key",
+    "-turns": "turns DESC, key",
+    "-sampled": "sampled DESC, key",
+    "-seconds": "seconds DESC, key",
+    "task": "task_id, visit, group_index, key",
+}
+
+_MAIN_ROW: Final = """NOT EXISTS (
+    SELECT 1 FROM episodes AS other WHERE other.id = episodes.id AND other.attempt = episodes.attempt
+    AND (other.trained > episodes.trained OR other.trained = episodes.trained AND other.key < episodes.key))"""
+"""One row of each episode: that of its first trained agent."""
+
+_HAS_TEXT: Final = """(id LIKE :find ESCAPE '\\' OR task_id LIKE :find ESCAPE '\\' OR error LIKE :find ESCAPE '\\'
+    OR EXISTS (SELECT 1 FROM turns WHERE episode = episodes.key AND (
+        text LIKE :find ESCAPE '\\' OR reasoning LIKE :find ESCAPE '\\' OR tool_calls LIKE :find ESCAPE '\\'))
+    OR EXISTS (SELECT 1 FROM segments WHERE episode = episodes.key AND messages LIKE :find ESCAPE '\\'))"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowQuery:
+    """A choice of episodes, as a form sends it."""
+
+    find: str = ""
+    """Text in the id, the task's id, the error, the turns or the messages; case does not matter for ASCII letters."""
+    outcome: str = ""
+    """An outcome, or "failed" for all that failed."""
+    task: str = ""
+    low: str = ""
+    """The lowest reward."""
+    high: str = ""
+    sort: str = ""
+    """A key of `ORDERS`."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> RowQuery:
+        """The query of a form; other fields are ignored.
+
+        Raises:
+            BadOption: an outcome or an order does not exist, or a reward is not a number.
+        """
+        query = cls(**{each.name: given[each.name].strip() for each in fields(cls) if each.name in given})
+        if query.sort not in ORDERS:
+            raise BadOption(f"sort={query.sort!r:.60}: there are {', '.join(filter(None, ORDERS))}.")
+        if query.outcome not in ("", "failed", *(each.value for each in Outcome)):
+            raise BadOption(f"outcome={query.outcome!r:.60}: there are failed, {', '.join(Outcome)}.")
+        for name in ("low", "high"):
+            if (text := getattr(query, name)) and number_of(text) is None:
+                raise BadOption(f"{name}={text!r:.60}: give a number.")
+        return query
+
+    def address(self, **more: object) -> str:
+        """The query as the part of an address after `?`."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return urlencode({name: value for name, value in {**given, **more}.items() if value != ""}, errors="replace")
+
+    def condition(self, *, several_agents: bool) -> tuple[str, dict[str, Any]]:
+        """The condition on `episodes`, and its values."""
+        parts, values = ["NOT superseded", *([_MAIN_ROW] if several_agents else [])], dict[str, Any]()
+        if self.outcome == "failed":
+            failed = ", ".join(f"'{each.value}'" for each in Outcome if each.failed)
+            parts.append(f"outcome IN ({failed})")
+        elif self.outcome:
+            parts.append("outcome = :outcome")
+            values["outcome"] = self.outcome
+        if self.task:
+            parts.append("task_id = :task")
+            values["task"] = encode_text(self.task)
+        for name, sign in (("low", ">="), ("high", "<=")):
+            if (text := getattr(self, name)) != "":
+                parts.append(f"reward {sign} :{name}")
+                values[name] = number_of(text)
+        if self.find:
+            parts.append(_HAS_TEXT)
+            escaped = self.find.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+            values["find"] = f"%{escaped}%"
+        return " AND ".join(parts), values
+
+
+def select_rows(run_file: RunFile, query: RowQuery, *, first: int = 0) -> tuple[list[EpisodeRow], int]:
+    """The chosen episodes from the `first`-th on, at most `PAGE_ROWS`, one row each; and the number of all chosen."""
+    # Most files have one agent, and then each row is an episode.
+    several = run_file.select("SELECT count(DISTINCT agent) FROM episodes")[0][0] > 1
+    condition, values = query.condition(several_agents=several)
+    statement = f"SELECT key FROM episodes WHERE {condition} ORDER BY {_ORDER_BY[query.sort]} LIMIT :most OFFSET :first"
+    keys = run_file.select(statement, {**values, "most": PAGE_ROWS, "first": first})
+    (total,) = run_file.select(f"SELECT count(*) FROM episodes WHERE {condition}", values)[0]
+    return run_file.rows_of([key for (key,) in keys]), total
+
+
+def neighbours(run_file: RunFile, row: EpisodeRow) -> tuple[str | None, str | None]:
+    """The ids of the episodes that were committed before and after an episode; None at the ends."""
+    found = [
+        run_file.select(
+            f"SELECT id FROM episodes WHERE key {sign} ? AND id != ? AND NOT +superseded ORDER BY key {order} LIMIT 1",
+            *(row.key, encode_text(row.id)),
+        )
+        for sign, order in (("<", "DESC"), (">", "ASC"))
+    ]
+    before, after = (decode_text(rows[0][0]) if rows else None for rows in found)
+    return before, after

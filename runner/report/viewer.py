@@ -1,0 +1,400 @@
+"""Serves the pages of run files on loopback: read-only, with a key in the address, and while a run still plays."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+
+from runner.errors import BadOption, DeltarunnerError, RunFileError
+from runner.report.episode_view import Vocabulary, episode_view, token_payload
+from runner.report.header_view import model_name
+from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
+from runner.report.page import asset, environment, page_policy
+from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
+from runner.store.json_values import encode_standard_json
+from runner.store.reader import EpisodeRow, RunFile
+from runner.transcript import decoder
+
+__all__ = ["Viewer"]
+
+MAX_WAIT_EPISODES: Final = 5_000
+"""Episodes of a file whose first page has its results. Those of a larger file follow."""
+MAX_WAIT_SECONDS: Final = 5.0
+MAX_SHARE: Final = 0.01
+"""The largest share of the time in which a page that follows a run reads its file."""
+MIN_FOLLOW_SECONDS: Final = 2.0
+"""The shortest interval at which a page asks for news."""
+MAX_FOLLOW_SECONDS: Final = 60.0
+REQUEST_SECONDS: Final = 30.0
+"""The longest wait for a request, after which its connection is closed."""
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+
+class RunView:
+    """One run file and its results so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.overview: Overview | None = None
+        self.version = 0
+        """The number of times that the results were computed."""
+        self.problem = ""
+        """The reason why the results cannot be computed; "" if they can."""
+        self.list_seconds = 0.0
+        """The time that the last list of episodes took."""
+        self._seen = ""
+        self._next = 0.0
+        self._lock = threading.Lock()
+        self._computing: threading.Thread | None = None
+
+    @staticmethod
+    def seen(run_file: RunFile) -> str:
+        """A text that changes with the episodes of the file."""
+        rows = run_file.select("SELECT (SELECT max(key) FROM episodes), complete, summary IS NULL FROM run")
+        return " ".join(map(str, tuple(rows[0])))
+
+    def refresh(self, seen: str, *, wait: float = 0.0) -> None:
+        """Compute the results in a thread, if the file has changed and the last time was long enough ago."""
+        with self._lock:
+            if self._computing is None and seen != self._seen and time.monotonic() >= self._next:
+                self._computing = threading.Thread(target=self._compute, args=(seen,), daemon=True)
+                self._computing.start()
+            thread = self._computing
+        if thread is not None and wait:
+            thread.join(wait)
+
+    def settled(self, seen: str) -> bool:
+        """True if the results are those of the file."""
+        return seen == self._seen and self._computing is None
+
+    def _compute(self, seen: str) -> None:
+        began = time.monotonic()
+        try:
+            with RunFile(self.path) as run_file:
+                self.overview, self.problem = overview_of(run_file), ""
+        except DeltarunnerError as error:
+            self.problem = str(error)
+        except Exception as error:  # shown in the page: without it, the page would wait for ever
+            self.problem = f"{type(error).__name__}: {error}"
+        took = time.monotonic() - began
+        with self._lock:
+            self.version += 1
+            self._seen, self._computing = seen, None
+            self._next = time.monotonic() + max(MIN_FOLLOW_SECONDS, took / MAX_SHARE)
+
+    @cached_property
+    def decode(self) -> Any:
+        """The vocabulary of the run's model; None if it is not on this machine."""
+        with RunFile(self.path) as run_file:
+            return decoder(run_file.header.engine)
+
+
+class Viewer:
+    """A server of the pages of run files, on 127.0.0.1.
+
+    Args:
+        path: a run file, or a folder with run files.
+        port: the port; 0 takes any free one.
+
+    Raises:
+        BadOption: the port is taken, or the folder has no run file.
+        RunFileError: the path is not a run file.
+    """
+
+    def __init__(self, path: Path, *, port: int = 0) -> None:
+        self.folder = path.is_dir()
+        self._root = path if self.folder else path.parent
+        self._only = None if self.folder else path.name
+        self._views: dict[str, RunView] = {}
+        if self._only is not None:
+            RunFile(path).close()
+        elif not self.files():
+            raise BadOption(f"{path}: the folder has no run file (*.db).")
+        self.key = secrets.token_urlsafe(18)
+        handler = type("Handler", (_Handler,), {"viewer": self})
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        except (OSError, OverflowError) as error:
+            raise BadOption(f"--port {port}: it cannot be listened on ({error}). Give another one.") from error
+        self._server.daemon_threads = True
+
+    @property
+    def address(self) -> str:
+        """The address with its key."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/{self.key}/"
+
+    def serve(self) -> None:
+        """Answer requests until `close` is called in another thread, or the process is interrupted."""
+        try:
+            self._server.serve_forever()
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        """End `serve`."""
+        self._server.shutdown()
+
+    def files(self) -> list[str]:
+        """The names of the run files, the newest first."""
+        if self._only is not None:
+            return [self._only]
+        found = [(each.stat().st_mtime, each.name) for each in self._root.glob("*.db") if each.is_file()]
+        return [name for _, name in sorted(found, reverse=True) if not name.startswith(".")]
+
+    def view(self, name: str) -> RunView | None:
+        """The view of a file; None if the viewer has none of this name."""
+        if name not in self.files():
+            return None
+        return self._views.setdefault(name, RunView(self._root / name))
+
+    # --- pages
+
+    def folder_page(self) -> str:
+        """The page with all files."""
+        return _page(
+            "view_folder.html.jinja", title=f"Run files in {self._root}", files=map(self._listed, self.files())
+        )
+
+    def _listed(self, name: str) -> dict[str, object]:
+        try:
+            with RunFile(self._root / name) as run_file:
+                header = run_file.header
+                return {
+                    "name": name,
+                    "environment": header.environment,
+                    "model": model_name(header),
+                    "episodes": f"{sum(run_file.outcomes().values()):,}",
+                    "begun": f"{header.created:%Y-%m-%d %H:%M}",
+                    "state": "complete" if run_file.complete else "not complete",
+                    "problem": "",
+                }
+        except DeltarunnerError as error:
+            empty = dict.fromkeys(("environment", "model", "episodes", "begun", "state"), "")
+            return {"name": name, **empty, "problem": str(error)}
+
+    def run_page(self, view: RunView, given: Mapping[str, str]) -> str:
+        """The page of a run: its results and a list of episodes."""
+        query = RowQuery.of(given)
+        first = _whole(given.get("from", "0"), "from")
+        with RunFile(view.path) as run_file:
+            seen = view.seen(run_file)
+            view.refresh(seen, wait=0.0 if view.overview or len(run_file) > MAX_WAIT_EPISODES else MAX_WAIT_SECONDS)
+            began = time.monotonic()
+            rows, total = select_rows(run_file, query, first=first)
+            view.list_seconds = time.monotonic() - began
+            header = run_file.header
+            return _page(
+                "view.html.jinja",
+                title=f"{header.environment} on {model_name(header)}",
+                served=seen,
+                folder=self.folder,
+                state_words=_state(run_file),
+                version=view.version,
+                overview=view.overview,
+                problem=view.problem,
+                mean=run_file.select("SELECT avg(reward) FROM trajectories")[0][0],
+                outcomes={each.value: count for each, count in run_file.outcomes().items()},
+                query=query,
+                orders=ORDERS,
+                page=_pages(query, rows, first, total),
+            )
+
+    @staticmethod
+    def overview_part(view: RunView) -> str:
+        """The results of a run, as a part of its page."""
+        if view.overview is None:
+            return _page("view_message.html.jinja", title=view.problem or "The results are being computed.")
+        sections: Any = environment().get_template("overview.jinja").module
+        first = sections.results(view.overview, MAX_SHOWN_ITEMS)
+        return f"{first}{sections.look_and_run(view.overview, MAX_SHOWN_ITEMS, _link)}"
+
+    @staticmethod
+    def status(view: RunView) -> dict[str, object]:
+        """The state of a run, for a page that follows it."""
+        with RunFile(view.path) as run_file:
+            seen = view.seen(run_file)
+            view.refresh(seen)
+            settled = run_file.complete and view.settled(seen)
+            wait = min(MAX_FOLLOW_SECONDS, max(MIN_FOLLOW_SECONDS, view.list_seconds / MAX_SHARE))
+            words = _state(run_file)
+        return {"seen": seen, "version": view.version, "settled": settled, "words": words, "wait": wait}
+
+    @staticmethod
+    def episode_page(view: RunView, given: Mapping[str, str]) -> str:
+        """The page of an episode, or only its transcript."""
+        with RunFile(view.path) as run_file:
+            rows = _agents(run_file, given.get("id", ""))
+            made = episode_view(run_file, rows)
+            if given.get("part") == "body":
+                parts: Any = environment().get_template("parts.jinja").module
+                return str(parts.episode_body(made, None))
+            before, after = neighbours(run_file, rows[0])
+            return _page(
+                "view_episode.html.jinja", title=rows[0].id, row=rows[0], view=made, before=before, after=after
+            )
+
+    @staticmethod
+    def tokens(view: RunView, given: Mapping[str, str]) -> dict[str, object]:
+        """The tokens of an episode, with the texts of their ids."""
+        vocabulary = Vocabulary(view.decode)
+        with RunFile(view.path) as run_file:
+            rows = _agents(run_file, given.get("id", ""))
+            agents = [[row.agent, token_payload(run_file.trajectory(row), vocabulary)] for row in rows]
+        return {"agents": agents, "vocabulary": {str(key): text for key, text in vocabulary.texts.items()}}
+
+
+def _link(id: str, part: str = "episode") -> str:
+    """The address of an episode; its id may hold half a surrogate pair."""
+    return f"{part}?id={quote(id.encode('utf-8', 'surrogatepass'), safe='')}"
+
+
+def _page(template: str, **values: Any) -> str:
+    style, script = asset("report.css"), asset("report.js")
+    policy = page_policy(style, script, served=True)
+    given = {"style": style, "script": script, "policy": policy, "served": "page", "link": _link, **values}
+    return environment().get_template(template).render(max_items=MAX_SHOWN_ITEMS, **given)
+
+
+def _state(run_file: RunFile) -> str:
+    count = int(run_file.select("SELECT count(*) FROM episodes WHERE NOT superseded")[0][0])
+    words = f"{count:,} trajectories"
+    if run_file.complete:
+        return f"{words}, complete."
+    return f"{words} so far. The run is not complete; this page follows it."
+
+
+def _pages(query: RowQuery, rows: list[EpisodeRow], first: int, total: int) -> dict[str, object]:
+    last = first + len(rows)
+    before, after = max(0, first - PAGE_ROWS), last
+    return {
+        "rows": rows,
+        "words": f"{first + 1:,} to {last:,} of {total:,} episodes" if rows else "No episode is chosen.",
+        "address": f"?{query.address(**{'from': first or ''})}",
+        "before": f"?{query.address(**{'from': before or ''})}#episodes" if first else "",
+        "after": f"?{query.address(**{'from': after})}#episodes" if last < total else "",
+    }
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise BadOption(f"{name}={text!r:.60}: give a whole number.")
+    return int(text)
+
+
+def _agents(run_file: RunFile, id: str) -> list[EpisodeRow]:
+    """The rows of the agents of an episode's last attempt, the trained ones first."""
+    first = run_file.row(id)
+    attempt = run_file.rows(task_id=first.task_id, trained=None, superseded=None)
+    agents = [row for row in attempt if (row.id, row.attempt) == (first.id, first.attempt)]
+    return sorted(agents, key=lambda row: (not row.trained, row.key))
+
+
+# --- HTTP
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD requests that have the key."""
+
+    viewer: Viewer
+    protocol_version = "HTTP/1.1"
+    server_version = "deltarunner"
+    sys_version = ""
+    timeout = REQUEST_SECONDS
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing: a line per request would hide the address."""
+
+    def _read(self) -> None:
+        host = urlsplit(f"//{self.headers.get('Host', '')}")
+        if host.netloc.rpartition(":")[0] not in _LOOPBACK and host.netloc not in _LOOPBACK:
+            # A page elsewhere whose name was made to lead here (DNS rebinding) has another host.
+            self._message(HTTPStatus.MISDIRECTED_REQUEST, "The host of the address must be 127.0.0.1 or localhost.")
+            return
+        address = urlsplit(self.path)
+        _, key, *parts = address.path.split("/")
+        if not hmac.compare_digest(key.encode(), self.viewer.key.encode()):
+            self._message(HTTPStatus.NOT_FOUND, "The address has no key, or an old one: `deltarunner view` prints it.")
+            return
+        try:
+            self._answer(parts, address)
+        except BadOption as error:
+            self._message(HTTPStatus.BAD_REQUEST, str(error))
+        except DeltarunnerError as error:
+            status = HTTPStatus.NOT_FOUND if isinstance(error, RunFileError) else HTTPStatus.INTERNAL_SERVER_ERROR
+            self._message(status, str(error))
+        except ConnectionError:
+            self.close_connection = True  # the reader has left
+        except Exception as error:  # one page that cannot be shown does not end the others
+            self._message(HTTPStatus.INTERNAL_SERVER_ERROR, f"A bug: {type(error).__name__}: {error}")
+
+    def _refuse(self) -> None:
+        self.close_connection = True  # its body is not read
+        self._message(HTTPStatus.METHOD_NOT_ALLOWED, "The viewer only reads.", Allow="GET, HEAD")
+
+    def _answer(self, parts: list[str], address: SplitResult) -> None:
+        viewer = self.viewer
+        if parts in ([], [""]) and not viewer.folder:
+            self._send(HTTPStatus.FOUND, b"", Location=f"/{viewer.key}/{quote(viewer.files()[0])}/")
+            return
+        if parts in ([], [""]):
+            self._html(viewer.folder_page())
+            return
+        view = viewer.view(unquote(parts[0]))
+        page = parts[1] if len(parts) == 2 else "no page"
+        if view is None or page not in _PAGES:
+            self._message(HTTPStatus.NOT_FOUND, "There is no such page.")
+            return
+        given = dict(parse_qsl(address.query, errors="surrogatepass"))
+        made = _PAGES[page](viewer, view, given)
+        if isinstance(made, str):
+            self._html(made)
+        else:
+            self._send(HTTPStatus.OK, encode_standard_json(made), "application/json")
+
+    def _html(self, text: str, status: HTTPStatus = HTTPStatus.OK, **headers: str) -> None:
+        self._send(status, text.encode("utf-8", "replace"), "text/html; charset=utf-8", **headers)
+
+    def _message(self, status: HTTPStatus, text: str, **headers: str) -> None:
+        self._html(_page("view_message.html.jinja", title=text), status, **headers)
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str = "text/plain", **headers: str) -> None:
+        self.send_response(status)
+        fixed = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": page_policy(asset("report.css"), asset("report.js"), served=True)
+            + "; frame-ancestors 'none'",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in {**fixed, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+for _method in ("GET", "HEAD"):
+    setattr(_Handler, f"do_{_method}", _Handler._read)
+for _method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+    setattr(_Handler, f"do_{_method}", _Handler._refuse)
+
+_PAGES: Final[Mapping[str, Callable[[Viewer, RunView, Mapping[str, str]], str | dict[str, object]]]] = {
+    "": Viewer.run_page,
+    "overview": lambda _, view, __: Viewer.overview_part(view),
+    "status": lambda _, view, __: Viewer.status(view),
+    "episode": lambda _, view, given: Viewer.episode_page(view, given),
+    "tokens": lambda _, view, given: Viewer.tokens(view, given),
+}

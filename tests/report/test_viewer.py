@@ -1,0 +1,345 @@
+"""`deltarunner view`: the pages of run files on loopback, read-only, also of a run that still plays."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from runner import RunFile
+from runner.cli.app import app
+from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
+from runner.report.viewer import Viewer
+from runner.store.writer import RunWriter
+from tests.report.browser import browser, needs_browser
+from tests.report.playing import ATTACKS, play_hostile, play_sums, store
+from tests.store.building import header, played
+from tests.verifying import play as play_wandering
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("view") / "sums.db"
+    anyio.run(play_sums, path)
+    return path
+
+
+@contextmanager
+def viewing(path: Path) -> Iterator[Viewer]:
+    viewer = Viewer(path)
+    thread = threading.Thread(target=viewer.serve)
+    thread.start()
+    try:
+        yield viewer
+    finally:
+        viewer.close()
+        thread.join()
+
+
+class Answer:
+    """An answer of a viewer."""
+
+    def __init__(
+        self, viewer: Viewer, path: str, *, method: str = "GET", key: str | None = None, host: str = ""
+    ) -> None:
+        address = urlsplit(viewer.address)
+        assert address.hostname is not None
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        connection.putrequest(method, f"/{viewer.key if key is None else key}/{path}", skip_host=True)
+        connection.putheader("Host", host or address.netloc)
+        connection.endheaders()
+        response = connection.getresponse()
+        self.status, self.headers = response.status, response.headers
+        self.text = response.read().decode()
+        connection.close()
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+def test_page_of_the_viewer_has_results_and_episodes(sums: Path) -> None:
+    with viewing(sums) as viewer:
+        page = Answer(viewer, "sums.db/")
+        assert page.status == 200
+        for words in (
+            "95% interval",
+            "ConnectionError",
+            "deltarunner run",
+            "1 to 16 of 16 episodes",
+            "16 trajectories",
+        ):
+            assert words in page.text
+        body = Answer(viewer, f"sums.db/episode?id={quote('sum0#0')}&part=body").text
+        assert "It is 3." in body
+        assert "<html" not in body
+        episode = Answer(viewer, f"sums.db/episode?id={quote('sum0#1')}").text
+        assert 'rel="prev"' in episode
+        assert 'rel="next"' in episode
+        tokens = Answer(viewer, f"sums.db/tokens?id={quote('sum0#0')}").json()
+        assert tokens["agents"][0][0] == "main"
+        assert len(tokens["agents"][0][1][0]["ids"]) > 20
+        assert Answer(viewer, "").status == 302
+
+
+@pytest.mark.parametrize(
+    ("query", "count"),
+    [
+        ("outcome=failed", 2),
+        ("outcome=env_error&sort=-seconds", 2),
+        ("task=sum1", 2),
+        ("find=did+not+answer", 2),
+        ("find=What+is+2+%2B+2", 2),
+        ("find=100%25", 0),
+        ("low=2", 0),
+        *((f"sort={order}", 16) for order in ORDERS),
+    ],
+)
+def test_episodes_are_chosen_and_ordered(sums: Path, query: str, count: int) -> None:
+    with viewing(sums) as viewer:
+        text = Answer(viewer, f"sums.db/?{query}").text
+    assert len(re.findall('<details class="e"', text)) == count
+    rewards = re.findall(r"<summary><span>[^<]*</span><span[^>]*>[^<]*</span><span>([^<]*)", text)
+    if query == "sort=-reward":
+        assert rewards == sorted(rewards, key=lambda text: -1 if text == "-" else float(text), reverse=True)
+
+
+async def test_long_list_has_pages_and_one_row_an_episode(tmp_path: Path) -> None:
+    path = tmp_path / "many.db"
+    async with RunWriter(path, header()) as writer:
+        for number in range(PAGE_ROWS + 5):
+            main, judge = played(f"task{number}"), played(f"task{number}", agent="judge", trained=False)
+            await writer.commit_episode([judge, main])
+        await writer.finish({})
+    with RunFile(path) as run_file:
+        rows, total = select_rows(run_file, RowQuery())
+        assert (len(rows), total, {row.agent for row in rows}) == (PAGE_ROWS, PAGE_ROWS + 5, {"main"})
+        rest, _ = select_rows(run_file, RowQuery(), first=PAGE_ROWS)
+        assert [row.id for row in rest] == [f"task{PAGE_ROWS + number}-0-0" for number in range(5)]
+        assert neighbours(run_file, rows[0]) == (None, "task1-0-0")
+    with viewing(path) as viewer:
+        text = Answer(viewer, f"many.db/?from={PAGE_ROWS}").text
+        assert "101 to 105 of 105 episodes" in text
+        assert 'rel="prev"' in text
+        assert 'rel="next"' not in text
+
+
+def test_other_keys_hosts_and_methods_are_refused(sums: Path) -> None:
+    with viewing(sums) as viewer:
+        for key in ("", "x", viewer.key[:-1], f"{viewer.key}x", "favicon.ico"):
+            refused = Answer(viewer, "sums.db/", key=key)
+            assert refused.status == 404
+            assert "sum0" not in refused.text
+        for host in ("evil.example", "127.0.0.1.evil.example:80", "evil.example:127.0.0.1", "[::2]:80"):
+            assert Answer(viewer, "sums.db/", host=host).status == 421
+        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+            refused = Answer(viewer, "sums.db/", method=method)
+            assert (refused.status, refused.headers["Allow"]) == (405, "GET, HEAD")
+        assert Answer(viewer, "sums.db/", method="HEAD").text == ""
+        for path in ("other.db/", "../sums.db/", "%2e%2e%2fsums.db/", "sums.db/nothing", "sums.db", "sums.db/x/y"):
+            assert Answer(viewer, path).status == 404
+        for query in ("sort=key", "outcome=x", "low=x", "from=-1", "from=1e3"):
+            assert Answer(viewer, f"sums.db/?{query}").status == 400
+        assert Answer(viewer, "sums.db/episode?id=none").status == 404
+        policy = Answer(viewer, "sums.db/").headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+
+
+def test_viewer_writes_nothing(sums: Path) -> None:
+    def state() -> dict[str, bytes]:
+        return {each.name: each.read_bytes() for each in sums.parent.iterdir()}
+
+    before = state()
+    with viewing(sums) as viewer:
+        for page in (
+            "",
+            "overview",
+            "status",
+            "?find=x",
+            f"episode?id={quote('sum0#0')}",
+            f"tokens?id={quote('sum0#0')}",
+        ):
+            assert Answer(viewer, f"sums.db/{page}").status == 200
+    assert state() == before
+
+
+async def test_folder_lists_its_files_and_names_damaged_ones(sums: Path, tmp_path: Path) -> None:
+    shutil.copy(sums, tmp_path / "sums & more.db")
+    (tmp_path / "text.db").write_text("hello")
+    await store(tmp_path / "empty.db", [])
+    with viewing(tmp_path) as viewer:
+        page = Answer(viewer, "").text
+        assert "it is not a run file" in page
+        assert "tests.report.playing:Sums" in page
+        assert "1 to 16 of 16" in Answer(viewer, f"{quote('sums & more.db')}/").text
+        empty = Answer(viewer, "empty.db/").text
+        assert "No episode is chosen." in empty
+        assert Answer(viewer, "text.db/").status == 404
+
+
+async def test_ids_with_half_a_surrogate_open(tmp_path: Path) -> None:
+    path = await store(tmp_path / "odd.db", [played("a\ud800/&?<b>"), played("b")])
+    with viewing(path) as viewer:
+        page = Answer(viewer, "odd.db/").text
+        address = re.findall(r'href="(episode\?id=[^"]*)"', page)[0]
+        assert Answer(viewer, f"odd.db/{address}").status == 200
+        assert "What is 1 + 1?" in Answer(viewer, f"odd.db/{address}").text
+
+
+async def test_viewer_follows_a_run_that_still_plays(tmp_path: Path) -> None:
+    path = tmp_path / "growing.db"
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([played("first")])
+        with viewing(path) as viewer:
+            assert "not complete" in await anyio.to_thread.run_sync(lambda: Answer(viewer, "growing.db/").text)
+            before = await anyio.to_thread.run_sync(lambda: Answer(viewer, "growing.db/status").json())
+            await writer.commit_episode([played("second")])
+            after = await anyio.to_thread.run_sync(lambda: Answer(viewer, "growing.db/status").json())
+            assert before["seen"] != after["seen"]
+            assert not after["settled"]
+            assert "second" in await anyio.to_thread.run_sync(lambda: Answer(viewer, "growing.db/").text)
+            await writer.finish({})
+            with anyio.fail_after(60):
+                while True:
+                    last = await anyio.to_thread.run_sync(lambda: Answer(viewer, "growing.db/status").json())
+                    if last["settled"]:
+                        break
+                    await anyio.sleep(0.1)
+            assert "2 trajectories, complete." in last["words"]
+
+
+@pytest.mark.parametrize("path", ["missing.db", "text.db", "."])
+def test_paths_without_run_files_are_refused_in_words(tmp_path: Path, path: str) -> None:
+    (tmp_path / "text.db").write_text("hello")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    result = CliRunner().invoke(app, ["view", str(folder if path == "." else tmp_path / path)])
+    assert result.exit_code in (2, 7)
+    assert "run file" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
+    command = [sys.executable, "-m", "runner.cli.app", "view", str(sums)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
+        assert process.stdout is not None
+        address = urlsplit(process.stdout.readline().strip())
+        assert address.hostname == "127.0.0.1"
+        connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
+        connection.request("GET", f"{address.path}sums.db/")
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+# --- in a browser
+
+
+@needs_browser
+async def test_viewer_opens_episodes_and_tokens_by_clicks(sums: Path, tmp_path: Path) -> None:
+    with viewing(sums) as viewer:
+        async with browser(tmp_path / "profile") as tab:
+            await tab.open(f"{viewer.address}sums.db/?outcome=completed")
+            await tab.until("document.documentElement.dataset.ready")
+            assert await tab.value("document.querySelectorAll('details.e').length") == 14
+            await tab.click("#list details summary")
+            await tab.until("document.querySelector('#list .m.sampled')")
+            await tab.click(".show-tokens")
+            await tab.until("document.querySelectorAll('.tokens i.sampled').length")
+            await tab.value("document.querySelector('.tokens i.sampled').click()")
+            assert "loss mask 1" in await tab.value("document.querySelector('.about').textContent")
+            await tab.press("j")
+            await tab.value("document.querySelector('#task').value = 'sum1'; document.forms[0].requestSubmit()")
+            await tab.until("document.querySelectorAll('details.e').length == 2")
+            await tab.until("document.documentElement.dataset.ready")
+            await tab.click("#side")
+            await tab.until("document.querySelectorAll('#list.side .m.sampled').length >= 4")
+            assert tab.complaints == []
+            assert all(url.startswith(viewer.address) for url in tab.requests if "favicon" not in url)
+
+
+@needs_browser
+async def test_page_shows_new_episodes_while_a_run_plays(tmp_path: Path) -> None:
+    path = tmp_path / "growing.db"
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([played("first")])
+        with viewing(path) as viewer:
+            async with browser(tmp_path / "profile") as tab:
+                await tab.open(f"{viewer.address}growing.db/")
+                await tab.until("document.documentElement.dataset.ready")
+                await tab.click("#list details summary")
+                await tab.until("document.querySelector('#list .m.sampled')")
+                await writer.commit_episode([played("second")])
+                await tab.until("document.querySelectorAll('#list details').length == 2")
+                # The episode that the reader has opened stays open.
+                assert await tab.value("document.querySelector('#list details').open")
+                await writer.finish({})
+                await tab.until("document.querySelector('#state').textContent.includes('complete.')")
+                await tab.until("document.querySelector('#results').textContent.includes('95% interval')")
+
+
+@needs_browser
+async def test_viewer_reads_without_javascript_and_by_keyboard(sums: Path, tmp_path: Path) -> None:
+    with viewing(sums) as viewer:
+        async with browser(tmp_path / "profile") as tab:
+            await tab.open(f"{viewer.address}sums.db/", script=False)
+            await tab.click("#list details summary")
+            await tab.click("#list details a")
+            await tab.until("document.body.innerText.includes('It is 3.')")
+        async with browser(tmp_path / "keyboard") as tab:
+            await tab.open(f"{viewer.address}sums.db/")
+            await tab.until("document.documentElement.dataset.ready")
+            await tab.press("j")
+            await tab.press("Enter")
+            await tab.until("document.querySelector('#list .m.sampled')")
+            await tab.press("/")
+            assert await tab.value("document.activeElement.id") == "find"
+
+
+@needs_browser
+async def test_adversarial_texts_run_nothing_in_the_viewer(tmp_path: Path) -> None:
+    file = tmp_path / "hostile.db"
+    await play_hostile(file)
+    with viewing(file) as viewer:
+        async with browser(tmp_path / "profile") as tab:
+            await tab.open(f"{viewer.address}hostile.db/")
+            await tab.until("document.documentElement.dataset.ready")
+            await tab.value("document.querySelectorAll('#list details').forEach(each => each.open = true)")
+            await tab.until("document.querySelectorAll('#list .m').length > 20")
+            await tab.value("document.querySelectorAll('.show-tokens').forEach(each => each.click())")
+            await tab.until("document.querySelectorAll('.tokens i').length > 500")
+            assert await tab.value("document.title") != "attacked"
+            assert await tab.value("document.querySelectorAll('img, iframe, link, base, main svg a').length") == 0
+            assert ATTACKS[0][:30] in await tab.value("document.body.innerText")
+            assert tab.complaints == []
+            assert all(url.startswith(viewer.address) for url in tab.requests if "favicon" not in url)
+
+
+@needs_browser
+async def test_viewer_shows_branches_and_other_agents(tmp_path: Path) -> None:
+    file = tmp_path / "run.db"
+    await play_wandering(file, "pythonic")
+    with viewing(file) as viewer:
+        async with browser(tmp_path / "profile") as tab:
+            await tab.open(f"{viewer.address}run.db/")
+            await tab.until("document.documentElement.dataset.ready")
+            await tab.click("#list details summary")
+            await tab.until("document.querySelector('#list').innerText.includes('judge, segment 0')")
