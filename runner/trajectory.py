@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runner.attachments import Attachment
 from runner.chat_requests import ChatRequest
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
@@ -355,6 +356,8 @@ class Trajectory:
     otherwise ""."""
     requests: list[ChatRequest] = field(default_factory=list)
     """The requests of `Episode.chat` that it answered, in order."""
+    attachments: list[Attachment] = field(default_factory=list)
+    """Artefacts of `Episode.attach`, in order; those of an episode belong to its first agent."""
 
     def __repr__(self) -> str:
         return (

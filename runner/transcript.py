@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
+from runner.attachments import Attachment
 from runner.errors import DeltarunnerError
 from runner.messages import Message, ToolCall
 from runner.tokens.tokenizer import without_surrogates
@@ -19,6 +20,7 @@ from runner.trajectory import Segment, Trajectory, Turn
 __all__ = [
     "Passage",
     "Span",
+    "attachments_by_turn",
     "decoder",
     "headline",
     "messages_by_turn",
@@ -43,6 +45,8 @@ STYLES = {
     "tool": "cyan",
 }
 GUTTER_WIDTH = 11
+MAX_ATTACHED_CHARS = 2_000
+"""Characters of an attached text that a terminal shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,8 @@ def transcript(
     yield headline(trajectory)
     if trajectory.error:
         yield Labelled("error", trajectory.error, "red")
+    attached = attachments_by_turn(trajectory)
+    yield from map(_attached, attached.pop(0, ()))
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number]
         if len(trajectory.segments) > 1:
@@ -199,10 +205,28 @@ def transcript(
             yield from _first_prompt(passage, segment, turns) if first else _shown(passage, brief)
             if tokens:
                 yield Labelled("ids", " ".join(map(str, segment.log.ids[passage.start : passage.end])), "dim")
-            if passage.turn is not None and not brief:
-                yield Labelled("", _accounts(passage.turn), "dim italic")
+            if passage.turn is not None:
+                if not brief:
+                    yield Labelled("", _accounts(passage.turn), "dim italic")
+                yield from map(_attached, attached.pop(passage.turn.number + 1, ()))
         for message in segment.messages[len(segment.messages) - segment.unseen :]:
             yield Labelled(message["role"], f"{message['content']} (the model did not see it)", "dim")
+    yield from (_attached(each) for rest in attached.values() for each in rest)
+
+
+def attachments_by_turn(trajectory: Trajectory) -> dict[int, list[Attachment]]:
+    """The attachments by the number of turns before them."""
+    attached: dict[int, list[Attachment]] = defaultdict(list)
+    for each in trajectory.attachments:
+        attached[each.turn].append(each)
+    return attached
+
+
+def _attached(attachment: Attachment) -> Labelled:
+    text = attachment.text
+    if len(text) > MAX_ATTACHED_CHARS:
+        text = f"{text[:MAX_ATTACHED_CHARS]} [... of {len(text):,} characters; `Trajectory.attachments` has all]"
+    return Labelled("attached", f"{attachment.name}: {text}", "blue")
 
 
 def headline(trajectory: Trajectory) -> Text:

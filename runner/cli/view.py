@@ -12,14 +12,14 @@ from runner.report.viewer import Viewer
 
 __all__ = ["view_command"]
 
-NICENESS = 10
-"""The viewer gives way to a run on the same machine."""
+NICE_COUNT = 10
+"""Steps of priority (nice) below a run on the same machine."""
 
 
 def view_command(path: Path, *, port: int) -> int:
     """Print the address, and serve the pages until Ctrl-C; return the exit code."""
     viewer = Viewer(path, port=port)
-    os.nice(NICENESS)
+    os.nice(NICE_COUNT)
     console = make_console()
     console.print(Text(viewer.address), soft_wrap=True)
     console.print(

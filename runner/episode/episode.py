@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from os import PathLike
 from typing import Any
 
+from runner.attachments import MAX_ATTACHED_BYTES, MAX_ATTACHMENTS, make_attachment
 from runner.chat_requests import ChatCall
 from runner.checked import whole
 from runner.concurrency.clocks import Waiting, loop_time
@@ -16,6 +18,7 @@ from runner.episode.hooks import check_reply
 from runner.episode.key import MAIN, task_rng
 from runner.episode.serving import Overflow, SentHistory, ServedEpisode, Train, model_name
 from runner.episode.state import ConversationState, EpisodeState
+from runner.errors import BadOption
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Sampling, ToolChoice
 from runner.tools.tool import Tool
@@ -103,6 +106,40 @@ class Episode:
             raise TypeError(f"Episode.end(reason={reason!r:.60}): the reason is text, got {type(reason).__name__}")
         self._state.limits.ended_by_author = True
         self.reason = reason or self.reason
+
+    def attach(
+        self,
+        name: str,
+        *,
+        text: str | None = None,
+        json: Any = None,
+        image: Any = None,
+        file: bytes | str | PathLike[str] | None = None,
+    ) -> None:
+        """Attach an artefact for readers: pages and `show` have it after the turn that was taken last.
+
+        It is in the run file and in `Trajectory.attachments`; nothing is trained on it. Give one of the contents.
+
+        Args:
+            name: the name for readers; several attachments may share it.
+            text: a text.
+            json: a value that JSON can hold.
+            image: a PNG, JPEG, GIF or WebP image: its bytes, its path, or an image of Pillow.
+            file: other bytes, or the path of a file.
+
+        Raises:
+            BadOption: there is not exactly one content, it is not what its argument says, or it is too large: 8 MiB
+                each, 32 MiB and 1,000 in an episode.
+        """
+        made = make_attachment(name, len(self.turns), text=text, json=json, image=image, file=file)
+        attached = self._state.attachments
+        size = sum(len(each.data) for each in attached) + len(made.data)
+        if size > MAX_ATTACHED_BYTES or len(attached) == MAX_ATTACHMENTS:
+            raise BadOption(
+                f"attach({name!r:.60}): an episode keeps {MAX_ATTACHMENTS:,} attachments and {MAX_ATTACHED_BYTES:,} "
+                f"bytes of them, and this one would exceed that. Attach less."
+            )
+        attached.append(made)
 
     def conversation(
         self,

@@ -385,11 +385,14 @@ class EpisodeRunner(EpisodeState):
         """
         ending = self._ending or Ending(Outcome.CANCELLED)
         trajectories = self._trajectories(ending)
+        trajectories[0].attachments = list(self.attachments)
         problems = [problem for each in trajectories if (problem := make_storable(each)) is not None]
         if not problems or not ending.outcome.scored:
             return trajectories
         self._ending = Ending(Outcome.ENV_ERROR, error=problems[0])
-        return self._trajectories(self._ending)
+        refused = self._trajectories(self._ending)
+        refused[0].attachments = list(self.attachments)
+        return refused
 
     def _trajectories(self, ending: Ending) -> list[Trajectory]:
         name_threads(self, self.chat_service.threads)

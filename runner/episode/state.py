@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 
 import anyio
 
+from runner.attachments import Attachment
 from runner.chat_requests import ChatCall, ChatRequest
 from runner.concurrency.clocks import Waiting, loop_time
 from runner.concurrency.exit_stack import ThreadedExitStack
@@ -99,6 +100,8 @@ class EpisodeState:
         """The contexts that `setup()` entered."""
         self.exit_stack_open = False
         """True while `setup()` runs and may enter contexts."""
+        self.attachments: list[Attachment] = []
+        """Artefacts of `Episode.attach`."""
         self.activity = ""
         """The current activity, such as "engine", for people."""
         self.since = 0.0

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from runner.attachments import Attachment, AttachmentKind
 from runner.chat_requests import ChatRequest
 from runner.messages import Message
 from runner.store.json_values import encode_json
 from runner.store.reader import EpisodeRow, RunFile
 from runner.tokens.log import Source
 from runner.trajectory import Segment, Trajectory, Turn
-from runner.transcript import Decode, messages_by_turn
+from runner.transcript import Decode, attachments_by_turn, messages_by_turn
 
 __all__ = ["AgentView", "EpisodeView", "Vocabulary", "episode_view", "token_payload"]
 
@@ -23,8 +25,14 @@ MAX_TEXT_CHARS: Final = 8_000
 MAX_SHOWN_TURNS: Final = 200
 """Turns of a segment that a page shows; those in the middle of a longer one are left out."""
 MAX_TREE_DEPTH: Final = 9
+MAX_IMAGE_BYTES: Final = 2_000_000
+"""Size of the largest attached image that a page shows."""
 MAX_PAYLOAD_IDS: Final = 100_000
 """Ids of an episode whose tokens a page has."""
+
+
+Attached: TypeAlias = dict[int, list[Attachment]]
+"""Attachments by the number of turns before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class Entry:
     """A message, a sampled turn, or a note about what is left out."""
 
     kind: str
-    """The role of a message, "sampled", "unseen" or "note"."""
+    """The role of a message, "sampled", "unseen", "attached" or "note"."""
     text: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, str, str], ...] = ()
@@ -45,6 +53,8 @@ class Entry:
     """The way in which the prompt of a turn was made from the turn before."""
     notable: bool = False
     """True if the junction began a new segment, or is not proven."""
+    image: str = ""
+    """The address of an attached image, with its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,11 @@ class AgentView:
     agent: str
     row: EpisodeRow
     scores: tuple[tuple[str, float | None], ...]
+    before: tuple[Entry, ...]
+    """Attachments before the first turn."""
     segments: tuple[SegmentView, ...]
+    after: tuple[Entry, ...]
+    """Attachments without a place in the segments."""
     requests: tuple[Mapping[str, str], ...]
     trajectory: Trajectory
 
@@ -125,17 +139,24 @@ def cut(text: str) -> str:
 
 
 def _agent_view(row: EpisodeRow, trajectory: Trajectory) -> AgentView:
+    attached = attachments_by_turn(trajectory)
+    before = attached.pop(0, [])
+    segments = tuple(_segment_view(trajectory, number, attached) for number in range(len(trajectory.segments)))
+    # Those of turns that are left out, or of another agent, come last.
+    rest = [each for several in attached.values() for each in several]
     return AgentView(
         agent=row.agent,
         row=row,
         scores=tuple({**trajectory.rewards, **trajectory.metrics}.items()),
-        segments=tuple(_segment_view(trajectory, number) for number in range(len(trajectory.segments))),
+        before=tuple(map(_attached, before)),
+        segments=segments,
+        after=tuple(map(_attached, rest)),
         requests=tuple(map(_request, trajectory.requests)),
         trajectory=trajectory,
     )
 
 
-def _segment_view(trajectory: Trajectory, number: int) -> SegmentView:
+def _segment_view(trajectory: Trajectory, number: int, attached: Attached) -> SegmentView:
     segment = trajectory.segments[number]
     turns = [turn for turn in trajectory.turns if turn.segment == number]
     return SegmentView(
@@ -143,11 +164,11 @@ def _segment_view(trajectory: Trajectory, number: int) -> SegmentView:
         cause=segment.cause,
         ids=len(segment.log),
         origin=_after(segment),
-        entries=tuple(_entries(segment, turns)),
+        entries=tuple(_entries(segment, turns, attached)),
     )
 
 
-def _entries(segment: Segment, turns: Sequence[Turn]) -> Iterator[Entry]:
+def _entries(segment: Segment, turns: Sequence[Turn], attached: Attached) -> Iterator[Entry]:
     given = messages_by_turn(segment, turns)
     middle = range(MAX_SHOWN_TURNS // 2, len(turns) - MAX_SHOWN_TURNS // 2)
     for number, (turn, messages) in enumerate(zip(turns, given, strict=True)):
@@ -157,8 +178,17 @@ def _entries(segment: Segment, turns: Sequence[Turn]) -> Iterator[Entry]:
             continue
         yield from map(_message, messages)
         yield _turn(turn)
+        yield from map(_attached, attached.pop(turn.number + 1, ()))
     for message in segment.messages[len(segment.messages) - segment.unseen :]:
         yield Entry("unseen", cut(message["content"]), name=message["role"])
+
+
+def _attached(attachment: Attachment) -> Entry:
+    # Its first bytes were checked; a browser that cannot show it shows the name.
+    image = ""
+    if attachment.kind is AttachmentKind.IMAGE and len(attachment.data) <= MAX_IMAGE_BYTES:
+        image = f"data:{attachment.media_type};base64,{base64.b64encode(attachment.data).decode()}"
+    return Entry("attached", "" if image else cut(attachment.text), name=attachment.name, image=image)
 
 
 def _message(message: Message) -> Entry:

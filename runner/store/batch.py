@@ -10,10 +10,28 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 from runner.options import Sampling
-from runner.store.codec import origin_values, request_values, segment_values, trajectory_values, turn_values
+from runner.store.codec import (
+    attachment_values,
+    origin_values,
+    request_values,
+    segment_values,
+    trajectory_values,
+    turn_values,
+)
 from runner.store.columns import Table, encode_text, insertion
 from runner.store.json_values import class_name, encode_json
-from runner.store.schema import CONSTRAINTS, EPISODES, REQUESTS, SAMPLINGS, SEGMENTS, TASKS, TOOLS, TOP_LOGPROBS, TURNS
+from runner.store.schema import (
+    ATTACHMENTS,
+    CONSTRAINTS,
+    EPISODES,
+    REQUESTS,
+    SAMPLINGS,
+    SEGMENTS,
+    TASKS,
+    TOOLS,
+    TOP_LOGPROBS,
+    TURNS,
+)
 from runner.store.stored_tasks import encode_task
 from runner.store.stored_top_logprobs import top_values
 from runner.tasks import Task
@@ -113,6 +131,8 @@ class Packer:
                 batch.insert(TOP_LOGPROBS, [key, position, *top_values(turn.top)])
         for request in trajectory.requests:
             batch.insert(REQUESTS, [key, *request_values(request)])
+        for number, attachment in enumerate(trajectory.attachments):
+            batch.insert(ATTACHMENTS, [key, number, *attachment_values(attachment)])
 
     def _add_task(self, batch: StatementBatch, task: Task, visit: int) -> None:
         if self._first_time((task.id, visit)):

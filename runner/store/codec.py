@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from runner.attachments import Attachment
 from runner.chat_requests import ChatRequest
 from runner.engines.message_engine import Usage
 from runner.errors import RunFileError
@@ -14,7 +15,7 @@ from runner.options import Constraint, ConstraintKind, Sampling
 from runner.store.columns import Row, decode_text, encode_text, read_fields, row_maker
 from runner.store.json_values import decode_json
 from runner.store.packing import sources_of, unpack, unpacked_logprobs
-from runner.store.schema import JUNCTION, REQUEST, SEGMENT, TIMINGS, TRAJECTORY, TURN, USAGE
+from runner.store.schema import ATTACHMENT, JUNCTION, REQUEST, SEGMENT, TIMINGS, TRAJECTORY, TURN, USAGE
 from runner.store.stored_tasks import TaskDecoder
 from runner.store.stored_top_logprobs import StoredTopLogprobs
 from runner.tasks import Task
@@ -23,6 +24,7 @@ from runner.tokens.log import TokenLog, VersionSpan
 from runner.trajectory import Origin, Segment, Timings, Trajectory, Turn
 
 __all__ = [
+    "attachment_values",
     "episode_row",
     "load_trajectory",
     "origin_values",
@@ -38,6 +40,7 @@ __all__ = [
 trajectory_values = row_maker(TRAJECTORY)
 segment_values = row_maker(SEGMENT)
 request_values = row_maker(REQUEST)
+attachment_values = row_maker(ATTACHMENT)
 _turn_values = row_maker(TURN)
 _timings_values = row_maker(TIMINGS)
 _junction_values = row_maker(JUNCTION)
@@ -114,6 +117,8 @@ def _trajectory(connection: sqlite3.Connection, episode: Row, task: Task) -> Tra
     ]
     requests = connection.execute("SELECT * FROM requests WHERE episode = ? ORDER BY number", key).fetchall()
     trajectory.requests = [ChatRequest(**read_fields(REQUEST, row)) for row in requests]
+    attached = connection.execute("SELECT * FROM attachments WHERE episode = ? ORDER BY number", key).fetchall()
+    trajectory.attachments = [Attachment(**read_fields(ATTACHMENT, row)) for row in attached]
     own = {turn.number: turn for turn in trajectory.turns}
     for segment in segments:
         if segment.origin is not None and segment.origin.agent == trajectory.agent:

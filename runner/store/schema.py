@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from runner.attachments import AttachmentKind
 from runner.chat_requests import Again, Delivery, Tolerated, Verdict
 from runner.engines.base import FinishReason
 from runner.messages import ToolCall
@@ -28,6 +29,8 @@ from runner.trajectory import Outcome, Segment, Turn
 
 __all__ = [
     "APPLICATION_ID",
+    "ATTACHMENT",
+    "ATTACHMENTS",
     "CONSTRAINTS",
     "EPISODES",
     "FORMAT_VERSION",
@@ -49,7 +52,7 @@ __all__ = [
     "schema_statements",
 ]
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 """The version of the tables, in `PRAGMA user_version`. Files of other versions are refused."""
 
 APPLICATION_ID: Final = 0x64656C74
@@ -330,6 +333,27 @@ REQUESTS: Final = Table(
     key="PRIMARY KEY (episode, number)",
 )
 
+# --- what its author attached
+
+ATTACHMENT: Final = (
+    field("name", "TEXT NOT NULL", "its name for readers", TEXT),
+    field("kind", "TEXT NOT NULL", "`text`, `json`, `image` or `file`", member_of(AttachmentKind)),
+    field("media_type", "TEXT NOT NULL", "the type of the data, such as `image/png`"),
+    field("turn", "INTEGER NOT NULL", "the number of turns of `main` before it"),
+    field("data", "BLOB NOT NULL", "the content; text and JSON in UTF-8"),
+)
+
+ATTACHMENTS: Final = Table(
+    "attachments",
+    "an artefact that the author attached with `Episode.attach`",
+    (
+        Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
+        Column("number", "INTEGER NOT NULL", "counts from 0 in its episode"),
+        *ATTACHMENT,
+    ),
+    key="PRIMARY KEY (episode, number)",
+)
+
 # --- shared rows, and tables of the whole run
 
 
@@ -418,6 +442,7 @@ TABLES: Final = (
     TURNS,
     TOP_LOGPROBS,
     REQUESTS,
+    ATTACHMENTS,
     CONSTRAINTS,
     SAMPLINGS,
     TOOLS,

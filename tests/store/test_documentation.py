@@ -105,7 +105,7 @@ def test_a_summary_has_every_column_of_its_table() -> None:
 @pytest.mark.parametrize(
     ("made", "columns", "deeper"),
     [
-        (Trajectory, TRAJECTORY, {"task", "segments", "turns", "requests"}),
+        (Trajectory, TRAJECTORY, {"task", "segments", "turns", "requests", "attachments"}),
         (Segment, SEGMENT, {"log", "tools", "origin"}),
         (Turn, TURN, {"agent", "log", "sampling", "constraint", "junction", "timings", "usage"}),
         (Timings, TIMINGS, set()),

@@ -1,0 +1,161 @@
+"""Artefacts that an author attaches to an episode: texts, JSON, images and files, limited in size."""
+
+from __future__ import annotations
+
+import enum
+import io
+import mimetypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from runner.errors import BadOption
+
+__all__ = [
+    "MAX_ATTACHED_BYTES",
+    "MAX_ATTACHMENTS",
+    "MAX_ATTACHMENT_BYTES",
+    "Attachment",
+    "AttachmentKind",
+    "image_type",
+    "make_attachment",
+]
+
+MAX_ATTACHMENT_BYTES: Final = 8 * 2**20
+"""The largest size of an attachment."""
+MAX_ATTACHED_BYTES: Final = 32 * 2**20
+"""The largest size of all attachments of an episode."""
+MAX_ATTACHMENTS: Final = 1_000
+"""The most attachments of an episode."""
+MAX_NAME_CHARS: Final = 200
+
+
+class AttachmentKind(enum.StrEnum):
+    """The kinds of attachments."""
+
+    TEXT = "text"
+    JSON = "json"
+    IMAGE = "image"
+    """PNG, JPEG, GIF or WebP."""
+    FILE = "file"
+    """Any bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """Something that an author attached to an episode, for readers; nothing is trained on it."""
+
+    name: str
+    kind: AttachmentKind
+    media_type: str
+    """The type of the data, such as `image/png`."""
+    turn: int
+    """Number of turns of the agent `main` before it: 0 if it was attached before the first turn."""
+    data: bytes
+    """The content; text and JSON are encoded in UTF-8."""
+
+    @property
+    def text(self) -> str:
+        """The content of a text or of JSON; of another kind, a description."""
+        if self.kind in (AttachmentKind.TEXT, AttachmentKind.JSON):
+            return self.data.decode("utf-8", "surrogatepass")
+        return f"{self.media_type}, {len(self.data):,} bytes"
+
+    def __repr__(self) -> str:
+        return f"<Attachment {self.name!r}: {self.media_type}, {len(self.data)} bytes>"
+
+
+_SIGNATURES: Final = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF87a", "image/gif"),
+    (b"GIF89a", "image/gif"),
+)
+
+
+def image_type(data: bytes) -> str | None:
+    """The media type of an image that browsers show, by its first bytes; None for other data."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return next((kind for signature, kind in _SIGNATURES if data.startswith(signature)), None)
+
+
+def make_attachment(name: str, turn: int, **content: Any) -> Attachment:
+    """The attachment of one content.
+
+    Args:
+        name: its name for readers.
+        turn: the number of turns so far.
+        content: `text`, `json`, `image` or `file`; those that are None do not count.
+
+    Raises:
+        BadOption: there is not exactly one content, it has another type, is too large or cannot be read.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise BadOption(f"attach({name!r:.60}): give a name of 1 to {MAX_NAME_CHARS} characters.")
+    given = {kind: value for kind, value in content.items() if value is not None}
+    if len(given) != 1:
+        raise BadOption(f"attach({name!r:.60}): give one of text=, json=, image= and file=, got {len(given)}.")
+    ((kind, value),) = given.items()
+    where = f"attach({name!r:.60}, {kind}={value!r:.60})"
+    media_type, data = _READERS[AttachmentKind(kind)](value, where)
+    if len(data) > MAX_ATTACHMENT_BYTES:
+        raise BadOption(
+            f"{where}: {len(data):,} bytes; at most {MAX_ATTACHMENT_BYTES:,} are kept. Attach a part of it."
+        )
+    return Attachment(name, AttachmentKind(kind), media_type, turn, data)
+
+
+def _text(value: Any, where: str) -> tuple[str, bytes]:
+    if not isinstance(value, str):
+        raise BadOption(f"{where}: text is a str, got {type(value).__name__}.")
+    return "text/plain", value.encode("utf-8", "surrogatepass")
+
+
+def _json(value: Any, where: str) -> tuple[str, bytes]:
+    try:
+        return "application/json", orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise BadOption(f"{where}: it is not JSON ({error}).") from error
+
+
+def _image(value: Any, where: str) -> tuple[str, bytes]:
+    save = getattr(value, "save", None)
+    if callable(save):  # an image of Pillow
+        buffer = io.BytesIO()
+        save(buffer, format="PNG")
+        value = buffer.getvalue()
+    data = _bytes(value, where)
+    kind = image_type(data)
+    if kind is None:
+        raise BadOption(f"{where}: it is not a PNG, JPEG, GIF or WebP image; give file= for other data.")
+    return kind, data
+
+
+def _file(value: Any, where: str) -> tuple[str, bytes]:
+    guessed = mimetypes.guess_type(value)[0] if isinstance(value, str | Path) else None
+    return guessed or "application/octet-stream", _bytes(value, where)
+
+
+def _bytes(value: Any, where: str) -> bytes:
+    """The bytes, or those of the file at a path; no more than can be kept are read."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if not isinstance(value, str | os.PathLike):
+        raise BadOption(f"{where}: give bytes or a path, got {type(value).__name__}.")
+    try:
+        with Path(value).open("rb") as file:
+            return file.read(MAX_ATTACHMENT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise BadOption(f"{where}: the file cannot be read ({error}).") from error
+
+
+_READERS: Final = {
+    AttachmentKind.TEXT: _text,
+    AttachmentKind.JSON: _json,
+    AttachmentKind.IMAGE: _image,
+    AttachmentKind.FILE: _file,
+}
