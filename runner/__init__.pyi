@@ -51,6 +51,7 @@ from .errors import BadOption as BadOption
 from .errors import BadTask as BadTask
 from .errors import BadTemplate as BadTemplate
 from .errors import BadWeights as BadWeights
+from .errors import BelowThreshold as BelowThreshold
 from .errors import ConfigurationChanged as ConfigurationChanged
 from .errors import ContextFull as ContextFull
 from .errors import DeltarunnerError as DeltarunnerError

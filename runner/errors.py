@@ -40,6 +40,7 @@ __all__ = [
     "BadTask",
     "BadTemplate",
     "BadWeights",
+    "BelowThreshold",
     "ConfigurationChanged",
     "ContextFull",
     "DeltarunnerError",
@@ -191,6 +192,10 @@ class TooManyFailures(RunStopped):
 
 class RunStuck(RunStopped, exit_code=11):
     """The run made no progress any more; the text lists the waiting parts."""
+
+
+class BelowThreshold(DeltarunnerError, exit_code=4):
+    """The run is complete, and a result is below `--fail-under`."""
 
 
 class ProgramFailed(DeltarunnerError):

@@ -15,6 +15,7 @@ from runner.chat_requests import ChatRequest
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
 from runner.messages import Message, ToolCall
+from runner.notebook import group_html, trajectory_html
 from runner.options import Constraint, Sampling, ToolChoice
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source, TokenLog
@@ -365,6 +366,9 @@ class Trajectory:
             f"{self.sampled} sampled ids>"
         )
 
+    def _repr_html_(self) -> str:
+        return trajectory_html(self)
+
     @property
     def branched(self) -> bool:
         """True if turns may have been sampled at the same time; the number of a turn without a result is missing."""
@@ -404,3 +408,6 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.task.id!r} {self.agent!r}: {len(self.trajectories)} trajectories>"
+
+    def _repr_html_(self) -> str:
+        return group_html(self)

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from runner.cli.settings import (
     ENVIRONMENT,
     JSON,
+    PRICES,
     SERVED,
     SETTINGS,
     TEMPLATE_OPTION,
@@ -219,11 +220,14 @@ def show(
         list[str] | None,
         typer.Option(metavar="NAME=NUMBER", help="Exit code 4 if reward, a metric, pass@k or pass^k is lower."),
     ] = None,
+    prices: Annotated[Path | None, PRICES] = None,
 ) -> int:
     """Show a run file: a table of its episodes, or the transcript of one."""
     from runner.cli.show import RowOptions, show_command
 
-    chosen = RowOptions(failed=failed, where=tuple(where or ()), sort=sort, by=by, fail_under=tuple(fail_under or ()))
+    chosen = RowOptions(
+        failed=failed, where=tuple(where or ()), sort=sort, by=by, fail_under=tuple(fail_under or ()), prices=prices
+    )
     return show_command(
         file, episode, agent=agent, tokens=tokens, brief=brief, requests=requests, limit=limit, chosen=chosen
     )
@@ -286,22 +290,39 @@ def report(
         Path | None, typer.Option(metavar="A.db", help="Also compare with this run file, the baseline.")
     ] = None,
     by: Annotated[str | None, typer.Option(metavar="FIELD", help="With --against: also compare by this field.")] = None,
+    prices: Annotated[Path | None, PRICES] = None,
 ) -> int:
     """Write a page about a run file: one HTML file that needs no network, for a colleague or a pull request."""
     from runner.cli.page import report_command
 
-    return report_command(file, output=output, episodes=episodes, tokens=tokens, against=against, by=by)
+    return report_command(file, output=output, episodes=episodes, tokens=tokens, against=against, by=by, prices=prices)
 
 
 @command("view")
 def view(
     path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="A run file, or a folder with run files.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 0,
+    prices: Annotated[Path | None, PRICES] = None,
 ) -> int:
     """Serve the page of a run file on this machine, read-only: for large files, and for a run that still plays."""
     from runner.cli.view import view_command
 
-    return view_command(path, port=port)
+    return view_command(path, port=port, prices=prices)
+
+
+@command("label")
+def label(
+    file: Annotated[Path, typer.Argument(help="A run file.")],
+    episode: Annotated[str | None, typer.Argument(help="An episode's id; without one, all labels are listed.")] = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A label; may be repeated.")] = None,
+    note: Annotated[str | None, typer.Option(metavar="TEXT", help="A note.")] = None,
+    reader: Annotated[str | None, typer.Option(metavar="NAME", help="Your name; default the user's.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what you wrote about the episode.")] = False,
+) -> int:
+    """Keep labels and a note about an episode in a file beside the run file; pages and show have them."""
+    from runner.cli.label import label_command
+
+    return label_command(file, episode, labels=tuple(label or ()), note=note, reader=reader, remove=remove)
 
 
 @command("verify")

@@ -32,10 +32,11 @@ from runner.environment.loading import construct, find_environment, short_name
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import Tasks, environment_tasks
 from runner.environment.task_selection import check_ahead, find_selected, select
-from runner.errors import BadOption, DeltarunnerError, TooManyFailures
+from runner.errors import BadOption, BelowThreshold, DeltarunnerError, TooManyFailures
 from runner.interop.mixture import Mixture
 from runner.logs import LEVELS, log_to_file
 from runner.options import Concurrency, Sampling
+from runner.report.row_conditions import check_thresholds, parse_threshold
 from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
 from runner.runs.reporter import Reporter, discard
@@ -134,6 +135,8 @@ def play_plan(
     log = _log_path(settings)
     shown: ConsoleRun | None = None
     try:
+        for text in settings.fail_under or ():
+            parse_threshold(text)
         with redirect_stdout(sys.stderr) if settings.json else nullcontext():
             plan = make_plan()
         with _console(settings, log) as console:
@@ -344,6 +347,10 @@ class ConsoleRun(Reporter):
             self._print_results(error)
             raise
         self._print_results()
+        if self.received is None and self.run is not None:
+            missed = check_thresholds(self.run.summary.as_dict(), self._settings.fail_under or ())
+            if missed:
+                raise BelowThreshold("; ".join(missed))
         return 0 if self.received is None else 128 + self.received
 
     def _command(self) -> str:

@@ -18,7 +18,17 @@ from runner.errors import BadOption
 from runner.logs import LEVELS
 from runner.sampling_fields import SAMPLING_FIELDS, SamplingField
 
-__all__ = ["ENVIRONMENT", "JSON", "SERVED", "SETTINGS", "TEMPLATE_OPTION", "TOOL_FORMAT", "RunSettings", "options_from"]
+__all__ = [
+    "ENVIRONMENT",
+    "JSON",
+    "PRICES",
+    "SERVED",
+    "SETTINGS",
+    "TEMPLATE_OPTION",
+    "TOOL_FORMAT",
+    "RunSettings",
+    "options_from",
+]
 
 S = TypeVar("S")
 
@@ -50,6 +60,7 @@ TOOL_FORMAT = typer.Option(
     metavar="vllm:NAME",
     help="Parse tool calls with a parser of vLLM; the default parser is learnt from the template and rarely worse.",
 )
+PRICES = typer.Option(metavar="FILE.toml", help="Prices of a million tokens of each model: show the cost.")
 JSON = typer.Option("--json", help="Print one line of JSON on stdout, everything else on stderr.")
 
 
@@ -242,6 +253,10 @@ class RunSettings:
     ] = None
     group_size: Annotated[
         int | None, typer.Option("--group-size", "--repeat", min=1, help="Episodes of each task; default 1.")
+    ] = None
+    fail_under: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="Exit code 4 if reward, a metric, pass@k or pass^k is lower."),
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of all random numbers; default 0.")] = None
     sampling: Annotated[dict[str, Any] | None, SAMPLING] = None

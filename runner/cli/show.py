@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,9 @@ from rich.text import Text
 from runner.chat_requests import ChatRequest, Delivery
 from runner.cli.report import make_console, summary_table
 from runner.errors import BadOption
+from runner.report.labels import read_labels
 from runner.report.overview import interval_of
+from runner.report.prices import Cost, costs_of, read_prices
 from runner.report.row_conditions import (
     check_known,
     check_thresholds,
@@ -41,6 +43,7 @@ class RowOptions:
     sort: str | None = None
     by: str | None = None
     fail_under: tuple[str, ...] = ()
+    prices: Path | None = None
 
     @property
     def selects(self) -> bool:
@@ -64,7 +67,9 @@ def show_command(
 ) -> int:
     console = make_console()
     if episode is not None and chosen != RowOptions():
-        raise BadOption("--failed, --where, --sort, --by, --fail-under: they are for the table; leave the episode out.")
+        raise BadOption(
+            "--failed, --where, --sort, --by, --fail-under, --prices: they are for the table; leave the episode out."
+        )
     with RunFile(file) as run_file:
         if requests and episode is None:
             raise BadOption("--requests: give an episode as well: deltarunner show FILE EPISODE --requests.")
@@ -99,6 +104,8 @@ def _overview(run_file: RunFile, console: Console, limit: int, chosen: RowOption
         console.print()
     summary = run_file.summary()
     console.print(summary_table(summary, verbose=True))
+    if chosen.prices is not None:
+        console.print(_cost_table(costs_of(run_file, read_prices(chosen.prices))))
     missed = check_thresholds(summary, chosen.fail_under)
     for words in missed:
         console.print(Text(words, style="red"), soft_wrap=True)
@@ -140,6 +147,17 @@ def _table_by(run_file: RunFile, chosen: RowOptions) -> Table:
         mean = f"{reward.mean:.3f}" if reward.count else "-"
         cells = (mean, interval, f"{failed.mean:.0%}", str(failed.count), str(failed.tasks))
         table.add_row(Text(printable_line(value)), *cells)
+    return table
+
+
+def _cost_table(costs: Sequence[Cost]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("cost of", "prompt", "cached", "sampled", "cost"):
+        table.add_column(name, justify="left" if name == "cost of" else "right")
+    for each in costs:
+        cost = "no price" if each.amount is None else f"{each.amount:.4g}"
+        counts = (f"{count:,}" for count in (each.prompt, each.cached, each.completion))
+        table.add_row(Text(printable_line(each.model)), *counts, cost)
     return table
 
 
@@ -196,6 +214,8 @@ def _transcript(
     decode = decoder(run_file.header.engine)
     for line in transcript(trajectory, decode, brief=brief, tokens=tokens):
         console.print(line, soft_wrap=not console.is_terminal)
+    for label in read_labels(run_file.path).get(trajectory.id, ()):
+        console.print(Text(f"label: {printable(label.words)}", "yellow"), soft_wrap=True)
     _show_neighbours(run_file, console, trajectory)
     others = ", ".join(_other_agents(run_file, trajectory))
     if others:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from runner.attachments import Attachment, AttachmentKind
 from runner.chat_requests import ChatRequest
 from runner.messages import Message
+from runner.report.labels import Label
 from runner.store.json_values import encode_json
 from runner.store.reader import EpisodeRow, RunFile
 from runner.tokens.log import Source
@@ -105,14 +106,19 @@ class EpisodeView:
     agents: tuple[AgentView, ...]
     tree: tuple[Branch, ...]
     """The segments as a tree; empty for an episode of one segment."""
+    labels: tuple[str, ...]
+    """Labels and notes of readers."""
 
 
-def episode_view(run_file: RunFile, rows: Sequence[EpisodeRow]) -> EpisodeView:
+def episode_view(
+    run_file: RunFile, rows: Sequence[EpisodeRow], labels: Mapping[str, Sequence[Label]] | None = None
+) -> EpisodeView:
     """The view of an episode.
 
     Args:
         run_file: the run file.
         rows: the rows of its agents, of one attempt.
+        labels: the labels of readers by episode.
     """
     trajectories = [run_file.trajectory(row) for row in rows]
     task = trajectories[0].task
@@ -127,6 +133,7 @@ def episode_view(run_file: RunFile, rows: Sequence[EpisodeRow]) -> EpisodeView:
         task=cut(encode_json(data)) if data else "",
         agents=tuple(_agent_view(row, each) for row, each in zip(rows, trajectories, strict=True)),
         tree=_tree(trajectories),
+        labels=tuple(each.words for each in (labels or {}).get(rows[0].id, ())),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from runner.estimates import student_t_quantile
 from runner.report.charts import Chart, histogram, over_time
 from runner.report.header_view import command_again, model_name, run_settings
+from runner.report.prices import Cost, Price, costs_of
 from runner.store.header import Header
 from runner.store.json_values import decode_json
 from runner.store.reader import EpisodeRow, RunFile
@@ -80,9 +81,11 @@ class Overview:
     charts: list[Chart]
     drift: list[str]
     """Changes between the first and the last third of the run, in words."""
+    costs: list[Cost]
+    """The cost of each model; empty without a table of prices."""
 
 
-def overview_of(run_file: RunFile) -> Overview:
+def overview_of(run_file: RunFile, prices: Mapping[str, Price] | None = None) -> Overview:
     """Compute the first screen of a run file; it holds one row of numbers per episode at a time."""
     header = run_file.header
     summary = run_file.summary()
@@ -107,6 +110,7 @@ def overview_of(run_file: RunFile) -> Overview:
         versions=_versions(run_file),
         charts=list(rows.charts()),
         drift=list(rows.drift()),
+        costs=[] if prices is None else costs_of(run_file, prices),
     )
 
 

@@ -7,7 +7,7 @@ import functools
 import gzip
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
@@ -17,7 +17,9 @@ from urllib.parse import quote
 
 from runner.report.comparison import RunComparison
 from runner.report.episode_view import Entry, EpisodeView, Vocabulary, episode_view, token_payload
+from runner.report.labels import read_labels
 from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
+from runner.report.prices import Price
 from runner.store.export import whole_or_nothing
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import RunFile
@@ -60,6 +62,7 @@ def write_report(
     most: int = MAX_EPISODES,
     tokens: bool = True,
     comparison: RunComparison | None = None,
+    prices: Mapping[str, Price] | None = None,
 ) -> ReportSize:
     """Write the report of a run file, which appears under its name once it is complete.
 
@@ -69,12 +72,13 @@ def write_report(
         most: the most episodes in the page; failed ones and extremes come first, the others are evenly spaced.
         tokens: include the ids with their log-probabilities.
         comparison: a comparison of another file, A, with this one.
+        prices: the prices of models, for the cost; see `read_prices`.
 
     Raises:
         StorageFailed: the target cannot be written.
         RunFileError: the run file is damaged.
     """
-    overview = overview_of(run_file)
+    overview = overview_of(run_file, prices)
     page = _Page(run_file, overview, most=most, tokens=tokens)
     page.comparison = comparison
     with whole_or_nothing(Path(target)) as file:
@@ -96,6 +100,7 @@ class _Page:
         self._chunk: list[Any] = []
         self._chunks = 0
         self._shared: dict[str, int] = {}
+        self._labels = read_labels(run_file.path)
         self.comparison: RunComparison | None = None
         self.size = self.rows = self.transcripts = 0
         keys = [(row.key, row.id, row.attempt) for row in run_file.rows(trained=None)]
@@ -151,7 +156,7 @@ class _Page:
             main = next((row for row in agents if row.trained), agents[0])
             view = None
             if self.size < MAX_PAGE_BYTES:
-                view = episode_view(self._run_file, agents)
+                view = episode_view(self._run_file, agents, self._labels)
                 self.transcripts += 1
             yield {"number": number, "row": main, "view": view, **self._place(view), "blob": self._full_chunk()}
 

@@ -19,6 +19,7 @@ __all__ = [
     "check_thresholds",
     "means_by",
     "number_of",
+    "parse_threshold",
     "row_condition",
     "row_value",
     "sorted_rows",
@@ -159,6 +160,19 @@ def means_by(run_file: RunFile, rows: Iterable[EpisodeRow], name: str) -> dict[s
     return dict(sorted(means.items()))
 
 
+def parse_threshold(text: str) -> tuple[str, float]:
+    """The name and the number of NAME=NUMBER.
+
+    Raises:
+        BadOption: the text has another form.
+    """
+    name, _, written = text.rpartition("=")
+    number = number_of(written)
+    if not name or number is None or not math.isfinite(number):
+        raise BadOption(f"--fail-under {text!r}: give NAME=NUMBER, such as reward=0.8.")
+    return name, number
+
+
 def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> list[str]:
     """The thresholds that a summary does not reach, in words; empty if it reaches all.
 
@@ -177,10 +191,7 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> l
     }
     missed = []
     for text in thresholds:
-        name, _, written = text.rpartition("=")
-        number = number_of(written)
-        if not name or number is None or not math.isfinite(number):
-            raise BadOption(f"--fail-under {text!r}: give NAME=NUMBER, such as reward=0.8.")
+        name, number = parse_threshold(text)
         if name not in known:
             raise BadOption(f"--fail-under {text!r}: unknown; there are {', '.join(known)}.")
         value = known[name]

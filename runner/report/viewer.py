@@ -17,8 +17,10 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 from runner.errors import BadOption, DeltarunnerError, RunFileError
 from runner.report.episode_view import Vocabulary, episode_view, token_payload
 from runner.report.header_view import model_name
+from runner.report.labels import read_labels
 from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
 from runner.report.page import asset, environment, page_policy
+from runner.report.prices import Price
 from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import EpisodeRow, RunFile
@@ -42,8 +44,9 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 class RunView:
     """One run file and its results so far."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prices: Mapping[str, Price] | None) -> None:
         self.path = path
+        self._prices = prices
         self.overview: Overview | None = None
         self.version = 0
         """The number of times that the results were computed."""
@@ -80,7 +83,7 @@ class RunView:
         began = time.monotonic()
         try:
             with RunFile(self.path) as run_file:
-                self.overview, self.problem = overview_of(run_file), ""
+                self.overview, self.problem = overview_of(run_file, self._prices), ""
         except DeltarunnerError as error:
             self.problem = str(error)
         except Exception as error:  # shown in the page: without it, the page would wait for ever
@@ -104,16 +107,18 @@ class Viewer:
     Args:
         path: a run file, or a folder with run files.
         port: the port; 0 takes any free one.
+        prices: the prices of models, for the cost.
 
     Raises:
         BadOption: the port is taken, or the folder has no run file.
         RunFileError: the path is not a run file.
     """
 
-    def __init__(self, path: Path, *, port: int = 0) -> None:
+    def __init__(self, path: Path, *, port: int = 0, prices: Mapping[str, Price] | None = None) -> None:
         self.folder = path.is_dir()
         self._root = path if self.folder else path.parent
         self._only = None if self.folder else path.name
+        self._prices = prices
         self._views: dict[str, RunView] = {}
         if self._only is not None:
             RunFile(path).close()
@@ -154,7 +159,7 @@ class Viewer:
         """The view of a file; None if the viewer has none of this name."""
         if name not in self.files():
             return None
-        return self._views.setdefault(name, RunView(self._root / name))
+        return self._views.setdefault(name, RunView(self._root / name, self._prices))
 
     # --- pages
 
@@ -233,7 +238,7 @@ class Viewer:
         """The page of an episode, or only its transcript."""
         with RunFile(view.path) as run_file:
             rows = _agents(run_file, given.get("id", ""))
-            made = episode_view(run_file, rows)
+            made = episode_view(run_file, rows, read_labels(view.path))
             if given.get("part") == "body":
                 parts: Any = environment().get_template("parts.jinja").module
                 return str(parts.episode_body(made, None))

@@ -11,6 +11,7 @@ from typing import Any
 from runner.engines.base import FinishReason
 from runner.engines.message_engine import Usage
 from runner.estimates import MIN_SOLVED_REWARD, Mean, pass_all_k, pass_at_k
+from runner.notebook import summary_html
 from runner.tokens.junction import Anchor, Close, Result, Seam
 from runner.trajectory import Outcome, Timings, Trajectory, Turn
 
@@ -285,6 +286,9 @@ class Summary:
     def pass_all(self, k: int) -> float | None:
         """The unbiased estimate of pass^k, the probability that all of k episodes are solved; None without groups."""
         return pass_all_k(self.solved, k)
+
+    def _repr_html_(self) -> str:
+        return summary_html(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""

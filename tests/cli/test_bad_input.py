@@ -34,6 +34,7 @@ CODES = {
     "BadOption": 2,
     "BadEnvironment": 3,
     "BadTask": 4,
+    "BelowThreshold": 4,
     "BadModel": 5,
     "BadTemplate": 6,
     "RunFileError": 7,
@@ -85,6 +86,21 @@ RUN: dict[str, tuple[list[str], str, list[str]]] = {
         ["mine.py:Long"],
         "TooManyFailures",
         ["endless#0: 6019 ids do not fit the context of 2000"],
+    ),
+    "a result below a threshold": (
+        ["mine.py:Greeting", "--fail-under", "reward=2", "--fail-under", "pass@1=0"],
+        "BelowThreshold",
+        ["below 2 (--fail-under)"],
+    ),
+    "an unknown threshold": (
+        ["mine.py:Greeting", "--fail-under", "luck=1"],
+        "BadOption",
+        ["'luck=1': unknown", "reward"],
+    ),
+    "a threshold without a number": (
+        ["mine.py:Greeting", "--fail-under", "reward"],
+        "BadOption",
+        ["'reward': give NAME=NUMBER"],
     ),
     "an impossible limit": (["mine.py:Greeting", "--limit", "turns=0"], "BadOption", ["turns=0", "at least 1"]),
     "a limit that is no number": (

@@ -1,0 +1,50 @@
+"""`deltarunner label`: labels and notes of readers about episodes."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from runner.cli.report import make_console
+from runner.errors import BadOption
+from runner.report.labels import add_label, labels_path, read_labels
+from runner.store.reader import RunFile
+from runner.transcript import printable, printable_line
+
+__all__ = ["label_command"]
+
+
+def label_command(
+    file: Path, episode: str | None, *, labels: Sequence[str], note: str | None, reader: str | None, remove: bool
+) -> int:
+    """Add, remove or list labels; return the exit code."""
+    console = make_console()
+    with RunFile(file) as run_file:
+        if episode is None:
+            if labels or note or remove:
+                raise BadOption("label: give an episode as well: deltarunner label FILE EPISODE --label NAME.")
+            for id, several in read_labels(file).items():
+                for each in several:
+                    console.print(Text(f"{printable_line(id)}  {printable(each.words)}"), soft_wrap=True)
+            return 0
+        run_file.row(episode)  # refuses an episode that does not exist
+    if remove == bool(labels or note):
+        raise BadOption("label: give --label NAME, --note TEXT or both; or --remove alone.")
+    if any(not each.strip() or "\n" in each for each in labels):
+        raise BadOption("--label: give a name of one line.")
+    name = reader or os.environ.get("DELTARUNNER_READER") or _user()
+    made = add_label(file, episode, labels=labels, note=note or "", reader=name)
+    words = f"removed what {name} wrote about" if remove else f"{made.words} about"
+    console.print(Text(f"{labels_path(file)}: {printable(words)} {printable_line(episode)}"), soft_wrap=True)
+    return 0
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in a container
+        return "reader"

@@ -1,0 +1,83 @@
+"""`deltarunner label`: labels and notes of readers beside a run file, shown with the episode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from runner import RunFile, RunFileError
+from runner.cli.app import app
+from runner.report.labels import labels_path, read_labels
+from runner.report.page import write_report
+from tests.report.playing import store
+from tests.report.test_viewer import Answer, viewing
+from tests.store.building import played
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return anyio.run(store, tmp_path / "run.db", [played("a"), played("b")])
+
+
+def label(path: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["label", str(path), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_labels_are_kept_beside_the_file_and_listed(path: Path) -> None:
+    before = path.read_bytes()
+    label(path, "a-0-0", "--label", "wrong-tool", "--label", "long", "--note", "asks <b>twice</b>", "--reader", "Ann")
+    label(path, "a-0-0", "--note", "fine", "--reader", "Bo")
+    listed = label(path).splitlines()
+    assert listed == ["a-0-0  wrong-tool, long: asks <b>twice</b> (Ann)", "a-0-0  fine (Bo)"]
+    assert path.read_bytes() == before
+    assert labels_path(path).name == "run.labels.jsonl"
+
+
+def test_last_label_of_a_reader_holds_and_can_be_removed(path: Path) -> None:
+    label(path, "a-0-0", "--label", "first", "--reader", "Ann")
+    label(path, "a-0-0", "--label", "second", "--reader", "Ann")
+    assert [each.labels for each in read_labels(path)["a-0-0"]] == [("second",)]
+    label(path, "a-0-0", "--remove", "--reader", "Ann")
+    assert read_labels(path) == {}
+
+
+def test_labels_are_in_show_report_and_viewer(path: Path, tmp_path: Path) -> None:
+    label(path, "a-0-0", "--label", "look", "--note", "<script>", "--reader", "Ann")
+    assert "label: look: <script> (Ann)" in CliRunner().invoke(app, ["show", str(path), "a-0-0"]).output
+    with RunFile(path) as run_file:
+        write_report(run_file, tmp_path / "page.html")
+    assert "look: &lt;script&gt; (Ann)" in (tmp_path / "page.html").read_text()
+    with viewing(path) as viewer:
+        assert "look: &lt;script&gt; (Ann)" in Answer(viewer, "run.db/episode?id=a-0-0").text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nothing", "--label", "x"], 7, "'nothing' does not exist"),
+        (["a-0-0"], 2, "give --label NAME"),
+        (["a-0-0", "--label", "x", "--remove"], 2, "or --remove alone"),
+        (["a-0-0", "--label", "  "], 2, "a name of one line"),
+        (["--label", "x"], 2, "give an episode as well"),
+    ],
+)
+def test_wrong_use_is_refused_in_words(path: Path, arguments: list[str], code: int, words: str) -> None:
+    result = CliRunner().invoke(app, ["label", str(path), *arguments])
+    assert (result.exit_code, words in result.output) == (code, True), result.output
+    assert not labels_path(path).exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"episode": 1}', json.dumps({"episode": "a", "labels": [1], "note": "", "reader": "", "time": ""})],
+)
+def test_damaged_line_is_named(path: Path, line: str) -> None:
+    labels_path(path).write_text(f"\n{line}\n")
+    with pytest.raises(RunFileError, match="line 2 is damaged"):
+        read_labels(path)
