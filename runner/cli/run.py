@@ -32,11 +32,11 @@ from runner.environment.loading import construct, find_environment, short_name
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import Tasks, environment_tasks
 from runner.environment.task_selection import check_ahead, find_selected, select
-from runner.errors import BadOption, BelowThreshold, DeltarunnerError, TooManyFailures
+from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.interop.mixture import Mixture
 from runner.logs import LEVELS, log_to_file
 from runner.options import Concurrency, Sampling
-from runner.report.row_conditions import check_thresholds, parse_threshold
+from runner.report.row_conditions import parse_threshold, require_thresholds
 from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
 from runner.runs.reporter import Reporter, discard
@@ -348,9 +348,7 @@ class ConsoleRun(Reporter):
             raise
         self._print_results()
         if self.received is None and self.run is not None:
-            missed = check_thresholds(self.run.summary.as_dict(), self._settings.fail_under or ())
-            if missed:
-                raise BelowThreshold("; ".join(missed))
+            require_thresholds(self.run.summary.as_dict(), self._settings.fail_under or ())
         return 0 if self.received is None else 128 + self.received
 
     def _command(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from runner.errors import BadOption
+from runner.errors import BadOption, BelowThreshold
 from runner.estimates import Mean
 from runner.report.comparison import task_field
 from runner.store.reader import EpisodeRow, RunFile
@@ -20,6 +20,7 @@ __all__ = [
     "means_by",
     "number_of",
     "parse_threshold",
+    "require_thresholds",
     "row_condition",
     "row_value",
     "sorted_rows",
@@ -200,3 +201,13 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> l
         elif not value >= number - _THRESHOLD_TOLERANCE:
             missed.append(f"{name} is {value:.4g}, below {number:g} (--fail-under)")
     return missed
+
+
+def require_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> None:
+    """Check thresholds as `check_thresholds` does.
+
+    Raises:
+        BelowThreshold: a result does not reach its threshold.
+    """
+    if missed := check_thresholds(summary, thresholds):
+        raise BelowThreshold("; ".join(missed))
