@@ -37,7 +37,9 @@ class AttachmentKind(enum.StrEnum):
     """The kinds of attachments."""
 
     TEXT = "text"
+    """Text in UTF-8; half surrogates are passed."""
     JSON = "json"
+    """A JSON document in UTF-8."""
     IMAGE = "image"
     """PNG, JPEG, GIF or WebP."""
     FILE = "file"
@@ -49,7 +51,9 @@ class Attachment:
     """Something that an author attached to an episode, for readers; nothing is trained on it."""
 
     name: str
+    """The name for readers."""
     kind: AttachmentKind
+    """The kind of its content."""
     media_type: str
     """The type of the data, such as `image/png`."""
     turn: int

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,7 +20,7 @@ from runner.store.header import Header
 from runner.store.json_values import decode_json
 from runner.store.reader import EpisodeRow, RunFile
 
-__all__ = ["Failure", "Overview", "Score", "interval_of", "overview_of"]
+__all__ = ["Failure", "Overview", "Score", "interval_of", "overview_of", "staleness_of"]
 
 MAX_SHOWN_ITEMS: Final = 8
 """Entries of a list on the first screen; the others are counted."""
@@ -108,7 +110,7 @@ def overview_of(run_file: RunFile, prices: Mapping[str, Price] | None = None) ->
         causes=_causes(run_file),
         tools=_tools(run_file),
         versions=_versions(run_file),
-        charts=list(rows.charts()),
+        charts=[*rows.charts(), *_staleness_charts(run_file)],
         drift=list(rows.drift()),
         costs=[] if prices is None else costs_of(run_file, prices),
     )
@@ -252,6 +254,34 @@ def _rates(points: Sequence[tuple[float, int]], bins: int = 40) -> list[float]:
     for time, sampled in points:
         sums[min(bins - 1, int((time - begin) / width))] += sampled
     return [each / width for each in sums]
+
+
+def staleness_of(run_file: RunFile) -> list[int]:
+    """The staleness of each episode in the order of commits; empty without weight updates.
+
+    It is the number of weight updates between the oldest weights that sampled ids of the episode and its end.
+    """
+    updates = [row for row in run_file.weights() if row.engine == 0]
+    if not updates:
+        return []
+    numbers = {row.version: number for number, row in enumerate(updates, 1)}  # those of the start are 0
+    times = [row.time for row in updates]
+    statement = f"SELECT episode, committed, versions FROM segments {_CURRENT.format('segments')} ORDER BY episode"
+    values = []
+    for _, segments in groupby(run_file.select(statement), key=lambda row: row["episode"]):
+        rows = list(segments)
+        sampled_by = [numbers.get(version, 0) for row in rows for version, _, _ in decode_json(row["versions"])]
+        if sampled_by:
+            values.append(max(0, bisect_right(times, rows[0]["committed"]) - min(sampled_by)))
+    return values
+
+
+def _staleness_charts(run_file: RunFile) -> Iterator[Chart]:
+    values = staleness_of(run_file)
+    if values:
+        yield histogram("Staleness", values, unit="weight updates")
+    if len(values) >= 10:
+        yield over_time("Staleness over the run", values, unit="weight updates")
 
 
 _CURRENT: Final = "JOIN episodes ON episodes.key = {0}.episode WHERE NOT episodes.superseded"

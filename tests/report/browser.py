@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 
+Test = TypeVar("Test", bound=Callable[..., Any])
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
+browser_turn = pytest.mark.in_turns("browser", 3)
+"""Starting Chromium takes a second or more: `make test` plays a third of these tests, `--sweeps=whole` all."""
+_IS_THERE = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
+
+
+def needs_browser(test: Test) -> Test:
+    """Skip the test without Chromium, and on trio: the DevTools client is asyncio's."""
+    marked: Test = pytest.mark.asyncio_alone(_IS_THERE(test))
+    return marked
 
 
 class Page:
@@ -36,6 +46,7 @@ class Page:
             self.events.append(message)
 
     async def open(self, file: Path | str, *, width: int = 1180, dark: bool = False, script: bool = True) -> None:
+        self.events.clear()
         await self.send("Page.enable")
         await self.send("Network.enable")
         await self.send("Runtime.enable")
@@ -72,10 +83,16 @@ class Page:
             )
 
     async def click(self, selector: str) -> None:
-        box = await self.value(
+        place = (
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
             "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
+        box = [0, 0]
+        for _ in range(50):
+            before, box = box, await self.value(place)
+            if box == before:  # rows that come into view have changed the layout before
+                break
+            await asyncio.sleep(0.1)
         for kind in ("mousePressed", "mouseReleased"):
             await self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 

@@ -14,7 +14,7 @@ from runner.cli.app import app
 from runner.report.labels import labels_path, read_labels
 from runner.report.page import write_report
 from tests.report.playing import store
-from tests.report.test_viewer import Answer, viewing
+from tests.report.viewing import Answer, viewing
 from tests.store.building import played
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import re
 import sqlite3
+import time
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import anyio
@@ -14,11 +16,15 @@ from typer.testing import CliRunner
 
 from runner import RunFile
 from runner.cli.app import app
+from runner.report.overview import staleness_of
 from runner.report.page import MAX_EPISODES, write_report
-from runner.trajectory import Outcome
-from tests.report.browser import browser, needs_browser
+from runner.store.writer import RunWriter
+from runner.tokens.log import VersionSpan
+from runner.trajectory import Outcome, Trajectory
+from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
-from tests.store.building import played
+from tests.report.viewing import viewing
+from tests.store.building import header, played
 from tests.verifying import play as play_wandering
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +108,25 @@ def test_run_file_is_never_replaced_by_a_page(sums: Path) -> None:
     assert sums.read_bytes() == before
 
 
+async def test_staleness_counts_updates_since_the_oldest_weights(tmp_path: Path) -> None:
+    def sampled_by(task: str, version: str) -> Trajectory:
+        made = played(task)
+        made.segments[0].log.versions = [VersionSpan(version, 8, len(made.segments[0].log))]
+        return made
+
+    path = tmp_path / "weights.db"
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([sampled_by("before", "start")])
+        for number in range(3):
+            await writer.commit_weights(0, f"step-{number}", None, time.time())
+        await writer.commit_episode([sampled_by("fresh", "step-2")])
+        await writer.commit_episode([sampled_by("old", "step-0")])
+        await writer.commit_episode([sampled_by("oldest", "start")])
+    with RunFile(path) as run_file:
+        assert staleness_of(run_file) == [0, 0, 2, 3]
+    assert "Staleness. 4 values from 0 to 3 weight updates" in report(path).read_text()
+
+
 async def test_failed_episodes_come_first_if_not_all_fit(tmp_path: Path) -> None:
     outcomes = [Outcome.ENV_ERROR if number == 41 else Outcome.COMPLETED for number in range(60)]
     episodes = [played(f"task{number}", outcome=outcome) for number, outcome in enumerate(outcomes)]
@@ -155,19 +180,22 @@ async def test_adversarial_texts_run_nothing(tmp_path: Path) -> None:
         assert (tab.requests, tab.complaints) == ([], [])
 
 
+@browser_turn
 @needs_browser
-@pytest.mark.parametrize("width", [360, 768, 1180])
-@pytest.mark.parametrize("dark", [False, True])
-async def test_page_reads_at_three_widths_light_and_dark(page: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    async with browser(tmp_path / "profile") as tab:
-        await tab.open(page, width=width, dark=dark)
-        await tab.until("document.documentElement.dataset.ready")
-        assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
-        background = await tab.value("getComputedStyle(document.body).backgroundColor")
-        assert (background == "rgb(255, 255, 255)") is not dark
-        assert tab.complaints == []
+async def test_page_reads_at_three_widths_light_and_dark(page: Path, sums: Path, tmp_path: Path) -> None:
+    with viewing(sums) as viewer:
+        async with browser(tmp_path / "profile") as tab:
+            for address in (page, f"{viewer.address}sums.db/"):
+                for width, dark in product((360, 768, 1180), (False, True)):
+                    await tab.open(address, width=width, dark=dark)
+                    await tab.until("document.documentElement.dataset.ready")
+                    assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+                    background = await tab.value("getComputedStyle(document.body).backgroundColor")
+                    assert (background == "rgb(255, 255, 255)") is not dark
+                    assert tab.complaints == []
 
 
+@browser_turn
 @needs_browser
 async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_path: Path) -> None:
     shown = "[...document.querySelectorAll('details.e:not([hidden])')]"
@@ -195,6 +223,7 @@ async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_pat
         assert tab.complaints == []
 
 
+@browser_turn
 @needs_browser
 async def test_page_works_with_the_keyboard_alone(page: Path, tmp_path: Path) -> None:
     async with browser(tmp_path / "profile") as tab:
@@ -216,6 +245,7 @@ async def test_page_works_with_the_keyboard_alone(page: Path, tmp_path: Path) ->
         assert await tab.value("document.activeElement.id") == "find"
 
 
+@browser_turn
 @needs_browser
 async def test_page_reads_without_javascript(page: Path, tmp_path: Path) -> None:
     async with browser(tmp_path / "profile") as tab:
@@ -229,6 +259,7 @@ async def test_page_reads_without_javascript(page: Path, tmp_path: Path) -> None
             assert words in body
 
 
+@browser_turn
 @needs_browser
 async def test_page_shows_branches_agents_and_junctions(tmp_path: Path) -> None:
     file = tmp_path / "run.db"

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlsplit
 
 import anyio
@@ -24,10 +19,10 @@ from typer.testing import CliRunner
 from runner import RunFile
 from runner.cli.app import app
 from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
-from runner.report.viewer import Viewer
 from runner.store.writer import RunWriter
-from tests.report.browser import browser, needs_browser
+from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
+from tests.report.viewing import Answer, viewing
 from tests.store.building import header, played
 from tests.verifying import play as play_wandering
 
@@ -39,39 +34,6 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("view") / "sums.db"
     anyio.run(play_sums, path)
     return path
-
-
-@contextmanager
-def viewing(path: Path) -> Iterator[Viewer]:
-    viewer = Viewer(path)
-    thread = threading.Thread(target=viewer.serve)
-    thread.start()
-    try:
-        yield viewer
-    finally:
-        viewer.close()
-        thread.join()
-
-
-class Answer:
-    """An answer of a viewer."""
-
-    def __init__(
-        self, viewer: Viewer, path: str, *, method: str = "GET", key: str | None = None, host: str = ""
-    ) -> None:
-        address = urlsplit(viewer.address)
-        assert address.hostname is not None
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-        connection.putrequest(method, f"/{viewer.key if key is None else key}/{path}", skip_host=True)
-        connection.putheader("Host", host or address.netloc)
-        connection.endheaders()
-        response = connection.getresponse()
-        self.status, self.headers = response.status, response.headers
-        self.text = response.read().decode()
-        connection.close()
-
-    def json(self) -> Any:
-        return json.loads(self.text)
 
 
 def test_page_of_the_viewer_has_results_and_episodes(sums: Path) -> None:
@@ -253,6 +215,7 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
 # --- in a browser
 
 
+@browser_turn
 @needs_browser
 async def test_viewer_opens_episodes_and_tokens_by_clicks(sums: Path, tmp_path: Path) -> None:
     with viewing(sums) as viewer:
@@ -276,6 +239,7 @@ async def test_viewer_opens_episodes_and_tokens_by_clicks(sums: Path, tmp_path: 
             assert all(url.startswith(viewer.address) for url in tab.requests if "favicon" not in url)
 
 
+@browser_turn
 @needs_browser
 async def test_page_shows_new_episodes_while_a_run_plays(tmp_path: Path) -> None:
     path = tmp_path / "growing.db"
@@ -296,6 +260,7 @@ async def test_page_shows_new_episodes_while_a_run_plays(tmp_path: Path) -> None
                 await tab.until("document.querySelector('#results').textContent.includes('95% interval')")
 
 
+@browser_turn
 @needs_browser
 async def test_viewer_reads_without_javascript_and_by_keyboard(sums: Path, tmp_path: Path) -> None:
     with viewing(sums) as viewer:
@@ -333,6 +298,7 @@ async def test_adversarial_texts_run_nothing_in_the_viewer(tmp_path: Path) -> No
             assert all(url.startswith(viewer.address) for url in tab.requests if "favicon" not in url)
 
 
+@browser_turn
 @needs_browser
 async def test_viewer_shows_branches_and_other_agents(tmp_path: Path) -> None:
     file = tmp_path / "run.db"
