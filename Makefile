@@ -14,7 +14,7 @@ help:
 	@echo "make check   format, lint, layers, plain English and types: some seconds"
 	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
 	@echo "make test    format, lint, layers, types and tests, with the real engine: some 10 minutes on two cores"
-	@echo "make test-all  the same with whole sweeps, both event loops, wheels and the site: before a release"
+	@echo "make test-all  the same with whole sweeps, both event loops, wheels, the site and test-interop: before a release"
 	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
 	@echo "make test-interop  data sets and games of other projects play, with the real packages"
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
@@ -58,6 +58,7 @@ test: check
 
 test-all: check docs
 	@$(BIN)/python -m pytest -n 3 --durations=25 --sweeps=whole
+	@$(BIN)/python -m tests.interop.installing
 
 # One at a time: a program takes a core and up to 700 MB.
 test-clients: setup

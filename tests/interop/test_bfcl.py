@@ -11,7 +11,7 @@ import pytest
 
 from runner import BadEnvironment, BadOption, Limits, Outcome, Sampling, ScriptedEngine, ToolError, Trajectory
 from runner.interop import Bfcl
-from runner.interop.bfcl_tasks import CATEGORIES
+from runner.interop.bfcl_tasks import CATEGORIES, MAX_STEPS_COUNT
 from runner.testing import ModelCall, call, play_many_async
 
 pytestmark = [pytest.mark.anyio]
@@ -19,7 +19,7 @@ real = pytest.mark.package("bfcl_eval")
 
 
 class GroundTruth:
-    """The known right calls, one a turn, and a word after the last one of each request."""
+    """The known right calls, one a turn if there are few, and a word after the last one of each request."""
 
     def __init__(self, category: str) -> None:
         from runner.interop.bfcl_tasks import _entries
@@ -35,11 +35,12 @@ class GroundTruth:
     def written(self, entry: dict[str, Any]) -> list[Any]:
         described = [*entry["function"], *(each for more in entry["missed_function"].values() for each in more)]
         names = {each["name"]: list(each["parameters"]["properties"]) for each in described}
-        return [
-            reply
-            for request in entry["ground_truth"]
-            for reply in (*([as_call(each, names)] for each in request), "Done.")
-        ]
+        replies: list[Any] = []
+        for request in entry["ground_truth"]:
+            calls = [as_call(each, names) for each in request]
+            replies += [[each] for each in calls] if len(calls) <= MAX_STEPS_COUNT else [calls]
+            replies.append("Done.")
+        return replies
 
 
 def as_call(written: str, names: dict[str, list[str]]) -> Any:

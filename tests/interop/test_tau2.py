@@ -91,6 +91,13 @@ async def test_a_simulation_without_the_right_actions_scores_0() -> None:
 
 
 @real
+async def test_an_assertion_about_what_was_never_made_scores_0() -> None:
+    name = "create_task_1_with_env_assertions"
+    (each,) = await played("mock", "I cannot help.", [name], user=["Hello.", "###STOP###"])
+    assert (each.outcome, each.reward) == (Outcome.COMPLETED, 0.0), each.error
+
+
+@real
 async def test_episodes_of_one_task_do_not_share_a_database() -> None:
     create = [call("create_task", user_id="user_1", title="Important Meeting")]
     trajectories = await played("mock", [create, "Done."], ["create_task_1"], user=["Hi.", "###STOP###"], group_size=3)
