@@ -19,6 +19,7 @@ from runner.notebook import group_html, trajectory_html
 from runner.options import Constraint, Sampling, ToolChoice
 from runner.tokens.junction import Junction
 from runner.tokens.log import Source, TokenLog
+from runner.tokens.side_data import RoutedExperts, SamplingMasks
 from runner.tokens.top_logprobs import TopLogprobs
 
 if TYPE_CHECKING:
@@ -300,6 +301,18 @@ class Turn:
 
         top = self.top
         return np.empty((self.end - self.start, 0), np.float32) if top is None else top.logprob_rows()
+
+    @property
+    def sampling_masks(self) -> SamplingMasks | None:
+        """The ids that could be sampled in the place of each sampled one; None if the engine did not return them."""
+        side = self.log.side_data.get(self.start) if self.end > self.start else None
+        return None if side is None else side.masks
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """The experts of the positions that no earlier turn of the segment has; None if the engine returned none."""
+        side = self.log.side_data.get(self.start) if self.end > self.start else None
+        return None if side is None else side.experts
 
     @property
     def prompt_ids(self) -> array[int]:

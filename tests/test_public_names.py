@@ -67,6 +67,7 @@ def test_public_names_of_trainers() -> None:
         "Mismatch",
         "Pool",
         "Pools",
+        "RecordedMasks",
         "SampleRow",
         "Saving",
         "SegmentChoice",

@@ -82,6 +82,11 @@ def each_of(batch: StreamBatch) -> Iterator[tuple[int, StreamEvent]]:
             yield item
 
 
+def _is_plain(delta: Delta) -> bool:
+    """True if it only has ids and log-probabilities."""
+    return delta.logprobs is not None and delta.finish is None and delta.top is None and delta.side is None
+
+
 class StreamBuffer:
     """Events of streams since the last `take`."""
 
@@ -94,12 +99,12 @@ class StreamBuffer:
     def put(self, number: int, event: StreamEvent) -> None:
         """Append an event of a stream."""
         batch = self._batch
-        if isinstance(event, Delta) and event.logprobs is not None and event.finish is None and event.top is None:
+        if isinstance(event, Delta) and _is_plain(event):
             if not batch or not isinstance(batch[-1], Deltas):
                 batch.append(Deltas())
             last = batch[-1]
             assert isinstance(last, Deltas), "it was added above"
-            last.add(number, event.token_ids, event.logprobs)
+            last.add(number, event.token_ids, event.logprobs or ())
         else:
             batch.append((number, event))
 

@@ -26,6 +26,7 @@ from runner.engines.state import EngineState
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
+from runner.tokens.side_data import SideData
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import Tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
@@ -92,10 +93,12 @@ class Delta:
     """Finish of the stream; set on its last delta only."""
     top: TopLogprobs | None = None
     """Most likely ids at each position, as many as `Sampling.logprobs`; None if not requested."""
+    side: SideData | None = None
+    """Sampling masks and routed experts; None unless the engine was configured to return them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Thousands of them pass between processes, and the dataclass default takes eight times as long.
-        return Delta, (self.token_ids, self.logprobs, self.finish, self.top)
+        return Delta, (self.token_ids, self.logprobs, self.finish, self.top, self.side)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from runner.errors import EngineError, EngineStalled
 from runner.options import Sampling
 from runner.tokens.decode import IncrementalDecoder
 from runner.tokens.log import Source, TokenLog
+from runner.tokens.side_data import SideData
 from runner.tokens.tokenizer import Tokenizer
 from runner.trajectory import Timings
 from runner.turn_events import IdsSampled, TurnAdmitted
@@ -74,6 +75,8 @@ class SampledTurn:
         self.log.append_sampled(delta.token_ids, delta.logprobs)
         if delta.top is not None:
             self.log.append_top(self.start, delta.top)
+        if delta.side is not None:
+            self.log.append_side(self.start, delta.side)
         self.end += len(delta.token_ids)
         if self.on_progress is not None:
             self.on_progress(IdsSampled(delta.token_ids, delta.logprobs, delta.top))
@@ -97,7 +100,8 @@ class SampledTurn:
         """Keep the ids of `delta` up to the one that completed a stop string."""
         logprobs = delta.logprobs[:kept] if delta.logprobs is not None else None
         top = delta.top.part(0, kept) if delta.top is not None else None
-        self.keep(Delta(delta.token_ids[:kept], logprobs, top=top))
+        side = delta.side.part(0, kept) if delta.side is not None else None
+        self.keep(Delta(delta.token_ids[:kept], logprobs, top=top, side=side))
         self.dropped = len(delta.token_ids) - kept
         self.stop, self.text = stops.found, stops.text
 
@@ -110,6 +114,8 @@ class SampledTurn:
                 self.keep(delta)
             else:
                 self.dropped += len(delta.token_ids)
+                if delta.side is not None and delta.side.experts is not None:
+                    self.log.append_side(self.start, SideData(experts=delta.side.experts))
         finish = stream.finish or Finish(FinishReason.ABORT)
         if finish.reason is FinishReason.ERROR and self.text is None:
             self.error = self.error or EngineError(f"the engine failed: {finish.stop}")

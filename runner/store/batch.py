@@ -27,13 +27,14 @@ from runner.store.schema import (
     REQUESTS,
     SAMPLINGS,
     SEGMENTS,
+    SIDE_DATA,
     TASKS,
     TOOLS,
     TOP_LOGPROBS,
     TURNS,
 )
 from runner.store.stored_tasks import encode_task
-from runner.store.stored_top_logprobs import top_values
+from runner.store.stored_turn_data import side_values, top_values
 from runner.tasks import Task
 from runner.trajectory import Trajectory, Turn
 
@@ -129,6 +130,9 @@ class Packer:
             batch.insert(TURNS, [key, position, constrained, sampled, *turn_values(turn)])
             if turn.top is not None:
                 batch.insert(TOP_LOGPROBS, [key, position, *top_values(turn.top)])
+            if turn.log.side_data and (turn.sampling_masks is not None or turn.routed_experts is not None):
+                values = side_values(turn.sampling_masks, turn.routed_experts)
+                batch.insert(SIDE_DATA, [key, position, *values])
         for request in trajectory.requests:
             batch.insert(REQUESTS, [key, *request_values(request)])
         for number, attachment in enumerate(trajectory.attachments):

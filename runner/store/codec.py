@@ -17,7 +17,7 @@ from runner.store.json_values import decode_json
 from runner.store.packing import sources_of, unpack, unpacked_logprobs
 from runner.store.schema import ATTACHMENT, JUNCTION, REQUEST, SEGMENT, TIMINGS, TRAJECTORY, TURN, USAGE
 from runner.store.stored_tasks import TaskDecoder
-from runner.store.stored_top_logprobs import StoredTopLogprobs
+from runner.store.stored_turn_data import StoredSideData, StoredTopLogprobs
 from runner.tasks import Task
 from runner.tokens.junction import Junction
 from runner.tokens.log import TokenLog, VersionSpan
@@ -80,6 +80,9 @@ _SEGMENTS = """
     FROM segments LEFT JOIN tools ON tools.key = segments.tools
     WHERE segments.episode = ? ORDER BY segments.number
 """
+_WITH_SIDE_DATA = """
+    SELECT DISTINCT turns.segment FROM side_data JOIN turns USING (episode, position) WHERE side_data.episode = ?
+"""
 
 
 def load_trajectory(connection: sqlite3.Connection, episode: Row, decode_task: TaskDecoder) -> Trajectory:
@@ -126,6 +129,8 @@ def _trajectory(connection: sqlite3.Connection, episode: Row, task: Task) -> Tra
     asked = {turn.segment for turn in trajectory.turns if turn.sampling is not None and turn.sampling.logprobs}
     for number in asked:
         segments[number].log.top_logprobs = StoredTopLogprobs(_path(connection), episode["key"], number)
+    for (number,) in connection.execute(_WITH_SIDE_DATA, key).fetchall():
+        segments[number].log.side_data = StoredSideData(_path(connection), episode["key"], number)
     return trajectory
 
 

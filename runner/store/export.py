@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from runner.errors import BadOption, StorageFailed
 from runner.messages import as_messages
@@ -30,7 +30,6 @@ from runner.store.schema import TRAJECTORY
 from runner.store.stored_tasks import encode_task
 from runner.store.trajectory_filter import ALL, TrajectoryFilter
 from runner.tokens.log import TokenLog
-from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Segment, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -125,7 +124,12 @@ def _as_object(trajectory: Trajectory) -> dict[str, Any]:
         **{name: getattr(trajectory, name) for name in _FIELDS},
         "segments": [_segment_object(segment) for segment in trajectory.segments],
         "turns": [
-            {**{name: getattr(turn, name) for name in _TURN_FIELDS}, "sampling": _sampling(turn), **_top_object(turn)}
+            {
+                **{name: getattr(turn, name) for name in _TURN_FIELDS},
+                "sampling": _sampling(turn),
+                **_top_object(turn),
+                **_side_object(turn),
+            }
             for turn in trajectory.turns
         ],
     }
@@ -141,6 +145,12 @@ def _top_object(turn: Turn) -> dict[str, Any]:
         "top_ids": None if top is None else top.id_rows().tolist(),
         "top_logprobs": None if top is None else top.logprob_rows().tolist(),  # minus infinity becomes null
     }
+
+
+def _side_object(turn: Turn) -> dict[str, Any]:
+    masks, experts = turn.sampling_masks, turn.routed_experts
+    routed = None if experts is None else {"first": experts.start, "experts": experts.numbers().tolist()}
+    return {"sampling_masks": None if masks is None else masks.rows(), "routed_experts": routed}
 
 
 def _segment_object(segment: Segment) -> dict[str, Any]:
@@ -176,7 +186,10 @@ _VALUES: Final[dict[str, tuple[Any, Callable[[Trajectory], Any]]]] = {
 }
 """The columns with one value per trajectory: the Arrow type if it is plain, and the function that returns the value."""
 
-_PER_TOKEN: Final = ("token_ids", "logprobs", "mask", "weight_versions", "top_ids", "top_logprobs")
+_PER_TOKEN: Final = (
+    *("token_ids", "logprobs", "mask", "weight_versions", "top_ids", "top_logprobs"),
+    *("sampling_masks", "routed_experts"),
+)
 
 PARQUET_COLUMNS: Final = (*_VALUES, *_PER_TOKEN)
 """The columns of a Parquet export; see docs/run-file.md."""
@@ -188,8 +201,9 @@ def export_parquet(
     """Write the trained trajectories as Parquet, one row each.
 
     `token_ids`, `logprobs`, `mask` and `weight_versions` are lists of lists: one list per segment, and an episode has
-    one segment unless its history was rewritten. In `top_ids` and `top_logprobs` each id has a list, which is null
-    if its turn did not request them. `reward` is null if a trajectory failed or was not scored.
+    one segment unless its history was rewritten. In `top_ids`, `top_logprobs`, `sampling_masks` and `routed_experts`
+    each id has a list, which is null without such data; experts are flat, layer by layer. `reward` is null if a
+    trajectory failed or was not scored.
 
     Args:
         run_file: the run file to export.
@@ -236,6 +250,8 @@ def _parquet_schema(columns: Sequence[str], run_file: RunFile) -> pa.Schema:
         "weight_versions": nested(pa.dictionary(pa.int32(), pa.string())),
         "top_ids": nested(pa.list_(pa.int32())),
         "top_logprobs": nested(pa.list_(pa.float32())),
+        "sampling_masks": nested(pa.list_(pa.int32())),
+        "routed_experts": nested(pa.list_(pa.int16())),
     }
     schema = pa.schema([(name, types[name]) for name in columns])
     return schema.with_metadata({"deltarunner.header": run_file.header.to_json()})
@@ -280,8 +296,10 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
         "logprobs": lambda: joined("float32", (log.logprobs for log in logs), from_pandas=True),  # NaN becomes null
         "mask": lambda: joined("int8", (log.mask() for log in logs)),
         "weight_versions": lambda: pa.DictionaryArray.from_arrays(numbers, pa.array(list(names), pa.string())),
-        "top_ids": lambda: _lists(logs, joined("int32", (top.ids for top in _tops(logs)))),
-        "top_logprobs": lambda: _lists(logs, joined("float32", (top.logprobs for top in _tops(logs)))),
+        "top_ids": lambda: _lists(logs, "int32", _top_parts, lambda top: top.ids),
+        "top_logprobs": lambda: _lists(logs, "float32", _top_parts, lambda top: top.logprobs),
+        "sampling_masks": lambda: _lists(logs, "int32", _mask_parts, lambda masks: masks.ids),
+        "routed_experts": lambda: _lists(logs, "int16", _expert_parts, lambda experts: experts.experts),
     }
 
     def column(name: str) -> Any:
@@ -292,19 +310,37 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([column(name) for name in schema.names], schema=schema)
 
 
-def _tops(logs: Iterable[TokenLog]) -> Iterator[TopLogprobs]:
-    """The top log-probabilities of all turns that have them, in order."""
-    return (log.top_logprobs[start] for log in logs for start in sorted(log.top_logprobs))
+_Parts: TypeAlias = Iterator[tuple[int, Any, Any]]
+"""The first position, the number of values at each position, and the data, for each turn."""
 
 
-def _lists(logs: Sequence[TokenLog], values: Any) -> Any:
-    """The values of `_tops` as a list for each id of the logs, null for ids without any."""
+def _top_parts(log: TokenLog) -> _Parts:
+    return ((start, [top.count] * len(top), top) for start, top in sorted(log.top_logprobs.items()))
+
+
+def _mask_parts(log: TokenLog) -> _Parts:
+    sides = sorted(log.side_data.items())
+    return ((start, side.masks.counts, side.masks) for start, side in sides if side.masks is not None)
+
+
+def _expert_parts(log: TokenLog) -> _Parts:
+    experts = [side.experts for _, side in sorted(log.side_data.items()) if side.experts is not None]
+    return ((each.start, [each.layers * each.top] * len(each), each) for each in experts)
+
+
+def _lists(
+    logs: Sequence[TokenLog], kind: str, parts: Callable[[TokenLog], _Parts], take: Callable[[Any], array[Any]]
+) -> Any:
+    """Data of turns as a list for each id of the logs, null for ids without any."""
     import numpy as np
     import pyarrow as pa
 
+    values = [np.empty(0, kind)]  # rows may have no segments, and np.concatenate refuses an empty list
     counts = [np.zeros(len(log), np.int32) for log in logs]
     for log, of_log in zip(logs, counts, strict=True):
-        for start, top in log.top_logprobs.items():
-            of_log[start : start + len(top)] = top.count
+        for start, lengths, data in parts(log):
+            of_log[start : start + len(lengths)] = lengths
+            values.append(np.asarray(take(data), kind))
     ends = np.cumsum(np.concatenate([np.zeros(1, np.int32), *counts]), dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values, mask=pa.array(np.diff(ends) == 0, pa.bool_()))
+    flat = pa.array(np.concatenate(values))
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), flat, mask=pa.array(np.diff(ends) == 0, pa.bool_()))

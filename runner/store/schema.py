@@ -40,6 +40,7 @@ __all__ = [
     "SAMPLINGS",
     "SEGMENT",
     "SEGMENTS",
+    "SIDE_DATA",
     "TABLES",
     "TASKS",
     "TIMINGS",
@@ -289,6 +290,22 @@ TOP_LOGPROBS: Final = Table(
     key="PRIMARY KEY (episode, position)",
 )
 
+SIDE_DATA: Final = Table(
+    "side_data",
+    "the ids that could be sampled in a turn, and the experts that computed it, if the engine returned them",
+    (
+        Column("episode", "INTEGER NOT NULL", "`episodes.key`"),
+        Column("position", "INTEGER NOT NULL", "`turns.position`"),
+        Column("mask_counts", "BLOB", "int32, little-endian: the number of ids that could be sampled in each place"),
+        Column("mask_ids", "BLOB", "int32, little-endian: these ids, one place after the other; NULL without masks"),
+        Column("first", "INTEGER", "the index in `segments.ids` of the first id with experts; NULL without experts"),
+        Column("layers", "INTEGER", "the number of layers with experts"),
+        Column("top", "INTEGER", "the number of experts of each id in a layer"),
+        Column("experts", "BLOB", "int16, little-endian: `layers` times `top` numbers of experts for each id"),
+    ),
+    key="PRIMARY KEY (episode, position)",
+)
+
 # --- its requests
 
 REQUEST: Final = (
@@ -441,6 +458,7 @@ TABLES: Final = (
     SEGMENTS,
     TURNS,
     TOP_LOGPROBS,
+    SIDE_DATA,
     REQUESTS,
     ATTACHMENTS,
     CONSTRAINTS,

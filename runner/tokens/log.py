@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
+from runner.tokens.side_data import SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["Source", "TokenLog", "VersionSpan"]
@@ -55,6 +56,8 @@ class TokenLog:
     """The weight versions of the sampled ids, as spans in order."""
     top_logprobs: MutableMapping[int, TopLogprobs] = field(default_factory=dict)
     """The most likely ids of each turn that requested them, by the index of its first sampled id."""
+    side_data: MutableMapping[int, SideData] = field(default_factory=dict)
+    """Sampling masks and routed experts of each turn that has some, by the index of its first sampled id."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -86,12 +89,26 @@ class TokenLog:
         else:
             known.extend(top)
 
+    def append_side(self, start: int, side: SideData) -> None:
+        """Append side data of what was just sampled in the turn that begins at `start`.
+
+        Experts are kept for positions that no earlier turn has, since each turn of an engine has those of its prompt.
+        """
+        known = self.side_data.setdefault(start, SideData())
+        if side.masks is not None:
+            known.masks = known.masks or SamplingMasks()
+            known.masks.extend(side.masks)
+        if side.experts is not None:
+            earlier = (each.experts for each in self.side_data.values() if each.experts is not None)
+            known.experts = side.experts.part(max((each.end for each in earlier), default=0), len(self.ids))
+
     def cut(self, end: int) -> None:
         """Remove the ids from `end` on, which no later prompt and no turn refers to."""
         del self.ids[end:], self.logprobs[end:], self.sources[end:]
         self.versions = [span for span in self.versions if span.end <= end]
-        for start in [start for start in self.top_logprobs if start >= end]:
-            del self.top_logprobs[start]
+        for by_start in (self.top_logprobs, self.side_data):
+            for start in [start for start in by_start if start >= end]:
+                del by_start[start]
 
     def take_back(self, start: int, end: int | None = None) -> None:
         """The ids from `start` to `end`, by default the last one, stay and are not trained on."""

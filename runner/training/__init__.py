@@ -18,7 +18,7 @@ from runner.training.grammar import GrammarMasks
 from runner.training.pools import Pool, Pools
 from runner.training.sample_rows import InexactRows, SampleRow, SegmentChoice, sample_rows
 from runner.training.selection import Selection, grouped
-from runner.training.token_masks import TokenMasks
+from runner.training.token_masks import RecordedMasks, TokenMasks
 from runner.training.tree import Saving, TokenTree
 from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightReport, check_weights
 from runner.training.weight_proof import weight_proof
@@ -31,6 +31,7 @@ __all__ = [
     "Mismatch",
     "Pool",
     "Pools",
+    "RecordedMasks",
     "SampleRow",
     "Saving",
     "SegmentChoice",

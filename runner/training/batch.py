@@ -15,15 +15,14 @@ from runner.errors import BadBatch, BadOption
 from runner.training.advantages import AdvantageRule
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout
-from runner.training.rows import NO_VERSION, TrainingRow, likeliest
+from runner.training.rows import NO_VERSION, TrainingRow, likeliest, row_experts
 from runner.training.selection import ComparedGroup, GroupsOrTrajectories, Selection, name_of
 from runner.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import torch
 
-    from runner.training.grammar import GrammarMasks
-    from runner.training.token_masks import TokenMasks
+    from runner.training.token_masks import RecordedMasks, TokenMasks
 
 __all__ = ["TrainingBatch", "TrainingTensors"]
 
@@ -240,14 +239,20 @@ class TrainingBatch:
             raise BadBatch(f"the advantage of {name_of(row.trajectory)} is {placed[tuple(bad[0])]}: give finite ones.")
         return dataclasses.replace(self, advantages=placed)
 
-    def with_masks(self, grammar: GrammarMasks) -> Self:
-        """Return the batch with the token masks of its constrained turns, computed from their grammars.
+    def with_masks(self, grammar: RecordedMasks) -> Self:
+        """Return the batch with the token masks of its turns: recorded ones, or those of their grammars.
+
+        Args:
+            grammar: `GrammarMasks` for turns that were sampled under a grammar; `RecordedMasks` for turns whose engine
+                returned the ids that could be sampled.
 
         Raises:
             BadBatch: an id is not allowed by its mask, or a constraint cannot be compiled; the message names it.
         """
         masks = grammar.masks_for(self.rows, self.layout)
-        return dataclasses.replace(self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True))
+        return dataclasses.replace(
+            self, masks=masks, inexact_reason=inexact_reason(self.rows, masked=True, recorded=True)
+        )
 
     def top_logprobs(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return the `count` most likely ids at each trained position and their log-probabilities, sorted.
@@ -270,6 +275,28 @@ class TrainingBatch:
         ids = [self.layout.fill((row_ids[:, n] for row_ids, _ in rows), -1, np.int32) for n in range(count)]
         logprobs = [self.layout.fill((values[:, n] for _, values in rows), 0, np.float32) for n in range(count)]
         return np.stack(ids, axis=-1), np.stack(logprobs, axis=-1)
+
+    def routed_experts(self) -> NDArray[np.int16]:
+        """Return the experts that computed each id, for a trainer that routes as the engine did.
+
+        Computed at each call, since they are much larger than all other arrays together. The last sampled id of a
+        sequence was not computed by the engine, and has none.
+
+        Returns:
+            Shape [sequences, length, layers, experts of each id], int16, -1 without experts.
+
+        Raises:
+            BadBatch: no turn has experts, or turns have different numbers of layers.
+        """
+        rows = [row_experts(row) for row in self.rows]
+        shapes = {row.shape[1:] for row in rows if row is not None}
+        if len(shapes) != 1:
+            found = "no turn has routed experts" if not shapes else f"turns have experts of the shapes {sorted(shapes)}"
+            raise BadBatch(f"{found}: play with VllmEngine(enable_return_routed_experts=True) and one model.")
+        (shape,) = shapes
+        missing = (np.full((len(row), *shape), -1, np.int16) for row in self.rows)
+        given = (none if each is None else each for each, none in zip(rows, missing, strict=True))
+        return self.layout.fill(given, -1, np.int16)
 
     def unpadded(self, array: Any) -> list[Any]:
         """Split an array or tensor of shape [sequences, length, ...] into unpadded rows, in the order of `rows`."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.options import Sampling
 from runner.training.rows import TrainingRow
 from runner.trajectory import Turn
 
 __all__ = ["constrained_ids", "inexact_reason", "reason_counts", "temperatures"]
 
+_TRUNCATING: Final = frozenset({"top_p", "top_k", "min_p", "min_tokens", "bad_words"})
+"""Fields of `Sampling` that only exclude ids: the ids that could be sampled are all that a trainer needs."""
+
 _MIN_TEMPERATURE = 0.01  # vLLM's minimum for temperatures above 0
 
 
-def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
+def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorded: bool = False) -> str:
     """Return why exp(trainer's log-probability - recorded one) is not the ratio of two policies; "" if it is.
 
     The recorded value is that of the sampling distribution. With top-k, top-p or min-p that is a part of the
@@ -26,24 +29,27 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False) -> str:
     Temperature 0 has no distribution, and several LoRA adapters are several policies. A temperature is not a reason,
     since a trainer can apply it, and neither is a grammar with available masks.
 
-    Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available.
+    Each reason has the number of its turns or ids. `masked`: the masks of the grammars are available. `recorded`: the
+    trainer applies the sampling masks that turns have, so that neither truncation nor grammar of these is a reason.
     """
-    turns, ids = reason_counts(rows, masked=masked)
+    turns, ids = reason_counts(rows, masked=masked, recorded=recorded)
     said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
     said += [f"{reason} ({count} {'id' if count == 1 else 'ids'})" for reason, count in sorted(ids.items())]
     return "; ".join(said)
 
 
-def reason_counts(rows: Sequence[TrainingRow], *, masked: bool = False) -> tuple[Counter[str], Counter[str]]:
+def reason_counts(
+    rows: Sequence[TrainingRow], *, masked: bool = False, recorded: bool = False
+) -> tuple[Counter[str], Counter[str]]:
     """Return the reasons of `inexact_reason` with the number of their turns, and those with a number of ids."""
-    samplings = [turn.sampling for row in rows for turn in _trained(row)]
-    turns = Counter(reason for sampling in samplings for reason in _reasons(sampling))
-    adapters = Counter(f"adapter={sampling.adapter!r}" for sampling in samplings if sampling is not None)
+    trained = [turn for row in rows for turn in _trained(row)]
+    turns = Counter(reason for turn in trained for reason in _reasons(turn, recorded=recorded))
+    adapters = Counter(f"adapter={turn.sampling.adapter!r}" for turn in trained if turn.sampling is not None)
     if len(adapters) > 1:
         turns += adapters
     ids = Counter(
         {
-            "a grammar without its masks": 0 if masked else constrained_ids(rows),
+            "a grammar without its masks": 0 if masked else constrained_ids(rows, recorded=recorded),
             "no log-probability from the engine": sum(int(np.isnan(row.logprobs).sum()) for row in rows),
         }
     )
@@ -63,21 +69,28 @@ def temperatures(row: TrainingRow) -> NDArray[np.float32]:
     return values
 
 
-def constrained_ids(rows: Iterable[TrainingRow]) -> int:
-    """Return the number of trained ids that were sampled under a grammar, whose mask an exact ratio needs."""
-    return sum(turn.end - turn.start for row in rows for turn in _trained(row) if turn.constraint is not None)
+def constrained_ids(rows: Iterable[TrainingRow], *, recorded: bool = False) -> int:
+    """Return the number of trained ids that were sampled under a grammar, whose mask an exact ratio needs.
+
+    `recorded`: without those of turns that have their sampling masks.
+    """
+    constrained = (turn for row in rows for turn in _trained(row) if turn.constraint is not None)
+    return sum(turn.end - turn.start for turn in constrained if not (recorded and turn.sampling_masks is not None))
 
 
 def _trained(row: TrainingRow) -> Iterator[Turn]:
     return (turn for turn in row.turns if turn.end > turn.start and not turn.retried)
 
 
-def _reasons(sampling: Sampling | None) -> Iterator[str]:
+def _reasons(turn: Turn, *, recorded: bool) -> Iterator[str]:
+    sampling = turn.sampling
     if sampling is None:
         yield "sampling not recorded"
         return
     if sampling.temperature == 0:
         yield "temperature=0"
         return  # the other settings never exclude the most likely id
+    exempt = _TRUNCATING if recorded and turn.sampling_masks is not None else ()
     for name, value in sampling.changes().items():
-        yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"
+        if name not in exempt:
+            yield f"{name}={value:g}" if isinstance(value, int | float) else f"{name} of {len(value)}"

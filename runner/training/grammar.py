@@ -20,15 +20,11 @@ from runner import models
 from runner.errors import BadBatch, BadInput, BadModel, BadOption, first_line
 from runner.options import Constraint, ConstraintKind
 from runner.parsing.grammar_compiler import TokenGrammarCompiler
-from runner.training.token_masks import UNCONSTRAINED_INDEX, WORD_BITS, MaskTable, TokenMasks
+from runner.training.token_masks import UNCONSTRAINED_INDEX, WORD_BITS, MaskTable, RecordedMasks
 from runner.trajectory import Turn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from runner.training.packing import Layout
-    from runner.training.rows import TrainingRow
-    from runner.training.tree import LossTerms
 
 __all__ = ["GrammarMasks"]
 
@@ -36,10 +32,11 @@ _MASKED = "processed_logprobs"  # after mask and temperature
 _CACHE_BYTES = 512 << 20  # of compiled grammars, as in vLLM
 
 
-class GrammarMasks:
+class GrammarMasks(RecordedMasks):
     """Token masks of constrained turns, computed by the same library and settings as in vLLM.
 
-    A turn that does not fit its grammar, or a constraint that cannot be compiled, raises `BadBatch`.
+    A turn that does not fit its grammar, or a constraint that cannot be compiled, raises `BadBatch`. Turns whose engine
+    returned sampling masks have these.
 
     Args:
         model: the engine's model: a folder, a Hugging Face id or the demo model's name; or an
@@ -67,8 +64,7 @@ class GrammarMasks:
             tokenizer, own = _tokenizer_info(self._xgrammar, model, vocabulary)
         else:
             tokenizer, own = model, frozenset[int]()
-        self.vocabulary: int = tokenizer.vocab_size
-        """Number of logits."""
+        super().__init__(tokenizer.vocab_size)
         self.stop_ids = own | frozenset(stop_ids)
         """Ids that end a turn, besides those of the turn's `Sampling`."""
         self._any_whitespace = any_whitespace
@@ -96,55 +92,10 @@ class GrammarMasks:
         )
         return cls(engine.model, vocabulary=engine.vocabulary, stop_ids=engine.stop_ids, any_whitespace=any_whitespace)
 
-    def masks_of(self, turn: Turn) -> TokenMasks | None:
-        """Return the mask of each sampled id of a turn, with the stop id; None for an unconstrained turn.
-
-        Raises:
-            BadBatch: an id is not allowed by its mask, or the constraint cannot be compiled; the message names it.
-        """
-        if turn.constraint is None:
-            return None
-        table = MaskTable(self.vocabulary)
-        index = self._walk(turn, table, f"turn {turn.agent}/{turn.number}")
-        return TokenMasks(table.array(), index, self.vocabulary)
-
-    def masks_for_row(self, row: TrainingRow) -> TokenMasks:
-        """Return the mask of each position of a row; `index` has the row's length."""
-        return self.masks_for_rows([row])[0]
-
-    def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
-        """Return the masks of several rows with one shared table: pad or pack their `index` as any other array."""
-        table = MaskTable(self.vocabulary)
-        indices = [self._row_index(row, table) for row in rows]
-        shared = table.array()
-        return [TokenMasks(shared, index, self.vocabulary) for index in indices]
-
-    def masks_for(self, rows: Sequence[TrainingRow], layout: Layout) -> TokenMasks:
-        """Return the mask of each position of a batch, `masks_for(batch.rows, batch.layout)`.
-
-        Args:
-            rows: the rows of the batch.
-            layout: the layout of the batch; `index` has its shape, [sequences, length].
-        """
-        table = MaskTable(self.vocabulary)
-        index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED_INDEX, np.int32)
-        return TokenMasks(table.array(), index, self.vocabulary)
-
-    def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
-        """Return the mask of each term of a tree of `rows`; `index` has the shape [terms]."""
-        table = MaskTable(self.vocabulary)
-        indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
-        index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
-        return TokenMasks(table.array(), np.array(index, dtype=np.int32), self.vocabulary)
-
-    def _row_index(self, row: TrainingRow, table: MaskTable) -> NDArray[np.int32]:
-        index = np.full(len(row), UNCONSTRAINED_INDEX, dtype=np.int32)
-        for turn in row.turns:
-            trained = row.loss_mask[turn.start : turn.end]
-            if turn.constraint is not None and trained.any():
-                name = f"{row.trajectory.id}/{turn.agent}/{turn.number}"
-                index[turn.start : turn.end] = np.where(trained, self._walk(turn, table, name), UNCONSTRAINED_INDEX)
-        return index
+    def _turn_index(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32] | None:
+        if turn.sampling_masks is not None or turn.constraint is None:
+            return super()._turn_index(turn, table, name)
+        return self._walk(turn, table, name)
 
     def _walk(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32]:
         """Advance the grammar by the sampled ids, and return the index of the mask before each."""

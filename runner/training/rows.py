@@ -12,7 +12,7 @@ from runner.errors import BadBatch
 from runner.tokens.log import Source, TokenLog, VersionSpan
 from runner.trajectory import Trajectory, Turn
 
-__all__ = ["NO_VERSION", "TrainingRow", "likeliest", "rows_of", "version_table"]
+__all__ = ["NO_VERSION", "TrainingRow", "likeliest", "row_experts", "rows_of", "version_table"]
 
 NO_VERSION = -1
 """Weight version of an id that was not sampled."""
@@ -78,6 +78,26 @@ def likeliest(row: TrainingRow, count: int) -> tuple[NDArray[np.int32], NDArray[
         ids[turn.start : turn.end][trained] = of_turn[trained, :count]
         logprobs[turn.start : turn.end][trained] = turn.top_logprobs[trained, :count]
     return ids, logprobs
+
+
+def row_experts(row: TrainingRow) -> NDArray[np.int16] | None:
+    """Return the experts that computed each id of a row, shape [length, layers, experts of each id], or None.
+
+    They are -1 for ids without experts. Turns that were withdrawn have experts too.
+
+    Raises:
+        BadBatch: turns have experts of different shapes.
+    """
+    known = [turn.routed_experts for turn in row.turns if turn.routed_experts is not None]
+    if not known:
+        return None
+    shapes = {(each.layers, each.top) for each in known}
+    if len(shapes) > 1:
+        raise BadBatch(f"episode {row.trajectory.id!r}: turns have experts of the shapes {sorted(shapes)}.")
+    experts = np.full((len(row), *shapes.pop()), -1, np.int16)
+    for each in known:
+        experts[each.start : each.end] = each.numbers()
+    return experts
 
 
 def version_table(trajectories: Iterable[Trajectory]) -> dict[str, int]:

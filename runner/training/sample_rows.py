@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from runner.checked import whole
 from runner.errors import BadBatch, BadOption
 from runner.logs import logger_for
+from runner.tokens.side_data import SamplingMasks
 from runner.training.exactness import reason_counts, temperatures
-from runner.training.rows import TrainingRow, rows_of, version_table
+from runner.training.rows import TrainingRow, row_experts, rows_of, version_table
 from runner.training.selection import absence, name_of
 from runner.trajectory import Trajectory, Turn
 
@@ -81,6 +82,16 @@ class SampleRow:
     """Divisor of the logits for that log-probability, float32; 1 where `mask` is False."""
     advantages: NDArray[np.float32]
     """Advantage of each id, float32; 0 where `mask` is False, and if none were given."""
+    sampling_masks: SamplingMasks | None
+    """Ids that could be sampled in the place of each, without any where `mask` is False or the engine returned none.
+
+    None if the engine returned none for the whole row.
+    """
+    routed_experts: NDArray[np.int16] | None
+    """Experts that computed each id of prompt and response, shape [prompt + response, layers, experts], -1 without.
+
+    None if the engine returned none.
+    """
     reward: float | None
     """Reward of the trajectory; None in a failed episode."""
     failed: str
@@ -117,7 +128,7 @@ class InexactRows:
 
     def add(self, rows: Sequence[TrainingRow]) -> None:
         """Count rows."""
-        turns, ids = reason_counts(rows)
+        turns, ids = reason_counts(rows, recorded=True)  # rows have their masks
         for reason in sorted({*turns, *ids} - {*self._turns, *self._ids}):
             log.warning(
                 "rows are not exact: %s. The trainer's log-probability of such an id is not comparable to the "
@@ -222,9 +233,22 @@ def _row(
         constrained=(constrained & mask)[part],
         temperatures=np.where(mask, temperatures(row), np.float32(1))[part],
         advantages=np.where(mask, advantages, np.float32(0))[part],
+        sampling_masks=_masks(row, mask, first, end),
+        routed_experts=None if (experts := row_experts(row)) is None else experts[:end],
         reward=None if failed else row.trajectory.reward,
         failed=failed,
     )
+
+
+def _masks(row: TrainingRow, mask: NDArray[np.bool_], first: int, end: int) -> SamplingMasks | None:
+    given = [(turn, turn.sampling_masks) for turn in row.turns]
+    if all(masks is None for _, masks in given):
+        return None
+    rows: list[list[int]] = [[] for _ in range(len(row))]
+    for turn, masks in given:
+        if masks is not None:
+            rows[turn.start : turn.end] = masks.rows()
+    return SamplingMasks.of(ids if trains else () for ids, trains in zip(rows[first:end], mask[first:end], strict=True))
 
 
 def _empty(trajectory: Trajectory, failed: str, pad_id: int) -> SampleRow:
@@ -242,6 +266,8 @@ def _empty(trajectory: Trajectory, failed: str, pad_id: int) -> SampleRow:
         constrained=np.zeros(1, np.bool_),
         temperatures=np.ones(1, np.float32),
         advantages=np.zeros(1, np.float32),
+        sampling_masks=None,
+        routed_experts=None,
         reward=None if failed else trajectory.reward,
         failed=failed,
     )

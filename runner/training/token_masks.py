@@ -1,16 +1,25 @@
-"""Token masks: the allowed ids of each position, packed as in xgrammar."""
+"""Token masks: the allowed ids of each position, packed as in xgrammar, and those that turns recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runner.errors import BadBatch
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["UNCONSTRAINED_INDEX", "WORD_BITS", "MaskTable", "TokenMasks"]
+    from runner.tokens.side_data import SamplingMasks
+    from runner.training.packing import Layout
+    from runner.training.rows import TrainingRow
+    from runner.training.tree import LossTerms
+    from runner.trajectory import Turn
+
+__all__ = ["UNCONSTRAINED_INDEX", "WORD_BITS", "MaskTable", "RecordedMasks", "TokenMasks"]
 
 UNCONSTRAINED_INDEX = -1
 """Index of a position at which every id was allowed."""
@@ -80,3 +89,92 @@ class MaskTable:
     def array(self) -> NDArray[np.int32]:
         """Return the table of masks, shape [distinct, words], int32."""
         return np.frombuffer(b"".join(self._rows), dtype=np.int32).reshape(-1, self.words)
+
+
+class RecordedMasks:
+    """Token masks of turns whose engine returned the ids that could be sampled, `turn.sampling_masks`.
+
+    They include what a grammar excluded. `GrammarMasks` uses them too, and computes those of other constrained turns.
+    A mask has one bit for each id of the vocabulary, and truncated positions rarely have equal masks: 150,000 ids are
+    19 kB for each position.
+
+    Args:
+        vocabulary: number of logits.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        """Number of logits."""
+
+    def masks_of(self, turn: Turn) -> TokenMasks | None:
+        """Return the mask of each sampled id of a turn, with the stop id; None for a turn without.
+
+        Raises:
+            BadBatch: an id is not allowed by its mask, or the constraint cannot be compiled; the message names it.
+        """
+        table = MaskTable(self.vocabulary)
+        index = self._turn_index(turn, table, f"turn {turn.agent}/{turn.number}")
+        return None if index is None else TokenMasks(table.array(), index, self.vocabulary)
+
+    def masks_for_row(self, row: TrainingRow) -> TokenMasks:
+        """Return the mask of each position of a row; `index` has the row's length."""
+        return self.masks_for_rows([row])[0]
+
+    def masks_for_rows(self, rows: Sequence[TrainingRow]) -> list[TokenMasks]:
+        """Return the masks of several rows with one shared table: pad or pack their `index` as any other array."""
+        table = MaskTable(self.vocabulary)
+        indices = [self._row_index(row, table) for row in rows]
+        shared = table.array()
+        return [TokenMasks(shared, index, self.vocabulary) for index in indices]
+
+    def masks_for(self, rows: Sequence[TrainingRow], layout: Layout) -> TokenMasks:
+        """Return the mask of each position of a batch, `masks_for(batch.rows, batch.layout)`.
+
+        Args:
+            rows: the rows of the batch.
+            layout: the layout of the batch; `index` has its shape, [sequences, length].
+        """
+        table = MaskTable(self.vocabulary)
+        index = layout.fill((self._row_index(row, table) for row in rows), UNCONSTRAINED_INDEX, np.int32)
+        return TokenMasks(table.array(), index, self.vocabulary)
+
+    def masks_for_terms(self, rows: Sequence[TrainingRow], terms: LossTerms) -> TokenMasks:
+        """Return the mask of each term of a tree of `rows`; `index` has the shape [terms]."""
+        table = MaskTable(self.vocabulary)
+        indices = {int(row): self._row_index(rows[row], table) for row in np.unique(terms.row)}
+        index = [indices[row][position] for row, position in zip(terms.row, terms.position, strict=True)]
+        return TokenMasks(table.array(), np.array(index, dtype=np.int32), self.vocabulary)
+
+    def _row_index(self, row: TrainingRow, table: MaskTable) -> NDArray[np.int32]:
+        index = np.full(len(row), UNCONSTRAINED_INDEX, dtype=np.int32)
+        for turn in row.turns:
+            trained = row.loss_mask[turn.start : turn.end]
+            if trained.any():
+                of_turn = self._turn_index(turn, table, f"{row.trajectory.id}/{turn.agent}/{turn.number}")
+                if of_turn is not None:
+                    index[turn.start : turn.end] = np.where(trained, of_turn, UNCONSTRAINED_INDEX)
+        return index
+
+    def _turn_index(self, turn: Turn, table: MaskTable, name: str) -> NDArray[np.int32] | None:
+        """Return the index of the mask of each sampled id; None for a turn without masks."""
+        if turn.sampling_masks is not None:
+            return self._recorded(turn, turn.sampling_masks, table, name)
+        if turn.constraint is None:
+            return None
+        raise BadBatch(
+            f"{name} was sampled under a grammar and has no sampling masks: use GrammarMasks instead of RecordedMasks."
+        )
+
+    def _recorded(self, turn: Turn, masks: SamplingMasks, table: MaskTable, name: str) -> NDArray[np.int32]:
+        index = np.full(turn.end - turn.start, UNCONSTRAINED_INDEX, dtype=np.int32)
+        for position, (token_id, allowed) in enumerate(zip(turn.token_ids, masks.rows(), strict=True)):
+            ids = np.asarray(allowed, np.int64)
+            if token_id not in allowed or ids.min() < 0 or ids.max() >= self.vocabulary:
+                raise BadBatch(
+                    f"{name}: the sampling mask of its sampled id number {position} from 0 lacks the id {token_id}, "
+                    f"or has ids that are not among the {self.vocabulary} of this vocabulary."
+                )
+            bits = np.zeros(table.words * WORD_BITS, np.bool_)
+            bits[ids] = True
+            index[position] = table.add(np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)[None])
+        return index

@@ -44,6 +44,11 @@ _MISFITS: Final = (
         "likeliest ids of no turn",
     ),
     (
+        "SELECT '' AS id FROM side_data AS side WHERE NOT EXISTS "
+        "(SELECT 1 FROM turns WHERE turns.episode = side.episode AND turns.position = side.position)",
+        "side data of no turn",
+    ),
+    (
         "SELECT episodes.id FROM top_logprobs AS top JOIN turns USING (episode, position) "
         "JOIN episodes ON episodes.key = turns.episode LEFT JOIN samplings ON samplings.key = turns.sampled "
         "WHERE json_extract(samplings.sampling, '$.logprobs') IS NOT top.count",

@@ -72,6 +72,7 @@ class _Records:
             self._compare.segment, self._compare.turn = turn.segment, turn.number
             self._check_turn(turn, position)
             self._check_top(turn)
+            self._check_masks(turn)
         self._compare.segment = self._compare.turn = None
         numbers = {turn.number for turn in self._trajectory.turns}
         for request in self._trajectory.requests:
@@ -137,6 +138,17 @@ class _Records:
                 self._compare.differ(
                     Kind.LOGPROBS, "a sampled id has no log-probability, and the engine gave one for each", index=index
                 )
+
+    def _check_masks(self, turn: Turn) -> None:
+        try:
+            masks = turn.sampling_masks
+        except RunFileError as error:
+            self._compare.differ(Kind.UNREADABLE, str(error))
+        rows = [] if masks is None else masks.rows()
+        for position, (token_id, allowed) in enumerate(zip(turn.token_ids, rows, strict=False)):
+            if token_id not in allowed:
+                problem = "the sampled id is not among the ids that could be sampled"
+                self._compare.differ(Kind.LOGPROBS, problem, index=turn.start + position)
 
     def _check_top(self, turn: Turn) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 from runner.engines.base import Delta, FinishReason
 from runner.engines.function.token_function import TokenOutput, TokenSampling
 from runner.errors import EngineError
+from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["OutputReader"]
@@ -68,7 +69,12 @@ class OutputReader:
             self.cached_tokens = output.cached_tokens
         if output.finish is not None:
             self._end(output.finish)
-        return Delta(ids, logprobs, None, top)
+        return Delta(ids, logprobs, None, top, self._side(output, ids))
+
+    def _side(self, output: TokenOutput, ids: Sequence[int]) -> SideData | None:
+        if output.sampling_masks is None and output.routed_experts is None:
+            return None
+        return SideData(self._masks(output.sampling_masks, ids), self._experts(output.routed_experts))
 
     def end(self) -> None:
         """Check that the last output had a finish.
@@ -125,6 +131,34 @@ class OutputReader:
         if any(len(row) < wanted for row in rows):
             self._refuse(f"gave {min(map(len, rows))} of the likeliest ids of a position", f"{wanted} are wanted")
         return TopLogprobs.of(rows, wanted)
+
+    def _masks(self, given: Sequence[Sequence[int]] | None, ids: Sequence[int]) -> SamplingMasks | None:
+        if given is None:
+            return None
+        if len(given) != len(ids):
+            self._refuse(f"gave sampling_masks of {len(given)} positions of {len(ids)}", "give the ids for each")
+        for token_id, row in zip(ids, given, strict=True):
+            if token_id not in row:
+                self._refuse(
+                    f"gave a sampling mask without its sampled id {token_id}", "give all that could be sampled"
+                )
+        return SamplingMasks.of(given)
+
+    def _experts(self, given: Any) -> RoutedExperts | None:
+        if given is None:
+            return None
+        import numpy as np  # here, since most functions give none
+
+        positions = len(self._sampling.request.prompt) + self.count - 1
+        try:
+            experts = RoutedExperts.of(np.asarray(given))
+        except (TypeError, ValueError) as error:
+            self._refuse(f"gave {error}", "give an array of whole numbers")
+        if len(experts) != positions:
+            self._refuse(
+                f"gave routed_experts of {len(experts)} positions", f"with the finish, give those of all {positions}"
+            )
+        return experts
 
     def _keep_version(self, given: Any) -> None:
         if given is None:

@@ -143,6 +143,10 @@ class TokenOutput:
     """Most likely ids at each position with their log-probabilities, as many as `TokenSampling.logprobs`."""
     cached_tokens: int | None = None
     """Number of prompt ids that a prefix cache held; None if unknown."""
+    sampling_masks: Sequence[Sequence[int]] | None = None
+    """Ids that could be sampled in the place of each: those that top-k, top-p, min-p and a grammar left."""
+    routed_experts: Any = None
+    """With the finish: experts of all ids of prompt and turn but the last, shape [positions, layers, experts]."""
 
 
 class TokenFunction(Protocol):

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Protocol
 from runner.engines.base import FinishReason, GenerationRequest
 from runner.engines.state import PauseMode
 from runner.tokens.log import VersionSpan
+from runner.tokens.side_data import SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
-__all__ = ["Call", "Dialect", "Piece", "PieceReader", "ServerDialect"]
+__all__ = ["Call", "Dialect", "Piece", "PieceReader", "ServerDialect", "SideRequest"]
 
 
 class ServerDialect(enum.StrEnum):
@@ -47,6 +48,20 @@ class Piece:
     """Weight version of the new ids, if the server reports it with each chunk."""
     cached_tokens: int | None = None
     """Number of prompt ids that the server's prefix cache held."""
+    processed: bool = False
+    """True if the log-probabilities are those of the sampling distribution, whatever the server's mode."""
+    side: SideData | None = None
+    """Sampling masks and routed experts, if the server returns them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideRequest:
+    """Side data to request from a server that sends it for the asking."""
+
+    masks: bool = False
+    """Request the ids that could be sampled."""
+    experts: int = 0
+    """Request the experts; the number of experts of each id in a layer."""
 
 
 class PieceReader(Protocol):
@@ -94,6 +109,8 @@ class Dialect(ABC):
     """Request for the pause state; a server without it cannot be paused. None if the protocol has none."""
     control: ClassVar[str]
     """Advice for errors, to start a server that can be paused."""
+    side: SideRequest = SideRequest()
+    """Side data to request. vLLM's servers send theirs without a request."""
 
     @abstractmethod
     def body(

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from runner import checked
 from runner.engines.base import GenerationRequest, ModelEngine
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
-from runner.engines.remote.dialect import ServerDialect
+from runner.engines.remote.dialect import ServerDialect, SideRequest
 from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
 from runner.engines.remote.server import Server, base_url, require_aiohttp
 from runner.engines.remote.server_probe import ServerInfo, ServerProbe, probe_request
@@ -60,6 +61,10 @@ class RemoteEngine(ModelEngine):
         places: maximum number of concurrent requests, further ones wait at the gate; default the server's own limit, or
             128 if it does not report one.
         stream_interval: ids in a delta, unless the caller acts on single ids; the first id is sent at once.
+        sampling_masks: request the ids that could be sampled from an SGLang server, for turns with a `top_k`. A vLLM
+            server sends them if it was started with `--return-sampling-mask`.
+        routed_experts: request the experts from an SGLang server with `--enable-return-routed-experts`: the number of
+            experts of each id in a layer, since it sends no shape. A vLLM server with this option sends its own.
         retries: retry policy for requests that failed.
         timeout: seconds until the server has to begin an answer.
 
@@ -83,6 +88,8 @@ class RemoteEngine(ModelEngine):
         stream_interval: int | None = None,
         retries: RetryPolicy = RetryPolicy(),  # noqa: B008  # frozen
         timeout: float = 120.0,
+        sampling_masks: bool = False,
+        routed_experts: int = 0,
     ) -> None:
         for option, value in (("places", places), ("stream_interval", stream_interval)):
             if value is not None:
@@ -91,6 +98,8 @@ class RemoteEngine(ModelEngine):
         checked.number(f"RemoteEngine(timeout={timeout!r})", timeout, least=0)
         if dialect is not None and dialect not in list(ServerDialect):
             raise BadOption(f"RemoteEngine(dialect={dialect!r}): give one of {', '.join(ServerDialect)}.")
+        checked.whole(f"RemoteEngine(routed_experts={routed_experts!r:.60})", routed_experts, least=0)
+        self._side = SideRequest(bool(sampling_masks), routed_experts)
         self.url = base_url(url)
         """Address of the server."""
         self.model = model
@@ -153,9 +162,11 @@ class RemoteEngine(ModelEngine):
 
     def _runtime(self, server: Server, info: ServerInfo, version: str) -> RemoteRuntime:
         room = info.room or sys.maxsize
+        dialect = copy(info.dialect)
+        dialect.side = self._side
         return RemoteRuntime(
             server,
-            info.dialect,
+            dialect,
             self.retries,
             gate=AdmissionGate(self.places, room),
             adapters=RemoteAdapters(name for name in info.model.adapters if _ADAPTER.fullmatch(name)),

@@ -6,6 +6,7 @@ and the answers of `srt/managers/tokenizer_manager.py`.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from runner.engines.state import PauseMode
 from runner.errors import RequestRejected
 from runner.options import Constraint, ConstraintKind
 from runner.sampling_fields import SAMPLING_FIELDS
+from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["SglangGenerate"]
@@ -56,10 +58,15 @@ class SglangGenerate(Dialect):
             "top_logprobs_num": request.sampling.logprobs or 0,
             "stream": True,
         }
+        # SGLang refuses to return masks without a finite top_k, since they may be as large as the vocabulary.
+        if self.side.masks and request.sampling.top_k:
+            body["return_sampling_mask"] = True
+        if self.side.experts:
+            body["return_routed_experts"] = True
         return body if adapter is None else {**body, "lora_path": adapter}
 
     def reader(self, request: GenerationRequest) -> PieceReader:
-        return _SglangReader(request.sampling.logprobs or 0)
+        return _SglangReader(request.sampling.logprobs or 0, self.side.experts, len(request.prompt))
 
     def scoring(self, request: GenerationRequest, *, model: str, adapter: str | None) -> Call:
         body = self.body(request, model=model, adapter=adapter, stream_interval=1)
@@ -124,8 +131,10 @@ class _SglangReader:
     number of ids so far, from which the number of new ids follows.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, experts: int, prompt: int) -> None:
         self._count = count
+        self._experts = experts
+        self._prompt = prompt
         self._known = 0
 
     def read(self, chunk: Mapping[str, Any]) -> Piece:
@@ -135,22 +144,49 @@ class _SglangReader:
         ids = [each[1] for each in sampled]
         if "output_ids" in chunk and _last(chunk["output_ids"], new) != ids:
             raise ValueError("the log-probabilities are not those of the ids")
+        logprobs = [each[0] for each in sampled]
+        masks = None
+        if "output_token_sampling_mask" in said:
+            rows = _last(said["output_token_sampling_mask"], new)
+            logprobs = _masked_logprobs(_last(said["output_token_sampling_logprobs"], new), rows, ids)
+            masks = SamplingMasks.of(rows)
         self._known += new
         reason, stop = _ending(said["finish_reason"])
+        experts = self._routed(said) if reason is not None else None
         return Piece(
             ids,
-            [each[0] for each in sampled],
+            logprobs,
             self._top(_last(said["output_top_logprobs"], new)) if self._count else None,
             reason,
             stop,
             version=said.get("weight_version"),
             cached_tokens=said.get("cached_tokens"),
+            processed=masks is not None,
+            side=None if masks is None and experts is None else SideData(masks, experts),
         )
+
+    def _routed(self, said: Mapping[str, Any]) -> RoutedExperts | None:
+        """The experts of all positions but the last, sent as int32 without a shape."""
+        text, positions = said.get("routed_experts"), self._prompt + self._known - 1
+        if not text or not self._experts:
+            return None
+        import numpy as np  # here, since most servers send none
+
+        flat = np.frombuffer(base64.b64decode(text), np.int32)
+        return RoutedExperts.of(flat.reshape(positions, -1, self._experts))
 
     def _top(self, positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
         if any(len(row) < self._count for row in positions):
             raise ValueError(f"fewer than the {self._count} most likely ids")
         return TopLogprobs.of([{each[1]: each[0] for each in row} for row in positions], self._count)
+
+
+def _masked_logprobs(given: Sequence[Any], rows: Sequence[Sequence[int]], ids: Sequence[int]) -> list[float]:
+    """The log-probability of each id among those that could be sampled; newer servers send one for each of these."""
+    return [
+        float(value[row.index(token_id)] if isinstance(value, Sequence) else value)
+        for value, row, token_id in zip(given, rows, ids, strict=True)
+    ]
 
 
 def _last(values: Sequence[Any], count: int) -> list[Any]:

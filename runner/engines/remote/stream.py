@@ -201,7 +201,11 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
             self._runtime.retries.succeeded()
         self.sent += len(ids)
         self._runtime.sampled += len(ids)
-        return Delta(ids, piece.logprobs if self._exact else None, finish, piece.top)
+        masks = None if piece.side is None else piece.side.masks
+        if masks is not None and len(masks) != len(ids):
+            raise ValueError(f"sampling masks of {len(masks)} positions of {len(ids)} ids")
+        logprobs = piece.logprobs if self._exact or piece.processed else None
+        return Delta(ids, logprobs, finish, piece.top, piece.side)
 
     # --- its end
 

@@ -5,6 +5,8 @@ Fields as in vLLM 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py` a
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from runner.engines.state import PauseMode
 from runner.engines.vllm.settings import constraint_arguments, sampling_arguments
 from runner.errors import RequestRejected
 from runner.tokens.log import VersionSpan
+from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["Completions", "VllmGenerate"]
@@ -132,6 +135,7 @@ class _VllmReader:
             choice["stop_reason"],
             None if spans is None else [VersionSpan(span["version"], span["start"], span["end"]) for span in spans],
             cached_tokens=cached,
+            side=_side(choice),
         )
 
     @abstractmethod
@@ -196,6 +200,22 @@ class _CompletionsReader(_VllmReader):
             for row in said.get("top_logprobs", ())
         )
         return ids, said.get("token_logprobs", ()), rows
+
+
+def _side(choice: Mapping[str, Any]) -> SideData | None:
+    masks, experts = choice.get("sampling_mask"), choice.get("routed_experts")
+    if masks is None and experts is None:
+        return None
+    return SideData(
+        None if masks is None else SamplingMasks.of(masks),
+        None if experts is None else RoutedExperts.of(_decoded_array(experts)),
+    )
+
+
+def _decoded_array(text: str) -> Any:
+    import numpy as np  # here, since most servers send none
+
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 def _likeliest(rows: Sequence[_Row], count: int) -> TopLogprobs:

@@ -24,7 +24,9 @@ from runner.engines.scripted.script import (
     Scores,
     cut_points,
 )
+from runner.engines.scripted.side_data import SyntheticSideData
 from runner.errors import RequestRejected
+from runner.tokens.side_data import SideData
 from runner.tokens.tokenizer import Tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
 
@@ -44,6 +46,8 @@ class DeliveryPlan:
     """Log-probability of each id; None if the engine is configured without."""
     top: TopLogprobs | None
     """Most likely ids at each position; None if not requested, or without log-probabilities."""
+    side: SideData | None
+    """Sampling masks and routed experts; None if the engine is configured without."""
     cuts: list[int]
     """End of each delta, as an index into `ids`."""
     between: int
@@ -64,7 +68,13 @@ class DeliveryPlan:
         """Return the delta of the ids from `start` to `end`."""
         logprobs = self.logprobs[start:end] if self.logprobs is not None else None
         top = self.top.part(start, end) if self.top is not None else None
-        return Delta(self.ids[start:end], logprobs, finish, top)
+        return Delta(self.ids[start:end], logprobs, finish, top, self._side_of(start, end, finish))
+
+    def _side_of(self, start: int, end: int, finish: Finish | None) -> SideData | None:
+        if self.side is None:
+            return None
+        side = self.side.part(start, end)
+        return side if finish is not None else SideData(side.masks)  # as in vLLM, experts come at the end
 
     def pause(self, index: int) -> int:
         """Return the ticks from the delta before `index` to that one, at least 1."""
@@ -101,6 +111,8 @@ class DeliveryPlanner:
     """Times of ids for replies without their own."""
     logprobs: bool
     """True if deltas have log-probabilities."""
+    side: SyntheticSideData
+    """Side data that the engine returns."""
     scores: Scores
     """Function for the log-probabilities of given ids; None to draw them."""
 
@@ -143,6 +155,7 @@ class DeliveryPlanner:
             ids=ids,
             logprobs=logprobs,
             top=None if logprobs is None else self._top(call.request, reply, ids, logprobs),
+            side=self.side.of(call.request, ids, reply.sampling_masks, self.tokenizer.size),
             cuts=self._cuts(call, reply, len(ids), ends=ending is not None),
             between=latency.between,
             finish=ending,

@@ -20,6 +20,7 @@ from runner.engines.scripted.delivery_plan import DeliveryPlanner
 from runner.engines.scripted.replies import Replies, ReplyEncoder, scripted_model
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.scripted.script import Chunks, Faults, Latency, Scores, check_chunks
+from runner.engines.scripted.side_data import SyntheticSideData
 from runner.engines.scripted.stream import RecordedCall, ScriptedSession, ScriptedStream
 from runner.errors import BadOption
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -55,6 +56,9 @@ class ScriptedEngine(ModelEngine):
         record: keep all requests and their output in `calls`; memory then grows with the run.
         scores: log-probabilities for `score`: a function of the ids that returns one for each id but the first; by
             default they are drawn for each pair of neighbouring ids.
+        sampling_masks: return the ids that could be sampled in the place of each, for turns whose sampling excludes
+            ids, and for replies that have some.
+        routed_experts: layers with experts, and experts of each id in a layer, to return their numbers; default none.
         adapters: initial names for `Sampling(adapter=)`; `add_adapter` adds others.
 
     Raises:
@@ -84,6 +88,8 @@ class ScriptedEngine(ModelEngine):
         record: bool = False,
         adapters: Sequence[str] = (),
         scores: Scores = None,
+        sampling_masks: bool = False,
+        routed_experts: tuple[int, int] | None = None,
     ) -> None:
         for name, value, least in (("context", context, 2), ("places", places, 1), ("room", room, 1)):
             if value is not None:
@@ -110,6 +116,7 @@ class ScriptedEngine(ModelEngine):
             lone_finish=lone_finish,
             latency=latency,
             logprobs=logprobs,
+            side=SyntheticSideData(sampling_masks, routed_experts),
             scores=scores,
         )
         self._room = room or sys.maxsize

@@ -78,6 +78,7 @@ def _reply(turn: RecordedTurn) -> Reply:
         ids=turn.token_ids,
         logprobs=logprobs,
         top_logprobs=turn.top,
+        sampling_masks=turn.sampling_masks,
         finish=FinishReason.LENGTH if ours else turn.finish,
         stop=stop,
     )

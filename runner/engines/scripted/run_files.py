@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:  # `runner/__init__.py` imports this module, and has to stay light
     from runner.engines.base import FinishReason
+    from runner.tokens.side_data import SamplingMasks
     from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["RecordedRun", "RecordedTurn", "open_run_file", "set_opener"]
@@ -35,6 +36,8 @@ class RecordedTurn(Protocol):
     def logprobs(self) -> Sequence[float]: ...
     @property
     def top(self) -> TopLogprobs | None: ...
+    @property
+    def sampling_masks(self) -> SamplingMasks | None: ...
 
 
 class RecordedTrajectory(Protocol):

@@ -15,6 +15,7 @@ from runner.engines.base import FinishReason, GenerationRequest
 from runner.errors import BadOption
 from runner.messages import ToolCall
 from runner.seeds import derive_seed
+from runner.tokens.side_data import SamplingMasks
 from runner.tokens.tokenizer import Tokenizer
 from runner.tokens.top_logprobs import TopLogprobs
 
@@ -120,6 +121,9 @@ class Reply:
 
     At least as many as `Sampling(logprobs=)` asks for.
     """
+    sampling_masks: SamplingMasks | Sequence[Sequence[int]] | None = None
+    """Ids that could be sampled in the place of each of `ids`, for an engine with `sampling_masks=True`; synthetic by
+    default."""
     finish: FinishReason | Literal["stop", "length", "repetition", "error"] = FinishReason.STOP
     """Reason for the end of the turn.
 

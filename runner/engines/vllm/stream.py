@@ -14,6 +14,7 @@ from runner.engines.stream import GatedStream
 from runner.engines.vllm.runtime import ABORT_SECONDS, VllmRuntime
 from runner.errors import EngineDead
 from runner.tokens.log import VersionSpan
+from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
 __all__ = ["VllmStream"]
@@ -89,7 +90,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
                     return await self._read()
         flat, count = completion.logprobs, self.request.sampling.logprobs or 0
         top = _top(flat, count, len(ids)) if count else None
-        delta = Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top)
+        delta = Delta(ids, _logprobs(flat, count, len(ids)), self.finish, top, _side(completion))
         failed = self.finish is not None and self.finish.reason is FinishReason.ERROR
         return self._without_the_impossible(delta) if failed else delta
 
@@ -114,7 +115,8 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
             return delta
         self.finish = finish = replace(finish, stop=finish.stop or _NOTHING_LEFT)
         top = delta.top.part(0, end) if delta.top is not None else None
-        return Delta(delta.token_ids[:end], logprobs[:end], finish, top)
+        side = delta.side.part(0, end) if delta.side is not None else None
+        return Delta(delta.token_ids[:end], logprobs[:end], finish, top, side)
 
     async def _drain(self) -> None:
         with anyio.move_on_after(ABORT_SECONDS, shield=True):
@@ -135,6 +137,17 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
     def _unstamped(self) -> tuple[VersionSpan, ...]:
         """Return the weight versions as recorded here, if vLLM has none."""
         return self._stamps.spans(self.sent)
+
+
+def _side(completion: Any) -> SideData | None:
+    """Return the masks of `return_sampling_mask` and the experts of `enable_return_routed_experts`; both since 0.28."""
+    masks, experts = getattr(completion, "sampling_mask", None), getattr(completion, "routed_experts", None)
+    if masks is None and experts is None:
+        return None
+    return SideData(
+        None if masks is None else SamplingMasks.of(masks.token_ids),
+        None if experts is None else RoutedExperts.of(experts),
+    )
 
 
 # vLLM's flat lists have for each position the sampled id, then the requested number of most likely ids.

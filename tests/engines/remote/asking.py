@@ -21,7 +21,10 @@ from tests.engines.remote.model_folder import byte_model
 QUICK = RetryPolicy(attempts=3, first_seconds=0.001)
 TEXT = "A long answer, a letter at a time."
 
-_OF_ENGINE = ("adapters", "places", "context", "latency", "tick", "faults", "record", "seed", "chunks", "logprobs")
+_OF_ENGINE = (
+    *("adapters", "places", "context", "latency", "tick", "faults", "record", "seed", "chunks", "logprobs"),
+    *("sampling_masks", "routed_experts"),
+)
 
 
 @asynccontextmanager

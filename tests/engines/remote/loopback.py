@@ -6,6 +6,8 @@ the wire alone: what it says is the script's.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -13,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from runner.engines.base import Delta, Finish, FinishReason, GenerationRequest
@@ -283,6 +286,7 @@ class Loopback:
             seed=parameters.get("seed", parameters.get("sampling_seed")),
             constraint=Constraint(ConstraintKind.JSON, json.dumps(constraint)) if constraint else None,
             acts_on_deltas=parameters.get("stream_interval", 1) == 1,
+            extra={"masks": body.get("return_sampling_mask", False)},
         )
 
     def _count(self, body: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
@@ -340,8 +344,8 @@ class VllmWriter:
             "finish_reason": finish and finish.reason.value,
             "stop_reason": finish and finish.stop,
             "token_ids": list(delta.token_ids),
-            "routed_experts": None,
-            "sampling_mask": None,
+            "routed_experts": delta.side and delta.side.experts and _npy(delta.side.experts.numbers()),
+            "sampling_mask": delta.side and delta.side.masks and delta.side.masks.rows(),
             "weight_versions": versions,
             "logprobs": {"content": content},
         }
@@ -395,8 +399,15 @@ class SglangWriter:
         self._ids: list[int] = []
         self._logprobs: list[tuple[float, int, None]] = []
         self._tops: list[list[tuple[float, int, None]]] = []
+        self._masks: list[list[int]] = []
+        self._experts = ""
 
     def __call__(self, delta: Delta) -> list[dict[str, Any]]:
+        if delta.side is not None and delta.side.masks is not None:
+            self._masks += delta.side.masks.rows()
+        if delta.side is not None and delta.side.experts is not None:
+            flat = delta.side.experts.numbers().astype(np.int32).tobytes()
+            self._experts = base64.b64encode(flat).decode()
         sampled = zip(delta.logprobs or (), delta.token_ids, strict=True)
         new = len(delta.token_ids)
         self._ids += delta.token_ids
@@ -419,7 +430,18 @@ class SglangWriter:
         }
         if self._asked.sampling.logprobs:
             meta["output_top_logprobs"] = self._tops[start:]
+        if self._masks and self._asked.extra["masks"]:
+            meta["output_token_sampling_mask"] = self._masks[start:]
+            meta["output_token_sampling_logprobs"] = [value for value, _, _ in self._logprobs[start:]]
+        if finish is not None and self._experts:
+            meta["routed_experts"] = self._experts
         return [{"text": "", "output_ids": self._ids[start:], "meta_info": meta}]
+
+
+def _npy(array: Any) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _usage(asked: GenerationRequest, sent: int) -> dict[str, Any]:

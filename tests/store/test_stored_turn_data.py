@@ -1,4 +1,4 @@
-"""Top log-probabilities in a run file: read back exactly, only on use, and exported."""
+"""Top log-probabilities and side data in a run file: read back exactly, only on use, and exported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pyarrow.parquet as parquet
 import pytest
 
 from runner import RunFileError, Sampling
-from runner.store import stored_top_logprobs
+from runner.store import stored_turn_data
 from runner.store.database import open_reader
 from runner.store.export import export_jsonl, export_parquet
 from runner.store.reader import RunFile
 from runner.testing import ScriptedEngine
+from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Trajectory
 from tests.playing import Plain, play
@@ -70,7 +71,7 @@ def test_top_logprobs_are_read_on_first_use(path: Path, monkeypatch: pytest.Monk
         opened.append(path)
         return open_reader(path)
 
-    monkeypatch.setattr(stored_top_logprobs, "open_reader", counted)
+    monkeypatch.setattr(stored_turn_data, "open_reader", counted)
     trajectory = read(path)
     assert len(trajectory.turns[0].logprobs) == 4
     assert opened == []
@@ -160,3 +161,80 @@ async def test_recorded_run_replays_its_top_logprobs(tmp_path: Path) -> None:
     assert again.turns[0].top_logprobs.tolist() == before.turns[0].top_logprobs.tolist()
     fewer = await play(Plain, ScriptedEngine(path, seed=2, record=True), sampling=Sampling(logprobs=2))
     assert fewer.turns[0].top_ids.tolist() == before.turns[0].top_ids[:, :2].tolist()
+
+
+# --- sampling masks and routed experts
+
+
+def with_side_data() -> Trajectory:
+    """An episode of three turns of 4 ids: the first has both, the second none, the third only masks."""
+    trajectory = played("side", turns=3)
+    first, _, third = trajectory.turns
+    rows = [[token_id, token_id + 1][: 1 + place % 2] for place, token_id in enumerate(first.token_ids)]
+    experts = RoutedExperts(0, 2, 3, array("h", range(6 * (first.end - 1))))
+    first.log.append_side(first.start, SideData(SamplingMasks.of(rows), experts))
+    third.log.append_side(third.start, SideData(SamplingMasks.of([[token_id] for token_id in third.token_ids])))
+    return trajectory
+
+
+@pytest.fixture
+def side_path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.db"
+    write(path, [with_side_data(), played("plain")])
+    return path
+
+
+def read_first(path: Path) -> Trajectory:
+    with RunFile(path) as run_file:
+        return next(iter(run_file.trajectories()))
+
+
+def test_side_data_comes_back_unchanged(side_path: Path) -> None:
+    written = with_side_data()
+    for before, after in zip(written.turns, read_first(side_path).turns, strict=True):
+        assert after.sampling_masks == before.sampling_masks
+        assert after.routed_experts == before.routed_experts
+    with RunFile(side_path) as run_file:
+        _, plain = run_file.trajectories()
+    assert plain.segments[0].log.side_data == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("mask_counts = x'00000000'", "4 bytes of counts and 24 of ids for 4 positions"),
+        ("mask_ids = x'00000000'", "16 bytes of counts and 4 of ids for 4 positions"),
+        ("experts = x'0000'", "2 bytes of experts from position 0, in 2 layers of 3"),
+        ("layers = 0", "in 0 layers of 3"),
+        ("first = 900", "of experts from position 900"),
+    ],
+)
+def test_damaged_side_data_is_named(side_path: Path, change: str, fault: str) -> None:
+    with closing(sqlite3.connect(side_path)) as connection, connection:
+        connection.execute(f"UPDATE side_data SET {change} WHERE position = 0")
+    with pytest.raises(RunFileError, match=f"sampling masks or routed experts of a turn are damaged: .*{fault}"):
+        _ = read_first(side_path).turns[0].sampling_masks
+
+
+def test_exports_have_side_data_for_each_id(side_path: Path, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with RunFile(side_path) as run_file:
+        export_jsonl(run_file, stream)
+        export_parquet(run_file, tmp_path / "out.parquet")
+    first, second, third = json.loads(stream.getvalue().splitlines()[0])["turns"]
+    (turn, _, last) = with_side_data().turns
+    assert turn.sampling_masks is not None
+    assert turn.routed_experts is not None
+    assert last.sampling_masks is not None
+    assert first["sampling_masks"] == turn.sampling_masks.rows()
+    assert first["routed_experts"] == {"first": 0, "experts": turn.routed_experts.numbers().tolist()}
+    assert (second["sampling_masks"], third["routed_experts"]) == (None, None)
+    row, plain = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    masks = row["sampling_masks"][0]
+    assert masks[turn.start : turn.end] == turn.sampling_masks.rows()
+    assert masks[: turn.start] == [None] * turn.start
+    assert masks[last.start : last.end] == last.sampling_masks.rows()
+    experts = row["routed_experts"][0]
+    assert experts[: turn.end - 1] == turn.routed_experts.numbers().reshape(turn.end - 1, 6).tolist()
+    assert set(map(str, experts[turn.end - 1 :])) == {"None"}
+    assert {str(each) for each in plain["sampling_masks"][0]} == {"None"}
