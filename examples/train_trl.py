@@ -151,9 +151,9 @@ def engine_dtype(engine: VllmEngine) -> str:
     return str(engine.describe()["dtype"])
 
 
-def main(seed: int = 0, steps: int = 20, held_out: int = 128, out: Path = Path("runs/trl")) -> None:
+def main(seed: int = 0, steps: int = 20, tasks: int = 8, held_out: int = 128, out: Path = Path("runs/trl")) -> None:
     """Train the demo model on the calculator with TRL, and save it."""
-    settings = Settings(seed=seed, steps=steps, held_out=held_out, out=out)
+    settings = Settings(seed=seed, steps=steps, tasks=tasks, held_out=held_out, out=out)
     train(settings, Console())
 
 

@@ -53,7 +53,7 @@ __all__ = [
     "schema_statements",
 ]
 
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 """The version of the tables, in `PRAGMA user_version`. Files of other versions are refused."""
 
 APPLICATION_ID: Final = 0x64656C74

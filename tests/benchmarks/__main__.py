@@ -31,6 +31,7 @@ NAMES = (
     "ranks",
     "proofs",
     "verifiers",
+    "trainers",
 )
 
 

@@ -43,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
     "proofs": {"ROUNDS": 1, "SEQUENCES": 2, "LENGTH": 16, "SAMPLED": 4},
     "verifiers": {"ROUNDS": 1, "EPISODES": 2},
+    "trainers": {"ROUNDS": 1, "EPISODES": 8},
 }
 
 

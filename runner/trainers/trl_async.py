@@ -1,0 +1,276 @@
+"""TRL's asynchronous GRPO trainer: its rollout worker, its weight transfer, and sessions for its harness worker.
+
+Checked with the classes of TRL 1.16.0 and openenv 0.10.0. The trainer itself needs a GPU, and was not run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from runner.engines.base import BaseEngine
+from runner.environment.environment import Environment
+from runner.errors import BadOption, RunStopped
+from runner.messages import as_messages
+from runner.runs.background_player import BackgroundPlayer
+from runner.tasks import Task
+from runner.trainers.openenv import training_trace
+from runner.training.advantages import AdvantageRule, grpo
+from runner.training.sample_rows import SampleRow, sample_rows
+from runner.trajectory import Group, Trajectory
+
+__all__ = ["EpisodeSession", "EpisodeSessions", "RolloutWorker", "WeightSender"]
+
+_POLL_SECONDS: Final = 0.2
+_STOP_SECONDS: Final = 30.0
+
+
+class RolloutWorker:
+    """Plays groups in the background, for `AsyncGRPOTrainer(rollout_worker=)`.
+
+    Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes, and groups
+    with fewer than two scored episodes, give none. Groups are played ahead up to the player's width, with weights that
+    are older when they are trained on: give the player `Concurrency(episodes=)`.
+
+    Args:
+        player: a started player, whose `group_size` is the trainer's `num_generations`.
+        tasks: the tasks, played again and again in this order.
+        rule: the advantages of a group.
+        samples: the most samples that wait for the trainer; no group is begun while so many wait.
+
+    Raises:
+        BadOption: there are no tasks, or `samples` is below 1.
+    """
+
+    def __init__(
+        self, player: BackgroundPlayer, *, tasks: Iterable[Task], rule: AdvantageRule = grpo, samples: int = 256
+    ) -> None:
+        self._tasks = list(tasks)
+        if not self._tasks or samples < 1:
+            raise BadOption(
+                f"RolloutWorker: {len(self._tasks)} tasks, samples={samples!r:.30}: give at least one each."
+            )
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(samples)
+        """Samples for the trainer."""
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        """Empty: rewards are in each sample's metrics."""
+        self._player = player
+        self._rule = rule
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._last = time.monotonic()
+        self._version = 0
+        self._version_of: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Start playing; the weights are those of the trainer's version 0."""
+        self.update_model_version(self._version)
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="deltarunner rollouts", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop playing; groups in flight are cancelled."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Record the trainer's number of the weights that the engine has."""
+        self._version = model_version
+        self._version_of[self._player.engine.weight_version] = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise the error that ended the worker, or `RunStopped` if no sample came for so many seconds."""
+        error = self._error or self._player.error
+        if error is not None:
+            raise error
+        silent = time.monotonic() - self._last
+        if silent > stale_after_s and self.rollout_buffer.empty():
+            raise RunStopped(f"no rollout was finished for {silent:.0f} s, more than {stale_after_s:g} s")
+
+    def _run(self) -> None:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        groups = self._player.groups(itertools.cycle(self._tasks))
+        try:
+            for number, group in enumerate(groups):
+                for fields in self._samples(group, number):
+                    self._put(RolloutSample(**fields))
+                if self._stopped.is_set():
+                    return
+        except BaseException as error:  # given to the trainer by check_health
+            self._error = error
+        finally:
+            groups.close()  # type: ignore[attr-defined]  # a generator
+
+    def _put(self, sample: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                self.rollout_buffer.put(sample, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+            self._last = time.monotonic()
+            return
+
+    def _samples(self, group: Group, number: int) -> Iterator[dict[str, Any]]:
+        """The fields of TRL's `RolloutSample` for each row of a group."""
+        scored = [each for each in group.trajectories if each.reward is not None and each.turns]
+        if len(scored) < 2:
+            return
+        rewards = np.array([each.reward for each in scored], np.float32)
+        for trajectory, advantage in zip(scored, self._rule(rewards, np.zeros(len(scored), np.int32)), strict=True):
+            for row in sample_rows(trajectory):
+                yield self._fields(row, float(advantage), number)
+
+    def _fields(self, row: SampleRow, advantage: float, number: int) -> dict[str, Any]:
+        messages = row.trajectory.segments[row.segment].messages
+        said = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+        before = len(row.prompt_ids)
+        return {
+            "prompt": [dict(each) for each in messages[:said]],
+            "completion": [dict(each) for each in messages[said:]],
+            "input_ids": np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64),
+            "completion_mask": np.concatenate([np.zeros(before, np.int64), row.mask.astype(np.int64)]),
+            "old_log_probs": np.concatenate([np.zeros(before, np.float32), row.logprobs]),
+            "advantage": advantage,
+            "model_version": self._version_of.get(row.version, self._version),
+            "group_id": number,
+            "metrics": {"reward": float(row.trajectory.reward or 0.0)},
+            "enqueued_at": time.time(),
+        }
+
+
+class WeightSender:
+    """Sends the trainer's weights into the player's engine, for `AsyncGRPOTrainer(weight_transfer=)`.
+
+    Turns in flight are paused and then continue with the new weights; each id records its version.
+
+    Args:
+        player: the player of the `RolloutWorker`.
+    """
+
+    def __init__(self, player: BackgroundPlayer) -> None:
+        self._player = player
+
+    def init_weight_transfer(self) -> None:
+        """Nothing: the engine is in this process."""
+
+    def pause(self) -> None:
+        """Nothing: `send_weights` pauses the turns in flight."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Exchange the weights; all tensors are held until then."""
+        self._player.update_weights(dict(iterator))
+
+    def resume(self) -> None:
+        """Nothing: turns continue after `send_weights`."""
+
+    def destroy(self) -> None:
+        """Nothing: the player is closed by its owner."""
+
+
+class EpisodeSessions:
+    """Episodes as OpenEnv sessions, for TRL's `HarnessRolloutWorker(harness_session_factory=)`.
+
+    The worker calls the factory in a process of its own, so the arguments are picklable, and the engine is made there:
+    a `RemoteEngine` of the server that the trainer updates. Give it as
+    `functools.partial(EpisodeSessions, Environment, make_engine, tasks)`.
+
+    Args:
+        environment: the environment's class.
+        make_engine: a function that makes the engine.
+        tasks: the tasks by the prompts of the data set; a conversation is found by the text of its last message.
+        sampling: sampling fields of the trainer, which override those of the environment.
+    """
+
+    def __init__(
+        self,
+        environment: type[Environment[Any]],
+        make_engine: Callable[[], BaseEngine],
+        tasks: Mapping[str, Task],
+        *,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        from runner.options import Sampling
+
+        fields = {name: value for name, value in (sampling or {}).items() if name in Sampling.__dataclass_fields__}
+        self._tasks = tasks
+        self._player = BackgroundPlayer(environment, make_engine(), sampling=Sampling(**fields)).start()
+
+    def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> EpisodeSession:
+        """Return the session of one episode; it begins with `wait_for_completion`.
+
+        Raises:
+            BadOption: the prompt has no task.
+        """
+        text = task if isinstance(task, str) else task[-1]["content"]
+        if text not in self._tasks:
+            raise BadOption(f"the prompt {text!r:.80} of the data set has no task.")
+        return EpisodeSession(self._player, self._tasks[text])
+
+    def close(self) -> None:
+        """End the run and its engine."""
+        self._player.close(cancel=True)
+
+
+class EpisodeSession:
+    """One episode as a session of OpenEnv that plays itself."""
+
+    def __init__(self, player: BackgroundPlayer, task: Task) -> None:
+        self._player = player
+        self._task = task
+        self._trajectory: Trajectory | None = None
+
+    def initial_messages(self) -> list[Any]:
+        """The task's messages."""
+        return list(as_messages(self._task.prompt))
+
+    def list_tools(self) -> list[Any]:
+        """None: the episode calls its own tools."""
+        return []
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Refuse the call.
+
+        Raises:
+            BadOption: always; the episode calls its own tools.
+        """
+        raise BadOption(f"call_tool({name!r}): the episode calls its own tools; leave harness_adapter out.")
+
+    def wait_for_completion(self, timeout_s: float | None = None) -> int:
+        """Play the episode; `Limits(seconds=)` of the environment bounds its time. Return 0."""
+        self._trajectory, *_ = self._player.play(self._task)
+        return 0
+
+    def fetch_training_trace(self) -> Any:
+        """The episode as OpenEnv's `TrainingTrace`.
+
+        Raises:
+            BadBatch: a turn has no ids or no log-probabilities.
+        """
+        from openenv.core.harness import TrainingTrace
+
+        return TrainingTrace.model_validate(training_trace(self._played))
+
+    def verify(self, transcript: Sequence[Any], final_state: Any = None) -> Any:
+        """The reward of the episode, None if it failed, as OpenEnv's `VerifyResult`."""
+        from openenv.core.harness import VerifyResult
+
+        return VerifyResult(env_reward=self._played.reward, done=True)
+
+    def close(self) -> None:
+        """Nothing: the episode is over."""
+
+    @property
+    def _played(self) -> Trajectory:
+        if self._trajectory is None:
+            raise RuntimeError("the episode was not played: call wait_for_completion() first")
+        return self._trajectory

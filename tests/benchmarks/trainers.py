@@ -1,0 +1,93 @@
+"""What a trainer's side costs: rows and batches of played episodes, the player's thread, and an observer."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+
+from runner import BackgroundPlayer, Group, Run, RunObserver, Task
+from runner.testing import ScriptedEngine
+from runner.training import TrainingBatch, sample_rows
+from tests.benchmarks.figures import Figure, main, on_one_core
+from tests.histories import Twice
+
+EPISODES = 512
+GROUP = 8
+ROUNDS = 5
+TEXT = "A sentence of the model that is about as long as a call of a tool. " * 3
+
+
+class Counting(RunObserver):
+    """An observer that does the least."""
+
+    count = 0
+
+    def episode(self, trajectories: Any) -> None:
+        self.count += len(trajectories)
+
+
+def measure() -> Iterator[Figure]:
+    """What a trainer's side costs, in processor time on one core, with episodes of two turns on the scripted engine."""
+    on_one_core()
+    groups = _played()
+    trajectories = [each for group in groups for each in group.trajectories]
+    ids = sum(len(segment.log) for each in trajectories for segment in each.segments) / len(trajectories)
+    rows = [_seconds(lambda: [sample_rows(each) for each in trajectories]) for _ in range(ROUNDS)]
+    yield Figure(f"sample_rows: rows of {ids:.0f} ids", "1/s", tuple(len(trajectories) / each for each in rows))
+    padded = [_seconds(lambda: TrainingBatch.padded(groups, pad_id=0)) for _ in range(ROUNDS)]
+    yield Figure("TrainingBatch.padded: rows", "1/s", tuple(len(trajectories) / each for each in padded))
+    yield Figure("  memory of the batch, an id", "bytes", (_bytes(groups) / (ids * len(trajectories)),))
+    plain = tuple(_run() for _ in range(ROUNDS))
+    yield Figure("Run: an episode", "us", plain)
+    yield Figure("  with an observer", "us", tuple(_run(observers=[Counting()]) for _ in range(ROUNDS)))
+    yield Figure("BackgroundPlayer: an episode, its thread included", "us", tuple(_player() for _ in range(ROUNDS)))
+
+
+def _tasks() -> list[Task]:
+    return [Task(id=f"t{number}", prompt="Say something.") for number in range(EPISODES // GROUP)]
+
+
+def _played() -> list[Group]:
+    with BackgroundPlayer(Twice, ScriptedEngine([TEXT, TEXT]), group_size=GROUP) as player:
+        return player.play_groups(_tasks())
+
+
+def _seconds(call: Any) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def _bytes(groups: list[Group]) -> int:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        batch = TrainingBatch.padded(groups, pad_id=0)
+        return tracemalloc.get_traced_memory()[0] - before if batch else 0
+    finally:
+        tracemalloc.stop()
+
+
+def _run(**options: Any) -> float:
+    """Microseconds of an episode in a run."""
+
+    async def play() -> None:
+        engine = ScriptedEngine([TEXT, TEXT])
+        async with Run(Twice, engine, tasks=_tasks(), group_size=GROUP, **options) as run:
+            async for _ in run.groups():
+                pass
+
+    return _seconds(lambda: anyio.run(play)) / EPISODES * 1e6
+
+
+def _player() -> float:
+    """Microseconds of an episode that a trainer requests from another thread."""
+    return _seconds(_played) / EPISODES * 1e6
+
+
+if __name__ == "__main__":
+    main(measure)
