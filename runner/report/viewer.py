@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
-from runner.errors import BadOption, DeltarunnerError, RunFileError
+from runner.errors import BadOption, DeltarunnerError, RunFileError, StorageFailed
 from runner.report.episode_view import Vocabulary, episode_view, token_payload
 from runner.report.header_view import model_name
 from runner.report.labels import read_labels
@@ -334,7 +334,8 @@ class _Handler(BaseHTTPRequestHandler):
         except BadOption as error:
             self._message(HTTPStatus.BAD_REQUEST, str(error))
         except DeltarunnerError as error:
-            status = HTTPStatus.NOT_FOUND if isinstance(error, RunFileError) else HTTPStatus.INTERNAL_SERVER_ERROR
+            damaged = isinstance(error, StorageFailed) or not isinstance(error, RunFileError)
+            status = HTTPStatus.INTERNAL_SERVER_ERROR if damaged else HTTPStatus.NOT_FOUND
             self._message(status, str(error))
         except ConnectionError:
             self.close_connection = True  # the reader has left

@@ -102,6 +102,19 @@ def test_damaged_file_is_refused_in_words(sums: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.html"))
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("command", ["report", "show", "compare", "label", "export"])
+def test_file_that_was_cut_off_is_refused_in_words(sums: Path, tmp_path: Path, command: str, share: float) -> None:
+    whole = sums.read_bytes()
+    cut = tmp_path / "cut.db"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    result = CliRunner().invoke(app, [command, *([str(sums)] if command == "compare" else []), str(cut)])
+    assert result.exit_code == 8
+    assert "it is damaged" in result.output
+    assert "Traceback" not in result.output
+    assert [each.name for each in tmp_path.iterdir()] == ["cut.db"]
+
+
 def test_run_file_is_never_replaced_by_a_page(sums: Path) -> None:
     before = sums.read_bytes()
     assert CliRunner().invoke(app, ["report", str(sums), "-o", str(sums)]).exit_code == 2

@@ -36,6 +36,11 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def cut_off(whole: Path, target: Path) -> None:
+    data = whole.read_bytes()
+    target.write_bytes(data[: len(data) // 2])
+
+
 def test_page_of_the_viewer_has_results_and_episodes(sums: Path) -> None:
     with viewing(sums) as viewer:
         page = Answer(viewer, "sums.db/")
@@ -146,6 +151,7 @@ async def test_folder_lists_its_files_and_names_damaged_ones(sums: Path, tmp_pat
     shutil.copy(sums, tmp_path / "sums & more.db")
     (tmp_path / "text.db").write_text("hello")
     await store(tmp_path / "empty.db", [])
+    cut_off(sums, tmp_path / "cut.db")
     with viewing(tmp_path) as viewer:
         page = Answer(viewer, "").text
         assert "it is not a run file" in page
@@ -154,6 +160,8 @@ async def test_folder_lists_its_files_and_names_damaged_ones(sums: Path, tmp_pat
         empty = Answer(viewer, "empty.db/").text
         assert "No episode is chosen." in empty
         assert Answer(viewer, "text.db/").status == 404
+        cut = Answer(viewer, "cut.db/")
+        assert (cut.status, "it is damaged" in cut.text) == (500, True)
 
 
 async def test_ids_with_half_a_surrogate_open(tmp_path: Path) -> None:
