@@ -7,7 +7,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients test-interop train train-proof bench weight-conformance docs release constraints clean
+.PHONY: help setup setup-run setup-train run check test-quick test test-all test-clients test-interop train train-proof bench weight-conformance screenshots docs release constraints clean
 
 help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
@@ -20,6 +20,7 @@ help:
 	@echo "make train   watch the demo model learn to use the calculator, some 7 minutes; train-proof does it thrice"
 	@echo "make bench   the benchmarks; prints figures"
 	@echo "make weight-conformance  new weights of 50 architectures, tiny; writes docs/weight-conformance.md"
+	@echo "make screenshots  the pictures of the pages in docs/images; needs Chromium"
 	@echo "make docs    guides and reference as a site, in build/docs"
 	@echo "make release build the wheel and the source archive in dist, and check them; uploads nothing"
 	@echo "make constraints  write the versions that are installed to constraints.txt, which setup installs"
@@ -81,6 +82,10 @@ weight-conformance: setup
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks
+
+# Pictures of the pages for the docs, of a run on the scripted engine; needs Chromium.
+screenshots: setup
+	@$(BIN)/python -m tests.report.screenshots
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

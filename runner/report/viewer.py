@@ -52,8 +52,8 @@ class RunView:
         """The number of times that the results were computed."""
         self.problem = ""
         """The reason why the results cannot be computed; "" if they can."""
-        self.list_seconds = 0.0
-        """The time that the last list of episodes took."""
+        self.seconds: dict[str, float] = {}
+        """The processor time of the last answer by page."""
         self._seen = ""
         self._next = 0.0
         self._lock = threading.Lock()
@@ -193,9 +193,7 @@ class Viewer:
         with RunFile(view.path) as run_file:
             seen = view.seen(run_file)
             view.refresh(seen, wait=0.0 if view.overview or len(run_file) > MAX_WAIT_EPISODES else MAX_WAIT_SECONDS)
-            began = time.monotonic()
             rows, total = select_rows(run_file, query, first=first)
-            view.list_seconds = time.monotonic() - began
             header = run_file.header
             return _page(
                 "view.html.jinja",
@@ -229,7 +227,9 @@ class Viewer:
             seen = view.seen(run_file)
             view.refresh(seen)
             settled = run_file.complete and view.settled(seen)
-            wait = min(MAX_FOLLOW_SECONDS, max(MIN_FOLLOW_SECONDS, view.list_seconds / MAX_SHARE))
+            # What a page that follows the run asks for, each time.
+            busy = view.seconds.get("", 0.0) + view.seconds.get("status", 0.0)
+            wait = min(MAX_FOLLOW_SECONDS, max(MIN_FOLLOW_SECONDS, busy / MAX_SHARE))
             words = _state(run_file)
         return {"seen": seen, "version": view.version, "settled": settled, "words": words, "wait": wait}
 
@@ -360,7 +360,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._message(HTTPStatus.NOT_FOUND, "There is no such page.")
             return
         given = dict(parse_qsl(address.query, errors="surrogatepass"))
+        began = time.thread_time()
         made = _PAGES[page](viewer, view, given)
+        view.seconds[page] = time.thread_time() - began
         if isinstance(made, str):
             self._html(made)
         else:

@@ -1,20 +1,25 @@
 """Makes the pictures of the pages: `python -m tests.report.screenshots [RUN.db]`, or `make screenshots`.
 
-Without a run file it plays 64 episodes of the demo. It needs Chromium.
+Without a run file it plays 64 episodes of the calculator on the scripted engine. It needs Chromium.
 """
 
 from __future__ import annotations
 
 import base64
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 
-from runner import RunFile
+from envs.calculator import Calculator, question
+from runner import RunFile, Sampling
+from runner.engines.scripted.script import ModelCall
+from runner.messages import ToolCall
 from runner.report.page import write_report
+from runner.testing import Latency, ScriptedEngine, call, play_many_async
 from tests.report.browser import Page, browser
 from tests.repository import DOCS
 
@@ -39,7 +44,8 @@ async def take_all(page: Path, folder: Path) -> None:
     async with browser(folder / "dark") as tab:
         await tab.open(page, width=1180, dark=True)
         await tab.until("document.documentElement.dataset.ready")
-        await tab.value("document.querySelector('details.e[data-chunk]').open = true")
+        rows = "[...document.querySelectorAll('details.e[data-chunk]')]"
+        await tab.value(f"{rows}.find(each => !each.querySelector('.bad')).open = true")
         await tab.until("document.querySelector('.show-tokens')")
         await tab.value("document.querySelector('.show-tokens').click()")
         await tab.until("document.querySelectorAll('.tokens i.sampled').length > 5")
@@ -48,24 +54,36 @@ async def take_all(page: Path, folder: Path) -> None:
         await take(tab, "tokens")
 
 
+def speak(turn: ModelCall) -> ToolCall | str:
+    """Play a model that solves the calculator's questions, and makes a mistake in one turn of twelve."""
+    number = int(turn.episode.partition("#")[0].rpartition("-")[2])
+    steps = [dict(each) for each in solved_calls(number)]
+    step = steps[min(turn.turn, len(steps) - 1)]
+    name = str(step.pop("name"))
+    mistaken = turn.rng.random() < 1 / 12
+    return call(name, **{key: value + int(mistaken) for key, value in step.items()})
+
+
+def solved_calls(number: int) -> Iterator[dict[str, Any]]:
+    """The calls that solve a question."""
+    made = question(number, inners="+", outers="*")
+    yield from ({"name": name, "a": a, "b": b} for name, a, b in made.calls)
+    yield {"name": "answer", "value": made.value}
+
+
+async def play_calculator(file: Path) -> None:
+    """Play 64 episodes with that model, on the scripted engine."""
+    engine = ScriptedEngine(speak, latency=Latency(first=4, between=1))
+    sampling = Sampling(temperature=1, logprobs=3)
+    await play_many_async(Calculator(questions=16), engine, file=file, group_size=4, sampling=sampling)
+
+
 def main(given: list[str]) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        file = Path(given[0]) if given else folder / "demo.db"
+        file = Path(given[0]) if given else folder / "calculator.db"
         if not given:
-            command = [
-                "run",
-                "calculator",
-                "--episodes",
-                "64",
-                "--group-size",
-                "4",
-                "--logprobs",
-                "3",
-                "--file",
-                str(file),
-            ]
-            subprocess.run([sys.executable, "-m", "runner.cli.app", *command], check=True)
+            anyio.run(play_calculator, file)
         with RunFile(file) as run_file:
             write_report(run_file, folder / "report.html")
         anyio.run(take_all, folder / "report.html", folder)

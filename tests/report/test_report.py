@@ -23,7 +23,9 @@ from runner.tokens.log import VersionSpan
 from runner.trajectory import Outcome, Trajectory
 from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
+from tests.report.screenshots import MAX_BYTES
 from tests.report.viewing import viewing
+from tests.repository import DOCS
 from tests.store.building import header, played
 from tests.verifying import play as play_wandering
 
@@ -113,6 +115,15 @@ def test_file_that_was_cut_off_is_refused_in_words(sums: Path, tmp_path: Path, c
     assert "it is damaged" in result.output
     assert "Traceback" not in result.output
     assert [each.name for each in tmp_path.iterdir()] == ["cut.db"]
+
+
+def test_pictures_of_the_docs_are_small_and_shown() -> None:
+    pages = (DOCS / "report.md").read_text() + (DOCS.parent / "README.md").read_text()
+    pictures = sorted((DOCS / "images").glob("*.png"))
+    assert [each.name for each in pictures] == ["report.png", "tokens.png"]
+    for each in pictures:
+        assert each.stat().st_size <= MAX_BYTES
+        assert f"images/{each.name})" in pages
 
 
 def test_run_file_is_never_replaced_by_a_page(sums: Path) -> None:

@@ -189,7 +189,7 @@ function prepare(row) { row.addEventListener("toggle", () => opened(row)); opene
 rows.forEach(prepare);
 
 // --- the viewer: follow a run that is being played
-const AGAIN_MILLISECONDS = 2000, SOON_MILLISECONDS = 300;
+const AGAIN_MILLISECONDS = 2000, SOON_MILLISECONDS = 1000;
 let seen = document.body.dataset.served;
 async function refreshOverview(version) {
   const box = byId("overview");
