@@ -12,7 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote
 
 from runner.errors import BadOption, DeltarunnerError, RunFileError, StorageFailed
 from runner.report.episode_view import Vocabulary, episode_view, token_payload
@@ -127,10 +127,9 @@ class Viewer:
         self.key = secrets.token_urlsafe(18)
         handler = type("Handler", (_Handler,), {"viewer": self})
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+            self._server = _Server(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             raise BadOption(f"--port {port}: it cannot be listened on ({error}). Give another one.") from error
-        self._server.daemon_threads = True
 
     @property
     def address(self) -> str:
@@ -306,6 +305,15 @@ def _agents(run_file: RunFile, id: str) -> list[EpisodeRow]:
 # --- HTTP
 
 
+class _Server(ThreadingHTTPServer):
+    """A server whose threads do not keep the process."""
+
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Print nothing: the reader has left in the middle of an answer."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD requests that have the key."""
 
@@ -319,34 +327,40 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: a line per request would hide the address."""
 
     def _read(self) -> None:
-        host = urlsplit(f"//{self.headers.get('Host', '')}")
-        if host.netloc.rpartition(":")[0] not in _LOOPBACK and host.netloc not in _LOOPBACK:
-            # A page elsewhere whose name was made to lead here (DNS rebinding) has another host.
-            self._message(HTTPStatus.MISDIRECTED_REQUEST, "The host of the address must be 127.0.0.1 or localhost.")
-            return
-        address = urlsplit(self.path)
-        _, key, *parts = address.path.split("/")
-        if not hmac.compare_digest(key.encode(), self.viewer.key.encode()):
-            self._message(HTTPStatus.NOT_FOUND, "The address has no key, or an old one: `deltarunner view` prints it.")
-            return
         try:
-            self._answer(parts, address)
+            if self._is_allowed():
+                self._answer(self.path)
         except BadOption as error:
             self._message(HTTPStatus.BAD_REQUEST, str(error))
         except DeltarunnerError as error:
             damaged = isinstance(error, StorageFailed) or not isinstance(error, RunFileError)
             status = HTTPStatus.INTERNAL_SERVER_ERROR if damaged else HTTPStatus.NOT_FOUND
             self._message(status, str(error))
-        except ConnectionError:
+        except OSError:
             self.close_connection = True  # the reader has left
         except Exception as error:  # one page that cannot be shown does not end the others
             self._message(HTTPStatus.INTERNAL_SERVER_ERROR, f"A bug: {type(error).__name__}: {error}")
+
+    def _is_allowed(self) -> bool:
+        """Refuse a request with another host or without the key."""
+        host = self.headers.get("Host", "")
+        if host not in _LOOPBACK and host.rpartition(":")[0] not in _LOOPBACK:
+            # A page elsewhere whose name was made to lead here (DNS rebinding) has another host.
+            self._message(HTTPStatus.MISDIRECTED_REQUEST, "The host of the address must be 127.0.0.1 or localhost.")
+            return False
+        given = self.path.removeprefix("/").partition("/")[0]
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.viewer.key.encode()):
+            self._message(HTTPStatus.NOT_FOUND, "The address has no key, or an old one: `deltarunner view` prints it.")
+            return False
+        return True
 
     def _refuse(self) -> None:
         self.close_connection = True  # its body is not read
         self._message(HTTPStatus.METHOD_NOT_ALLOWED, "The viewer only reads.", Allow="GET, HEAD")
 
-    def _answer(self, parts: list[str], address: SplitResult) -> None:
+    def _answer(self, target: str) -> None:
+        path, _, query = target.partition("?")
+        parts = path.split("/")[2:]
         viewer = self.viewer
         if parts in ([], [""]) and not viewer.folder:
             self._send(HTTPStatus.FOUND, b"", Location=f"/{viewer.key}/{quote(viewer.files()[0])}/")
@@ -359,7 +373,7 @@ class _Handler(BaseHTTPRequestHandler):
         if view is None or page not in _PAGES:
             self._message(HTTPStatus.NOT_FOUND, "There is no such page.")
             return
-        given = dict(parse_qsl(address.query, errors="surrogatepass"))
+        given = dict(parse_qsl(query, errors="surrogatepass"))
         began = time.thread_time()
         made = _PAGES[page](viewer, view, given)
         view.seconds[page] = time.thread_time() - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from runner.cli.app import app
 from runner.errors import BadOption
 from runner.estimates import pass_all_k, pass_at_k, student_t_p_value, student_t_quantile
 from runner.report.comparison import Decision, compare, paired_difference
-from runner.trajectory import Outcome
+from runner.report.page import write_report
+from runner.trajectory import Outcome, Trajectory
+from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import store
 from tests.store.building import played
 
@@ -193,6 +196,41 @@ async def test_page_against_a_baseline_has_the_comparison(tmp_path: Path) -> Non
     for words in ("A is better: decisive", "Tasks that flipped", '<a href="#e-t0-0-0">', "hard"):
         assert words in text
     assert CliRunner().invoke(app, ["report", str(second), "--by", "level", "-o", str(target)]).exit_code == 2
+
+
+@browser_turn
+@needs_browser
+async def test_page_answers_the_four_questions_of_a_reader(tmp_path: Path) -> None:
+    def episode(number: int, *, lost: bool) -> list[Trajectory]:
+        failed = played(f"task{number}", outcome=Outcome.ENV_ERROR)
+        failed.error = "TimeoutError: the shop is closed (in buy, shop.py:12)"
+        solved = [played(f"task{number}", index, reward=0.0 if lost else 1.0, turns=3) for index in range(3)]
+        return [failed] if lost and number == 7 else solved
+
+    first = await store(tmp_path / "a.db", [each for number in range(30) for each in episode(number, lost=False)])
+    second = await store(
+        tmp_path / "b.db", [each for number in range(30) for each in episode(number, lost=number % 3 == 1)]
+    )
+    with RunFile(second) as run_file:
+        write_report(run_file, tmp_path / "page.html", comparison=compare(first, run_file))
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(tmp_path / "page.html")
+        await tab.until("document.documentElement.dataset.ready")
+        comparison = await tab.value("document.querySelector('#comparison').innerText")
+        # Is B better than A? Which tasks did it lose?
+        assert "A is better: decisive: B is lower by 0.3" in comparison
+        assert re.search(r"task4\s+lost\s+100%\s+0%", comparison)
+        # Why did an episode fail? Its place is in the first list, and a click leads to the error.
+        assert "shop.py:12" in await tab.value("document.querySelector('#look table').innerText")
+        await tab.click("#look table a")
+        await tab.until("document.querySelector('#e-task7-0-0').open")
+        assert "the shop is closed" in await tab.value("document.querySelector('#e-task7-0-0').innerText")
+        # Where were ids bridged? Before turns 2 and 3, and each such id is marked.
+        await tab.click("#e-task0-0-1 summary")
+        await tab.until("document.querySelector('#e-task0-0-1 .show-tokens')")
+        assert (await tab.value("document.querySelector('#e-task0-0-1').innerText")).count("8 ids bridged") == 2
+        await tab.click("#e-task0-0-1 .show-tokens")
+        await tab.until("document.querySelectorAll('#e-task0-0-1 .tokens i.bridge').length == 16")
 
 
 async def test_json_has_the_whole_comparison(tmp_path: Path) -> None:

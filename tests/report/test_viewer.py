@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,32 @@ def test_other_keys_hosts_and_methods_are_refused(sums: Path) -> None:
         policy = Answer(viewer, "sums.db/").headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "GET * HTTP/1.1",
+        "GET  HTTP/1.1",
+        "GET / HTTP/1.1\r\nHost: [::",
+        "nonsense",
+        "GET //{key}/ HTTP/1.1",
+        "TRACE /{key}/ HTTP/1.1",
+    ],
+)
+def test_odd_requests_are_refused_without_a_trace(
+    sums: Path, request_line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with viewing(sums) as viewer:
+        address = urlsplit(viewer.address)
+        with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+            client.sendall(f"{request_line.format(key=viewer.key)}\r\nConnection: close\r\n\r\n".encode())
+            client.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+        assert "sum0" not in answer
+        assert " 200 " not in answer[:20]
+        assert Answer(viewer, "sums.db/").status == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_viewer_writes_nothing(sums: Path) -> None:
