@@ -73,7 +73,7 @@ class EpisodeRunner(EpisodeState):
         """Make the environment of the episode. If that fails, no hook is called."""
         try:
             environment = self.part.environment.fresh()
-            task = deep_copy(self.key.task)
+            task = self.part.own(deep_copy(self.key.task))
         except (Exception, SystemExit) as error:
             self._ending = failure(error)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import anyio
@@ -43,6 +43,12 @@ class EnvironmentPart:
     """Its rewards and metrics, with the run's weights."""
     resources: Any
     """The value that its `lifespan()` yielded."""
+    prefix: str = ""
+    """The beginning of the task's id that the mixture added."""
+
+    def own(self, task: Task) -> Task:
+        """Return the task with the id that the environment gave it."""
+        return replace(task, id=task.id.removeprefix(self.prefix)) if self.prefix else task
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +95,7 @@ class RunShared:
         part = parts[name]
         limits = self.own_limits.over(part.limits).over(Limits.defaults())
         scorers = tuple(each for each in self.scorers if each.name.startswith(f"{name}."))
-        return EnvironmentPart(part, limits, scorers, self.resources and self.resources[name])
+        return EnvironmentPart(part, limits, scorers, self.resources and self.resources[name], f"{name}/")
 
     def chat_of(self, agent: str) -> Model:
         """Return the model of an agent."""

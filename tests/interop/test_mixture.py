@@ -116,6 +116,19 @@ async def test_each_environment_keeps_its_prompt_rewards_and_groups() -> None:
     }
 
 
+async def test_each_environment_sees_its_own_ids() -> None:
+    class Named(Greeting):
+        @metric
+        def number(self) -> int:
+            return int(self.task.id)
+
+    _, trajectories = await played(Mixture({"a": Named(2), "b": Named(1)}))
+    numbers = {
+        each.task.id: [value for name, value in each.metrics.items() if "number" in name] for each in trajectories
+    }
+    assert numbers == {"a/0": [0], "a/1": [1], "b/0": [0]}
+
+
 async def test_each_environment_keeps_its_tools_and_limits() -> None:
     def reply(model_call: ModelCall) -> Any:
         return [call("add", a=1, b=1)] if "calculator" in model_call.prompt or "add" in model_call.prompt else "7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ import pytest
 from runner import BadEnvironment, BadOption, Limits, Outcome, ScriptedEngine, Trajectory
 from runner.interop import Tau2
 from runner.testing import ModelCall, call, play_many_async
+from tests.repository import DOCS
 
 pytestmark = [pytest.mark.anyio]
 real = pytest.mark.package("tau2")
@@ -135,6 +137,14 @@ async def test_a_call_that_does_not_run_is_an_error_of_the_model() -> None:
     unknown = [call("delete_everything")]
     (each,) = await played("mock", [unknown, right, "Done."], ["create_task_1"], user=["Hi.", "###STOP###"])
     assert (each.reward, each.metrics["failed_calls"]) == (1.0, 1.0), each.error
+
+
+@real
+def test_block_of_the_page_prints_tau2s_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "tasksets.md").read_text(encoding="utf-8")
+    (block,) = [each for each in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "Tau2" in each]
+    exec(compile(block, "tasksets.md", "exec"), {"__name__": "page"})
+    assert 0 < float(capsys.readouterr().out.split()[-1]) < 1, "nothing was to be done in one task"
 
 
 @real
