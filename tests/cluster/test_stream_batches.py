@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from runner.cluster.engine_host import Deltas, Ended, StreamBuffer, StreamEvent, each_of
 from runner.engines.base import Delta, Finish, FinishReason
 from runner.errors import EngineDead
+from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
 ids = st.integers(0, 2**31 - 1)
@@ -73,3 +75,12 @@ def test_a_failure_keeps_its_place() -> None:
     buffer.put(1, Delta([5], [-2.0]))
     buffer.put(1, failure)
     assert [each for _, each in each_of(buffer.take())][1] is failure
+
+
+def test_side_data_arrives_with_its_delta() -> None:
+    side = SideData(SamplingMasks.of([[7, 8], [9]]), RoutedExperts(0, 1, 2, array("h", [1, 2, 3, 4])))
+    said: list[tuple[int, StreamEvent]] = [(1, Delta([7, 9], [-0.5, -0.25], side=side)), (1, Delta([4], [-1.0]))]
+    buffer = StreamBuffer()
+    for number, each in said:
+        buffer.put(number, each)
+    assert list(each_of(pickle.loads(pickle.dumps(buffer.take())))) == said

@@ -1,4 +1,4 @@
-"""Likeliest ids that were changed in a run file are found."""
+"""Likeliest ids and side data that were changed in a run file are found."""
 
 from __future__ import annotations
 
@@ -84,3 +84,44 @@ def test_a_turn_that_ended_before_its_least_length_is_found(path: Path) -> None:
 def test_a_turn_that_was_ended_by_the_eos_that_it_ignores_is_found(path: Path) -> None:
     change(path, "UPDATE samplings SET sampling = json_set(sampling, '$.ignore_eos', json('true')) WHERE ? = 0", 0)
     assert "by what was to end no turn" in verdict(path)["difference"]["explanation"]
+
+
+# --- sampling masks and routed experts
+
+
+async def play_masked(path: Path) -> None:
+    engine = ScriptedEngine(["abc", "def"], sampling_masks=True, routed_experts=(1, 2))
+    async with Run(Twice, engine, file=path, sampling=Sampling(top_p=0.9)) as run:
+        async for _trajectory in run:
+            pass
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Path:
+    path = tmp_path / "masked.db"
+    anyio.run(play_masked, path)
+    return path
+
+
+SIDE_CHANGES = {
+    "other masks": (f"UPDATE side_data SET mask_ids = ? WHERE {FIRST}", struct.pack("<16i", *[5] * 16), "is not among"),
+    "masks cut short": (f"UPDATE side_data SET mask_ids = ? WHERE {FIRST}", b"", "are damaged"),
+    "experts cut short": (f"UPDATE side_data SET experts = ? WHERE {FIRST}", b"abc", "are damaged"),
+    "of no turn": (
+        "INSERT INTO side_data SELECT episode, position + ?, mask_counts, mask_ids, first, layers, top, experts "
+        "FROM side_data",
+        70,
+        "side data of no turn",
+    ),
+}
+
+
+def test_side_data_as_the_run_left_it_is_verified(masked: Path) -> None:
+    assert (verdict(masked)["verified"], verdict(masked)["differing"]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", SIDE_CHANGES)
+def test_changed_side_data_is_found(masked: Path, name: str) -> None:
+    statement, value, said = SIDE_CHANGES[name]
+    change(masked, statement, value)
+    assert said in verdict(masked)["difference"]["explanation"]
