@@ -30,7 +30,7 @@ class OwnWorker(WeightWorker):
 
     def keep_old_weights(self, number: int) -> None:
         """Let the next update change nothing on the worker of this number, of data or of tensor parallelism."""
-        self.keeps_old = number in (self.parallel_config.data_parallel_rank, self.rank)
+        self.keeps_old = number in (self.parallel_config.data_parallel_index, self.rank)
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
         """Load the tensors, or some of them, or none."""

@@ -14,6 +14,7 @@ import pytest
 
 from runner import BadControl, BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
+from runner.engines.proofs import tolerance_of
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import call_all_workers
@@ -347,5 +348,22 @@ def test_a_proof_of_another_model_does_not_hold(float32_engine: PooledEngine, tr
         proof = weight_proof(trainer, float32_engine.tokenizer)
         with pytest.raises(BadWeights, match="log-probabilities differ from the trainer"):
             await float32_engine.prove(proof)
+
+    float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+def test_proof_in_another_number_type_has_its_tolerance(float32_engine: PooledEngine, trainer: Any) -> None:
+    async def main() -> None:
+        engine = float32_engine
+        await engine.prove(weight_proof(trainer, engine.tokenizer))
+        coarse = weight_proof(trainer.bfloat16(), engine.tokenizer)
+        assert (coarse.dtype, coarse.weights_dtype) == ("bfloat16", "bfloat16")
+        update = await engine.update_weights(trainer.state_dict(), proof=coarse)
+        assert update.proof is not None
+        assert update.proof.tolerance == tolerance_of(coarse, "bfloat16", None)
+        assert update.proof.median > 5e-4, "the same figures in float32 would be a fault"
+        with pytest.raises(BadWeights, match=r"prove\(\): the engine's log-probabilities differ from the trainer's"):
+            await engine.prove(replace(coarse, dtype="float32", weights_dtype="float32"))
 
     float32_engine.home.call(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
-from runner import BadModel, BadOption
+from runner import BadModel, BadOption, ProofFigures, ProofTolerance
 from runner.cli import app
-from runner.training import Verdict, Way, check_weights
+from runner.cli.check_weights import show
+from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer, tensor_kind
 from runner.training.tiny_model import random_model, tiny_config
 from tests.engines.stale_worker import STALE
@@ -35,6 +38,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("Olmo2Config", GROUPED),
     "Granite": ("GraniteConfig", GROUPED),
     "Cohere": ("CohereConfig", GROUPED),
+    "OPT": ("OPTConfig", {**SIZES, "ffn_dim": 16384, "word_embed_proj_dim": 2048}),
 }
 
 
@@ -73,6 +77,25 @@ def test_a_stale_tensor_is_named_and_the_others_are_right(llama: Path) -> None:
     assert stale.median > 1e-3
     assert len(report.rows) == 12
     assert {row.verdict for row in report.rows} == {Verdict.RIGHT, Verdict.WRONG}
+
+
+def test_report_has_a_row_for_each_tensor_and_a_count() -> None:
+    tolerance = ProofTolerance(5e-4, 0.05)
+    report = WeightReport("tiny", "float32", ProofFigures(95, 1e-6, 4e-6, tolerance))
+    report.rows += [
+        CheckedTensor("model.norm.weight", Way.FOLDER, Verdict.RIGHT, 1e-6, 4e-6),
+        CheckedTensor("lm_head.weight", Way.FOLDER, Verdict.WRONG, 0.2, 1.5, "its scores are those of the old weights"),
+        CheckedTensor("lm_head.weight", Way.ADAPTER, Verdict.REFUSED, reason="PEFT is not installed"),
+    ]
+    written = io.StringIO()
+    show(report, Console(file=written, width=200))
+    lines = written.getvalue().splitlines()
+    assert lines[1].split() == ["folder", "model.norm.weight", "right", "1e-06", "4e-06"]
+    assert "wrong" in lines[2]
+    assert "0.2" in lines[2]
+    assert lines[2].rstrip().endswith("its scores are those of the old weights")
+    assert lines[3].rstrip().endswith("PEFT is not installed")
+    assert lines[-1].startswith("tiny in float32: 1 right, 1 wrong, 1 refused; with its first weights 95 ids, median")
 
 
 @pytest.mark.engine

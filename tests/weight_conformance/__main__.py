@@ -1,8 +1,8 @@
 """`python -m tests.weight_conformance`: try new weights with many architectures, and write docs/weight-conformance.md.
 
 Each case runs in a process of its own and its result goes into results.json at once, so that a run may be stopped and
-continued. `--again` plays cases that have a result too, with `--way` only that way of them; a name limits the run to
-that architecture. `--gpu` plays the cases of a GPU instead of those of a CPU.
+continued. `--again` plays cases that have a result too; `--way` plays only that way, and keeps the results of others. A
+name limits the run to that architecture. `--gpu` plays the cases of a GPU instead of those of a CPU.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def main() -> None:
     def play_one(case: Case) -> None:
         print(case.key, flush=True)
         old = results.get(case.key)
-        result = play_again(case, old, options.way) if old and options.way else play(case)
+        ways = options.way or tuple(Way)
+        result = play_again(case, old, ways) if old and options.way else play(case, ways)
         with lock:
             results[case.key] = result
             write_results(results)
