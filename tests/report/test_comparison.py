@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from runner import RunFile, Task
 from runner.cli.app import app
 from runner.errors import BadOption
-from runner.estimates import pass_all_k, pass_at_k, student_t_p_value, student_t_quantile
+from runner.estimates import Mean, pass_all_k, pass_at_k, student_t_p_value, student_t_quantile
 from runner.report.comparison import Decision, compare, paired_difference
+from runner.report.overview import interval_of
 from runner.report.page import write_report
 from runner.trajectory import Outcome, Trajectory
 from tests.report.browser import browser, browser_turn, needs_browser
@@ -62,6 +63,22 @@ def test_interval_covers_the_truth_on_clustered_data(tasks: int) -> None:
         assert made.low is not None
         assert made.high is not None
         covered += made.low <= 0 <= made.high  # both have the same expected chance
+    assert 0.93 <= covered / rounds <= 0.97
+
+
+@pytest.mark.parametrize("tasks", [15, 40])
+def test_interval_of_one_run_covers_the_truth_on_clustered_data(tasks: int) -> None:
+    draw = random.Random(tasks)
+    covered, rounds = 0, 2_000
+    for _ in range(rounds):
+        mean = Mean()
+        for task in range(tasks):
+            hard = draw.random()
+            for _ in range(4):
+                mean.add(float(draw.random() < hard), str(task))
+        half = interval_of(mean.as_dict())
+        assert half is not None
+        covered += abs(mean.mean - 0.5) <= half
     assert 0.93 <= covered / rounds <= 0.97
 
 
