@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from runner.report.comparison import RunComparison
+from runner.report.comparison import FlippedTask, RunComparison
 from runner.report.episode_view import Entry, EpisodeView, Vocabulary, episode_view, token_payload
 from runner.report.labels import read_labels
 from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
 from runner.report.prices import Price
+from runner.report.row_query import agents_of
 from runner.store.export import whole_or_nothing
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import RunFile
@@ -37,6 +38,8 @@ MAX_PAGE_BYTES: Final = 24_000_000
 """Size after which further episodes have a row, and no transcript."""
 CHUNK_EPISODES: Final = 64
 """Episodes whose tokens are compressed together."""
+MAX_PAIRS: Final = 10
+"""Flipped tasks whose transcripts are side by side in a comparison."""
 MIN_SHARED_CHARS: Final = 200
 """Shortest system message that a page shows once for all episodes with it."""
 
@@ -132,6 +135,7 @@ class _Page:
                 served="",
                 link=lambda id: f"#e-{_fragment(id)}",
                 comparison=self.comparison,
+                pairs=self._pairs(),
                 style=style,
                 script=script,
                 policy=page_policy(style, script),
@@ -143,6 +147,18 @@ class _Page:
                 max_items=MAX_SHOWN_ITEMS,
             )
         )
+
+    def _pairs(self) -> Iterator[tuple[FlippedTask, EpisodeView, EpisodeView]]:
+        """The first flipped tasks with an episode of each file, for reading them side by side."""
+        if self.comparison is None or not self.comparison.flipped:
+            return
+        with RunFile(self.comparison.first) as first:
+            for task in self.comparison.flipped[:MAX_PAIRS]:
+                views = (
+                    episode_view(file, agents_of(file, id))
+                    for file, id in zip((first, self._run_file), task.episodes, strict=True)
+                )
+                yield task, next(views), next(views)
 
     def _task_ids(self) -> list[str]:
         tasks = dict.fromkeys(row.task_id for row in self._run_file.rows(trained=None))

@@ -13,7 +13,7 @@ from runner.store.columns import decode_text, encode_text
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Outcome
 
-__all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "neighbours", "select_rows"]
+__all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "agents_of", "neighbours", "select_rows"]
 
 PAGE_ROWS: Final = 100
 """Episodes of one page."""
@@ -133,3 +133,11 @@ def neighbours(run_file: RunFile, row: EpisodeRow) -> tuple[str | None, str | No
     ]
     before, after = (decode_text(rows[0][0]) if rows else None for rows in found)
     return before, after
+
+
+def agents_of(run_file: RunFile, id: str) -> list[EpisodeRow]:
+    """The rows of the agents of an episode's last attempt, the trained ones first."""
+    first = run_file.row(id)
+    attempt = run_file.rows(task_id=first.task_id, trained=None, superseded=None)
+    agents = [row for row in attempt if (row.id, row.attempt) == (first.id, first.attempt)]
+    return sorted(agents, key=lambda row: (not row.trained, row.key))

@@ -21,7 +21,7 @@ from runner.report.labels import read_labels
 from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
 from runner.report.page import asset, environment, page_policy
 from runner.report.prices import Price
-from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
+from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, agents_of, neighbours, select_rows
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import EpisodeRow, RunFile
 from runner.transcript import decoder
@@ -236,7 +236,7 @@ class Viewer:
     def episode_page(view: RunView, given: Mapping[str, str]) -> str:
         """The page of an episode, or only its transcript."""
         with RunFile(view.path) as run_file:
-            rows = _agents(run_file, given.get("id", ""))
+            rows = agents_of(run_file, given.get("id", ""))
             made = episode_view(run_file, rows, read_labels(view.path))
             if given.get("part") == "body":
                 parts: Any = environment().get_template("parts.jinja").module
@@ -251,7 +251,7 @@ class Viewer:
         """The tokens of an episode, with the texts of their ids."""
         vocabulary = Vocabulary(view.decode)
         with RunFile(view.path) as run_file:
-            rows = _agents(run_file, given.get("id", ""))
+            rows = agents_of(run_file, given.get("id", ""))
             agents = [[row.agent, token_payload(run_file.trajectory(row), vocabulary)] for row in rows]
         return {"agents": agents, "vocabulary": {str(key): text for key, text in vocabulary.texts.items()}}
 
@@ -292,14 +292,6 @@ def _whole(text: str, name: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise BadOption(f"{name}={text!r:.60}: give a whole number.")
     return int(text)
-
-
-def _agents(run_file: RunFile, id: str) -> list[EpisodeRow]:
-    """The rows of the agents of an episode's last attempt, the trained ones first."""
-    first = run_file.row(id)
-    attempt = run_file.rows(task_id=first.task_id, trained=None, superseded=None)
-    agents = [row for row in attempt if (row.id, row.attempt) == (first.id, first.attempt)]
-    return sorted(agents, key=lambda row: (not row.trained, row.key))
 
 
 # --- HTTP

@@ -237,6 +237,9 @@ async def test_page_answers_the_four_questions_of_a_reader(tmp_path: Path) -> No
         # Is B better than A? Which tasks did it lose?
         assert "A is better: decisive: B is lower by 0.3" in comparison
         assert re.search(r"task4\s+lost\s+100%\s+0%", comparison)
+        await tab.click("#comparison .pair summary")
+        pair = await tab.value("document.querySelector('#comparison .pair[open]').innerText")
+        assert re.search(r"A: task\d+-0-0(.|\n)*turn 3(.|\n)*B: task\d+-0-0(.|\n)*turn 3", pair)
         # Why did an episode fail? Its place is in the first list, and a click leads to the error.
         assert "shop.py:12" in await tab.value("document.querySelector('#look table').innerText")
         await tab.click("#look table a")
