@@ -17,9 +17,10 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from runner import RunFile
+from runner import BadOption, RunFile
 from runner.cli.app import app
 from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
+from runner.report.viewer import Viewer
 from runner.store.writer import RunWriter
 from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
@@ -231,6 +232,14 @@ def test_paths_without_run_files_are_refused_in_words(tmp_path: Path, path: str)
     assert result.exit_code in (2, 7)
     assert "run file" in result.output
     assert "Traceback" not in result.output
+
+
+def test_taken_port_is_refused_in_words(sums: Path) -> None:
+    with viewing(sums) as viewer:
+        port = urlsplit(viewer.address).port
+        assert port is not None
+        with pytest.raises(BadOption, match=f"--port {port}: it cannot be listened on"):
+            Viewer(sums, port=port)
 
 
 def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
