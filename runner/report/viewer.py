@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import html
 import secrets
 import threading
 import time
@@ -24,7 +25,7 @@ from runner.report.prices import Price
 from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, agents_of, neighbours, select_rows
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import EpisodeRow, RunFile
-from runner.transcript import decoder
+from runner.transcript import decoder, printable
 
 __all__ = ["Viewer"]
 
@@ -214,7 +215,8 @@ class Viewer:
     def overview_part(view: RunView) -> str:
         """The results of a run, as a part of its page."""
         if view.overview is None:
-            return _page("view_message.html.jinja", title=view.problem or "The results are being computed.")
+            words = html.escape(printable(view.problem) or "The results are being computed.")
+            return f'<section id="results"><h2>Results</h2><p class="warn">{words}</p></section>'
         sections: Any = environment().get_template("overview.jinja").module
         first = sections.results(view.overview, MAX_SHOWN_ITEMS)
         return f"{first}{sections.look_and_run(view.overview, MAX_SHOWN_ITEMS, _link)}"

@@ -8,8 +8,10 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -190,6 +192,20 @@ async def test_folder_lists_its_files_and_names_damaged_ones(sums: Path, tmp_pat
         assert Answer(viewer, "text.db/").status == 404
         cut = Answer(viewer, "cut.db/")
         assert (cut.status, "it is damaged" in cut.text) == (500, True)
+
+
+def test_results_that_cannot_be_computed_say_why(sums: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.db"
+    shutil.copy(sums, damaged)
+    with closing(sqlite3.connect(damaged)) as connection:
+        connection.execute("UPDATE turns SET tool_calls = '<b>'")
+        connection.commit()
+    with viewing(damaged) as viewer:
+        for page in ("damaged.db/", "damaged.db/overview"):
+            text = Answer(viewer, page).text
+            assert "its rows are damaged and have no summary" in text
+            assert "<b>" not in text
+        assert Answer(viewer, "damaged.db/status").json()["settled"]
 
 
 async def test_ids_with_half_a_surrogate_open(tmp_path: Path) -> None:
