@@ -32,11 +32,12 @@ GROUP_ROWS = 2048
 MCP_SERVER = Path(__file__).parents[1] / "interop" / "mcp_server.py"
 
 READ = """
-import json, resource, sys
+import json, pathlib, sys
 from runner.interop import Dataset
 shuffle = json.loads(sys.argv[2])
-def megabytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def megabytes():  # of this program alone; ru_maxrss has that of the process that started it
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 tasks = iter(Dataset(sys.argv[1], prompt="{prompt}", answer="{answer}", score="number", shuffle=shuffle).tasks())
 before = megabytes()
 count = sum(1 for _ in tasks)
