@@ -11,12 +11,12 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_tools import known_function
-from runner.endpoint.labels import label_of
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.request_body import (
     bad,
     field_of,
     json_schema,
+    label_of,
     listed,
     note_unread,
     sampling_of,

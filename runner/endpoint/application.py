@@ -23,12 +23,11 @@ import orjson
 from runner.chat_requests import ChatCall
 from runner.endpoint.anthropic_messages import AnthropicMessages
 from runner.endpoint.chat_completions import ChatCompletions
-from runner.endpoint.client_connection import Send
 from runner.endpoint.episode_route import EpisodeRoute
 from runner.endpoint.refusals import Reason, Refused, ended, refusal_of
 from runner.endpoint.request_body import check_size, decode_body, number
 from runner.endpoint.responses import Responses
-from runner.endpoint.streaming import answer, send_json, send_refusal
+from runner.endpoint.streaming import Send, answer, send_json, send_refusal
 from runner.endpoint.wire_form import Headers, WireForm, WireRequest
 
 __all__ = ["Application", "Receive"]

@@ -10,9 +10,7 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.checked import is_whole
-from runner.endpoint.answer_json import arguments_text, encode, logprob_rows
 from runner.endpoint.chat_tools import read_chat_choice, read_chat_messages, read_chat_tools
-from runner.endpoint.labels import label_of
 from runner.endpoint.refusals import Refused
 from runner.endpoint.request_body import (
     SAMPLING_NUMBERS,
@@ -20,6 +18,7 @@ from runner.endpoint.request_body import (
     constraint_of,
     field_of,
     json_schema,
+    label_of,
     most_tokens,
     note_unread,
     sampling_of,
@@ -27,7 +26,18 @@ from runner.endpoint.request_body import (
     with_constraint,
 )
 from runner.endpoint.response_items import custom_call
-from runner.endpoint.wire_form import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
+from runner.endpoint.wire_form import (
+    Answered,
+    AnswerWriter,
+    Headers,
+    TokenText,
+    WireForm,
+    WireRequest,
+    arguments_text,
+    cached_of,
+    encode,
+    logprob_rows,
+)
 from runner.engines.base import FinishReason
 from runner.sampling_fields import MAX_LOGPROBS
 from runner.tokens.top_logprobs import TopLogprobs

@@ -1,4 +1,4 @@
-"""Reads fields of a request's body that several wire forms share. Wrong values are refused with the field's name."""
+"""Reads fields of requests that several wire forms share: of the body, refused by name if wrong, and of headers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Reason, Refused
+from runner.endpoint.wire_form import Headers
 from runner.errors import BadOption
 from runner.messages import canonical_json
 from runner.options import Sampling, ToolChoice
@@ -25,14 +26,17 @@ __all__ = [
     "decode_body",
     "field_of",
     "json_schema",
+    "label_of",
     "listed",
     "most_tokens",
     "note_unread",
     "number",
+    "purpose_of",
     "sampling_of",
     "stops",
     "with_constraint",
 ]
+
 
 T = TypeVar("T")
 
@@ -330,3 +334,37 @@ def with_constraint(
         not_granted["response_format"] = "a turn that may call tools is not held to a schema"
         return {}
     return constraint
+
+
+_LABELS: Final = (
+    "x-deltarunner-thread",
+    "x-claude-code-agent-id",
+    "thread-id",
+    "x-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+)
+"""The narrowest first: a sub-agent has the session of its parent agent."""
+
+_MAX_LABEL_CHARACTERS: Final = 200
+
+
+def label_of(headers: Headers) -> str:
+    """Return the client's own name for the caller; "" without one."""
+    named = next((headers[name] for name in _LABELS if headers.get(name)), "")
+    return (named or _codex_field(headers, "thread_id"))[:_MAX_LABEL_CHARACTERS]
+
+
+def purpose_of(headers: Headers) -> str:
+    """Return the purpose of a request, such as `turn` or `compaction`; "" without one."""
+    return (_codex_field(headers, "request_kind") or headers.get("x-openai-subagent", ""))[:_MAX_LABEL_CHARACTERS]
+
+
+def _codex_field(headers: Headers, name: str) -> str:
+    """Return a field of Codex's header with JSON; "" if the header is missing or not JSON."""
+    try:
+        fields: Any = orjson.loads(headers.get("x-codex-turn-metadata", "null"))
+    except orjson.JSONDecodeError:
+        return ""
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if isinstance(value, str) else ""

@@ -14,12 +14,20 @@ from typing import Any, Final
 
 import orjson
 
-from runner.endpoint.answer_json import arguments_text, encode, logprob_rows
 from runner.endpoint.chat_completions import openai_error
 from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.response_items import custom_call, item_id
 from runner.endpoint.response_tools import OfferedTool
-from runner.endpoint.wire_form import Answered, AnswerWriter, TokenText, WireRequest, cached_of
+from runner.endpoint.wire_form import (
+    Answered,
+    AnswerWriter,
+    TokenText,
+    WireRequest,
+    arguments_text,
+    cached_of,
+    encode,
+    logprob_rows,
+)
 from runner.engines.base import FinishReason
 from runner.tokens.top_logprobs import TopLogprobs
 from runner.trajectory import Turn

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from runner.chat_requests import UnknownReference
-from runner.endpoint.answer_json import arguments_text
 from runner.endpoint.refusals import refusal_of
 from runner.endpoint.request_body import bad
+from runner.endpoint.wire_form import arguments_text
 from runner.messages import note_of
 
 __all__ = [

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.chat_completions import openai_error
-from runner.endpoint.labels import label_of, purpose_of
 from runner.endpoint.refusals import Refused
 from runner.endpoint.request_body import (
     SAMPLING_NUMBERS,
@@ -19,9 +18,11 @@ from runner.endpoint.request_body import (
     constraint_of,
     field_of,
     json_schema,
+    label_of,
     listed,
     most_tokens,
     note_unread,
+    purpose_of,
     sampling_of,
     stops,
     with_constraint,

@@ -12,7 +12,7 @@ import anyio
 import orjson
 
 from runner.endpoint.application import Application, Receive
-from runner.endpoint.client_connection import Send
+from runner.endpoint.streaming import Send
 
 __all__ = ["Trouble", "Troubled", "troubled"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from runner.endpoint.labels import _LABELS
+from runner.endpoint.request_body import _LABELS
 from runner.episode.client_messages import VOLATILE
 from tests.filler import filler
 from tests.recorded_words import IDENTIFIER, KEPT, STAYS

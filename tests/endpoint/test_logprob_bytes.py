@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner import Endpoint
-from runner.endpoint.answer_json import logprob_rows
+from runner.endpoint.wire_form import logprob_rows
 from runner.testing import AwkwardTokenizer, PlainTokenizer, Reply
 from runner.tokens.decode import text_of_token
 from runner.tokens.tokenizer import Tokenizer, load_tokenizer

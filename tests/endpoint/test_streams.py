@@ -16,7 +16,7 @@ import pytest
 
 from runner import Conversation, Endpoint, Limits, Outcome, Sampling
 from runner.chat_requests import Again, Delivery
-from runner.endpoint import chat_completions, client_connection, response_events, streaming
+from runner.endpoint import chat_completions, response_events, streaming
 from runner.endpoint.wire_form import AnswerWriter
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
@@ -135,15 +135,15 @@ async def test_undelivered_answer_is_replayed_byte_for_byte(form: str, stream: b
     }
 
     async def loop(endpoint: Endpoint) -> None:
-        passed = client_connection.ClientConnection.write
+        passed = streaming.ClientConnection.write
 
         async def losing(line: Any, body: bytes, *, more: bool = True) -> None:
             ends.append(body)
             if len(ends) == 1:
-                raise client_connection.ClientGone
+                raise streaming.ClientGone
             await passed(line, body, more=more)
 
-        monkeypatch.setattr(client_connection.ClientConnection, "write", losing)
+        monkeypatch.setattr(streaming.ClientConnection, "write", losing)
         async with http(endpoint) as client:
             body = {"model": "any", "stream": stream, **bodies[form]}
             with pytest.raises(httpx.HTTPError):

@@ -5,16 +5,83 @@ from __future__ import annotations
 import math
 import sys
 
-from runner.engines.chat.rate_limit import RateLimiter
+import anyio
+
 from runner.engines.chat.server import ChatServer, too_long
 from runner.engines.chat.wire import RequestFormat
 from runner.engines.gate import AdmissionGate
 from runner.engines.http_engine import HttpRuntime
-from runner.engines.http_retries import FailureKind, HttpFailure, Retries
+from runner.engines.http_retries import FailureKind, HttpFailure, Retries, RetryPolicy
 from runner.engines.message_engine import MessageRequest
 from runner.errors import EngineError, PromptTooLong
 
-__all__ = ["ChatRuntime"]
+__all__ = ["ChatRuntime", "RateLimiter"]
+
+
+class RateLimiter:
+    """Adjusts the places of a gate to the rate that a server accepts, and delays requests until the server wants them.
+
+    The allowed rate of a key is unknown beforehand and changes with other users of the server. So the limit is searched
+    like the congestion window of a connection: additive increase, multiplicative decrease.
+
+    Args:
+        gate: where requests wait; its places are the upper limit.
+        policy: pauses for a server that does not send Retry-After.
+    """
+
+    def __init__(self, gate: AdmissionGate, policy: RetryPolicy) -> None:
+        self.throttled = 0
+        """Number of rate-limit responses."""
+        self._gate = gate
+        self._policy = policy
+        self._most = gate.places
+        self._limit = float(gate.places)
+        self._halvings = 0
+        self._in_a_row = 0
+        self._closed_until = -1.0
+
+    @property
+    def limit(self) -> int:
+        """Current limit of concurrent requests."""
+        return self._gate.places
+
+    async def until_open(self) -> int:
+        """Wait until a request may be sent.
+
+        Returns:
+            The value of `sent` for `overloaded`, for a request that is sent now.
+        """
+        # In a loop: another response may have extended the pause.
+        while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end
+            await anyio.sleep(seconds)
+        return self._halvings
+
+    def succeeded(self) -> None:
+        """Record an answer that began; after as many of them as the limit is, the limit grows by one."""
+        self._in_a_row = 0
+        if self._limit < self._most:
+            self._set(min(self._most, self._limit + 1 / self._limit))
+
+    def overloaded(self, sent: int, retry_after: float | None) -> None:
+        """Record a rate-limit response: the limit halves, and no request is sent for a while.
+
+        Args:
+            sent: the result of `until_open` for the request.
+            retry_after: seconds of Retry-After; None without it: the pause then doubles until a request succeeds.
+        """
+        self.throttled += 1
+        # Once for all requests that were sent under the same limit: they do not measure a smaller one.
+        if sent == self._halvings:
+            self._halvings += 1
+            self._in_a_row += 1
+            self._set(max(1.0, self._limit / 2))
+        first, longest = self._policy.first_seconds, self._policy.longest_seconds
+        pause = min(longest, math.ldexp(first, self._in_a_row - 1)) if retry_after is None else retry_after
+        self._closed_until = max(self._closed_until, anyio.current_time() + pause)
+
+    def _set(self, limit: float) -> None:
+        self._limit = limit
+        self._gate.resize(int(limit))
 
 
 class ChatRuntime(HttpRuntime[ChatServer]):

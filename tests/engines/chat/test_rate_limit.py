@@ -16,7 +16,7 @@ import trio.testing
 from runner import Concurrency, Limits, Outcome, Run
 from runner.engines.chat import engine as chat_engine
 from runner.engines.chat.engine import ChatEngine
-from runner.engines.chat.rate_limit import RateLimiter
+from runner.engines.chat.runtime import RateLimiter
 from runner.engines.gate import AdmissionGate, Session
 from runner.engines.http_retries import FailureKind, HttpFailure, RetryPolicy
 from runner.runs.live_stats import StatsReader, in_words
