@@ -59,6 +59,7 @@ from .errors import EngineDead as EngineDead
 from .errors import EngineError as EngineError
 from .errors import EngineStalled as EngineStalled
 from .errors import EpisodeOver as EpisodeOver
+from .errors import ImageBuildFailed as ImageBuildFailed
 from .errors import JudgeFailed as JudgeFailed
 from .errors import NewerRunFile as NewerRunFile
 from .errors import ProgramFailed as ProgramFailed
@@ -67,10 +68,14 @@ from .errors import RequestRejected as RequestRejected
 from .errors import RunFileError as RunFileError
 from .errors import RunStopped as RunStopped
 from .errors import RunStuck as RunStuck
+from .errors import SandboxFailed as SandboxFailed
+from .errors import SandboxGone as SandboxGone
+from .errors import SandboxUnavailable as SandboxUnavailable
 from .errors import ServerFailed as ServerFailed
 from .errors import StorageFailed as StorageFailed
 from .errors import ToolError as ToolError
 from .errors import TooManyFailures as TooManyFailures
+from .errors import VerifierFailed as VerifierFailed
 from .errors import WrongArguments as WrongArguments
 from .messages import Message as Message
 from .messages import Prompt as Prompt
@@ -89,6 +94,11 @@ from .runs.player import FleetWorker as FleetWorker
 from .runs.run import Run as Run
 from .runs.summary import Summary as Summary
 from .runs.task_player import Player as Player
+from .sandbox.containers import Containers as Containers
+from .sandbox.sandbox import Executed as Executed
+from .sandbox.sandbox import Sandbox as Sandbox
+from .sandbox.sandbox import SandboxOptions as SandboxOptions
+from .sandbox.sandbox import SandboxProvider as SandboxProvider
 from .scoring import group_reward as group_reward
 from .scoring import metric as metric
 from .scoring import reward as reward

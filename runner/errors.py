@@ -1,27 +1,39 @@
 """All errors of deltarunner, in one tree.
 
-DeltarunnerError                 base class of all errors ├── BadInput                     invalid input; the message
-names it and the fix │   ├── BadOption                an option, limit or setting │   ├── BadEnvironment           an
-environment class: unknown, no reward, a wrong tool signature │   ├── BadTask                  a task: no id, a
-duplicate id, unknown keys │   ├── BadMessage               a message: a missing or wrong role, a tool result that
-answers no call │   ├── BadModel                 a model that cannot be found or loaded │   ├── BadWeights
-weights that do not fit the model; detected before the engine changes │   ├── BadBatch                 a batch that
-cannot be generated from or trained on │   ├── BadControl               a control call that the engine's state does not
-allow: an update while it sleeps │   └── BadTemplate              a chat template that cannot serve the run ├──
-RunFileError                 the run file │   ├── ConfigurationChanged     the file contains a run with another
-configuration │   ├── NewerRunFile             the file was written by a newer version │   └── StorageFailed
-the disk is full, the folder read-only, the file damaged or locked ├── EngineError                  the engine; retried,
-never counted against the episode │   ├── EngineDead               the engine cannot answer any further request │   ├──
-RequestRejected          the engine refused this one request │   │   └── PromptTooLong        the history does not fit
-the model's context, according to its server │   └── EngineStalled            admitted a request, then sent nothing for
-`stall_seconds` ├── ProgramFailed                an agent program ended with an error; its episode is `env_error` ├──
-JudgeFailed                  a judge wrote no score; its episode is `env_error` ├── ServerFailed                 a
-server of an environment is gone; its episode is `env_error` ├── RunStopped                   the run ended before its
-work was complete │   ├── TooManyFailures          the error rate exceeded the limit │   └── RunStuck
-no progress; the message lists the waiting parts ├── EpisodeOver
-raised in a `rollout` whose episode has ended; need not be caught │   └── ContextFull              a prompt does not fit
-the model's context; a shorter history may fit └── ToolError                    raised by a tool: the model reads its
-text
+DeltarunnerError                 base class of all errors
+├── BadInput                     invalid input; the message names it and the fix
+│   ├── BadOption                an option, limit or setting
+│   ├── BadEnvironment           an environment class: unknown, no reward, a wrong tool signature
+│   ├── BadTask                  a task: no id, a duplicate id, unknown keys
+│   ├── BadMessage               a message: a missing or wrong role, a tool result that answers no call
+│   ├── BadModel                 a model that cannot be found or loaded
+│   ├── BadWeights               weights that do not fit the model; detected before the engine changes
+│   ├── BadBatch                 a batch that cannot be generated from or trained on
+│   ├── BadControl               a control call that the engine's state does not allow: an update while it sleeps
+│   └── BadTemplate              a chat template that cannot serve the run
+├── RunFileError                 the run file
+│   ├── ConfigurationChanged     the file contains a run with another configuration
+│   ├── NewerRunFile             the file was written by a newer version
+│   └── StorageFailed            the disk is full, the folder read-only, the file damaged or locked
+├── EngineError                  the engine; retried, never counted against the episode
+│   ├── EngineDead               the engine cannot answer any further request
+│   ├── RequestRejected          the engine refused this one request
+│   │   └── PromptTooLong        the history does not fit the model's context, according to its server
+│   └── EngineStalled            admitted a request, then sent nothing for `stall_seconds`
+├── ProgramFailed                an agent program ended with an error; its episode is `env_error`
+├── JudgeFailed                  a judge wrote no score; its episode is `env_error`
+├── ServerFailed                 a server of an environment is gone; its episode is `env_error`
+├── SandboxFailed                a sandbox cannot be made or used; its episode is `env_error`
+│   ├── ImageBuildFailed         the build of its image fails
+│   ├── SandboxGone              it was removed or stopped from outside
+│   └── SandboxUnavailable       this machine has no podman or docker that works
+├── VerifierFailed               a verifier wrote no reward; its episode is `env_error`
+├── RunStopped                   the run ended before its work was complete
+│   ├── TooManyFailures          the error rate exceeded the limit
+│   └── RunStuck                 no progress; the message lists the waiting parts
+├── EpisodeOver                  raised in a `rollout` whose episode has ended; need not be caught
+│   └── ContextFull              a prompt does not fit the model's context; a shorter history may fit
+└── ToolError                    raised by a tool: the model reads its text
     └── WrongArguments           the model called a tool with invalid arguments
 """
 
@@ -48,6 +60,7 @@ __all__ = [
     "EngineError",
     "EngineStalled",
     "EpisodeOver",
+    "ImageBuildFailed",
     "JudgeFailed",
     "NewerRunFile",
     "ProgramFailed",
@@ -56,10 +69,14 @@ __all__ = [
     "RunFileError",
     "RunStopped",
     "RunStuck",
+    "SandboxFailed",
+    "SandboxGone",
+    "SandboxUnavailable",
     "ServerFailed",
     "StorageFailed",
     "TooManyFailures",
     "ToolError",
+    "VerifierFailed",
     "WrongArguments",
 ]
 
@@ -204,6 +221,26 @@ class ProgramFailed(DeltarunnerError):
 
 class ServerFailed(DeltarunnerError):
     """A server that an environment uses cannot be reached, or is gone; the text has its last output."""
+
+
+class SandboxFailed(DeltarunnerError, exit_code=3):
+    """A sandbox cannot be made or used, for a reason that is not the model's; its episode is `env_error`."""
+
+
+class ImageBuildFailed(SandboxFailed):
+    """The build of a sandbox's image fails or takes too long; the text has its last output."""
+
+
+class SandboxGone(SandboxFailed):
+    """A sandbox was removed or stopped from outside."""
+
+
+class SandboxUnavailable(SandboxFailed):
+    """This machine has no podman or docker that works; the text has the reason of each."""
+
+
+class VerifierFailed(DeltarunnerError):
+    """The verifier of a task wrote no reward, or something else than numbers; the text has its last output."""
 
 
 class JudgeFailed(DeltarunnerError):

@@ -43,7 +43,7 @@ def test_public_names() -> None:
     )
     records = "FinishReason Message Outcome Prompt Reply Segment ToolCall Trajectory Usage"
     heard = "ContentPiece ReasoningPiece StreamedTurn ToolCalled TurnEvent TurnRestarted"
-    served = "ChatThread Endpoint FinishedProgram"
+    served = "ChatThread Containers Endpoint Executed FinishedProgram Sandbox SandboxOptions SandboxProvider"
     tokens = "PrefixReplacement PrefixResult replace_prefix_tokens"
     engines = "Delta DeltaStream Finish GenerationRequest Session"
     functions = "LogprobsKind TokenEngine TokenFeature TokenFunction TokenOutput TokenSampling"
@@ -110,11 +110,13 @@ def test_public_names_of_trainers() -> None:
         "TextOutputSpec",
         "verify_right_padding",
     }
+    sandboxes = "Harbor SandboxedProgram Terminal"
     servers = "McpDataset McpServers ServerOption"
     scores = "Judge ScoreName ScoreOption ScoringFunction judge"
     games = "Gymnasium OpenEnv TextArena"
     benchmarks = "Bfcl Tau2 Verifiers"
-    assert set(interop.__all__) == {*f"{servers} {scores} {games} {benchmarks} Dataset Mixture MixturePart".split()}
+    others = "Dataset Mixture MixturePart"
+    assert set(interop.__all__) == {*f"{servers} {scores} {games} {benchmarks} {sandboxes} {others}".split()}
     for package in (training, generation, interop):
         assert package.__all__ == sorted(package.__all__)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+import anyio
 from rich.text import Text
 
 from runner.cli.name_values import parse_pairs
 from runner.cli.report import make_console
+from runner.cli.settings import HARBOR
 from runner.environment.checks import check_playable
-from runner.environment.loading import construct, find_environment
+from runner.environment.loading import construct, construct_named, find_environment
 from runner.errors import BadEnvironment
 from runner.runs.event_loop import exit_now
 from runner.scoring import Scorer, ScorerKind
@@ -35,6 +37,8 @@ CHECKED_ASPECTS = (
 
 def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int:
     """Check an environment, print the findings, and return the exit code: 3 if one is fatal."""
+    if name.partition(":")[0] == HARBOR:
+        return _check_harbor(name, parse_pairs(settings, "--set"))
     started: list[EnvironmentCheck] = []
     # The watch also covers the author's module and constructor, which may hang as well.
     with HangWatch(_print_waiting, partial(_end_process, started)) as watch:
@@ -45,6 +49,31 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int
         findings = distinct(check.findings())
     _print(check, findings)
     return BadEnvironment.exit_code if any(finding.fatal for finding in findings) else 0
+
+
+def _check_harbor(name: str, settings: Mapping[str, str]) -> int:
+    """Run the solution of each task, and no action; print a row for each, and return the exit code."""
+    from runner.interop.harbor import Harbor, HarborCheck, check_tasks
+
+    environment = construct_named(name, settings)
+    assert isinstance(environment, Harbor)
+    console = make_console()
+
+    def show(task: str, found: HarborCheck) -> None:
+        rewards = f"solution {_number(found.solution)}, no action {_number(found.nothing)}"
+        mark, style = ("ok", "bold green") if found.ok else ("error", "bold red")
+        console.print(Text.assemble((f"{mark:7}", style), f"{task}: {rewards}"), soft_wrap=True)
+        for error in found.errors:
+            console.print(Text(f"       {printable(error)}", "red"), soft_wrap=True)
+
+    found = anyio.run(partial(check_tasks, environment.folder, show, skip=environment.skip_unsupported))
+    wrong = sum(not each.ok for each in found)
+    console.print(f"{len(found)} tasks, {wrong} of them wrong (a solution must have reward 1, and no action 0)")
+    return BadEnvironment.exit_code if wrong else 0
+
+
+def _number(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:g}"
 
 
 def _print_waiting(text: str) -> None:

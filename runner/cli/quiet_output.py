@@ -12,11 +12,11 @@ from typing import TextIO
 
 from runner.errors import StorageFailed
 
-__all__ = ["Terminal", "quiet_output"]
+__all__ = ["TerminalStreams", "quiet_output"]
 
 
 @dataclass(frozen=True, slots=True)
-class Terminal:
+class TerminalStreams:
     """The streams from before the redirection."""
 
     stdout: TextIO
@@ -24,7 +24,7 @@ class Terminal:
 
 
 @contextmanager
-def quiet_output(path: Path) -> Iterator[Terminal]:
+def quiet_output(path: Path) -> Iterator[TerminalStreams]:
     """Append everything written to descriptors 1 and 2 to the file `path`; yield the terminal's streams.
 
     Descriptors, since engines write from C++ and from child processes, which inherit them. Restored at the end.
@@ -38,7 +38,7 @@ def quiet_output(path: Path) -> Iterator[Terminal]:
             log = stack.enter_context(path.open("ab"))
         except OSError as error:
             raise StorageFailed(f"The log {path} cannot be written: {error}. Give another file or folder.") from error
-        yield Terminal(
+        yield TerminalStreams(
             stdout=stack.enter_context(_redirected(1, sys.stdout, log.fileno())),
             stderr=stack.enter_context(_redirected(2, sys.stderr, log.fileno())),
         )

@@ -28,7 +28,7 @@ from runner.cli.worker_engines import engine_with_workers
 from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment
-from runner.environment.loading import construct, find_environment, short_name
+from runner.environment.loading import construct_named, short_name
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import Tasks, environment_tasks
 from runner.environment.task_selection import check_ahead, find_selected, select
@@ -208,7 +208,7 @@ class RunPlan:
         if settings.others:
             environment: Environment[Any] = _mixture(settings, given)
         else:
-            environment = construct(find_environment(settings.environment_name), given)
+            environment = construct_named(settings.environment_name, given)
         return cls.of_environment(settings, environment, make_engine)
 
     @classmethod
@@ -253,9 +253,7 @@ def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
             named = ", ".join(f"{each}.NAME" for each in own)
             raise BadOption(f"--set {name}: name the environment as well: {named}.")
         own[part][rest] = value
-    return Mixture(
-        {name: (construct(find_environment(full), own[name]), weight) for name, full, weight in settings.mixed()}
-    )
+    return Mixture({name: (construct_named(full, own[name]), weight) for name, full, weight in settings.mixed()})
 
 
 def _options(settings: RunSettings) -> RunOptions:

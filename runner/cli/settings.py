@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -40,8 +40,14 @@ DATASET_USAGE = "deltarunner run dataset --tasks FILE --prompt '{question}' --an
 PROGRAM = "runner.environment.program:Program"
 """The environment that runs agent programs."""
 
+SANDBOXED_PROGRAM = "runner.interop.sandboxed_program:SandboxedProgram"
+"""The environment that runs them in sandboxes."""
+
 DATASET = "dataset"
 """The name of the environment that plays a data set."""
+
+HARBOR = "harbor"
+"""The environment that plays tasks of Harbor, with or without an agent program."""
 
 DATASET_OPTIONS = ("prompt", "answer", "score", "id", "system", "info", "where", "shuffle", "skip", "take", "cache")
 """The options of `dataset`; each is an argument of its constructor."""
@@ -120,6 +126,13 @@ class RunSettings:
         str | None,
         typer.Option(
             metavar="COMMAND", help="With --agent: command to wrap it in, such as a sandbox; {folder}, {home}."
+        ),
+    ] = None
+    sandbox: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGE",
+            help="With --agent: run it in a container without network; an image, or a folder with a Dockerfile.",
         ),
     ] = None
     train: Annotated[
@@ -350,10 +363,19 @@ class RunSettings:
             raise BadOption(f"{self.environment}: give the file with --tasks: {DATASET_USAGE}")
         return dataclasses.replace(self, tasks=None, settings=[*own, *(self.settings or [])])
 
+    def _with_harbor_agent(self, given: Mapping[str, Any]) -> RunSettings:
+        own = [name for name in ("check", "copy", "wrap", "sandbox") if name in given]
+        if own:
+            raise BadOption(f"--{own[0]} and {self.environment}: a Harbor task has its own sandbox and check.")
+        settings = [f"{name}={value}" for name, value in given.items()]
+        return dataclasses.replace(self, settings=[*settings, *(self.settings or [])])
+
     def _with_program(self) -> RunSettings:
         # Absolute for workers, whose working directory differs.
         copy = self.copy.absolute() if self.copy is not None and self.workers is not None else self.copy
         of_program = {"agent": self.agent, "check": self.check, "copy": copy, "wrap": self.wrap, **self.serving()}
+        if self.sandbox is not None:
+            of_program["sandbox"] = self.sandbox
         given = {
             name: str(value).lower() if isinstance(value, bool) else value
             for name, value in of_program.items()
@@ -368,6 +390,8 @@ class RunSettings:
             if self.others and self.tasks is not None:
                 raise BadOption("--tasks: each of several environments has its own tasks; leave it out.")
             return self
+        if self.environment is not None and self.environment.partition(":")[0] == HARBOR and not self.others:
+            return self._with_harbor_agent(given)
         if self.environment is not None:
             raise BadOption(f"{self.environment} and --agent: give one of them.")
         if self.tasks is None:
@@ -375,7 +399,8 @@ class RunSettings:
                 '--agent: give the prompts with --tasks FILE.jsonl, of lines such as {"id": ..., "prompt": ...}.'
             )
         own = [f"{name}={value}" for name, value in given.items()]
-        return dataclasses.replace(self, environment=PROGRAM, settings=[*own, *(self.settings or [])])
+        program = PROGRAM if self.sandbox is None else SANDBOXED_PROGRAM
+        return dataclasses.replace(self, environment=program, settings=[*own, *(self.settings or [])])
 
 
 def options_from(

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import anyio
 
 from runner.chat_requests import Verdict
 from runner.endpoint.client_config import Address, environ, files
 from runner.endpoint.episode_route import EpisodeRoute, RequestHandler
-from runner.endpoint.programs import FinishedProgram, program_environ, run_program, write_files
+from runner.endpoint.programs import (
+    MAX_OUTPUT_BYTES,
+    FinishedProgram,
+    program_environ,
+    program_variables,
+    run_program,
+    write_files,
+)
 from runner.endpoint.server import EndpointServer
 from runner.engines.base import FinishReason
 from runner.errors import BadOption, EpisodeOver
+from runner.sandbox.sandbox import Sandbox
 from runner.trajectory import Turn
 
 __all__ = ["ChatThread", "Endpoint", "serving"]
@@ -76,6 +87,7 @@ class Endpoint:
         stack: AsyncExitStack,
         route: EpisodeRoute,
         draining: anyio.Event,
+        accepting: Callable[[socket.socket], AbstractAsyncContextManager[None]],
     ) -> None:
         self._address = address
         self._threads = threads
@@ -84,6 +96,8 @@ class Endpoint:
         self._over = anyio.Event()
         self._route = route
         self._draining = draining
+        self._accepting = accepting
+        self._port = urlsplit(address.root_url).port or 0
         route.on_over = self._over.set
         self.base_url, self.root_url = address.base_url, address.root_url
         self.api_key, self.model, self.context = address.api_key, address.model, address.context
@@ -123,8 +137,13 @@ class Endpoint:
         env: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
         check: bool = True,
+        sandbox: Sandbox | None = None,
+        user: str | None = None,
     ) -> FinishedProgram:
         """Run an agent program until it and all processes that it started have ended.
+
+        In a sandbox it reaches this endpoint at the same URL, and nothing else if the sandbox has no network. Processes
+        that it leaves in the background of a sandbox continue, because later checks may need them.
 
         It has a clean environment: PATH, the language, `environ`, `env`, and its own HOME with settings for known
         clients and a folder for temporary files. It is not sandboxed: it has the rights of this process, unless `wrap`
@@ -136,24 +155,65 @@ class Endpoint:
             env: further variables.
             wrap: a command to put before it, such as `["bwrap", ...]` or `["docker", "run", ...]`.
             check: True to raise if it ends with another code than 0.
+            sandbox: the sandbox to run it in; `cwd` is then a path inside.
+            user: its user in the sandbox.
 
         Raises:
             ProgramFailed: it did, although the episode was not over and its last turn was not cut.
             BadOption: the program or the folder does not exist, or the system cannot start it.
+            SandboxFailed: the sandbox is gone, or cannot reach the endpoint.
         """
         for given in (argv, wrap):
             if isinstance(given, str | bytes):
                 raise BadOption(f"run({given!r:.80}): give a list of strings, such as ['mini', '-y'].")
+        if sandbox is not None:
+            run = await self._inside(sandbox, [*wrap, *argv], cwd, env or {}, user)
+            async with self._accepting(await sandbox.listen(self._port)):
+                return await self._until_finished(run, argv[0], check=check)
         home = await self.home()
         environment = program_environ(home, {**self.environ, **(env or {})})
         async with run_program([*wrap, *argv], cwd=cwd or home, env=environment) as program:
-            finished: FinishedProgram | None = None
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._until_late, group.cancel_scope)
-                finished = await program.wait()
-                group.cancel_scope.cancel()
+            return await self._until_finished(program.wait, argv[0], check=check)
+
+    async def _inside(
+        self,
+        sandbox: Sandbox,
+        argv: Sequence[str],
+        cwd: str | os.PathLike[str] | None,
+        env: Mapping[str, str],
+        user: str | None,
+    ) -> Callable[[], Awaitable[FinishedProgram]]:
+        """Write the settings of clients into a sandbox, and return the function that runs a program there."""
+        root = f"http://127.0.0.1:{self._port}/e/{self.api_key}"
+        address = replace(self._address, base_url=f"{root}/v1", root_url=root)
+        home = f"/tmp/deltarunner-{secrets.token_hex(4)}"
+        with tempfile.TemporaryDirectory(prefix="deltarunner-") as folder:
+            await anyio.to_thread.run_sync(write_files, Path(folder), files(address))
+            await sandbox.upload(folder, home)
+        if user is not None:
+            await sandbox.exec(["chown", "-R", user, home], user="0")
+        variables = {**program_variables(home), **environ(address), **env}
+        where = os.fspath(cwd) if cwd is not None else None
+
+        async def run() -> FinishedProgram:
+            done = await sandbox.exec(
+                argv, seconds=None, env=variables, cwd=where, user=user, output_bytes=MAX_OUTPUT_BYTES
+            )
+            return FinishedProgram(list(argv), done.code, done.stdout, done.stderr)
+
+        return run
+
+    async def _until_finished(
+        self, wait: Callable[[], Awaitable[FinishedProgram]], name: str, *, check: bool
+    ) -> FinishedProgram:
+        """Wait for a program. Once the episode is over, it has a few seconds to end."""
+        finished: FinishedProgram | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._until_late, group.cancel_scope)
+            finished = await wait()
+            group.cancel_scope.cancel()
         if finished is None:
-            raise EpisodeOver(f"the episode is over, and {argv[0]} did not end within {END_GRACE_SECONDS:g} s")
+            raise EpisodeOver(f"the episode is over, and {name} did not end within {END_GRACE_SECONDS:g} s")
         if check and not finished.ok and not self.over and not self._cut_short():
             raise finished.failure()
         return finished
@@ -216,4 +276,4 @@ async def serving(
         root = f"{server.url}/e/{key}"
         address = Address(f"{root}/v1", root, key, model, context)
         end_url = f"{server.url}/e/{end_key}/v1/end"
-        yield Endpoint(address, end_url, threads, stack, route, server.draining)
+        yield Endpoint(address, end_url, threads, stack, route, server.draining, server.accepting)

@@ -12,16 +12,24 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Final
 
 import anyio
 
+from runner.concurrency.child_processes import child_ended
 from runner.errors import BadOption, ProgramFailed
 
-__all__ = ["PROGRAM_ID_VARIABLE", "FinishedProgram", "program_environ", "run_program", "write_files"]
+__all__ = [
+    "MAX_OUTPUT_BYTES",
+    "PROGRAM_ID_VARIABLE",
+    "FinishedProgram",
+    "program_environ",
+    "program_variables",
+    "run_program",
+    "write_files",
+]
 
 PROGRAM_ID_VARIABLE: Final = "DELTARUNNER_PROGRAM"
 """Variable that identifies the processes of a program, also those that left its group."""
@@ -37,6 +45,9 @@ OUTPUT_DRAIN_SECONDS: Final = 1.0
 
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_OPTIONS")
 """The only variables of this process that a program receives."""
+
+TEMPORARY_FOLDER: Final = "tmp"
+"""The folder of temporary files in a program's home."""
 
 _TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP")
 """Variables for the folder of temporary files; programs differ in which they read first."""
@@ -82,15 +93,20 @@ def program_environ(home: Path, further: Mapping[str, str] = MappingProxyType({}
     Temporary files are in its home, and removed with it, unless a further variable sets another folder.
     """
     own = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    own |= {"HOME": str(home), "TERM": "dumb"}
-    if not any(name in further for name in _TEMPORARY):
-        # Programs compiled by Bun leave megabytes there at each start.
-        own |= dict.fromkeys(_TEMPORARY, str(_temporary(home)))
-    return {**own, **further}
+    home_variables = program_variables(str(home))
+    if any(name in further for name in _TEMPORARY):
+        home_variables = {name: value for name, value in home_variables.items() if name not in _TEMPORARY}
+    return {**own, **home_variables, **further}
+
+
+def program_variables(home: str) -> dict[str, str]:
+    """Return the variables of a program that depend on its home."""
+    # Programs compiled by Bun leave megabytes in the folder of temporary files at each start.
+    return {"HOME": home, "TERM": "dumb", **dict.fromkeys(_TEMPORARY, f"{home}/{TEMPORARY_FOLDER}")}
 
 
 def _temporary(home: Path) -> Path:
-    return home / "tmp"
+    return home / TEMPORARY_FOLDER
 
 
 class RunningProgram:
@@ -108,7 +124,7 @@ class RunningProgram:
             for stream, tail in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
                 assert stream is not None
                 readers.start_soon(tail.read, stream)
-            await _ended(self._process.pid)
+            await child_ended(self._process.pid)
             # Processes that it started may keep its outputs open for ever.
             readers.cancel_scope.deadline = anyio.current_time() + OUTPUT_DRAIN_SECONDS
             await self._end_rest()
@@ -119,7 +135,7 @@ class RunningProgram:
         if self._process.returncode is None:
             if _signal_group(self._process.pid, signal.SIGTERM):
                 with anyio.move_on_after(TERMINATE_GRACE_SECONDS):
-                    await _ended(self._process.pid)
+                    await child_ended(self._process.pid)
             await self._end_rest()
         for stream in (self._process.stdout, self._process.stderr):
             assert stream is not None
@@ -131,7 +147,7 @@ class RunningProgram:
             # Repeat until none is left: a process that was not seen yet may have started another one.
             while await anyio.to_thread.run_sync(_kill_marked, self._mark):
                 pass
-        await _ended(self._process.pid)
+        await child_ended(self._process.pid)
         # The last step: from here on its process id, and so that of its group, may belong to another process.
         self._process.wait()
 
@@ -220,21 +236,6 @@ class _OutputTail:
 
     def text(self) -> str:
         return b"".join(self._parts)[-MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
-
-
-async def _ended(pid: int) -> None:
-    """Wait until a child has ended without reaping it, so that its process id stays reserved."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # a system without it
-        look = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # A separate limiter: programs that run for hours would take the threads of all others.
-        await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
-        return
-    try:
-        await anyio.wait_readable(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _signal_group(pid: int, number: int) -> bool:

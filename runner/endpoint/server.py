@@ -10,7 +10,7 @@ import resource
 import socket
 import sys
 from asyncio import TimerHandle, Transport
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextvars import Context
 from types import TracebackType
 from typing import Any, Final, Self
@@ -111,6 +111,24 @@ class EndpointServer:
             yield keys
         finally:
             application.shut(*keys)
+
+    @contextlib.asynccontextmanager
+    async def accepting(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Also accept connections from a socket that listens at 127.0.0.1 in a sandbox while the block runs."""
+        assert self._application is not None
+        self._application.hosts |= {f"127.0.0.1:{listener.getsockname()[1]}"}
+        config, state = self._server.config, self._server.server_state
+        if not config.loaded:  # the server's task has not begun yet
+            config.load()
+
+        def protocol() -> Any:
+            return config.http_protocol_class(config=config, server_state=state, app_state={})
+
+        further = await asyncio.get_running_loop().create_server(protocol, sock=listener)
+        try:
+            yield
+        finally:
+            further.close()
 
     def _start(self) -> Application:
         if self._group is None:

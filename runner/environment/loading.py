@@ -20,7 +20,16 @@ from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
 from runner.errors import BadEnvironment, BadOption, DeltarunnerError
 
-__all__ = ["BundledEnvironment", "bundled_environments", "construct", "find_environment", "json_or_text", "short_name"]
+__all__ = [
+    "BundledEnvironment",
+    "bundled_environments",
+    "construct",
+    "construct_named",
+    "find_environment",
+    "json_or_text",
+    "settings_in_name",
+    "short_name",
+]
 
 ENTRY_POINT_GROUP = "deltarunner.environments"
 
@@ -69,6 +78,7 @@ def _described(entry: EntryPoint) -> BundledEnvironment:
 def find_environment(name: str) -> type[Environment[Any]]:
     """The class of an environment: a bundled name, `module:Class`, or `path.py:Class`.
 
+    A bundled name may be followed by a colon and a setting, which `settings_in_name` returns: `harbor:FOLDER`.
     `:Class` may be omitted if the module defines one environment.
 
     Raises:
@@ -78,8 +88,10 @@ def find_environment(name: str) -> type[Environment[Any]]:
     if where.endswith(".py"):
         return _class_in(_module_of_file(Path(where)), cls, name)
     entries = _entries()
-    if not cls and where in entries:
-        return _load_entry(entries[where])
+    if where in entries:
+        found = _load_entry(entries[where])
+        if not cls or found.named_setting:
+            return found
     if not cls and "." not in where:
         close = get_close_matches(where, entries, 1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
@@ -95,7 +107,15 @@ def find_environment(name: str) -> type[Environment[Any]]:
 def short_name(name: str) -> str:
     """The name in the names of run files: a bundled name, or the class's, or the file's."""
     where, _, cls = name.partition(":")
-    return cls or Path(where).stem
+    return Path(cls).name or Path(where).stem
+
+
+def settings_in_name(name: str) -> dict[str, str]:
+    """The setting in a name: {"folder": "tasks/"} for `harbor:tasks/`; {} for most names."""
+    where, _, value = name.partition(":")
+    entries = _entries()
+    setting = _load_entry(entries[where]).named_setting if value and where in entries else ""
+    return {setting: value} if setting else {}
 
 
 def _load_entry(entry: EntryPoint) -> type[Environment[Any]]:
@@ -206,6 +226,11 @@ def construct(cls: type[Environment[Any]], settings: Mapping[str, str]) -> Envir
     except (Exception, SystemExit) as error:
         call = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise BadEnvironment(f"{cls.__name__}({call}): {describe_error(error)}") from error
+
+
+def construct_named(name: str, settings: Mapping[str, str]) -> Environment[Any]:
+    """Find and construct an environment; its name may have a setting, as in `harbor:FOLDER`."""
+    return construct(find_environment(name), {**settings_in_name(name), **settings})
 
 
 def _parameters(cls: type[Environment[Any]]) -> Iterator[inspect.Parameter]:

@@ -8,7 +8,9 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
+from runner.endpoint.endpoint import Endpoint
 from runner.endpoint.programs import FinishedProgram, program_environ, run_program, write_files
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
@@ -17,9 +19,10 @@ from runner.errors import BadEnvironment
 from runner.options import Limits
 from runner.scoring import reward
 
-__all__ = ["Program"]
+__all__ = ["PROMPT", "Program", "fill_names", "split_command"]
 
 PROMPT = "{prompt}"
+"""Placeholder of the task's prompt in a command."""
 
 
 class Program(Environment):
@@ -30,6 +33,9 @@ class Program(Environment):
     """
 
     limits = Limits(turns=200, seconds=3600)
+
+    runs_here: ClassVar[bool] = True
+    """True if the program runs on this machine, unless it is wrapped; so its command must exist here."""
 
     def __init__(
         self,
@@ -61,19 +67,19 @@ class Program(Environment):
             sent_history: "append" continues the sampled history, "client" the one that the program sends.
         """
         check_serving(overflow=overflow, history=sent_history, names=("overflow", "sent_history"))
-        self.argv = _split("agent", agent)
+        self.argv = split_command("agent", agent)
         if not any(PROMPT in each for each in self.argv):
             raise BadEnvironment(
                 f"agent={agent!r:.80}: the command must contain {PROMPT}, such as 'claude -p {PROMPT}'."
             )
-        self.checking = _split("check", check) if check else []
+        self.checking = split_command("check", check) if check else []
         self.copy = Path(copy) if copy else None
         if self.copy is not None and not self.copy.is_dir():
             raise BadEnvironment(f"copy={copy!r}: the folder does not exist.")
-        self.wrap = _split("wrap", wrap) if wrap else []
-        if self.wrap:  # the other commands may exist only inside the wrapper
+        self.wrap = split_command("wrap", wrap) if wrap else []
+        if self.wrap:
             _refuse_missing("wrap", wrap, self.wrap)
-        else:
+        elif self.runs_here:
             _refuse_missing("agent", agent, self.argv)
             _refuse_missing("check", check, self.checking)
         self.programs = programs or 4 * (os.cpu_count() or 1)
@@ -110,27 +116,33 @@ class Program(Environment):
         )
         async with limiter, serving as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
-            argv = [_replace_names(each, known) for each in self.argv]
-            wrap = self._wrapping(await endpoint.home())
-            self.finished = await endpoint.run(argv, cwd=self.folder, wrap=wrap, check=self.code)
+            argv = [fill_names(each, known) for each in self.argv]
+            self.finished = await self._run(endpoint, argv)
 
     @reward
     async def passes(self) -> float:
         """1 if the check passes, else 0."""
         if not self.checking:
             return float(self.finished is not None and self.finished.ok)
+        return float(await self._is_solved())
+
+    async def _run(self, endpoint: Endpoint, argv: list[str]) -> FinishedProgram:
+        wrap = self._wrapping(await endpoint.home())
+        return await endpoint.run(argv, cwd=self.folder, wrap=wrap, check=self.code)
+
+    async def _is_solved(self) -> bool:
         home = self.folder.parent
         argv = [*self._wrapping(home), *self.checking]
         async with run_program(argv, cwd=self.folder, env=program_environ(home)) as checking:
-            finished = await checking.wait()
-        return float(finished.ok)
+            return (await checking.wait()).ok
 
     def _wrapping(self, home: Path) -> list[str]:
         known = {"{folder}": str(self.folder), "{home}": str(home)}
-        return [_replace_names(each, known) for each in self.wrap]
+        return [fill_names(each, known) for each in self.wrap]
 
 
-def _split(name: str, command: str) -> list[str]:
+def split_command(name: str, command: str) -> list[str]:
+    """Split a command like a shell does; `name` is its setting, for the error."""
     try:
         argv = shlex.split(command)
     except ValueError as error:
@@ -146,7 +158,7 @@ def _refuse_missing(name: str, command: str, argv: list[str]) -> None:
         raise BadEnvironment(f"{name}={command!r:.80}: the program {argv[0]!r} is not on PATH: install it.")
 
 
-def _replace_names(text: str, known: dict[str, str]) -> str:
+def fill_names(text: str, known: dict[str, str]) -> str:
     """The text with names replaced once; names inside a replacement stay."""
     parts = re.split("(" + "|".join(map(re.escape, known)) + ")", text)
     return "".join(known.get(part, part) for part in parts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields
 from os import PathLike
 from typing import Any
 
@@ -21,6 +23,8 @@ from runner.episode.state import ConversationState, EpisodeState
 from runner.errors import BadOption
 from runner.messages import Message, Prompt, as_messages
 from runner.options import Sampling, ToolChoice
+from runner.sandbox.containers import default_provider
+from runner.sandbox.sandbox import Sandbox, SandboxOptions, SandboxProvider
 from runner.tools.tool import Tool
 from runner.trajectory import Turn
 
@@ -44,6 +48,7 @@ class Episode:
         """The argument of `end(reason)`; "" before, or without one."""
         self._state = episode
         self._rng: random.Random | None = None
+        self._has_sandbox = False
 
     @property
     def rng(self) -> random.Random:
@@ -310,6 +315,43 @@ class Episode:
                 "step() returned an empty list: there is nothing to answer; return None to end the episode"
             )
         return messages
+
+    async def sandbox(
+        self,
+        image: str | PathLike[str],
+        *,
+        provider: SandboxProvider | None = None,
+        at_once: int | None = None,
+        **options: Any,
+    ) -> Sandbox:
+        """Open a sandbox, in an asynchronous `setup()`; it is removed at the end of the episode.
+
+        Without a provider it is a container of podman or docker. The network is off, and memory, processor cores and
+        processes are limited.
+
+        Args:
+            image: the name of an image, or a folder with a Dockerfile, which is built once for each content.
+            provider: another provider of sandboxes.
+            at_once: most episodes of the run that have sandboxes at the same time; 4 per core by default. Waiting stops
+                the episode's clocks.
+            options: fields of `SandboxOptions`, such as `memory_mb=2048` or `network="internet"`.
+
+        Raises:
+            BadOption: an option is unknown or invalid.
+            SandboxFailed: the sandbox cannot be made: the image is missing, its build fails, or no engine works.
+            RuntimeError: this is not `setup()`.
+        """
+        try:
+            chosen = SandboxOptions(image=image, **options)
+        except TypeError:
+            known = ", ".join(each.name for each in fields(SandboxOptions))
+            raise BadOption(f"sandbox({', '.join(options)}): an option is unknown; the options are {known}.") from None
+        stack = self.exit_stack
+        if not self._has_sandbox:  # further ones do not wait, or two episodes could wait for each other
+            await stack.enter_async_context(self.limiter("sandboxes", at_once or 4 * (os.cpu_count() or 1)))
+            self._has_sandbox = True
+        self._state.report_activity("sandbox")
+        return await stack.enter_async_context((provider or default_provider()).open(chosen))
 
     @asynccontextmanager
     async def limiter(self, name: str, limit: int) -> AsyncIterator[None]:

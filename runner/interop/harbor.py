@@ -1,0 +1,359 @@
+"""Harbor tasks as an environment: an instruction, a sandbox, and a verifier that writes the reward."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import anyio
+
+from runner.checked import is_number
+from runner.environment.environment import Environment
+from runner.environment.program import PROMPT, fill_names, split_command
+from runner.episode.conversation import Conversation
+from runner.episode.serving import check_serving
+from runner.errors import BadEnvironment, BadTask, SandboxFailed, VerifierFailed
+from runner.interop.harbor_tasks import (
+    SOLUTION_SCRIPT,
+    TEST_SCRIPT,
+    HarborTask,
+    find_task_folders,
+    interpreter_of,
+    read_task,
+    unsupported,
+)
+from runner.interop.terminal import GRACE_SECONDS, TOOL_OUTPUT_BYTES, shell_command
+from runner.options import Limits
+from runner.sandbox.client import last_words
+from runner.sandbox.containers import default_provider
+from runner.sandbox.sandbox import Sandbox, SandboxProvider
+from runner.scoring import metric, reward
+from runner.tasks import Task
+from runner.tools.tool import tool
+
+__all__ = ["Harbor", "HarborCheck", "check_tasks"]
+
+LOG_FOLDER: Final = "/logs/verifier"
+"""Folder in which the verifier writes the reward."""
+
+SETUP_SECONDS: Final = 1200.0
+"""Time limit of the creation and the health check of a sandbox."""
+
+CHECKS_AT_ONCE_COUNT: Final = 4
+"""Tasks that are checked at the same time."""
+
+MAX_NAMED_COUNT: Final = 10
+"""Most tasks that an error names."""
+
+_CLEAN: Final = "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs /logs/verifier"
+
+
+class Harbor(Environment):
+    """A folder of Harbor tasks. The model has one tool, `bash`, or an agent program plays in the sandbox.
+
+    The verifier runs after the play, and writes the reward. A verifier that does not write one is an error of the task,
+    unless it works in an untouched sandbox: then the play broke it, and the reward is 0.
+    """
+
+    limits = Limits(turns=100, setup_seconds=SETUP_SECONDS)
+    named_setting: ClassVar[str] = "folder"
+    """The setting after the colon of `harbor:FOLDER`."""
+
+    def __init__(
+        self,
+        folder: str,
+        agent: str = "",
+        seconds: float = 120,
+        at_once: int = 0,
+        skip_unsupported: bool = False,
+        restart_before_tests: bool = False,
+        train: bool | None = None,
+        system_as_user: bool = False,
+        overflow: str = "tell",
+        sent_history: str = "append",
+    ) -> None:
+        """Choose the tasks and the player.
+
+        Args:
+            folder: a task folder of Harbor, or a folder of them.
+            agent: the command of an agent program in the image; `{prompt}` is replaced by the instruction. Without it
+                the model has the tool `bash`.
+            seconds: the time limit of a call of the tool.
+            at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
+            skip_unsupported: leave out tasks with requirements that are not supported, instead of refusing all.
+            restart_before_tests: end all processes of the sandbox before the verifier runs. Tasks that ask for a
+                running server then fail, and no process can change the reward afterwards.
+            train: for an agent program: train all threads or none; None trains those with tools.
+            system_as_user: for an agent program: turn later system messages into user messages.
+            overflow: for an agent program: if a history does not fit, "tell" it, or "end" the episode.
+            sent_history: for an agent program: "append" to the sampled history, or use that of the "client".
+        """
+        check_serving(overflow=overflow, history=sent_history, names=("overflow", "sent_history"))
+        self._argv = split_command("agent", agent) if agent else []
+        if self._argv and not any(PROMPT in each for each in self._argv):
+            raise BadEnvironment(f"agent={agent!r:.80}: the command must contain {PROMPT}.")
+        self.folder = Path(folder)
+        """The folder."""
+        self.skip_unsupported = skip_unsupported
+        """True to leave out tasks that cannot be played."""
+        self._seconds, self._at_once, self._restart_before_tests = seconds, at_once, restart_before_tests
+        self._serving: dict[str, Any] = {
+            "train": train,
+            "system_as_user": system_as_user,
+            "overflow": overflow,
+            "history": sent_history,
+        }
+        self._harbor: HarborTask
+        self.sandbox: Sandbox
+        """The sandbox; set from `setup()` on."""
+        self._scores: Mapping[str, float] = {}
+
+    def tasks(self) -> Iterable[Task]:
+        """The tasks of the folder; those that cannot be played are refused before any is."""
+        return [
+            Task(id=name, prompt=task.prompt, info={"folder": str(task.folder), **task.metadata})
+            for name, task in supported_tasks(self.folder, skip=self.skip_unsupported).items()
+        ]
+
+    async def lifespan(self) -> AsyncIterator[dict[str, bool]]:
+        """Find the engine. The value says which verifiers work in an untouched sandbox."""
+        await default_provider().check()
+        yield {}
+
+    async def setup(self) -> None:
+        """Open the sandbox."""
+        self._harbor = task = read_task(Path(self.task.info["folder"]))
+        self.limits = replace(
+            self.limits,
+            seconds=task.agent_seconds,
+            tool_seconds=self._seconds + GRACE_SECONDS,
+            # Twice, because a verifier without a reward is tried in a second sandbox.
+            reward_seconds=2 * (task.verifier_seconds + GRACE_SECONDS),
+        )
+        options = {name: getattr(task.options, name) for name in task.options.__slots__}
+        self.sandbox = await self.episode.sandbox(at_once=self._at_once or None, **options)
+        await _wait_until_healthy(task, self.sandbox)
+        if self._argv:
+            self.tools = []
+
+    async def rollout(self, conversation: Conversation) -> None:
+        """Play with the tool, or run the agent program."""
+        if not self._argv:
+            await super().rollout(conversation)
+            return
+        async with self.episode.serve(**self._serving) as endpoint:
+            known = {PROMPT: self._harbor.prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
+            argv = [fill_names(each, known) for each in self._argv]
+            await endpoint.run(argv, sandbox=self.sandbox, user=self._harbor.agent_user, check=False)
+
+    @tool
+    async def bash(self, command: str) -> str:
+        """Run a shell command in the sandbox.
+
+        Args:
+            command: The command. Each call starts in the same folder, in a new shell.
+        """
+        argv, user = shell_command(f"exec 2>&1\n{command}"), self._harbor.agent_user
+        return str(await self.sandbox.exec(argv, seconds=self._seconds, user=user, output_bytes=TOOL_OUTPUT_BYTES))
+
+    @reward
+    async def verified(self) -> float:
+        """The reward that the verifier wrote."""
+        if self._restart_before_tests:
+            await self.sandbox.restart()
+        try:
+            self._scores = await verify(self._harbor, self.sandbox)
+        except VerifierFailed:
+            if not await self._verifier_works():
+                raise
+            self._scores = {"reward": 0.0, "broken": 1.0}
+        return self._scores["reward"]
+
+    @metric
+    def verifier(self) -> dict[str, float]:
+        """The other numbers that the verifier wrote; `broken` is 1 if the play broke the verifier."""
+        return {name: value for name, value in self._scores.items() if name != "reward"}
+
+    async def _verifier_works(self) -> bool:
+        """True if the verifier writes a reward in an untouched sandbox of the task."""
+        known, name = self.shared, str(self._harbor.folder)
+        if name not in known:
+            try:
+                async with default_provider().open(self._harbor.options) as untouched:
+                    await _wait_until_healthy(self._harbor, untouched)
+                    await verify(self._harbor, untouched)
+                known[name] = True
+            except VerifierFailed:
+                known[name] = False
+        return bool(known[name])
+
+
+def supported_tasks(folder: Path, *, skip: bool = False) -> dict[str, HarborTask]:
+    """Return the tasks of a folder by id.
+
+    Args:
+        folder: a task folder, or a folder of them.
+        skip: True to leave out those with requirements that are not supported.
+
+    Raises:
+        BadTask: a task is invalid, or needs something that is not supported; the text names each.
+    """
+    folders = find_task_folders(folder)
+    refused = {name: needed for name, path in folders.items() if (needed := unsupported(path))}
+    if refused and not skip:
+        named = [f"{name} needs {', '.join(needed)}" for name, needed in list(refused.items())[:MAX_NAMED_COUNT]]
+        more = f"; and {len(refused) - len(named)} more" if len(refused) > len(named) else ""
+        raise BadTask(
+            f"harbor:{folder}: {len(refused)} of {len(folders)} tasks need what is not supported: {'; '.join(named)}"
+            f"{more}. Leave them out with --set skip_unsupported=true."
+        )
+    return {name: read_task(path) for name, path in folders.items() if name not in refused}
+
+
+async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
+    """Run the verifier of a task, and return its numbers; one of them is `reward`.
+
+    Raises:
+        VerifierFailed: it wrote no reward, or something else than finite numbers.
+    """
+    await sandbox.exec(["sh", "-c", _CLEAN], user="0", cwd="/")
+    await sandbox.upload(task.folder / "tests", "/tests")
+    argv = [*interpreter_of(task.folder / TEST_SCRIPT), "/tests/test.sh"]
+    done = await sandbox.exec(
+        argv, seconds=task.verifier_seconds, env=task.verifier_env, user=task.verifier_user, output_bytes=64 * 1024
+    )
+    if done.ended_by != "exit":
+        raise VerifierFailed(f"the verifier was ended at its limit ({done.ended_by}): {last_words(str(done))}")
+    for name, read in (("reward.json", _read_json), ("reward.txt", _read_text)):
+        try:
+            content = (await sandbox.read(f"{LOG_FOLDER}/{name}")).decode("utf-8", "replace").strip()
+        except OSError:
+            continue
+        try:
+            return read(content)
+        except ValueError as error:
+            raise VerifierFailed(f"{LOG_FOLDER}/{name}: {error}; the verifier wrote: {last_words(str(done))}") from None
+    raise VerifierFailed(f"the verifier wrote no reward into {LOG_FOLDER}: {last_words(str(done))}")
+
+
+def _read_text(content: str) -> dict[str, float]:
+    try:
+        return {"reward": _finite("it", float(content))}
+    except ValueError:
+        raise ValueError(f"it contains {content!r:.80}, and not one finite number") from None
+
+
+def _read_json(content: str) -> dict[str, float]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        raise ValueError(f"it contains {content!r:.80}, which is not JSON") from None
+    if is_number(found):
+        found = {"reward": found}
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"it contains {content!r:.80}, and not an object of numbers")
+    numbers = {str(name): _finite(str(name), value) for name, value in found.items()}
+    if "reward" in numbers:
+        return numbers
+    if len(numbers) > 1:
+        raise ValueError(f"none of its keys is 'reward': {', '.join(numbers)}")
+    return {"reward": next(iter(numbers.values()))}
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r:.60}, and not a finite number")
+    return float(value)
+
+
+async def _wait_until_healthy(task: HarborTask, sandbox: Sandbox) -> None:
+    check = task.healthcheck
+    if check is None:
+        return
+    for attempt in range(check.retries + 1):
+        done = await sandbox.exec(["sh", "-c", check.command], seconds=check.timeout_seconds)
+        if done.ok:
+            return
+        if attempt < check.retries:
+            await anyio.sleep(check.interval_seconds)
+    raise SandboxFailed(f"the health check {check.command!r:.80} fails: {last_words(str(done))}")
+
+
+# --- a check of the tasks themselves
+
+
+@dataclass(frozen=True, slots=True)
+class HarborCheck:
+    """The rewards of a task without a model."""
+
+    solution: float | None
+    """Reward of its own solution; None if that failed, or if it has none."""
+    nothing: float | None
+    """Reward of no action; None if its verifier failed."""
+    errors: tuple[str, ...] = ()
+    """The failures of its solution and of its verifier."""
+
+    @property
+    def ok(self) -> bool:
+        """True if the solution has reward 1 and no action has reward 0."""
+        return self.solution == 1 and self.nothing == 0 and not self.errors
+
+
+async def check_task(task: HarborTask, provider: SandboxProvider) -> HarborCheck:
+    """Run a task's own solution, and no action at all, each in a sandbox."""
+    errors: list[str] = []
+
+    async def scored(*, solves: bool) -> float | None:
+        try:
+            async with provider.open(task.options) as sandbox:
+                await _wait_until_healthy(task, sandbox)
+                if solves:
+                    await _solve(task, sandbox)
+                return (await verify(task, sandbox))["reward"]
+        except (SandboxFailed, VerifierFailed) as error:
+            errors.append(f"{'solution' if solves else 'no action'}: {error}")
+            return None
+
+    if not task.has_solution:
+        errors.append(f"it has no {SOLUTION_SCRIPT}")
+    solution = await scored(solves=True) if task.has_solution else None
+    return HarborCheck(solution, await scored(solves=False), tuple(errors))
+
+
+async def check_tasks(
+    folder: Path, report: Callable[[str, HarborCheck], object], *, skip: bool = False
+) -> list[HarborCheck]:
+    """Check each task of a folder, and call `report(id, check)` after each.
+
+    Raises:
+        BadTask: a task cannot be played.
+        SandboxUnavailable: no engine works.
+    """
+    provider = default_provider()
+    tasks = supported_tasks(folder, skip=skip)
+    await provider.check()
+    limiter, found = anyio.CapacityLimiter(CHECKS_AT_ONCE_COUNT), list[HarborCheck]()
+
+    async def check(name: str, task: HarborTask) -> None:
+        async with limiter:
+            checked = await check_task(task, provider)
+        found.append(checked)
+        report(name, checked)
+
+    async with anyio.create_task_group() as group:
+        for name, task in tasks.items():
+            group.start_soon(check, name, task)
+    return found
+
+
+async def _solve(task: HarborTask, sandbox: Sandbox) -> None:
+    await sandbox.upload(task.folder / "solution", "/solution")
+    argv = [*interpreter_of(task.folder / SOLUTION_SCRIPT), "/solution/solve.sh"]
+    done = await sandbox.exec(argv, seconds=task.agent_seconds, env=task.solution_env, user=task.agent_user)
+    if not done.ok:
+        raise VerifierFailed(f"{shlex.join(argv)} failed: {last_words(str(done))}")

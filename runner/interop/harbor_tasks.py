@@ -1,0 +1,245 @@
+"""Folders of Harbor tasks: what they contain, and which requirements are not supported."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from runner.checked import is_number
+from runner.errors import BadOption, BadTask
+from runner.sandbox.sandbox import SandboxOptions
+
+__all__ = ["HarborTask", "Healthcheck", "find_task_folders", "interpreter_of", "read_task", "unsupported"]
+
+CONFIGURATION: Final = "task.toml"
+INSTRUCTION: Final = "instruction.md"
+TEST_SCRIPT: Final = "tests/test.sh"
+SOLUTION_SCRIPT: Final = "solution/solve.sh"
+
+DEFAULT_SECONDS: Final = 600.0
+"""Time limit of the agent, of the verifier and of a build, where the task has none."""
+
+DEFAULT_MEMORY_MB_SIZE: Final = 2048
+"""Memory of a sandbox, where the task has none."""
+
+MEGABYTES_BY_UNIT: Final = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+_REFERENCE: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Healthcheck:
+    """A command that succeeds once the sandbox is ready."""
+
+    command: str
+    """The command, for a shell."""
+    retries: int
+    """Attempts after the first one."""
+    interval_seconds: float
+    """Time between two attempts."""
+    timeout_seconds: float
+    """Time limit of an attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class HarborTask:
+    """A task folder of Harbor."""
+
+    folder: Path
+    """The folder."""
+    prompt: str
+    """Its instruction."""
+    options: SandboxOptions
+    """Its sandbox."""
+    agent_seconds: float
+    """Time limit of the agent."""
+    agent_user: str | None
+    """User of the agent's commands; None for that of the image."""
+    verifier_seconds: float
+    """Time limit of the verifier."""
+    verifier_user: str
+    """User of the verifier."""
+    verifier_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the verifier."""
+    solution_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the solution."""
+    healthcheck: Healthcheck | None = None
+    """The command that waits for the sandbox; None without one."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The tables `[task]` and `[metadata]`."""
+
+    @property
+    def has_solution(self) -> bool:
+        """True if it has a solution."""
+        return (self.folder / SOLUTION_SCRIPT).is_file()
+
+
+def find_task_folders(folder: Path) -> dict[str, Path]:
+    """Return the task folders by id, in order: the folder itself, or those below it.
+
+    Raises:
+        BadOption: there is none.
+    """
+    if (folder / CONFIGURATION).is_file():
+        return {folder.resolve().name: folder}
+    found = sorted(path.parent for path in folder.rglob(CONFIGURATION)) if folder.is_dir() else []
+    if not found:
+        raise BadOption(
+            f"harbor:{folder}: there is no {CONFIGURATION} in this folder or below it; give a folder of Harbor tasks."
+        )
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def read_task(folder: Path) -> HarborTask:
+    """Return the task of a folder.
+
+    Raises:
+        BadTask: a file is missing or invalid, a variable has no value, or a requirement is not supported.
+    """
+    configuration = _configuration(folder)
+    if names := unsupported(folder):
+        raise BadTask(f"Harbor task {str(folder)!r} needs {', '.join(names)}, which is not supported.")
+    for name in (INSTRUCTION, TEST_SCRIPT):
+        if not (folder / name).is_file():
+            raise BadTask(f"Harbor task {str(folder)!r} has no {name}.")
+    environment, agent = _table(configuration, "environment"), _table(configuration, "agent")
+    verifier, solution = _table(configuration, "verifier"), _table(configuration, "solution")
+    try:
+        return HarborTask(
+            folder=folder,
+            prompt=(folder / INSTRUCTION).read_text(encoding="utf-8").strip(),
+            options=_sandbox(folder, environment),
+            agent_seconds=_seconds(agent, "timeout_sec"),
+            agent_user=_user(agent),
+            verifier_seconds=_seconds(verifier, "timeout_sec"),
+            verifier_user=_user(verifier) or "0",
+            verifier_env=_variables(verifier),
+            solution_env=_variables(solution),
+            healthcheck=_healthcheck(environment),
+            metadata={"task": _table(configuration, "task"), "metadata": _table(configuration, "metadata")},
+        )
+    except (ValueError, TypeError) as error:  # BadOption is a ValueError
+        raise BadTask(f"Harbor task {str(folder)!r}: {CONFIGURATION}: {error}") from None
+
+
+def unsupported(folder: Path) -> list[str]:
+    """Return the names of the requirements of a task that are not supported."""
+    configuration = _configuration(folder)
+    return list(_unsupported(folder, configuration, _table(configuration, "environment")))
+
+
+def _unsupported(folder: Path, configuration: Mapping[str, Any], environment: Mapping[str, Any]) -> Iterator[str]:
+    verifier = _table(configuration, "verifier")
+    compose = [
+        name for name in ("docker-compose.yaml", "docker-compose.yml") if (folder / "environment" / name).exists()
+    ]
+    if compose or environment.get("custom_docker_compose"):
+        yield f"compose ({compose[0] if compose else 'custom_docker_compose'})"
+    if environment.get("network_mode") == "allowlist" or environment.get("allowed_hosts"):
+        yield "a network allow-list (network_mode)"
+    if environment.get("gpus") or environment.get("gpu_types"):
+        yield "GPUs (gpus)"
+    if environment.get("tpu"):
+        yield "TPUs (tpu)"
+    if str(environment.get("os", "linux")).lower() != "linux":
+        yield f"{environment['os']} (os)"
+    if configuration.get("steps") or (folder / "steps").is_dir():
+        yield "several steps (steps)"
+    if environment.get("mcp_servers"):
+        yield "MCP servers (mcp_servers)"
+    if environment.get("skills_dir"):
+        yield "skills (skills_dir)"
+    if verifier.get("environment_mode") == "separate" or verifier.get("environment"):
+        yield "a separate verifier (environment_mode)"
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadTask(f"Harbor task {str(folder)!r}: {CONFIGURATION} cannot be read ({error}).") from None
+
+
+def _table(configuration: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = configuration.get(name) or {}
+    if not isinstance(found, dict):
+        raise BadTask(f"{CONFIGURATION}: {name} is {found!r:.60}; it must be a table, [{name}].")
+    return found
+
+
+def _sandbox(folder: Path, environment: Mapping[str, Any]) -> SandboxOptions:
+    image: str | Path | None = environment.get("docker_image")
+    if not image:
+        image = folder / "environment"
+        if not (image / "Dockerfile").is_file():
+            raise ValueError("there is neither docker_image nor environment/Dockerfile")
+    memory = environment.get("memory_mb") or _megabytes(environment.get("memory"))
+    is_offline = environment.get("network_mode") == "no-network" or environment.get("allow_internet") is False
+    return SandboxOptions(
+        image=image,
+        memory_mb=memory or DEFAULT_MEMORY_MB_SIZE,
+        cpus=environment.get("cpus") or 1,
+        processes=1024,
+        network="none" if is_offline else "internet",
+        env=_variables(environment),
+        workdir=environment.get("workdir"),
+        build_seconds=_seconds(environment, "build_timeout_sec"),
+    )
+
+
+def _megabytes(size: Any) -> int | None:
+    if size is None:
+        return None
+    match = _SIZE.fullmatch(str(size))
+    if match is None:
+        raise ValueError(f"memory = {size!r}: give a size such as '2G'")
+    return int(float(match[1]) * MEGABYTES_BY_UNIT[match[2].upper()])
+
+
+def _seconds(table: Mapping[str, Any], name: str) -> float:
+    seconds = table.get(name, DEFAULT_SECONDS)
+    if not is_number(seconds) or not 0 < seconds < float("inf"):
+        raise ValueError(f"{name} = {seconds!r}: give a number above 0")
+    return float(seconds)
+
+
+def _user(table: Mapping[str, Any]) -> str | None:
+    user = table.get("user")
+    return None if user in (None, "") else str(user)
+
+
+def _variables(table: Mapping[str, Any]) -> dict[str, str]:
+    """The table `env`, in which `${NAME}` and `${NAME:-default}` are variables of this process."""
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match[1], match[2])
+        if found is None:
+            raise ValueError(f"env needs the variable {match[1]}, which is not set: export it")
+        return found
+
+    return {str(name): _REFERENCE.sub(value, str(text)) for name, text in (table.get("env") or {}).items()}
+
+
+def _healthcheck(environment: Mapping[str, Any]) -> Healthcheck | None:
+    given = environment.get("healthcheck")
+    if not given:
+        return None
+    return Healthcheck(
+        command=str(given["command"]) if "command" in given else "true",
+        retries=int(given.get("retries", 3)),
+        interval_seconds=float(given.get("interval_sec", 5)),
+        timeout_seconds=float(given.get("timeout_sec", 30)),
+    )
+
+
+def interpreter_of(script: Path) -> Sequence[str]:
+    """Return the command that runs a script: its first line after `#!`, or bash."""
+    with script.open("rb") as file:
+        line = file.readline().decode("utf-8", "replace")
+    return line[2:].split() if line.startswith("#!") and line[2:].split() else ["bash"]

@@ -1,0 +1,87 @@
+"""An agent program in a sandbox as an environment: it reaches the endpoint of its episode, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from runner.endpoint.endpoint import Endpoint
+from runner.endpoint.programs import FinishedProgram
+from runner.environment.program import Program
+from runner.errors import BadOption
+from runner.sandbox.containers import default_provider
+from runner.sandbox.sandbox import Sandbox, SandboxOptions
+
+__all__ = ["SandboxedProgram"]
+
+CHECK_SECONDS = 280.0
+"""Time limit of the check; less than the default of `Limits(reward_seconds=)`."""
+
+
+class SandboxedProgram(Program):
+    """An agent program in a sandbox. It gets the task's prompt, and a check command in the sandbox decides the reward.
+
+    The program is in the image. The contents of `copy` are copied to the working folder.
+    """
+
+    runs_here = False
+    """False: its commands are in the image."""
+
+    def __init__(
+        self,
+        agent: str,
+        sandbox: str,
+        check: str = "",
+        copy: str = "",
+        memory_mb: int = 2048,
+        cpus: float = 1,
+        processes: int = 512,
+        network: str = "none",
+        **program: Any,
+    ) -> None:
+        """Create the environment.
+
+        Args:
+            agent: as in `Program`.
+            sandbox: the name of an image, or a folder with a Dockerfile.
+            check: a command that exits with 0 in the working folder of the sandbox if the program solved the task.
+            copy: the folder whose contents are copied to the working folder.
+            memory_mb: memory in MiB.
+            cpus: processor cores.
+            processes: the most processes.
+            network: "none", so that the program reaches only its endpoint, or "internet".
+            program: further arguments of `Program`.
+        """
+        if program.get("wrap"):
+            raise BadOption(f"wrap={program['wrap']!r:.80} and sandbox={sandbox!r:.80}: give one of them.")
+        super().__init__(agent, check, copy, **program)
+        self._options = SandboxOptions(
+            image=sandbox, memory_mb=memory_mb, cpus=cpus, processes=processes, network=network
+        )
+        self.sandbox: Sandbox
+        """The sandbox; set from `setup()` on."""
+
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Find or build the image before the first episode."""
+        await default_provider().prepare(self._options)
+        yield
+
+    async def setup(self) -> None:  # type: ignore[override]  # a hook may be synchronous or not
+        """Open the sandbox, and copy the folder."""
+        options = self._options
+        self.sandbox = await self.episode.sandbox(
+            options.image,
+            at_once=self.programs,
+            memory_mb=options.memory_mb,
+            cpus=options.cpus,
+            processes=options.processes,
+            network=options.network,
+        )
+        if self.copy is not None:
+            await self.sandbox.upload(self.copy, ".")
+
+    async def _run(self, endpoint: Endpoint, argv: list[str]) -> FinishedProgram:
+        return await endpoint.run(argv, sandbox=self.sandbox, check=self.code)
+
+    async def _is_solved(self) -> bool:
+        return (await self.sandbox.exec(self.checking, seconds=CHECK_SECONDS)).ok

@@ -1,0 +1,108 @@
+"""A terminal as an environment: a sandbox, one tool that runs commands in it, and a command that checks the result."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from runner.environment.environment import Environment
+from runner.errors import BadEnvironment
+from runner.options import Limits
+from runner.sandbox.containers import default_provider
+from runner.sandbox.sandbox import Sandbox, SandboxOptions
+from runner.scoring import reward
+from runner.tools.tool import tool
+
+__all__ = ["TOOL_OUTPUT_BYTES", "Terminal", "shell_command"]
+
+TOOL_OUTPUT_BYTES: Final = 16 * 1024
+"""Bytes of a command's output that the model reads."""
+
+GRACE_SECONDS: Final = 60.0
+"""Time to start a command and to end its processes, added to its own limit."""
+
+_BASH_OR_SH: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
+
+
+def shell_command(command: str) -> list[str]:
+    """Return the arguments that run a command in bash, or in sh if the sandbox has no bash."""
+    return ["sh", "-c", _BASH_OR_SH, "sh", command]
+
+
+class Terminal(Environment):
+    """A sandbox with one tool, `bash`. A command in the sandbox decides the reward.
+
+    The command is `info["check"]` of the task, else `check`. The reward is 1 if it exits with 0, else 0.
+    """
+
+    def __init__(
+        self,
+        image: str,
+        check: str = "",
+        seconds: float = 60,
+        memory_mb: int = 1024,
+        cpus: float = 1,
+        processes: int = 256,
+        network: str = "none",
+        upload: str = "",
+        at_once: int = 0,
+    ) -> None:
+        """Choose the sandbox.
+
+        Args:
+            image: the name of an image, or a folder with a Dockerfile.
+            check: the command that exits with 0 if the task is solved.
+            seconds: the time limit of each command.
+            memory_mb: memory in MiB.
+            cpus: processor cores.
+            processes: the most processes.
+            network: "none" or "internet".
+            upload: a folder whose contents are copied to the working folder of each sandbox.
+            at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
+        """
+        self._check, self._seconds, self._folder, self._at_once = check, seconds, upload, at_once
+        self._image = image
+        self._options: dict[str, Any] = {
+            "memory_mb": memory_mb,
+            "cpus": cpus,
+            "processes": processes,
+            "network": network,
+        }
+        SandboxOptions(image=image, **self._options)  # refuses invalid ones
+        late = seconds + GRACE_SECONDS
+        self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + GRACE_SECONDS)
+        self.sandbox: Sandbox
+        """The sandbox; set from `setup()` on."""
+
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Find or build the image before the first episode."""
+        await default_provider().prepare(SandboxOptions(image=self._image, **self._options))
+        yield
+
+    async def setup(self) -> None:
+        """Open the sandbox."""
+        if not self._check_command():
+            raise BadEnvironment(
+                f"task {self.task.id!r} has no check: give check=, or the task's info the command as 'check'."
+            )
+        self.sandbox = await self.episode.sandbox(self._image, at_once=self._at_once or None, **self._options)
+        if self._folder:
+            await self.sandbox.upload(self._folder, ".")
+
+    @tool
+    async def bash(self, command: str) -> str:
+        """Run a shell command in the sandbox.
+
+        Args:
+            command: The command. Each call starts in the same folder, in a new shell.
+        """
+        argv = shell_command(f"exec 2>&1\n{command}")
+        return str(await self.sandbox.exec(argv, seconds=self._seconds, output_bytes=TOOL_OUTPUT_BYTES))
+
+    @reward
+    async def solved(self) -> bool:
+        """True if the check exits with 0."""
+        return (await self.sandbox.exec(shell_command(self._check_command()), seconds=self._seconds)).ok
+
+    def _check_command(self) -> str:
+        return str(self.task.info.get("check") or self._check)

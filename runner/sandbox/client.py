@@ -1,0 +1,242 @@
+"""Calls of the command line of podman or docker, with bounded output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Final
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from runner.concurrency.child_processes import child_ended
+
+__all__ = ["CallResult", "ContainerClient", "Output", "client_environ", "last_words", "variable_flags"]
+
+CALL_SECONDS: Final = 120.0
+"""Time limit of a call that manages containers."""
+
+CALLS_AT_ONCE_COUNT: Final = 8
+"""Most calls in flight that manage containers; more of them are slower together than one after the other."""
+
+CLIENT_END_SECONDS: Final = 3.0
+"""Time for a client to end by itself before it is killed."""
+
+DRAIN_SECONDS: Final = 2.0
+"""Time to read the rest of the output after the client has ended."""
+
+ERROR_CHARS: Final = 2000
+"""Characters of a client's output in an error message."""
+
+CHUNK_BYTES: Final = 64 * 1024
+"""Bytes that are read at once."""
+
+_KEPT: Final = (
+    *("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "TZ", "DBUS_SESSION_BUS_ADDRESS", "REGISTRY_AUTH_FILE"),
+    *(
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "NO_PROXY",
+        "http_proxy",
+        "https_proxy",
+        "no_proxy",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+    ),
+)
+_KEPT_BEGINNINGS: Final = ("XDG_", "DOCKER_", "CONTAINER", "BUILDAH_", "STORAGE_", "PODMAN_", "_CONTAINERS_")
+
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("sandbox_calls")
+
+
+def client_environ() -> dict[str, str]:
+    """Return the variables of this process that the client needs; not the secrets."""
+    return {k: v for k, v in os.environ.items() if k in _KEPT or k.startswith(_KEPT_BEGINNINGS)}
+
+
+def variable_flags(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the options that set variables of a container, and the variables for the client itself.
+
+    The values are not in the command line, which every process of the machine can read. Variables that the client
+    needs for itself, such as PATH, are the exception.
+    """
+    own = client_environ()
+    passed = {key: value for key, value in variables.items() if key not in own}
+    return [f"--env={key}" if key in passed else f"--env={key}={value}" for key, value in variables.items()], passed
+
+
+def last_words(output: bytes | str) -> str:
+    """Return the end of a client's output for an error message."""
+    text = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
+    return text.strip()[-ERROR_CHARS:] or "it printed nothing"
+
+
+class Output:
+    """The first and the last half of an output.
+
+    Args:
+        most_bytes: bytes that are kept.
+        on_bytes: called with the number of bytes of each chunk.
+    """
+
+    def __init__(self, most_bytes: int, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+        self._head, self._tail = bytearray(), deque[bytes]()
+        self._tail_size = 0
+        self._head_bytes = most_bytes // 2
+        self._tail_bytes = most_bytes - self._head_bytes
+        self._on_bytes = on_bytes
+        self._all_bytes = 0
+
+    async def read(self, stream: IO[bytes]) -> None:
+        """Read a pipe to its end."""
+        while True:
+            await anyio.wait_readable(stream)
+            chunk = os.read(stream.fileno(), CHUNK_BYTES)
+            if not chunk:
+                return
+            self.add(chunk)
+
+    def add(self, chunk: bytes) -> None:
+        """Add the next bytes."""
+        self._all_bytes += len(chunk)
+        self._on_bytes(len(chunk))
+        room = self._head_bytes - len(self._head)
+        if room > 0:
+            self._head += chunk[:room]
+            chunk = chunk[room:]
+        if chunk:
+            self._tail.append(chunk)
+            self._tail_size += len(chunk)
+            while self._tail_size - len(self._tail[0]) >= self._tail_bytes:
+                self._tail_size -= len(self._tail.popleft())
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes that are not kept."""
+        return max(0, self._all_bytes - len(self._head) - min(self._tail_size, self._tail_bytes))
+
+    @property
+    def head(self) -> bytes:
+        """The first bytes."""
+        return bytes(self._head)
+
+    def content(self) -> bytes:
+        """Return the bytes that are kept, with a note in place of the others."""
+        tail = b"".join(self._tail)[-self._tail_bytes :] if self._tail_bytes else b""
+        dropped = self.dropped_bytes
+        note = b"\n[%d bytes left out]\n" % dropped if dropped else b""
+        return bytes(self._head) + note + tail
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """A call of the client that has ended."""
+
+    code: int
+    """Exit code; -1 if it was ended at its time limit."""
+    stdout: bytes
+    """Its output."""
+    stderr: bytes
+    """Its errors."""
+
+    @property
+    def ok(self) -> bool:
+        """True if it succeeded."""
+        return self.code == 0
+
+    @property
+    def text(self) -> str:
+        """The output without white space around it."""
+        return self.stdout.decode("utf-8", "replace").strip()
+
+    @property
+    def error(self) -> str:
+        """The end of its errors, or of its output if there are none."""
+        if self.code == -1:
+            return "it did not end in time"
+        return last_words(self.stderr.strip() or self.stdout)
+
+
+class ContainerClient:
+    """The command line of podman or docker, with the options that come before each command.
+
+    Args:
+        argv: such as `["podman", "--root", "/data"]`.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.argv = tuple(argv)
+        """The command."""
+        self.is_docker = os.path.basename(self.argv[0]).startswith("docker")
+        """True if some options have the names that docker uses."""
+
+    async def call(
+        self,
+        *arguments: str,
+        stdin: IO[bytes] | None = None,
+        seconds: float = CALL_SECONDS,
+        most_bytes: int = 1024 * 1024,
+        env: Mapping[str, str] | None = None,
+    ) -> CallResult:
+        """Run a command of the client; its output is limited. Cancelled, the client is ended."""
+        limiter = _limiter.get(None)
+        if limiter is None:
+            limiter = anyio.CapacityLimiter(CALLS_AT_ONCE_COUNT)
+            _limiter.set(limiter)
+        owner = object()
+        await limiter.acquire_on_behalf_of(owner)
+        try:
+            stdout, stderr = Output(most_bytes), Output(CHUNK_BYTES)
+            process = self.start(arguments, stdin=stdin, env=env)
+            code = -1
+            try:
+                with anyio.move_on_after(seconds):
+                    code = await self.finish(process, stdout, stderr)
+            finally:
+                await self.end(process)
+            return CallResult(code, stdout.content(), stderr.content())
+        finally:
+            limiter.release_on_behalf_of(owner)
+
+    def start(
+        self, arguments: Sequence[str], *, stdin: IO[bytes] | None, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command. It has its own session, so that Ctrl-C in a terminal does not reach it."""
+        # Not by the event loop: uvloop leaves pipes open in processes that the client starts and that outlive it.
+        return subprocess.Popen(
+            [*self.argv, *arguments],
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env={**client_environ(), **(env or {})},
+            start_new_session=True,
+        )
+
+    async def finish(self, process: subprocess.Popen[bytes], stdout: Output, stderr: Output) -> int:
+        """Read both outputs until the process ends, and return its code."""
+        async with anyio.create_task_group() as readers:
+            for stream, output in ((process.stdout, stdout), (process.stderr, stderr)):
+                assert stream is not None
+                readers.start_soon(output.read, stream)
+            await child_ended(process.pid)
+            # A process that the client left may keep the outputs open for ever.
+            readers.cancel_scope.deadline = anyio.current_time() + DRAIN_SECONDS
+        return process.wait()
+
+    async def end(self, process: subprocess.Popen[bytes]) -> None:
+        """End the client if it runs, and close its streams."""
+        with anyio.CancelScope(shield=True):
+            if process.returncode is None:
+                process.terminate()
+                with anyio.move_on_after(CLIENT_END_SECONDS):
+                    await child_ended(process.pid)
+                process.kill()
+                await child_ended(process.pid)
+                process.wait()
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()

@@ -1,0 +1,166 @@
+"""The provider of sandboxes by podman or docker: finds the engine, makes containers, and removes them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Final
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from runner.concurrency.clocks import Waiting
+from runner.errors import BadOption, SandboxFailed, SandboxUnavailable
+from runner.sandbox.client import ContainerClient, variable_flags
+from runner.sandbox.container import ContainerSandbox
+from runner.sandbox.images import find_image
+from runner.sandbox.leftovers import OWNER_LABEL, Watcher, owner_of, remove_flags, remove_leftovers
+from runner.sandbox.sandbox import Sandbox, SandboxOptions
+
+__all__ = ["ENGINE_VARIABLE", "Containers", "default_provider"]
+
+ENGINE_VARIABLE: Final = "DELTARUNNER_CONTAINERS"
+"""Variable with the command of the container engine."""
+
+MIN_FREE_BYTES: Final = 1024**3
+"""Least free space on the disk of the containers; below it none is made."""
+
+# SIGCHLD is ignored where `env` can do that, so that the kernel removes processes whose parents have ended. It never
+# starts another process, and ignores every signal from inside that can be ignored.
+_FIRST_PROCESS: Final = """
+trap "" HUP INT TERM USR1 USR2
+if env --ignore-signal=CHLD true 2>/dev/null; then exec env --ignore-signal=CHLD sleep 2147483647; fi
+exec sleep 2147483647
+"""
+
+_lock: RunVar[anyio.Lock] = RunVar("sandbox_engine")
+
+
+class Containers:
+    """The provider for podman and docker.
+
+    Args:
+        engine: the command with its options, such as `"podman --root /data/containers"`. By default that of the
+            variable DELTARUNNER_CONTAINERS; without it podman, else docker, the first that works.
+    """
+
+    def __init__(self, engine: str = "") -> None:
+        given = engine or os.environ.get(ENGINE_VARIABLE, "")
+        try:
+            self._commands = [shlex.split(given)] if given.strip() else [["podman"], ["docker"]]
+        except ValueError as error:
+            raise BadOption(f"Containers({given!r:.80}): invalid shell syntax ({error}).") from None
+        self._client: ContainerClient | None = None
+        self._watcher: Watcher
+        self._root = ""
+
+    async def prepare(self, options: SandboxOptions) -> None:
+        """Find or build the image, as in `SandboxProvider.prepare`."""
+        await self._image(await self._found_client(), options)
+
+    async def _image(self, client: ContainerClient, options: SandboxOptions) -> str:
+        # Neither the wait for another build nor a build counts against the episode.
+        with Waiting():
+            return await find_image(client, str(options.image), options.folder, seconds=options.build_seconds)
+
+    @asynccontextmanager
+    async def open(self, options: SandboxOptions) -> AsyncIterator[Sandbox]:
+        """Open a container, as in `SandboxProvider.open`."""
+        client = await self._found_client()
+        image = await self._image(client, options)
+        self._check_disk()
+        name = f"deltarunner-{secrets.token_hex(6)}"
+        container = ContainerSandbox(client, name)
+        with self._watcher.watching():
+            try:
+                # Not cancelled, because a client that is killed may leave a container that appears later.
+                with anyio.CancelScope(shield=True):
+                    await _create(client, name, image, options)
+                yield container
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await client.call("rm", *remove_flags(client), name)
+
+    async def check(self) -> None:
+        """Find the engine. The first call also removes the containers that killed processes left.
+
+        Raises:
+            SandboxUnavailable: no engine works.
+        """
+        await self._found_client()
+
+    async def _found_client(self) -> ContainerClient:
+        lock = _lock.get(None)
+        if lock is None:
+            lock = anyio.Lock()
+            _lock.set(lock)
+        async with lock:
+            if self._client is None:
+                client, self._root = await _working(self._commands)
+                self._watcher = Watcher(client)
+                await remove_leftovers(client)
+                self._client = client
+        return self._client
+
+    def _check_disk(self) -> None:
+        try:
+            free = shutil.disk_usage(self._root).free
+        except OSError:  # the engine is on another machine
+            return
+        if free < MIN_FREE_BYTES:
+            raise SandboxFailed(
+                f"the disk of the containers ({self._root}) has {free // 2**20} MiB left; free at least 1 GiB."
+            )
+
+
+@cache
+def default_provider() -> Containers:
+    """Return the provider of this process."""
+    return Containers()
+
+
+async def _working(commands: Sequence[Sequence[str]]) -> tuple[ContainerClient, str]:
+    """Return the first engine that works, and the folder of its containers."""
+    reasons = []
+    for argv in commands:
+        client = ContainerClient(argv)
+        if not argv or shutil.which(argv[0]) is None:
+            reasons.append(f"{' '.join(argv)}: not on PATH")
+            continue
+        form = "{{.DockerRootDir}}" if client.is_docker else "{{.Store.GraphRoot}}"
+        result = await client.call("info", "--format", form)
+        if result.ok:
+            return client, result.text
+        reasons.append(f"{' '.join(argv)}: {result.error}")
+    raise SandboxUnavailable(
+        f"sandboxes need podman or docker, and none works here ({'; '.join(reasons)}). Install podman, or name an "
+        f"engine with its options: {ENGINE_VARIABLE}='podman --root /data/containers'."
+    )
+
+
+async def _create(client: ContainerClient, name: str, image: str, options: SandboxOptions) -> None:
+    limits = {
+        "--memory": options.memory_mb and f"{options.memory_mb}m",
+        "--memory-swap": options.memory_mb and f"{options.memory_mb}m",
+        "--cpus": options.cpus,
+        "--pids-limit": options.processes if options.processes is not None else -1,
+        "--user": options.user,
+        "--workdir": options.workdir,
+    }
+    flags = [f"{flag}={value}" for flag, value in limits.items() if value is not None]
+    flags += ["--network=none"] if options.network == "none" else []
+    flags += [f"--tmpfs={path}:rw,exec,size={size},mode=1777" for path, size in options.tmpfs.items()]
+    variables, passed = variable_flags(options.env)
+    flags += ["--security-opt=no-new-privileges", "--cap-drop=NET_RAW", "--cap-drop=MKNOD", "--no-healthcheck"]
+    labels = [f"--label={OWNER_LABEL}={owner_of(os.getpid())}"]
+    command = ["--entrypoint=sh", image, "-c", _FIRST_PROCESS]
+    result = await client.call(
+        "run", "-d", f"--name={name}", "--pull=never", *labels, *flags, *variables, *command, env=passed
+    )
+    if not result.ok:
+        raise SandboxFailed(f"image {image!r}: {client.argv[0]} cannot start a sandbox of it: {result.error}")

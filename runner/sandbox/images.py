@@ -1,0 +1,112 @@
+"""Images of sandboxes: built from a folder once for each content, or found by name."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from runner.errors import ImageBuildFailed, SandboxFailed
+from runner.sandbox.client import ContainerClient
+
+__all__ = ["find_image"]
+
+LOCK_SECONDS: Final = 0.1
+"""Time between two attempts to get the lock of an image."""
+
+BUILD_OUTPUT_BYTES: Final = 64 * 1024
+"""Bytes of a build's output that are kept."""
+
+
+async def find_image(client: ContainerClient, image: str, folder: Path | None, *, seconds: float) -> str:
+    """Return the name of an image that exists on this machine.
+
+    An image is built or pulled if it is missing, by one caller at a time, also among several processes.
+
+    Args:
+        client: the client of podman or docker.
+        image: the name of the image.
+        folder: the folder with the Dockerfile; it replaces the name.
+        seconds: time limit of the build or the pull.
+
+    Raises:
+        ImageBuildFailed: the build fails.
+        SandboxFailed: the folder or the image does not exist.
+    """
+    if folder is None:
+        async with _locked(image):
+            if not await _exists(client, image):
+                await _pull(client, image, seconds)
+        return image
+    if not (folder / "Dockerfile").is_file():
+        raise SandboxFailed(f"image folder {str(folder)!r}: it has no Dockerfile; give a folder with one.")
+    # Both engines find a local image by this name, and neither looks for it in a registry.
+    tag = f"localhost/deltarunner:{await anyio.to_thread.run_sync(_hash_of, folder)}"
+    async with _locked(tag):
+        if not await _exists(client, tag):
+            await _build(client, folder, tag, seconds)
+    return tag
+
+
+async def _exists(client: ContainerClient, image: str) -> bool:
+    return (await client.call("image", "inspect", "--format", "{{.Id}}", image)).ok
+
+
+async def _pull(client: ContainerClient, image: str, seconds: float) -> None:
+    result = await client.call("pull", "-q", image, seconds=seconds)
+    if not result.ok:
+        raise SandboxFailed(
+            f"image {image!r}: it is not on this machine and cannot be pulled; give the name of an image that is, or a "
+            f"folder with a Dockerfile: {result.error}"
+        )
+
+
+async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float) -> None:
+    arguments = ["build", "-t", tag, "--label", "deltarunner.image=1", str(folder)]
+    result = await client.call(*arguments, seconds=seconds, most_bytes=BUILD_OUTPUT_BYTES)
+    if not result.ok:
+        late = result.code == -1
+        why = f"it took longer than {seconds:g} s" if late else f"{client.argv[0]} build ended with code {result.code}"
+        output = b"\n".join(part for part in (result.stdout, result.stderr) if part).decode("utf-8", "replace")
+        raise ImageBuildFailed(f"image folder {str(folder)!r}: {why}:\n{output.strip()[-2000:]}")
+
+
+@asynccontextmanager
+async def _locked(image: str) -> AsyncIterator[None]:
+    """A block that one task of all processes of this user is in."""
+    name = hashlib.sha256(image.encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"deltarunner-image-{os.getuid()}-{name}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await anyio.sleep(LOCK_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _hash_of(folder: Path) -> str:
+    """The first 24 digits of the SHA-256 of all paths, modes, links and contents of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        name = str(path.relative_to(folder))
+        digest.update(f"{name}\0{stat.S_IFMT(status.st_mode)}\0{status.st_mode & 0o777}\0".encode())
+        if path.is_symlink():
+            digest.update(os.readlink(path).encode())
+        elif path.is_file():
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:24]

@@ -1,0 +1,128 @@
+"""Removes the containers of a process that has ended: a watcher for this process, and a sweep for earlier ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from runner.sandbox.client import ContainerClient, client_environ
+
+__all__ = ["OWNER_LABEL", "Watcher", "owner_of", "remove_leftovers"]
+
+OWNER_LABEL: Final = "deltarunner.owner"
+"""Label of a container: the process that it belongs to."""
+
+# Ten times: a client that was creating a container when its process was killed still finishes that.
+_WATCH: Final = """
+read -r _ && exit 0
+label=$1; volumes=$2; shift 2; rounds=0
+while [ $rounds -lt 10 ]; do
+  ids=$("$@" ps -aq --filter "label=$label" 2>/dev/null)
+  [ -z "$ids" ] || "$@" rm -f $volumes $ids >/dev/null 2>&1
+  rounds=$((rounds + 1)); sleep 1
+done
+"""
+
+
+def owner_of(pid: int) -> str:
+    """Return the boot, the process-id namespace, the id and the start time of a process."""
+    return f"{_boot()}:{_namespace()}:{pid}:{_start_time(pid)}"
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
+def _start_time(pid: int) -> str:
+    """The start time of a process in ticks since boot; "" if it does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_dead(owner: str) -> bool:
+    """True if the process of a label has ended. One in another process-id namespace counts as living."""
+    parts = owner.split(":")
+    if len(parts) != 4 or not parts[2].isdigit():
+        return False
+    boot, namespace, pid, began = parts
+    if boot != _boot():
+        return True
+    return namespace == _namespace() and _start_time(int(pid)) != began
+
+
+async def remove_leftovers(client: ContainerClient) -> list[str]:
+    """Remove the containers of processes that have ended, and return their ids."""
+    label = f'{{{{.Label "{OWNER_LABEL}"}}}}' if client.is_docker else f'{{{{index .Labels "{OWNER_LABEL}"}}}}'
+    listed = await client.call("ps", "-a", "--filter", f"label={OWNER_LABEL}", "--format", f"{{{{.ID}}}} {label}")
+    rows = [line.split() for line in listed.text.splitlines()]
+    left = [row[0] for row in rows if len(row) == 2 and _is_dead(row[1])]
+    if left:
+        await client.call("rm", *remove_flags(client), *left)
+    return left
+
+
+def remove_flags(client: ContainerClient) -> list[str]:
+    """Return the options of `rm` that end a container at once and remove its volumes."""
+    return ["-f", "-v"] if client.is_docker else ["-f", "-v", "-t", "0"]
+
+
+class Watcher:
+    """A process that removes the containers of this process if it is killed. It lives while a container may exist.
+
+    Args:
+        client: the client of podman or docker.
+    """
+
+    def __init__(self, client: ContainerClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._used_count = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A block during which it lives."""
+        with self._lock:
+            self._used_count += 1
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._used_count -= 1
+                if not self._used_count:
+                    self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        flags = " ".join(remove_flags(self._client)[1:])
+        label = f"{OWNER_LABEL}={owner_of(os.getpid())}"
+        return subprocess.Popen(
+            ["sh", "-c", _WATCH, "sh", label, flags, *self._client.argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=client_environ(),
+            start_new_session=True,
+        )
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(OSError):  # it was killed
+            process.stdin.write(b"done\n")
+            process.stdin.close()
+        process.wait()

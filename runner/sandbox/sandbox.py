@@ -1,0 +1,228 @@
+"""The interface of a sandbox and of its provider, and their options."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from runner import checked
+from runner.errors import BadOption
+
+__all__ = ["EXEC_SECONDS", "Executed", "Sandbox", "SandboxEnd", "SandboxOptions", "SandboxProvider", "decoded"]
+
+EXEC_SECONDS: Final = 60.0
+"""Time limit of a command."""
+
+OUTPUT_BYTES: Final = 1024 * 1024
+"""Bytes of each output of a command that are kept."""
+
+FILE_BYTES: Final = 64 * 1024 * 1024
+"""Largest file that is read."""
+
+SandboxEnd: TypeAlias = Literal["exit", "time", "output"]
+"""The end of a command: by itself, at its time limit, or because it wrote too much."""
+
+_NETWORKS: Final = ("none", "internet")
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """A command that has ended in a sandbox. As text it is the output, with a note if the command did not succeed."""
+
+    code: int
+    """Exit code; 137 if it was killed, for its memory or at a limit; 127 if it does not exist."""
+    stdout: str
+    """Its output; the middle is left out if it is longer than `output_bytes`."""
+    stderr: str
+    """Its errors, likewise."""
+    seconds: float
+    """Duration."""
+    ended_by: SandboxEnd = "exit"
+    """The reason of its end."""
+    dropped_bytes: int = 0
+    """Bytes of both outputs that were left out."""
+
+    @property
+    def ok(self) -> bool:
+        """True if it ended by itself with code 0."""
+        return self.code == 0 and self.ended_by == "exit"
+
+    def __str__(self) -> str:
+        parts = [part for part in (self.stdout, self.stderr) if part]
+        if self.ended_by == "time":
+            parts.append(f"[timed out after {self.seconds:.0f} s]")
+        elif self.ended_by == "output":
+            parts.append("[ended: too much output]")
+        elif self.code:
+            parts.append(f"[code {self.code}]")
+        return "".join(part if part.endswith("\n") or part is parts[-1] else f"{part}\n" for part in parts)
+
+
+class Sandbox(Protocol):
+    """A computer of its own for one episode. It is removed at the end of the episode.
+
+    What the model does in it is not an error: a command that fails, hangs, or floods its output returns an `Executed`.
+    `SandboxGone` is raised if the sandbox was removed from outside.
+    """
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        seconds: float | None = EXEC_SECONDS,
+        input: bytes | str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+        output_bytes: int = OUTPUT_BYTES,
+    ) -> Executed:
+        """Run a command and wait until it ends. Processes that it leaves in the background continue.
+
+        A command that reaches a limit, or whose call is cancelled, is ended with all processes that it started.
+
+        Args:
+            argv: the command; no shell reads it: give `["sh", "-c", ...]` for one.
+            seconds: the time limit; None for none.
+            input: its standard input; without it, the end of the file at once.
+            env: further variables.
+            user: the user; that of the sandbox by default.
+            cwd: the working folder; that of the image by default.
+            output_bytes: bytes of each output that are kept, half from the beginning and half from the end. A command
+                that writes more than 64 MiB is ended.
+
+        Raises:
+            SandboxGone: the sandbox does not exist any more.
+        """
+        ...
+
+    async def read(self, path: str, *, most_bytes: int = FILE_BYTES) -> bytes:
+        """Return the content of a regular file. Nothing runs in the sandbox for this.
+
+        Args:
+            path: the path; a relative one begins at the working folder.
+            most_bytes: the largest size.
+
+        Raises:
+            OSError: it does not exist (`FileNotFoundError`), is not a regular file, or is too large.
+            SandboxGone: the sandbox does not exist any more.
+        """
+        ...
+
+    async def write(self, path: str, content: bytes | str, *, mode: int = 0o644) -> None:
+        """Write a file. Missing folders are created.
+
+        Raises:
+            OSError: it cannot be written.
+            SandboxGone: the sandbox does not exist any more.
+        """
+        ...
+
+    async def upload(self, source: str | os.PathLike[str], path: str) -> None:
+        """Copy a file or a folder from this machine to `path`.
+
+        The contents of a folder are added to those of an existing folder.
+
+        Raises:
+            OSError: the source does not exist, or the files cannot be written.
+            SandboxGone: the sandbox does not exist any more.
+        """
+        ...
+
+    async def restart(self) -> None:
+        """End all processes in the sandbox. Its files stay, except those on `tmpfs`.
+
+        Raises:
+            SandboxGone: the sandbox does not exist any more.
+        """
+        ...
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens at 127.0.0.1 and this port inside the sandbox.
+
+        Several sockets may listen at one port; the caller closes each.
+
+        Raises:
+            SandboxFailed: this sandbox cannot be listened in.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxOptions:
+    """The options of a sandbox."""
+
+    image: str | os.PathLike[str]
+    """Name of an image, or a folder with a Dockerfile."""
+    memory_mb: int | None = 1024
+    """Memory, without swap, in MiB; None for no limit."""
+    cpus: float | None = 1
+    """Processor cores; None for no limit."""
+    processes: int | None = 256
+    """Processes and threads; None for no limit."""
+    network: str = "none"
+    """"none", or "internet" for the default network of the provider."""
+    tmpfs: Mapping[str, str] = field(default_factory=dict)
+    """Sizes of folders in memory, by path: `{"/work": "64m"}`; a full one refuses further bytes."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of all commands."""
+    workdir: str | None = None
+    """The working folder; that of the image by default."""
+    user: str | None = None
+    """The user of all commands; that of the image by default."""
+    build_seconds: float = 600.0
+    """Time limit for a build or a pull of the image. The clocks of the episode are paused during this time."""
+
+    def __post_init__(self) -> None:
+        image: Any = self.image
+        if not isinstance(image, str | os.PathLike) or not os.fspath(image):
+            raise BadOption(f"sandbox(image={image!r:.60}): give the name of an image, or a folder with a Dockerfile.")
+        for name, least in (("memory_mb", 6), ("processes", 4)):
+            value = getattr(self, name)
+            if value is not None:
+                checked.whole(f"sandbox({name}={value!r:.60})", value, least=least)
+        if self.cpus is not None:
+            checked.number(f"sandbox(cpus={self.cpus!r:.60})", self.cpus, above=0, finite=True)
+        if self.network not in _NETWORKS:
+            raise BadOption(f"sandbox(network={self.network!r:.60}): give {' or '.join(map(repr, _NETWORKS))}.")
+        for name in ("tmpfs", "env"):
+            given: Any = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in (*given, *given.values())):
+                raise BadOption(f"sandbox({name}={given!r:.60}): give a dict of strings.")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder with the Dockerfile; None for the name of an image."""
+        if not isinstance(self.image, str):
+            return Path(self.image)
+        is_path = self.image.startswith((".", "/", "~")) or self.image.endswith("/") or Path(self.image).is_dir()
+        return Path(self.image).expanduser() if is_path else None
+
+
+class SandboxProvider(Protocol):
+    """Opens sandboxes. `Containers` is the provider for podman and docker; others may be passed to `sandbox()`."""
+
+    async def prepare(self, options: SandboxOptions) -> None:
+        """Find or build the image, so that a mistake is found before any episode.
+
+        Raises:
+            SandboxFailed: no sandbox with these options can be made.
+        """
+        ...
+
+    def open(self, options: SandboxOptions) -> AbstractAsyncContextManager[Sandbox]:
+        """Return a context with a new sandbox, which is removed when the context is left.
+
+        Raises:
+            SandboxFailed: it cannot be made.
+        """
+        ...
+
+
+def decoded(content: bytes) -> str:
+    """Return output as text; bytes that are not UTF-8 are replaced."""
+    return content.decode("utf-8", "replace")

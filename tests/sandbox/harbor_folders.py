@@ -1,0 +1,73 @@
+"""Harbor tasks for tests, in an image that needs no registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["IMAGE", "TASKS", "write_task", "write_tasks"]
+
+IMAGE: Final = "localhost/deltarunner-tests:probe"
+
+CONFIGURATION: Final = """version = "1.0"
+[metadata]
+difficulty = "easy"
+[agent]
+timeout_sec = 60
+[verifier]
+timeout_sec = 30
+[environment]
+{image}
+memory_mb = 64
+network_mode = "no-network"
+"""
+
+TASKS: Final = {
+    # A file, with a Dockerfile and a reward as text.
+    "greeting": {
+        "instruction.md": "Write hello into greeting.txt.",
+        "environment/Dockerfile": f"FROM {IMAGE}\nCOPY name.txt /etc/name.txt\n",
+        "environment/name.txt": "Ada",
+        "tests/test.sh": "#!/bin/sh\ngrep -q hello greeting.txt && reward=1 || reward=0\n"
+        "echo $reward >/logs/verifier/reward.txt\n",
+        "solution/solve.sh": "#!/bin/bash\necho hello >greeting.txt\n",
+    },
+    # Variables, a user, and a reward as JSON with a second number.
+    "sum": {
+        "task.toml": CONFIGURATION.format(image=f'docker_image = "{IMAGE}"')
+        + '[environment.env]\nFIRST = "20"\n[verifier.env]\nEXPECTED = "${TEST_EXPECTED:-42}"\n'
+        + '[solution.env]\nSECOND = "22"\n',
+        "instruction.md": "Write the sum of $FIRST and 22 into sum.txt.",
+        "tests/test.sh": "#!/bin/bash\n. /tests/numbers.sh\n"
+        'found=$(cat sum.txt 2>/dev/null); [ "$found" = "$EXPECTED" ] && reward=1 || reward=0\n'
+        'echo "{\\"reward\\": $reward, \\"length\\": ${#found}, \\"version\\": $VERSION}"'
+        " >/logs/verifier/reward.json\n",
+        "tests/numbers.sh": "VERSION=3\n",
+        "solution/solve.sh": "#!/bin/sh\necho $((FIRST + SECOND)) >sum.txt\n",
+    },
+    # A process that has to be running when the verifier looks.
+    "server": {
+        "instruction.md": "Start a process called keeper that writes beat into /tmp/beat again and again.",
+        "tests/test.sh": "#!/bin/bash\nrm -f /tmp/beat; sleep 0.5\n[ -s /tmp/beat ] && reward=1 || reward=0\n"
+        "echo $reward >/logs/verifier/reward.txt\n",
+        "solution/solve.sh": "#!/bin/sh\nwhile :; do echo beat >/tmp/beat; sleep 0.1; done >/dev/null 2>&1 &\n",
+    },
+}
+"""The files of each task."""
+
+
+def write_task(folder: Path, files: dict[str, str]) -> Path:
+    """Write a task; without a configuration it gets the image of the tests, or its own Dockerfile."""
+    image = "" if "environment/Dockerfile" in files else f'docker_image = "{IMAGE}"'
+    for name, text in {"task.toml": CONFIGURATION.format(image=image), **files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def write_tasks(folder: Path, names: tuple[str, ...] = tuple(TASKS)) -> Path:
+    """Write several of the tasks."""
+    for name in names:
+        write_task(folder / name, TASKS[name])
+    return folder
