@@ -32,6 +32,7 @@ NAMES = (
     "proofs",
     "verifiers",
     "trainers",
+    "sandboxes",
 )
 
 

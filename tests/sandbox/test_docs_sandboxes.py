@@ -58,7 +58,7 @@ def test_the_first_command_of_the_page_plays(tmp_path: Path, monkeypatch: pytest
     assert lines is not None
     echo, _, command = lines[1].replace("\\\n", "").partition("\n")
     (tmp_path / "tasks.jsonl").write_text(echo.split("'")[1])
-    script = [[call("bash", command="ls /etc | wc -l >count.txt")], "done"]
+    script: Any = [[call("bash", command="ls /etc | wc -l >count.txt")], "done"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run.run_command, "__defaults__", (lambda settings: ScriptedEngine(script),))
     words = shlex.split(command.replace("debian:stable-slim", str(IMAGE_FOLDER)))
