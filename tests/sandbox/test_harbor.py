@@ -153,6 +153,7 @@ async def test_a_verifier_without_a_reward_is_an_error_of_the_task(tmp_path: Pat
 
 @real
 @pytest.mark.anyio
+@pytest.mark.whole
 async def test_a_play_that_breaks_the_verifier_has_reward_0(tmp_path: Path) -> None:
     write_tasks(tmp_path, ("sum",))
     (trajectory,) = await played(tmp_path, [[call("bash", command="rm /bin/bash /bin/cat")], "done"])
