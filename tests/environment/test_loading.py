@@ -100,7 +100,7 @@ def test_an_authors_own_envs_folder_hides_no_bundled_environment(folder: Path) -
     ("name", "message"),
     [
         ("calculater", "Did you mean 'calculator'"),
-        ("nowhere", "Bundled: calculator, .*guess_number, .*program, reasoning"),
+        ("nowhere", "Bundled: .*calculator, .*guess_number, .*program, reasoning"),
         ("nowhere.py:Mine", "file 'nowhere.py' does not exist"),
         ("no_such_module:Mine", "the module 'no_such_module' is neither installed"),
         ("envs.calculator:Mine", "Mine does not exist; envs.calculator has Calculator"),
