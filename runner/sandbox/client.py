@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -231,10 +232,11 @@ class ContainerClient:
         """End the client if it runs, and close its streams."""
         with anyio.CancelScope(shield=True):
             if process.returncode is None:
-                process.terminate()
+                # Not by methods of the process, which may reap it, and so free its process id.
+                os.kill(process.pid, signal.SIGTERM)
                 with anyio.move_on_after(CLIENT_END_SECONDS):
                     await child_ended(process.pid)
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)
                 await child_ended(process.pid)
                 process.wait()
             for stream in (process.stdout, process.stderr):

@@ -281,7 +281,8 @@ async def test_a_run_sweeps_what_dead_processes_left(engine: str) -> None:
         assert "sweep-living" in containers_of(engine)
         assert containers_of(engine, names["dead"]) == set()
     finally:
-        await anyio.run_process([engine, "rm", "-f", "-t", "0", *(f"sweep-{name}" for name in names)], check=False)
+        for name in names:
+            await anyio.run_process([engine, "rm", "-f", "-t", "0", f"sweep-{name}"], check=False)
 
 
 # --- options
