@@ -99,6 +99,7 @@ def train(settings: Settings, console: Console) -> TrainingRecord:
         frozen.requires_grad_(False)
     engine = VllmEngine(settings.model, max_model_len=2048)
     episodes = settings.tasks * settings.group_size
+    rows = min(ROWS, episodes)
     with (
         BackgroundPlayer(HeldOut, engine, group_size=settings.group_size, seed=settings.seed) as player,
         TrainingProgress(console) as progress,
@@ -111,8 +112,8 @@ def train(settings: Settings, console: Console) -> TrainingRecord:
             args=GRPOConfig(
                 output_dir=str(settings.out),
                 num_generations=settings.group_size,
-                per_device_train_batch_size=ROWS,
-                gradient_accumulation_steps=episodes // ROWS,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=episodes // rows,
                 max_steps=settings.steps,
                 learning_rate=settings.learning_rate,
                 lr_scheduler_type="constant_with_warmup",
