@@ -134,6 +134,7 @@ MODULES = (
     "runner.trainers.trace_check",
     "runner.trainers.trace_files",
     "runner.trainers.trl",
+    "runner.trainers.verifiers_server",
     "runner.training.grammar_torch",
     "runner.training.tree_attention",
     "runner.training.tree_torch",

@@ -23,6 +23,7 @@ from runner.cli.settings import (
     TEMPLATE_OPTION,
     TOOL_FORMAT,
     RunSettings,
+    ServeSettings,
     options_from,
 )
 from runner.errors import DeltarunnerError
@@ -180,9 +181,12 @@ def run(settings: RunSettings) -> int:
 
 
 @command("serve")
-@options_from(RunSettings, SERVED)
-def serve(settings: RunSettings) -> int:
-    """Serve episodes to agent programs that you start yourself. Each episode has a key, printed with the settings."""
+@options_from(ServeSettings, SERVED)
+def serve(settings: ServeSettings) -> int:
+    """Serve episodes to agent programs that you start yourself, or ENV to a trainer (--as verifiers).
+
+    Each episode for an agent program has a key, printed with the settings.
+    """
     from runner.cli.serve import serve_command
 
     return serve_command(settings)

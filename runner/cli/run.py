@@ -49,7 +49,7 @@ from runner.tokens.template import ChatTemplate
 from runner.trajectory import Outcome, Trajectory
 from runner.transcript import transcript
 
-__all__ = ["ConsoleRun", "RunPlan", "play_plan", "real_engine", "run_command"]
+__all__ = ["ConsoleRun", "RunPlan", "play_plan", "real_engine", "run_command", "run_options"]
 
 FOLDER = Path("runs")
 
@@ -219,7 +219,7 @@ class RunPlan:
         check_playable(environment)
         if settings.template is not None:
             ChatTemplate.load(settings.template)
-        options = _options(settings)
+        options = run_options(settings)
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:
@@ -256,7 +256,7 @@ def _mixture(settings: RunSettings, given: Mapping[str, str]) -> Mixture:
     return Mixture({name: (construct_named(full, own[name]), weight) for name, full, weight in settings.mixed()})
 
 
-def _options(settings: RunSettings) -> RunOptions:
+def run_options(settings: RunSettings) -> RunOptions:
     """The options of the run without tasks and file."""
     limits = parse_limits(settings.limits)
     given: dict[str, Any] = {name: getattr(settings, name) for name in ("group_size", "seed", "history", "listen")}

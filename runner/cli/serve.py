@@ -1,28 +1,39 @@
-"""`deltarunner serve`: episodes for agent programs that a user starts by hand. Each episode has a key."""
+"""`deltarunner serve`: episodes for agent programs that a user starts by hand, or an environment for a trainer."""
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from runner.cli.run import RunPlan, play_plan, real_engine
-from runner.cli.settings import RunSettings
+from runner.cli.name_values import parse_pairs
+from runner.cli.run import RunPlan, play_plan, real_engine, run_options
+from runner.cli.settings import RunSettings, ServeSettings
 from runner.endpoint.client_config import Address, flags, pointers
 from runner.endpoint.endpoint import Endpoint
 from runner.engines.base import BaseEngine
+from runner.environment.checks import check_playable
+from runner.environment.loading import construct, find_environment
 from runner.environment.open_episodes import OpenEpisodes
+from runner.errors import BadOption
 
 __all__ = ["serve_command"]
 
 NAME = "serve"
 """The environment's name in the names of run files."""
 
+_PLAYER_OPTIONS = ("sampling", "limits", "concurrency", "seed", "template_options", "tool_format", "history", "listen")
+"""The options of a run that a player for a trainer takes."""
+
+_DEFAULTS = {each.name: each.default for each in fields(RunSettings)}
+
 
 def serve_command(
-    settings: RunSettings,
+    settings: ServeSettings,
     make_engine: Callable[[RunSettings], BaseEngine] = real_engine,
     on_key: Callable[[list[str]], None] | None = None,
 ) -> int:
@@ -31,6 +42,11 @@ def serve_command(
     `--concurrency` is the number of open keys; after one ends, the next is printed. `on_key` also receives the lines
     of each key.
     """
+    if settings.protocol is not None:
+        return serve_trainer(settings, make_engine)
+    if settings.environment is not None or settings.settings or settings.bind is not None:
+        named = settings.environment or ("--set" if settings.settings else "--bind")
+        raise BadOption(f"serve {named}: an environment is served to a trainer with --as verifiers.")
     settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)
     say: list[Callable[[str], None]] = []
 
@@ -45,6 +61,39 @@ def serve_command(
     environment = OpenEpisodes(print_key, **given)
     plan = partial(RunPlan.of_environment, settings, environment, make_engine)
     return play_plan(settings, plan, lambda shown: say.append(shown.say))
+
+
+def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], BaseEngine] = real_engine) -> int:
+    """Play an environment for clients of verifiers until Ctrl-C, and return the exit code."""
+    from runner.trainers.verifiers_server import VerifiersServer
+
+    if settings.protocol != "verifiers":
+        raise BadOption(f"--as {settings.protocol}: the protocol is verifiers.")
+    if settings.environment is None:
+        raise BadOption("serve --as verifiers: give an environment (`deltarunner list`).")
+    if settings.file is not None:
+        raise BadOption(f"--file {settings.file}: the trainer keeps the traces; leave it out.")
+    environment = construct(find_environment(settings.environment), parse_pairs(settings.settings, "--set"))
+    check_playable(environment)
+    given = run_options(settings)
+    options = {each.name: getattr(given, each.name) for each in fields(given) if each.name in _PLAYER_OPTIONS}
+    own_model = settings.model != _DEFAULTS["model"]
+
+    def engine_of(url: str, model: str) -> BaseEngine:
+        """The engine of a request, on the address that --server names, if it is given."""
+        folder = settings.model if own_model else model
+        named = [*(settings.engine_options or ()), *([f"name={model}"] if folder != model else [])]
+        return make_engine(replace(settings, server=settings.server or url, model=folder, engine_options=named))
+
+    async def play() -> None:
+        bind = settings.bind or "tcp://127.0.0.1:5000"
+        async with VerifiersServer(environment, engine_of, bind=bind, **options) as server:
+            print(f"serving {settings.environment} to verifiers at {server.address}; Ctrl-C ends it", flush=True)
+            await server.serve()
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(play())
+    return 0
 
 
 def key_lines(episode: str, endpoint: Endpoint, home: Path) -> list[str]:

@@ -27,6 +27,7 @@ __all__ = [
     "TEMPLATE_OPTION",
     "TOOL_FORMAT",
     "RunSettings",
+    "ServeSettings",
     "options_from",
 ]
 
@@ -71,6 +72,10 @@ JSON = typer.Option("--json", help="Print one line of JSON on stdout, everything
 
 
 SERVED = (
+    "environment",
+    "settings",
+    "protocol",
+    "bind",
     "model",
     "template",
     "template_options",
@@ -96,7 +101,7 @@ SERVED = (
     "log_level",
     "json",
 )
-"""The options of `deltarunner run` that `deltarunner serve` also has."""
+"""The options of `deltarunner serve`, most of them those of `deltarunner run`."""
 
 
 SAMPLING = "sampling options"
@@ -401,6 +406,20 @@ class RunSettings:
         own = [f"{name}={value}" for name, value in given.items()]
         program = PROGRAM if self.sandbox is None else SANDBOXED_PROGRAM
         return dataclasses.replace(self, environment=program, settings=[*own, *(self.settings or [])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings(RunSettings):
+    """The options of `deltarunner serve`."""
+
+    protocol: Annotated[
+        str | None,
+        typer.Option("--as", metavar="verifiers", help="Play ENV for a trainer that speaks this protocol (prime-rl)."),
+    ] = None
+    bind: Annotated[
+        str | None,
+        typer.Option(metavar="tcp://HOST:PORT", help="With --as: the address; default tcp://127.0.0.1:5000."),
+    ] = None
 
 
 def options_from(

@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from runner.episode.parsed_turn import ParsedTurn
 from runner.errors import BadBatch
-from runner.messages import Message
 from runner.store.export import whole_or_nothing
 from runner.store.header import Header
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import RunFile
 from runner.store.trajectory_filter import ALL, TrajectoryFilter
 from runner.trainers.traced_call import TracedCall, ids_of, logprobs_of, mask_of
+from runner.trainers.turn_messages import arguments_as_text, reply_of, reply_places
 from runner.training.selection import absence, name_of
 from runner.trajectory import Trajectory, Turn
 
@@ -124,15 +123,14 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
         raise BadBatch(f"turn {name} of {name_of(trajectory)} has no log-probabilities, which a trace needs.")
     trained = int(trains and not turn.retried and not turn.left_out)
     kept = turn.log.mask()[turn.start : turn.end]
-    reply = ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
     return {
         "node_id": name,
         "prompt_token_ids": turn.prompt_ids.tolist(),
         "completion_token_ids": turn.token_ids.tolist(),
         "per_token_logps": logprobs,
         "loss_mask": [0] * turn.start + [int(bool(each)) * trained for each in kept],
-        "request": _request(trajectory, turn, reply),
-        "response": {"choices": [{"message": _in_openai_shape(reply), "finish_reason": turn.finish.value}]},
+        "request": _request(trajectory, turn),
+        "response": {"choices": [{"message": arguments_as_text(reply_of(turn)), "finish_reason": turn.finish.value}]},
         "metadata": {
             "segment": turn.segment,
             "versions": _versions(turn),
@@ -142,38 +140,12 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
     }
 
 
-def _request(trajectory: Trajectory, turn: Turn, reply: Message) -> dict[str, Any]:
-    messages = [_in_openai_shape(each) for each in _messages_before(trajectory, turn, reply)]
-    tools = trajectory.segments[turn.segment].tools
-    return {"messages": messages, **({"tools": [*tools]} if tools else {})}
-
-
-def _messages_before(trajectory: Trajectory, turn: Turn, reply: Message) -> list[Message]:
-    """The messages of the prompt: those of the segment before the turn's reply, found in the order of its turns."""
-    messages = trajectory.segments[turn.segment].messages
-    start = 0
-    for each in trajectory.turns:
-        if each.segment == turn.segment:
-            said = ParsedTurn(each.text, each.reasoning, each.tool_calls).as_message()
-            place = next((n for n in range(start, len(messages)) if messages[n] == said), None)
-            if each is turn:
-                return list(messages[: len(messages) if place is None else place])
-            start = start if place is None else place + 1
-    return list(messages)
-
-
-def _in_openai_shape(message: Message) -> dict[str, Any]:
-    shown: dict[str, Any] = dict(message)
-    if shown.get("tool_calls"):
-        shown["tool_calls"] = [_call_as_text(call) for call in shown["tool_calls"]]
-    return shown
-
-
-def _call_as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
-    return {**call, "function": function}
+def _request(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
+    segment = trajectory.segments[turn.segment]
+    turns = [each for each in trajectory.turns if each.segment == turn.segment]
+    place = reply_places(segment, turns)[turns.index(turn)]
+    messages = [arguments_as_text(each) for each in segment.messages[:place]]
+    return {"messages": messages, **({"tools": [*segment.tools]} if segment.tools else {})}
 
 
 def _versions(turn: Turn) -> list[str]:

@@ -1,0 +1,51 @@
+"""The messages of a trajectory by its turns, for traces that record both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runner.episode.parsed_turn import ParsedTurn
+from runner.messages import Message
+from runner.trajectory import Segment, Turn
+
+__all__ = ["arguments_as_text", "reply_of", "reply_places"]
+
+
+def reply_of(turn: Turn) -> Message:
+    """Return the assistant message of a turn; of one that continues a cut turn, only its own part."""
+    return ParsedTurn(turn.text, turn.reasoning, turn.tool_calls).as_message()
+
+
+def reply_places(segment: Segment, turns: Sequence[Turn]) -> list[int]:
+    """Return the index of each turn's message among the messages of its segment.
+
+    A turn that continues a cut one shares its message.
+
+    Args:
+        segment: the segment.
+        turns: the turns that were sampled in it, in order.
+    """
+    begins = [not number or turns[number - 1].end != turn.start for number, turn in enumerate(turns)]
+    seen = segment.messages[: len(segment.messages) - segment.unseen]
+    said = [index for index, message in enumerate(seen) if message["role"] == "assistant"]
+    own = said[max(0, len(said) - sum(begins)) :]
+    # An episode that was cut in a turn may not have that turn's message.
+    own += [len(seen)] * (sum(begins) - len(own))
+    return [own[sum(begins[: number + 1]) - 1] for number in range(len(turns))]
+
+
+def arguments_as_text(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as JSON text, as OpenAI's API has them."""
+    shown: dict[str, Any] = dict(message)
+    if shown.get("tool_calls"):
+        shown["tool_calls"] = [_call_as_text(call) for call in shown["tool_calls"]]
+    return shown
+
+
+def _call_as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {**call, "function": function}

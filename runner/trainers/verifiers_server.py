@@ -1,0 +1,306 @@
+"""A server in verifiers' protocol: prime-rl and verifiers' `EnvClient` play an environment with it.
+
+The trainer owns tasks, groups and the engine. Each request brings a task and the address of the engine; the answer is
+the episode as traces with exact ids. Checked with verifiers 0.4.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from itertools import islice
+from typing import Any, Final, Self
+
+from typing_extensions import Unpack
+
+from runner.engines.base import BaseEngine
+from runner.environment.checks import as_environment
+from runner.environment.environment import Environment
+from runner.environment.task_feed import environment_tasks
+from runner.errors import BadOption, BadTask, DeltarunnerError
+from runner.interop.packages import optional_package
+from runner.logs import logger_for
+from runner.messages import as_messages
+from runner.options import Sampling
+from runner.runs.options import RunKeywords
+from runner.runs.task_player import Player
+from runner.tasks import Task, TaskBuilder
+from runner.trainers.verifiers_traces import episode_head, trace_delta, trace_summary
+
+__all__ = ["VerifiersServer"]
+
+log = logger_for("trainers")
+
+MAX_PLAYERS: Final = 8
+"""The most players that are kept: one for each engine, model and sampling that a trainer names."""
+
+MAX_OWN_TASKS: Final = 100_000
+"""The most tasks of the environment that are looked up by id."""
+
+_SAMPLING: Final = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "ignore_eos")},
+    **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "stop")},
+    "stop_token_ids": "stop_ids",
+}
+"""The fields of a request's sampling that are used, and their names here. Others concern the client's own requests,
+such as `logprobs`, which are always there."""
+
+
+class VerifiersServer:
+    """Plays an environment for clients of verifiers.
+
+        async with VerifiersServer(environment, make_engine, bind="tcp://127.0.0.1:5000") as server:
+            await server.serve()
+
+    Args:
+        environment: the environment, or its class.
+        make_engine: returns the engine for the base URL and the model name of a request.
+        bind: the address, as ZeroMQ takes it; port 0 is any free port.
+        options: the options of the players: the fields of `RunOptions` by name.
+
+    Raises:
+        BadOption: an option is invalid.
+        BadEnvironment: pyzmq or msgpack is not installed.
+    """
+
+    address: str
+    """The address at which it listens, with the port."""
+
+    def __init__(
+        self,
+        environment: Environment[Any] | type[Environment[Any]],
+        make_engine: Callable[[str, str], BaseEngine],
+        *,
+        bind: str = "tcp://127.0.0.1:5000",
+        **options: Unpack[RunKeywords],
+    ) -> None:
+        optional_package("zmq", extra="verifiers-server", package="pyzmq")
+        optional_package("msgpack", extra="verifiers-server")
+        if "file" in options:
+            raise BadOption("file=: the trainer keeps the traces; leave it out.")
+        self.environment = as_environment(environment)
+        """The environment that is played."""
+        self.address = bind
+        self._make_engine = make_engine
+        self._options = options
+        self._builder = TaskBuilder(self.environment.task_class())
+        self._own: dict[str, Task] | None = None
+        self._players: dict[str, asyncio.Task[Player]] = {}
+        self._playing: dict[str, int] = {}
+        self._running: dict[tuple[bytes, str], asyncio.Task[None]] = {}
+        self._socket: Any = None
+        self._context: Any = None
+
+    async def __aenter__(self) -> Self:
+        import zmq
+        import zmq.asyncio
+
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that is gone is an error, not a silent loss
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise BadOption(f"--bind {self.address}: {error}. Give a free address, as tcp://127.0.0.1:5000.") from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for key in list(self._players):
+            await self._close_player(key)
+        self._socket.close()
+        self._context.term()
+
+    async def serve(self) -> None:
+        """Answer requests until this is cancelled."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 4:
+                log.warning("a message with %d frames in place of 4 was dropped", len(frames))
+                continue
+            client, request_id, route, payload = frames
+            key = client, request_id.decode(errors="replace")
+            # Known before it begins: a cancel may follow at once.
+            task = asyncio.create_task(self._answer(client, request_id, route, payload))
+            self._running[key] = task
+            task.add_done_callback(lambda _, key=key: self._running.pop(key, None))  # type: ignore[misc]  # bound now
+
+    # --- one request
+
+    async def _answer(self, client: bytes, request_id: bytes, route: bytes, payload: bytes) -> None:
+        import msgpack
+
+        try:
+            given = msgpack.unpackb(payload, raw=False)
+            if not isinstance(given, Mapping):
+                raise BadOption(f"the request is {given!r:.60}: give a map.")
+            answer = {"success": True, "error": None, **await self._response(client, request_id, route, given)}
+        except asyncio.CancelledError:
+            # A run that was cancelled is answered, too, so that brokers can count.
+            answer = _failure("Cancelled: rollout aborted")
+        except Exception as error:  # of this request alone
+            log.warning("a request failed: %s: %s", type(error).__name__, error)
+            answer = _failure(f"{type(error).__name__}: {error}")
+        await self._send(client, request_id, b"reply", answer)
+
+    async def _response(
+        self, client: bytes, request_id: bytes, route: bytes, given: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        if route == b"health":
+            return {}
+        if route == b"cancel":
+            running = self._running.get((client, str(given.get("request_id"))))
+            if running is not None:
+                running.cancel()
+            return {"cancelled": running is not None}
+        if route == b"run":
+            return await self._run(client, request_id, given)
+        raise BadOption(f"unknown method {route.decode(errors='replace')!r:.40}: it is health, run or cancel.")
+
+    async def _run(self, client: bytes, request_id: bytes, given: Mapping[str, Any]) -> dict[str, Any]:
+        data, where, sampling = (_map(given, name) for name in ("task_data", "client", "sampling"))
+        url, model = _engine_of(where, given.get("model"))
+        task = self._task(data)
+        async with self._player(url, model, sampling) as player:
+            trajectories = await player.play(task)
+            weights = {scorer.name: scorer.weight for scorer in player.run.scorers}
+        deltas = [trace_delta(each, task=data, weights=weights) for each in trajectories]
+        for delta in deltas:
+            await self._send(client, request_id, b"delta", delta)
+        name = type(self.environment).__name__
+        head = episode_head(trajectories, task=data, environment=name, number=uuid.uuid4().hex)
+        return {"head": head, "traces": [trace_summary(delta) for delta in deltas]}
+
+    async def _send(self, client: bytes, request_id: bytes, kind: bytes, content: Mapping[str, Any]) -> None:
+        import msgpack
+        import zmq
+
+        try:
+            await self._socket.send_multipart([client, request_id, kind, msgpack.packb(content, use_bin_type=True)])
+        except zmq.ZMQError as error:
+            log.warning("an answer was not sent: %s", error)
+
+    # --- tasks
+
+    def _task(self, data: Mapping[str, Any]) -> Task:
+        """The task of a request: one of the environment's by its id, or made from its data."""
+        if data.get("prompt") is None and data.get("id") is not None:
+            own = self._own_tasks()
+            if data["id"] in own:
+                return own[data["id"]]
+        if data.get("prompt") is None:
+            raise BadTask(
+                f"task_data has no prompt, and its id {data.get('id')!r:.60} is not one of the environment's tasks."
+            )
+        fields = {name: value for name, value in data.items() if name in self._builder.known and value is not None}
+        further = {name: value for name, value in data.items() if name not in self._builder.known and value is not None}
+        system = further.pop("system_prompt", None)
+        prompt = [{"role": "system", "content": system}] if system else []
+        fields["prompt"] = [*prompt, *as_messages(data["prompt"])]
+        fields["id"] = str(data.get("id") or data.get("name") or _hash(data))
+        fields["info"] = {**further, **(fields.get("info") or {})}
+        try:
+            return self._builder(fields)
+        except (TypeError, ValueError) as error:
+            raise BadTask(f"task_data: {error}") from error
+
+    def _own_tasks(self) -> Mapping[str, Task]:
+        if self._own is None:
+            given: Any = environment_tasks(self.environment) if self.environment.overrides("tasks") else ()
+            tasks = islice(given, MAX_OWN_TASKS) if isinstance(given, Iterable) else ()
+            self._own = {task.id: task for task in tasks}
+        return self._own
+
+    # --- players
+
+    @asynccontextmanager
+    async def _player(self, url: str, model: str, sampling: Mapping[str, Any]) -> AsyncIterator[Player]:
+        """The player for an engine, a model and a sampling; it is kept for later requests."""
+        key = json.dumps([url, model, sampling], sort_keys=True, default=str)
+        if key not in self._players:
+            await self._make_room()
+        if key not in self._players:
+            self._players[key] = asyncio.create_task(self._start_player(url, model, sampling))
+        self._playing[key] = self._playing.get(key, 0) + 1
+        starting = self._players[key]
+        try:
+            # Shielded: the request that began the start may be cancelled, and others wait for it.
+            player = await asyncio.shield(starting)
+            yield player
+        except DeltarunnerError:
+            if self._players.get(key) is starting and _has_ended(starting):
+                await self._close_player(key)  # the next request starts another, with an engine that may be back
+            raise
+        finally:
+            self._playing[key] -= 1
+
+    async def _start_player(self, url: str, model: str, sampling: Mapping[str, Any]) -> Player:
+        options: dict[str, Any] = {**self._options}
+        own = options.get("sampling") or Sampling()
+        options["sampling"] = Sampling(**{**own.given(), **_sampling_of(sampling)})
+        template = sampling.get("chat_template_kwargs") or {}
+        options["template_options"] = {**(options.get("template_options") or {}), **template}
+        return await Player(self.environment, self._make_engine(url, model), **options).start()
+
+    async def _make_room(self) -> None:
+        idle = [key for key in self._players if not self._playing.get(key)]
+        for key in idle[: max(0, len(self._players) - MAX_PLAYERS + 1)]:
+            await self._close_player(key)
+
+    async def _close_player(self, key: str) -> None:
+        starting = self._players.pop(key)
+        with suppress(Exception):  # its error was the answer to the requests that it had
+            player = await starting
+            player.cancel()
+            await player.aclose()
+
+
+def _has_ended(starting: asyncio.Task[Player]) -> bool:
+    if not starting.done():
+        return False
+    return starting.cancelled() or starting.exception() is not None or starting.result().error is not None
+
+
+def _failure(text: str) -> dict[str, Any]:
+    return {"success": False, "error": text}
+
+
+def _map(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = given.get(name)
+    if not isinstance(value, Mapping):
+        raise BadOption(f"run: {name} is {value!r:.60}: give a map.")
+    return value
+
+
+def _engine_of(client: Mapping[str, Any], model: Any) -> tuple[str, str]:
+    url = client.get("base_url")
+    if client.get("type") != "train":
+        raise BadOption(f"run: the client's type is {client.get('type')!r:.40}: token ids need a client of type train.")
+    if not isinstance(url, str) or not isinstance(model, str):
+        raise BadOption(f"run: base_url is {url!r:.60} and model {model!r:.60}: give the engine's address and model.")
+    return url, model
+
+
+def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    changes = {name: given[theirs] for theirs, name in _SAMPLING.items() if given.get(theirs) is not None}
+    if changes.get("top_k") == -1:  # off, as vLLM writes it
+        changes["top_k"] = 0
+    if isinstance(changes.get("stop"), str):
+        changes["stop"] = [changes["stop"]]
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+
+
+def _hash(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]

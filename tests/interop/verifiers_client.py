@@ -1,0 +1,65 @@
+"""verifiers' own `EnvClient`: plays with a server at the address given, and prints one line of JSON.
+
+A process of its own, as a trainer's is.
+
+usage: python verifiers_client.py ADDRESS BASE_URL MODEL
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+
+from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
+from verifiers.v1.serve import EnvClient
+from verifiers.v1.types import SamplingConfig
+
+
+async def main(address, base_url, model):
+    client = EnvClient(address)
+    await client.wait_for_server_startup(60)
+    config = TrainClientConfig(base_url=base_url)
+    sampling = SamplingConfig(temperature=1.0, max_tokens=40)
+
+    def run(data, **changes):
+        return client.run(**{"client": config, "model": model, "sampling": sampling, "task_data": data, **changes})
+
+    episodes = await asyncio.gather(*(run({"id": f"t{n}", "prompt": f"Add {n}.", "answer": "3"}) for n in range(8)))
+    failed = await run({"id": "t8", "prompt": "fail", "answer": "3"})
+    refused = []
+    for changes in ({"client": EvalClientConfig(base_url=base_url)}, {"task_data": {}}):
+        try:
+            await run({"prompt": "x"}, **changes)
+        except RuntimeError as error:
+            refused.append(str(error))
+    waiting = asyncio.create_task(run({"id": "t9", "prompt": "wait", "answer": "3"}))
+    await asyncio.sleep(0.5)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    healthy = await client.health()
+    await client.close()
+    branches = [branch for episode in episodes for trace in episode.traces for branch in trace.branches]
+    print(
+        json.dumps(
+            {
+                "ok": [episode.ok for episode in episodes],
+                "rewards": [trace.reward for episode in episodes for trace in episode.traces],
+                "prompts": [trace.nodes[0].message.content for episode in episodes for trace in episode.traces],
+                "turns": [episode.num_turns for episode in episodes],
+                "output_tokens": [episode.num_output_tokens for episode in episodes],
+                "trained": [sum(branch.sampled_mask) for branch in branches],
+                "aligned": [
+                    len(branch.token_ids) == len(branch.sampled_mask) == len(branch.logprobs) for branch in branches
+                ],
+                "trainable": [trace.agent.trainable for episode in episodes for trace in episode.traces],
+                "failed": {"ok": failed.ok, "errors": [error.message for error in failed.errors]},
+                "refused": refused,
+                "healthy": healthy,
+                "records": [json.loads(episode.model_dump_json(exclude_none=True)) for episode in episodes],
+            }
+        )
+    )
+
+
+asyncio.run(main(*sys.argv[1:]))
