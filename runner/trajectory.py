@@ -419,6 +419,11 @@ class Group:
     complete: bool = True
     """True if every episode of the group has been played."""
 
+    @property
+    def has_spread(self) -> bool:
+        """True if two of its rewards differ, as 32-bit numbers: with equal rewards a group has no gradient."""
+        return len(set(array("f", (each.reward for each in self.trajectories if each.reward is not None)))) > 1
+
     def __repr__(self) -> str:
         return f"<Group {self.task.id!r} {self.agent!r}: {len(self.trajectories)} trajectories>"
 

@@ -140,7 +140,7 @@ MODULES = (
     "runner.training.tree_torch",
 )
 """Modules whose names users import from there: what `Run` takes by name, and what needs torch or hypothesis."""
-UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "tree_attention")
+UNSAID = ("Exporter", "PARQUET_COLUMNS", "RunKeywords", "check_engine", "check_full", "tree_attention")
 """Names of those that only the library itself imports."""
 WITHIN = (
     "runner.cluster.driver.Driver",

@@ -84,6 +84,8 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
         yield "played again", Text(_retried(summary["retried"], summary.get("retry_causes", {})))
     if summary.get("stale"):
         yield "dropped", Text(f"{summary['stale']} with weights that were too old; played again")
+    if summary.get("flat"):
+        yield "left out", Text(f"{summary['flat']} groups with equal rewards")
     if summary["faults"]:
         yield "faults", _faults(summary["faults"])
 

@@ -25,7 +25,7 @@ from runner.environment.environment import Environment
 from runner.environment.task_feed import environment_tasks
 from runner.errors import BadOption, RunStopped, RunStuck
 from runner.runs.event_loop import on_event_loop
-from runner.runs.options import RunKeywords, RunOptions, check_engine
+from runner.runs.options import RunKeywords, RunOptions, check_engine, check_full
 from runner.runs.task_player import Player
 from runner.tasks import Task
 from runner.trajectory import Group, Trajectory
@@ -151,7 +151,7 @@ class BackgroundPlayer:
         """
         return self._call(at_once([partial(self.player.play, task, index=index) for task, index in episodes]))
 
-    def groups(self, tasks: Iterable[Task] | None = None) -> Iterator[Group]:
+    def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> Iterator[Group]:
         """Yield groups as they finish, for a trainer that pulls.
 
         No more groups are in flight and unread than fill the run's width. Ending the iteration cancels the groups in
@@ -159,20 +159,24 @@ class BackgroundPlayer:
 
         Args:
             tasks: the tasks; by default those of the environment, once.
+            full: end after so many tasks with spread, as `Run.groups(full=)` does; an iterator of tasks continues at
+                the next call.
         """
+        if full is not None:
+            check_full(full, self.options)
         given: Any = environment_tasks(self.environment) if tasks is None else tasks
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise BadOption(f"tasks={given!r:.60}: give an iterable of Task.")
-        return self._groups(iter(given))
+        return self._groups(iter(given), full)
 
-    def _groups(self, tasks: Iterator[Task]) -> Iterator[Group]:
+    def _groups(self, tasks: Iterator[Task], full: int | None) -> Iterator[Group]:
         options = self.options
         most = max(1, (options.concurrency.episodes or width_of(self.engine)) // options.group_size)
         pending: set[Future[list[Group]]] = set()
         try:
             more = True
             while True:
-                while more and len(pending) < most:
+                while more and len(pending) < (most if full is None else min(most, full)):
                     task = next(tasks, None)
                     if task is None:
                         more = False
@@ -182,7 +186,12 @@ class BackgroundPlayer:
                     return
                 done, pending = concurrent.futures.wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield from self._result_of(future)
+                    groups = self._result_of(future)
+                    wanted = [group for group in groups if full is None or group.has_spread]
+                    self.player.run.summary.flat += len(groups) - len(wanted)
+                    if full is not None:
+                        full -= bool(wanted)
+                    yield from wanted
         finally:
             for future in pending:
                 future.cancel()

@@ -19,7 +19,7 @@ from runner.store.header import Header
 from runner.store.json_values import decode_json, encode_json
 from runner.store.secrets import hide_secrets
 
-__all__ = ["RunKeywords", "RunOptions", "check_engine"]
+__all__ = ["RunKeywords", "RunOptions", "check_engine", "check_full"]
 
 RESERVED_NAMES: Final = ("messages", "tools", "add_generation_prompt")
 """The names that the runner passes to a chat template itself."""
@@ -223,6 +223,17 @@ def _shown(value: Any) -> str:
         return f"{hide_secrets(decode_json(encode_json(named)))!r:.300}"
     plain = isinstance(value, str | int | float | Path | Concurrency | History)
     return f"{value!r:.300}" if plain else f"<{type(value).__name__}>"
+
+
+def check_full(full: int, options: RunOptions) -> None:
+    """Check a wanted number of groups with spread.
+
+    Raises:
+        BadOption: it is not a whole number from 1 on, or groups have a single episode.
+    """
+    checked.whole(f"groups(full={full!r:.60})", full, least=1)
+    if options.group_size < 2:
+        raise BadOption("groups(full=): a group of one episode has no spread; set group_size=2 or more.")
 
 
 def check_engine(where: str, engine: Any) -> None:

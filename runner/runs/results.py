@@ -49,6 +49,7 @@ class Results:
         self._state = state
         self._feed = feed
         self._groups_of = groups_of
+        self._waiting: dict[tuple[str, int], OpenGroup] = {}  # kept for the next iteration if one ends early
         self._announce_to, self._announced = anyio.create_memory_object_stream[QueuedResult](width)
 
     # --- from the episodes
@@ -77,6 +78,12 @@ class Results:
 
     async def next(self) -> QueuedResult:
         """The next result. After the last one it raises StopAsyncIteration, or the error that ended the run early."""
+        result = await self._receive()
+        if self._note(result) is not None:
+            self._state.quota.end(full=False)
+        return result
+
+    async def _receive(self) -> QueuedResult:
         try:
             return await self._announced.receive()
         except anyio.ClosedResourceError:
@@ -86,21 +93,35 @@ class Results:
                 raise self._state.failure from None
             raise StopAsyncIteration from None
 
-    async def groups(self) -> AsyncIterator[Group]:
-        """The results by task; unfinished groups come last."""
-        waiting: dict[tuple[str, int], OpenGroup] = {}
+    def _note(self, result: QueuedResult) -> OpenGroup | None:
+        """Count a result of its task; return the task once all its results were read."""
+        key = result.trajectory.task.id, result.trajectory.visit
+        task = self._waiting.setdefault(key, OpenGroup(result.missing))
+        task.played += result.last
+        return self._waiting.pop(key) if task.played == task.missing else None
+
+    async def groups(self, full: int | None = None) -> AsyncIterator[Group]:
+        """The results by task; unfinished groups come last.
+
+        Args:
+            full: the number of tasks whose groups are wanted, only groups with spread; None for all groups.
+        """
         try:
-            while True:
-                result = await self.next()
+            while full is None or self._state.quota.needed:
+                result = await self._receive()
                 key = result.trajectory.task.id, result.trajectory.visit
-                task = waiting.setdefault(key, OpenGroup(result.missing))
-                task.trajectories.append(result.trajectory)
-                task.played += result.last
-                if task.played == task.missing:
-                    for group in await self._groups_of(waiting.pop(key).trajectories):
+                self._waiting.setdefault(key, OpenGroup(result.missing)).trajectories.append(result.trajectory)
+                task = self._note(result)
+                if task is not None:
+                    groups = await self._groups_of(task.trajectories)
+                    wanted = [group for group in groups if full is None or group.has_spread]
+                    self._state.summary.flat += len(groups) - len(wanted)
+                    # Only now: a task that begins before its groups are judged may not be needed.
+                    self._state.quota.end(full=bool(wanted))
+                    for group in wanted:
                         yield group
         except (StopAsyncIteration, DeltarunnerError) as end:
-            for task in waiting.values():
+            for task in self._waiting.values() if full is None else ():
                 for group in await self._groups_of(task.trajectories):
                     yield group
             if isinstance(end, DeltarunnerError):

@@ -21,7 +21,7 @@ from runner.errors import unwrapped
 from runner.estimates import Mean
 from runner.logs import logger_for
 from runner.runs.active_run import ActiveRun
-from runner.runs.options import RunKeywords, RunOptions, check_engine
+from runner.runs.options import RunKeywords, RunOptions, check_engine, check_full
 from runner.runs.player import Attempt
 from runner.runs.results import Results
 from runner.runs.run_setup import RunSetup
@@ -180,14 +180,27 @@ class Run:
         return self
 
     async def __anext__(self) -> Trajectory:
+        self._state.quota.need(None)
         return (await self._results.next()).trajectory
 
-    def groups(self) -> AsyncIterator[Group]:
+    def groups(self, *, full: int | None = None) -> AsyncIterator[Group]:
         """The same results by task: a group for each trained agent, once its last episode has finished.
 
         Unfinished groups come last, with `complete` false.
+
+        Args:
+            full: end after so many tasks with spread, that is, with rewards that differ. Groups with equal rewards are
+                left out and counted in `summary.flat`. No task is begun that cannot be needed, so no episode is
+                thrown away, and the next call continues with the next task. Call it first in the `async with` block;
+                tasks that began before stay for the reader. None returns all groups.
+
+        Raises:
+            BadOption: `full` is not a whole number from 1 on, or the groups have a single episode.
         """
-        return self._results.groups()
+        if full is not None:
+            check_full(full, self.options)
+        self._state.quota.need(full)
+        return self._results.groups(full)
 
     def stored(self) -> Iterator[Trajectory]:
         """The trajectories in the run file before this run, in commit order, read lazily."""

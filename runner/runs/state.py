@@ -16,9 +16,45 @@ from runner.runs.player import Attempt
 from runner.runs.summary import Summary
 from runner.trajectory import Outcome
 
-__all__ = ["RunState"]
+__all__ = ["RunState", "TaskQuota"]
 
 log = logger_for("runs")
+
+
+class TaskQuota:
+    """The number of tasks that may be in flight or unread, for a reader that needs so many groups with spread."""
+
+    def __init__(self) -> None:
+        self._needed: int | None = None
+        self._open = 0
+        self._changed = anyio.Event()
+
+    def need(self, groups: int | None) -> None:
+        """Let tasks begin while they may be needed for so many groups; None begins any."""
+        self._needed = groups
+        self._changed.set()
+
+    @property
+    def needed(self) -> int | None:
+        """The number of groups that the reader still needs; None for any."""
+        return self._needed
+
+    async def wait(self) -> None:
+        """Wait until another task may be needed; called by one task only."""
+        while self._needed is not None and self._open >= self._needed:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    def begin(self) -> None:
+        """Note a task that began."""
+        self._open += 1
+
+    def end(self, *, full: bool) -> None:
+        """Note a task whose groups the reader has, and whether one of them was needed."""
+        self._open -= 1
+        if full and self._needed:
+            self._needed -= 1
+        self._changed.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +87,9 @@ class RunState:
 
     feeding: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """The scope in which episodes are begun. Cancelling it does not cancel episodes in flight."""
+
+    quota: TaskQuota = field(default_factory=TaskQuota)
+    """The number of tasks that the reader needs."""
 
     def add_fault(self, fault: str) -> None:
         """Record a problem that changed no outcome."""

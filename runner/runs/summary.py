@@ -156,6 +156,9 @@ class Summary:
     stale: int = 0
     """Attempts that were dropped because their weights were too old."""
 
+    flat: int = 0
+    """Groups that `groups(full=)` left out, since their rewards were equal."""
+
     resampled: int = 0
     """Sampled ids dropped because the engine cut their turn for its trainer."""
 
@@ -324,6 +327,7 @@ class Summary:
             "retried": self.retried,
             "retry_causes": dict(self.retry_causes.most_common()),
             "stale": self.stale,
+            "flat": self.flat,
             "resampled": self.resampled,
             "faults": list(self.faults),
         }

@@ -102,6 +102,7 @@ class TaskFeeder:
             return
         try:
             while True:
+                await self.state.quota.wait()
                 # The slot first: a source chooses the next task when it can be played at once.
                 await self.slots.take()
                 task = await self.feed.next()
@@ -123,6 +124,7 @@ class TaskFeeder:
         missing = [index for index in self.indices if index not in claimed.finished]
         if missing:
             self.scoring.open(task, claimed.visit, len(missing))
+            self.state.quota.begin()
         else:
             self.slots.release()
             if self.scoring.has_rewards and not claimed.group_scored:

@@ -51,6 +51,7 @@ _OF_THE_LAUNCH: Final[Mapping[str, Any]] = {
     "tokens_per_second": None,
     "retried": 0,
     "stale": 0,
+    "flat": 0,
     "faults": [],
 }
 """The values that no row holds, with their defaults without a finished launch."""

@@ -34,7 +34,7 @@ from tests.verifying import play as play_wandering
 
 pytestmark = pytest.mark.anyio
 
-OF_THE_LAUNCH = ("seconds", "tokens_per_second", "retried", "stale", "faults", "throttled", "resent")
+OF_THE_LAUNCH = ("seconds", "tokens_per_second", "retried", "stale", "flat", "faults", "throttled", "resent")
 
 
 def assert_alike(told: dict[str, Any], expected: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
