@@ -130,6 +130,7 @@ MODULES = (
     "runner.store.export",
     "runner.testing.engine_contract",
     "runner.testing.strategies",
+    "runner.trainers.observers",
     "runner.trainers.openenv",
     "runner.trainers.trace_check",
     "runner.trainers.trace_files",

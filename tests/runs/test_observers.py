@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -132,3 +134,23 @@ async def test_observed_run_has_the_same_results(tmp_path: Path) -> None:
 def test_class_in_place_of_an_observer_is_refused() -> None:
     with pytest.raises(BadOption, match="objects of classes that derive from RunObserver"):
         Run(Plain, recording("Yes"), observers=[Keeps])  # type: ignore[list-item]  # on purpose
+
+
+def test_observer_that_never_returns_does_not_keep_the_process() -> None:
+    script = (
+        "import threading\n"
+        "from runner import Environment, RunObserver, Task, reward, run\n"
+        "from runner.runs import observers\n"
+        "from runner.testing import ScriptedEngine\n"
+        "observers.END_SECONDS = 0.05\n"
+        "class Hangs(RunObserver):\n"
+        "    def started(self, about): threading.Event().wait()\n"
+        "class Plain(Environment):\n"
+        "    def tasks(self): return [Task(id='t', prompt='?')]\n"
+        "    @reward\n"
+        "    def right(self): return 1.0\n"
+        "summary = run(Plain, ScriptedEngine('Yes'), observers=[Hangs()])\n"
+        "print(summary.reward.mean, len(summary.faults))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1.0 1\n"), done.stderr
