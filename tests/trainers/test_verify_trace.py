@@ -15,17 +15,20 @@ from typer.testing import CliRunner, Result
 from runner import BadBatch, RunFile
 from runner.cli.app import app
 from runner.parsing.learning.learnt_format import FormatVerdict
+from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.template import ChatTemplate
 from runner.tokens.tokenizer import load_tokenizer
 from runner.trainers.openenv import export_openenv, read_training_trace
 from runner.trainers.trace_check import TraceFault, TraceModel, TraceReport, verify_trace
 from runner.trainers.trace_files import read_traces
+from runner.trainers.verifiers_traces import trace_delta
 from tests import sweeps
 from tests.conformance import turn_formats
 from tests.conformance.corpus import CLOCK, Entry, corpus
 from tests.conformance.vocabulary import host
 from tests.playing import play_all, recording, talking, tasks, twice
 from tests.trainers.traced import FORMS, Talk, model_of, talks, written
+from tests.verifying import play as play_wandering
 
 pytestmark = pytest.mark.slow
 
@@ -302,3 +305,27 @@ def test_command_ends_with_7_and_prints_one_line_of_json(tmp_path: Path, demo_mo
     assert (done.exit_code, json.loads(done.stdout)["error"]["kind"]) == (2, "BadBatch")
     done = deltarunner(str(path), "--model", str(demo_model_folder), "--now", "yesterday")
     assert (done.exit_code, "--now yesterday: give a date" in done.output) == (2, True)
+
+
+@pytest.mark.anyio
+async def test_run_with_every_kind_of_turn_has_no_finding(tmp_path: Path) -> None:
+    await play_wandering(tmp_path / "run.db", "pythonic")
+    with RunFile(tmp_path / "run.db") as run_file:
+        header = run_file.header
+        export_openenv(run_file, tmp_path / "openenv.jsonl")
+        deltas = [trace_delta(each, task={}, weights={}) for each in run_file.trajectories()]
+    engine, template = header.engine, header.template
+    traces = [{**delta["open"], "nodes": delta["nodes"]} for delta in deltas]
+    (tmp_path / "verifiers.jsonl").write_text("".join(json.dumps(trace) + "\n" for trace in traces))
+    model = TraceModel(
+        ByteTokenizer(engine["control_tokens"], eos_token=engine["eos_token"]),
+        ChatTemplate(template["text"], name=template["name"], variables=template["variables"]),
+        stop_ids=engine["stop_ids"],
+        options=header.template_options,
+        now=header.clock,
+    )
+    for name in ("openenv.jsonl", "verifiers.jsonl"):
+        for trace in read_traces(tmp_path / name):
+            report = verify_trace(trace.calls, model)
+            assert (report.calls, report.findings) == (15, [])
+            assert report.unchecked.total() == 1  # a turn after one that was sampled again
