@@ -33,7 +33,7 @@ _DEFAULTS = {each.name: each.default for each in fields(RunSettings)}
 
 
 def serve_command(
-    settings: ServeSettings,
+    settings: RunSettings,
     make_engine: Callable[[RunSettings], BaseEngine] = real_engine,
     on_key: Callable[[list[str]], None] | None = None,
 ) -> int:
@@ -42,9 +42,10 @@ def serve_command(
     `--concurrency` is the number of open keys; after one ends, the next is printed. `on_key` also receives the lines
     of each key.
     """
-    if settings.protocol is not None:
+    if isinstance(settings, ServeSettings) and settings.protocol is not None:
         return serve_trainer(settings, make_engine)
-    if settings.environment is not None or settings.settings or settings.bind is not None:
+    bind = settings.bind if isinstance(settings, ServeSettings) else None
+    if settings.environment is not None or settings.settings or bind is not None:
         named = settings.environment or ("--set" if settings.settings else "--bind")
         raise BadOption(f"serve {named}: an environment is served to a trainer with --as verifiers.")
     settings = replace(settings, environment=NAME, concurrency=settings.concurrency or 1)

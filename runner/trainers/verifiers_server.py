@@ -245,6 +245,8 @@ class VerifiersServer:
             raise
         finally:
             self._playing[key] -= 1
+            if not self._playing[key]:
+                del self._playing[key]
 
     async def _start_player(self, url: str, model: str, sampling: Mapping[str, Any]) -> Player:
         options: dict[str, Any] = {**self._options}

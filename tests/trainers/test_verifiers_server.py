@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -18,13 +19,14 @@ import zmq.asyncio
 from runner import BadOption, Conversation, EngineDead, Environment, ScriptedEngine, Task, ToolError, reward, tool
 from runner.cli.serve import serve_command
 from runner.cli.settings import ServeSettings
-from runner.testing import call
+from runner.testing import Fault, call
 from runner.tokens.template import ChatTemplate
 from runner.trainers import verifiers_server
 from runner.trainers.trace_check import TraceModel, verify_trace
 from runner.trainers.trace_files import read_traces
 from runner.trainers.verifiers_server import VerifiersServer
 from tests.playing import recording
+from tests.trainers.verifiers_process import model_server, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
@@ -310,6 +312,30 @@ async def test_engine_that_does_not_start_is_tried_again() -> None:
         assert answer["error"] == "EngineDead: no power"
         assert (await client.ask("run", run_request()))[0]["success"]
     assert len(tries) == 2
+
+
+async def test_engine_that_dies_is_replaced_for_the_next_request() -> None:
+    engines = [ScriptedEngine("3", faults={0: Fault.death()}), recording("3")]
+    async with serving(lambda *_: engines.pop(0)) as (_, client):
+        answers = []
+        while engines:  # the death may be noticed after the first episode
+            answers.append((await client.ask("run", run_request()))[0])
+        assert any("EngineDead" in (answer["error"] or "") for answer in answers)
+        assert (await client.ask("run", run_request()))[0]["success"]
+
+
+@pytest.mark.slow
+async def test_command_serves_an_environment_on_an_engine_over_http(demo_model_folder: Path, tmp_path: Path) -> None:
+    async with model_server(demo_model_folder) as url:
+        with served(tmp_path, demo_model_folder) as address:
+            client = Client(address)
+            try:
+                where = {"type": "train", "base_url": f"{url}/v1"}
+                answer, (delta,) = await client.ask("run", run_request(client=where, model="demo"))
+            finally:
+                client.close()
+    assert (answer["success"], delta["set"]["rewards"]["right"]["score"]) == (True, 1.0)
+    assert [node["message"]["role"] for node in delta["nodes"]] == ["user", "assistant", "tool", "assistant"]
 
 
 async def test_players_that_are_not_used_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
