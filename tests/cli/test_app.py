@@ -224,8 +224,8 @@ def test_tasks_may_come_from_a_file(folder: Path) -> None:
 
 def test_an_unknown_command_is_answered_with_those_that_are(folder: Path) -> None:
     output = " ".join(re.sub(r"[│╭╮╰╯─]", " ", deltarunner("frobnicate").output).split())
-    known = "run, serve, list, show, export, compare, report, verify, verify-trace, check-template, check-weights, "
-    known += "new, check"
+    known = "run, serve, list, show, export, compare, report, view, label, verify, verify-trace, "
+    known += "check-template, check-weights, new, check"
     assert f"No such command 'frobnicate'. The commands are {known}." in output
     assert "Did you mean 'show'?" in deltarunner("shoe").output
 
