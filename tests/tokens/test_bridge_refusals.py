@@ -43,6 +43,36 @@ def test_first_prompt_without_a_request_is_refused_by_name() -> None:
         bridger(REFUSALS["template_raises"]).first_prompt([QUESTION, result("3")])
 
 
+def _showing_if(test: str) -> str:
+    """ChatML, in which a message is left out unless this holds."""
+    return chatml().replace("messages %}", f"messages %}}{{% if {test} %}}", 1).replace(
+        "{% endfor %}{% if add", "{% endif %}{% endfor %}{% if add"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ["", " \n", "im", "user"])
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        ("m.role == 'assistant' or loop.length > 5", "hides"),
+        ("m.role != 'tool'", "hides"),
+        ("m.content | trim or m.role == 'assistant' or loop.length > 5", "hides, until there are more messages"),
+        ("m.content | trim", None),
+        ("m.content | trim or loop.length < 3", None),
+    ],
+)
+def test_message_found_anywhere_is_refused_if_it_is_hidden(test: str, why: str | None, said: str) -> None:
+    made, past = bridger(_showing_if(test)), [QUESTION, says("x")]
+    if why and not (said.strip() and "trim" in test):
+        with pytest.raises(Unbridgeable, match=f"content_missing: the template {why}"):
+            made.first_prompt([*past, result(said)])
+        with pytest.raises(Unbridgeable, match=f"content_missing: the template {why}"):
+            answer(made, "x", "<|im_end|>", says("x"), result(said))
+    else:
+        assert len(made.first_prompt([*past, result(said)]))
+        assert answer(made, "x", "<|im_end|>", says("x"), result(said))
+
+
 def test_template_that_announces_an_empty_content_is_bridged() -> None:
     body = "{{ '[empty]' if not m.content }}{{ m.content }}"
     text, _ = answer(bridger(chatml(body=body)), "x", "<|im_end|>", says("x"), result(""))

@@ -13,6 +13,7 @@ from typing import TypeAlias, cast
 
 from runner.messages import Message
 from runner.tokens.bridging.refusal import Property, Unbridgeable
+from runner.tokens.probe_messages import AGAIN_ASKED, ANSWER, QUESTION
 from runner.tokens.token_diff import first_mismatch
 
 __all__ = ["FIELDS", "Field", "Rendering", "Span", "absent", "find", "words"]
@@ -81,6 +82,37 @@ class Rendering:
                 Property.CONTENT_SHOWN, f"the template hides message {index} of the {role} role: {content!r:.80}"
             )
         return found
+
+    def check_visible(self, index: int, source: str) -> None:
+        """Check that a message is shown whose content may be found in any text: white space, roles, words of `source`.
+
+        An empty message may be left out for being empty, if the template will not show it later: then a bridge would
+        lack it.
+
+        Raises:
+            Unbridgeable: the message is hidden, whatever it contains, or until there are more messages.
+        """
+        message = self.messages[index]
+        if not any(message["content"].strip() in text for text in (source, *_ROLES)):
+            return
+        more = [*self.messages, ANSWER, QUESTION, ANSWER, AGAIN_ASKED]
+        hidden = later = False
+        with suppress(
+            Unbridgeable
+        ):  # a template may raise on a marker, or on one message less: it looks at all of them
+            hidden = self._shown(index) is None
+            if not hidden and not message["content"].strip() and self._left_out(self.messages, index, self.text):
+                later = not self._left_out(more, index, self.render(more))
+        if hidden or later:
+            why = "hides" if hidden else "hides, until there are more messages,"
+            raise Unbridgeable(
+                Property.CONTENT_SHOWN,
+                f"the template {why} message {index} of the {message['role']} role: {message['content']!r:.80}",
+            )
+
+    def _left_out(self, messages: Sequence[Message], index: int, text: str) -> bool:
+        """True if `text`, the render of `messages`, is the same without one of them."""
+        return self.render([*messages[:index], *messages[index + 1 :]]) == text
 
     def _shown(self, index: int) -> Span | None:
         """The approximate place of a content that is not shown verbatim; None if the message is hidden."""
@@ -168,6 +200,9 @@ class Rendering:
 
 
 _SHOWN = "zqshownz"
+
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+"""Words that templates write without containing them."""
 
 
 def _without_switches(content: str) -> str | None:

@@ -60,8 +60,11 @@ class PromptRenderer:
         whole = Rendering(text, messages, lambda new: self.render(new, tools))
         for index, message in enumerate(messages):
             # A model's message may be shown without its reasoning.
-            if message["role"] != "assistant" and find(text, message["content"]) is None:
+            if message["role"] == "assistant":
+                continue
+            if find(text, message["content"]) is None:
                 whole.check_shown(index)
+            whole.check_visible(index, self.renderer.template.text)
         if messages:
             self.check_asks(text, messages, lambda new, asking: self.render(new, tools, generation_prompt=asking))
         return text

@@ -129,6 +129,8 @@ class Tail:
     def _fault(self) -> Unbridgeable | None:
         try:
             _ = self.seen
+            for index in range(len(self.new)):
+                self._rendering.check_visible(index, self._renderer.renderer.template.text)
             self._renderer.check_asks(
                 self.text, self.new, lambda new, asking: self._text(new, generation_prompt=asking)
             )
