@@ -139,9 +139,14 @@ class LentClock:
 
 
 def _left(scope: anyio.CancelScope) -> bool:
-    """Leave a scope, which succeeds exactly if nothing that was opened inside is open."""
+    """Leave a scope, and return whether that succeeded with nothing open that was opened inside."""
     try:
         scope.__exit__(None, None, None)
     except RuntimeError:
         return False
-    return True
+    if on_asyncio():
+        return True
+    # trio forgets the scope of a task group if one around it was left before, but not the group.
+    from trio.lowlevel import current_task
+
+    return not current_task().child_nurseries

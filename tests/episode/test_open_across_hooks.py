@@ -270,6 +270,27 @@ async def test_on_trio_what_cannot_be_closed_fails_its_episode_alone(opens: str,
 
 
 @ON_TRIO
+@pytest.mark.parametrize("does", ["waits", "dies", "cancels"])
+@pytest.mark.parametrize("opens", ["setup", "rollout", "first", "reward"])
+async def test_on_trio_a_hidden_group_fails_its_episode_alone(opens: str, does: str) -> None:
+    class Hides(Loops):
+        async def at(self, hook: str) -> None:
+            if self.task.id == "t1" and hook == opens:
+                group = await anyio.create_task_group().__aenter__()
+                group.start_soon(self.die if does == "dies" else anyio.sleep_forever)
+                if does == "cancels":
+                    group.cancel_scope.cancel()
+                self.hidden = [group]
+
+        async def die(self) -> None:
+            raise OSError("the server went away")
+
+    trajectories, run = await played(Hides("anyio_group", "never", "never"))
+    assert [each.outcome for each in trajectories] == [Outcome.COMPLETED, Outcome.ENV_ERROR, Outcome.COMPLETED]
+    assert "opened in a hook and never closed" in trajectories[1].error + " ".join(run.summary.faults)
+
+
+@ON_TRIO
 async def test_on_trio_a_cancelled_run_closes_what_setup_opened() -> None:
     closed: list[str] = []
 
