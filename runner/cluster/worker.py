@@ -216,7 +216,8 @@ class Worker(EngineProcess):
                 return
             run.lag = await exit_stack.enter_async_context(LagMonitor(workers))
             run.lag.on_stuck = partial(_end_stuck, self.number, self.record_exit_reason)
-            run.shared, _ = await setup.open(exit_stack, run.clock)  # the driver prints the notes too
+            resources = await setup.open_resources(exit_stack)
+            run.shared, _ = await setup.share(run.clock, *resources)  # the driver prints the notes too
             run.shared.make_limiter = partial(LeasedLimiter, self._limiter_service, self._leases, number, self.number)
             staleness = Staleness(self.engine, options.max_version_lag)
             exit_stack.enter_context(staleness.cancelling(run.plays.values()))

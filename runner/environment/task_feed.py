@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import anyio
 
@@ -68,7 +69,8 @@ def environment_tasks(environment: Environment[Any]) -> Tasks:
 class TaskFeed:
     """Returns tasks one at a time, when an episode can begin.
 
-    `next` and `finished` of a synchronous source run in worker threads, because they may block; a list cannot.
+    `next` and `finished` of a synchronous source run in worker threads, because they may block; a list cannot. An
+    asynchronous one runs in a task of its own, since it may keep a task group open between two tasks.
 
     Args:
         tasks: the source.
@@ -87,27 +89,60 @@ class TaskFeed:
         self._source: Any = source
         self._workers = workers
         self._checks = TaskChecks(environment, is_kept=is_kept)
-        self._asynchronous: AsyncIterator[Task] | None = None
         self._synchronous: Iterator[Task] | None = None
         self._blocks = not isinstance(source, Sequence)
+        self._ahead: list[Any] = []
+        self._own_task: _SourceTask | None = None
         self._notifying = anyio.Lock()  # episodes end concurrently, but a source gets one result at a time
         if isinstance(source, AsyncIterable):
-            self._asynchronous = aiter(source)
+            self._own_task = _SourceTask(aiter(source))
         elif isinstance(source, Iterable):
             self._synchronous = iter(source)
         else:
             raise BadTask(f"tasks must be an iterable of Task or the path of a JSONL file, got {source!r:.80}")
 
+    async def __aenter__(self) -> Self:
+        if self._own_task is not None:
+            await self._own_task.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close a generator, sync or async, unless it is blocked in a thread."""
+        if self._own_task is not None:
+            await self._own_task.__aexit__()
+        if inspect.isgenerator(self._synchronous) and not self._synchronous.gi_running:
+            await self._workers.call(Job(self._synchronous.close, "tasks()"))
+
+    async def look_ahead(self, seconds: float) -> None:
+        """Take and check the first task, which `next` returns later.
+
+        A source that repeats tasks is not asked yet, since it may choose by results. An asynchronous one that has no
+        task within `seconds` is asked further in its own task.
+
+        Raises:
+            BadTask: the first task is invalid.
+        """
+        if self.repeatable:
+            return
+        with anyio.move_on_after(math.inf if self._own_task is None else seconds):
+            self._ahead.append(await self._fetch())
+            self._checked(self._ahead[0])
+
     async def next(self) -> Task | None:
         """The next task; None at the end."""
-        if self._asynchronous is not None:
-            with native_cancellation_as(BadTask("tasks() cancelled the asyncio task that awaited it")):
-                task: Any = await anext(self._asynchronous, _END)
-        elif self._blocks:
-            task = await self._workers.call(Job(self._next, "tasks()"))
-        else:
-            task = self._next()
+        if self._ahead:
+            return self._checked(self._ahead.pop())
+        return self._checked(await self._fetch())
+
+    def _checked(self, task: Any) -> Task | None:
         return None if task is _END else self._checks.checked(task)
+
+    async def _fetch(self) -> Any:
+        if self._own_task is not None:
+            return await self._own_task.next()
+        if self._blocks:
+            return await self._workers.call(Job(self._next, "tasks()"))
+        return self._next()
 
     def _next(self) -> Any:
         assert self._synchronous is not None
@@ -132,17 +167,76 @@ class TaskFeed:
 
     async def _notify(self, trajectory: Trajectory) -> None:
         hear = self._source.finished
-        if self._asynchronous is None and not is_async(hear):
+        if self._own_task is None and not is_async(hear):
             await self._workers.call(Job(lambda: hear(trajectory), "finished()"))
             return
         result = hear(trajectory)
         if inspect.isawaitable(result):
             await result
 
-    async def aclose(self) -> None:
-        """Close a generator, sync or async, unless it is blocked in a thread."""
-        close = getattr(self._asynchronous, "aclose", None)
-        if close is not None:
-            await close()
-        if inspect.isgenerator(self._synchronous) and not self._synchronous.gi_running:
-            await self._workers.call(Job(self._synchronous.close, "tasks()"))
+
+class _SourceTask:
+    """A task in which an asynchronous source is asked and closed. It may keep scopes open between two answers."""
+
+    def __init__(self, source: AsyncIterator[Any]) -> None:
+        self._source = source
+        self._group = anyio.create_task_group()
+        self._asked, self._answered = anyio.Event(), anyio.Event()
+        self._is_asked = self._is_closed = self._has_failed = False
+        self._answer: Any = None
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> None:
+        await self._group.__aenter__()
+        self._group.start_soon(self._run, name="tasks()")
+
+    async def __aexit__(self) -> None:
+        self._is_closed = True
+        if self._is_asked and not self._answered.is_set():
+            self._group.cancel_scope.cancel()
+        self._asked.set()
+        await self._group.__aexit__(None, None, None)
+        if self._has_failed and self._error is not None:
+            raise self._error
+
+    async def next(self) -> Any:
+        """The next answer; `_END` at the end. If this is cancelled, the next call returns what it asked for."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._asked.set()
+        await self._answered.wait()
+        self._answered, self._is_asked = anyio.Event(), False
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._answer
+
+    async def _run(self) -> None:
+        try:
+            await self._answer_requests()
+        except (Exception, BaseExceptionGroup) as raised:  # at its end, or by a task group that it keeps open
+            error: BaseException | None = raised
+            if isinstance(error, BaseExceptionGroup):
+                _, error = error.split((GeneratorExit, anyio.get_cancelled_exc_class()))
+            if error is not None:  # else it was only closed
+                self._error, self._has_failed = BadTask(f"tasks() raised {describe_error(error)}"), True
+            self._answered.set()
+
+    async def _answer_requests(self) -> None:
+        try:
+            while await self._wait_for_request():
+                try:
+                    with native_cancellation_as(BadTask("tasks() cancelled the asyncio task that awaited it")):
+                        self._answer = await anext(self._source, _END)
+                except (Exception, SystemExit) as error:
+                    self._error = error
+                self._answered.set()
+        finally:
+            close = getattr(self._source, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _wait_for_request(self) -> bool:
+        await self._asked.wait()
+        self._asked = anyio.Event()
+        return not self._is_closed

@@ -17,7 +17,7 @@ from runner.environment.task_files import read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
-__all__ = ["check_ahead", "find_selected", "select"]
+__all__ = ["Selection", "check_ahead", "find_selected", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -31,7 +31,7 @@ def select(source: Tasks, task_class: type[Task], *, most: int | None = None, on
     """
     if isinstance(source, str | Path):
         source = read_tasks(Path(source), task_class)
-    if most is None and only is None:
+    if most is None and only is None and isinstance(source, Sequence):
         return source
     kind: Any = _AsyncSelection if isinstance(source, AsyncIterable) else _TaskSelection
     chosen = kind(source, most, only)
@@ -46,7 +46,7 @@ def check_ahead(
     """Check selected tasks before the start, if that consumes nothing.
 
     Files and lists are checked completely. Of a generator, the first task is checked and stays the first. Async
-    sources, sources that receive results, and generators that may use the value of `lifespan()` are not checked.
+    sources, and generators that may use the value of `lifespan()`, are checked by the run as it starts.
 
     Args:
         chosen: the result of `select`.
@@ -99,7 +99,7 @@ def find_selected(chosen: Tasks, source: Tasks, environment: Environment[Any], c
     return tasks
 
 
-class _Selection:
+class Selection:
     """Some tasks of a source. If the source receives results, its `finished` is set on this object."""
 
     finished: Callable[..., Any]
@@ -110,7 +110,7 @@ class _Selection:
         self._only = only
 
 
-class _TaskSelection(_Selection):
+class _TaskSelection(Selection):
     def __iter__(self) -> Iterator[Task]:
         try:
             yield from self._selected()
@@ -131,7 +131,7 @@ class _TaskSelection(_Selection):
         raise _no_such_task(self._only, seen)
 
 
-class _AsyncSelection(_Selection):
+class _AsyncSelection(Selection):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
         seen: list[str] = []
@@ -140,9 +140,9 @@ class _AsyncSelection(_Selection):
             if self._most == 0:
                 return
             async for task in tasks:
-                seen.append(task.id)
                 if self._only is None or task.id == self._only:
                     yield task
+                seen.append(task.id)
                 if len(seen) == self._most or task.id == self._only:
                     return
         if self._only is not None:

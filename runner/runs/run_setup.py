@@ -96,8 +96,19 @@ class RunSetup:
             [each.template for each in self.engines if isinstance(each, Engine)], self.options.template_options, now
         )
 
-    async def open(self, exit_stack: AsyncExitStack, now: datetime) -> tuple[RunShared, list[str]]:
-        """Open what all episodes share until the exit stack is left; return it with messages about faults.
+    async def open_resources(self, exit_stack: AsyncExitStack) -> tuple[EndpointServer, Any]:
+        """Open the HTTP server and the environment's `lifespan()`, which need no engine; return both.
+
+        Raises:
+            BadEnvironment: `lifespan()` raised.
+        """
+        lifespan = lifespan_of(self.environment, self.workers, close_seconds=self.limits.close_seconds)
+        # Entered before the lifespan, so that it closes after it, when no episode plays.
+        endpoints = await exit_stack.enter_async_context(EndpointServer(self.options.listen))
+        return endpoints, await exit_stack.enter_async_context(lifespan)
+
+    async def share(self, now: datetime, endpoints: EndpointServer, resources: Any) -> tuple[RunShared, list[str]]:
+        """Return what all episodes share, with messages about faults. The engines are running.
 
         Unusable templates are refused before anything is sampled.
         """
@@ -115,15 +126,11 @@ class RunSetup:
             scorers=self.scorers,
             seed=options.seed,
             workers=self.workers,
-            endpoints=EndpointServer(options.listen),
+            endpoints=endpoints,
         )
+        shared.resources = resources
         uncalled = (fault for part in environment.parts().values() for fault in uncalled_methods(part))
-        faults = [*uncalled, *await self._find_faults(other_models.get(MAIN, chat), now)]
-        lifespan = lifespan_of(environment, self.workers, close_seconds=self.limits.close_seconds)
-        # Entered before the lifespan, so that it closes after it, when no episode plays.
-        await exit_stack.enter_async_context(shared.endpoints)
-        shared.resources = await exit_stack.enter_async_context(lifespan)
-        return shared, faults
+        return shared, [*uncalled, *await self._find_faults(other_models.get(MAIN, chat), now)]
 
     async def _find_faults(self, main: Model, now: datetime) -> list[str]:
         if not isinstance(main, ChatModel):

@@ -14,11 +14,14 @@ from typing import Any
 
 from runner.concurrency.loop_lag import LagMonitor
 from runner.concurrency.threads import Job
+from runner.concurrency.user_code import describe_error
 from runner.engines.base import BaseEngine, width_of
 from runner.engines.sharing import ensure_running
 from runner.environment.task_checks import TaskChecks
-from runner.environment.task_feed import TaskFeed, Tasks, environment_tasks
+from runner.environment.task_feed import TaskFeed, environment_tasks
+from runner.environment.task_selection import Selection
 from runner.episode.shared import RunShared
+from runner.errors import BadTask, DeltarunnerError
 from runner.logs import logger_for
 from runner.runs.active_run import ActiveRun
 from runner.runs.player import EpisodePlayer, LocalPlayer, PlayingEngine, WorkerSetup
@@ -35,6 +38,9 @@ from runner.store.writer import RunWriter
 __all__ = ["Start"]
 
 log = logger_for("runs")
+
+LOOK_AHEAD_SECONDS = 10
+"""Longest time that the start waits for the first task of an asynchronous `tasks()`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,7 +62,10 @@ class Start:
         log.info("run of %s with %s", class_name(type(setup.environment)), options.summary())
         await setup.check_options()
         await self._restore_choices()
-        tasks = await self._tasks_ahead()
+        await self._check_given_tasks()
+        resources = await setup.open_resources(exit_stack)
+        feed = await exit_stack.enter_async_context(await self._feed())
+        await self._look_ahead(feed)
         sent = engine.sent(setup) if isinstance(engine, PlayingEngine) else None
         # Engines first: the header and the adapters come from running engines.
         for each in setup.engines:
@@ -74,10 +83,8 @@ class Start:
         self._log_file(writer)
         # Templates of a resumed run see the clock of its first launch.
         clock = writer.header.clock
-        shared, faults = await setup.open(exit_stack, clock)
+        shared, faults = await setup.share(clock, *resources)
         self.state.add_faults(faults)
-        feed = await self._feed(tasks)  # after lifespan(), whose resources tasks() may read
-        exit_stack.push_async_callback(feed.aclose)
         self.state.summary.repeats_tasks = feed.repeatable
         player = await self._player(exit_stack, sent, shared, clock)
         exit_stack.enter_context(staleness.cancelling(self.state.plays))
@@ -145,35 +152,36 @@ class Start:
         classes = {name: part.task_class() for name, part in setup.environment.parts().items()}
         return RunWriter(state.file, header, task_class=classes, retry_failed=options.retry_failed)
 
-    async def _tasks_ahead(self) -> Tasks | None:
-        """The tasks, checked before an engine starts and a file is made if they are a file or a list.
-
-        None if `tasks()` may need the resources of `lifespan()`.
-        """
+    async def _check_given_tasks(self) -> None:
+        """Check the tasks of a file or a list that was given to the run."""
         setup = self.setup
-        tasks = setup.options.tasks
-        if tasks is None:
-            if setup.environment.overrides("lifespan"):
-                return None
-            tasks = await self._own_tasks()
         checks = TaskChecks(setup.environment, is_kept=setup.options.file is not None)
-        await setup.workers.call(Job(partial(checks.check_known, tasks), "tasks()"))
-        return tasks
+        await setup.workers.call(Job(partial(checks.check_known, setup.options.tasks), "tasks()"))
 
-    async def _own_tasks(self) -> Tasks:
-        # In a thread, since it may load them all.
-        own = partial(environment_tasks, self.setup.environment)
-        tasks: Tasks = await self.setup.workers.call(Job(own, "tasks()"))
-        return tasks
+    async def _feed(self) -> TaskFeed:
+        """The tasks, also those of `tasks()`, which may read what `lifespan()` opened."""
+        setup, tasks = self.setup, self.setup.options.tasks
+        is_kept = setup.options.file is not None
+        if tasks is None:
+            # In a thread, since it may load them all.
+            own = partial(environment_tasks, setup.environment)
+            tasks = await setup.workers.call(Job(own, "tasks()"))
+            checks = TaskChecks(setup.environment, is_kept=is_kept)
+            await setup.workers.call(Job(partial(checks.check_known, tasks), "tasks()"))
+        return TaskFeed(tasks, setup.environment, workers=setup.workers, is_kept=is_kept)
 
-    async def _feed(self, tasks: Tasks | None) -> TaskFeed:
-        setup = self.setup
-        return TaskFeed(
-            await self._own_tasks() if tasks is None else tasks,
-            setup.environment,
-            workers=setup.workers,
-            is_kept=setup.options.file is not None,
-        )
+    async def _look_ahead(self, feed: TaskFeed) -> None:
+        """Take the first task of `tasks()`, so that its error is found before an engine starts."""
+        given = self.setup.options.tasks
+        # A caller's own source may wait for what the caller does once it plays.
+        if given is not None and not isinstance(given, Selection):
+            return
+        try:
+            await feed.look_ahead(LOOK_AHEAD_SECONDS)
+        except DeltarunnerError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise BadTask(f"tasks() raised {describe_error(error)}") from error
 
 
 def _without_templates(header: Header) -> Header:
