@@ -156,6 +156,21 @@ def test_messages_that_appear_later_all_at_once_get_no_wrong_bridge() -> None:
     check_bridges(Written(template=APPEARS_AT_ONCE, conversations=[conversation]))
 
 
+BEHIND_THE_STOP = (
+    "{% for m in messages %}{% if loop.length > COUNT %}<|im_start|>{{ m.role }}\n.<|im_end|>\n{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that writes contents behind the stop, and no message until there are more than COUNT."""
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_words_behind_the_stop_of_a_late_message_get_no_bridge(count: int) -> None:
+    seen: Counter[str] = Counter()
+    conversation = [QUESTION, *([says("words"), MORE] * 5)]
+    check_bridges(Written(BEHIND_THE_STOP.replace("COUNT", str(count)), [conversation]), seen)
+    assert not _exact(seen)
+
+
 def test_many_of_the_drawn_conversations_get_a_bridge() -> None:
     # Else the test above would hold of anything.
     seen: Counter[str] = Counter()

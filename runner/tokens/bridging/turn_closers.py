@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import Final
 
 from runner.messages import Message
 from runner.tokens.bridging.content_spans import words
@@ -53,25 +54,32 @@ class TurnClosers:
         """True if the token opens messages of some role, as those of GLM do: only one of that role may follow it."""
         if token_id not in self._opening:
             following: Sequence[Message] = (AGAIN_ASKED, result(), SYSTEM)
-            self._opening[token_id] = any(self._opens(token_id, message) for message in following)
+            pasts: Sequence[Sequence[Message]] = ((QUESTION,), _LONG_PAST)
+            self._opening[token_id] = any(
+                self._opens(token_id, message, past) for message in following for past in pasts
+            )
         return self._opening[token_id]
 
-    def _opens(self, token_id: int, message: Message) -> bool:
+    def _opens(self, token_id: int, message: Message, past: Sequence[Message] = (QUESTION,)) -> bool:
         """True if the token opens this message: it precedes it and ends no turn, or is between two of them."""
         turn = CALL if message["role"] == "tool" else ANSWER
         with suppress(Unbridgeable):
-            tail = self._tail(turn, message)
+            tail = self._tail(turn, message, past=past)
             before = tail.text.partition(message["content"])[0]
             if self._holds(before, token_id) and not self._holds(tail.alone or "", token_id):
                 return True
             second: Message = {**message, "content": words(1)[0]}
-            behind = self._tail(turn, message, second).text.partition(message["content"])[2]
+            behind = self._tail(turn, message, second, past=past).text.partition(message["content"])[2]
             between, _, after = behind.partition(second["content"])
             return self._holds(between, token_id) and not self._holds(after, token_id)
         return False
 
-    def _tail(self, turn: Message, *new: Message) -> Tail:
-        return Tail(self._renderer, AnsweredTurn([QUESTION, turn], new))
+    def _tail(self, turn: Message, *new: Message, past: Sequence[Message] = (QUESTION,)) -> Tail:
+        return Tail(self._renderer, AnsweredTurn([*past, turn], new))
 
     def _holds(self, text: str, token_id: int) -> bool:
         return token_id in self._tokenizer.encode(text)
+
+
+_LONG_PAST: Final[Sequence[Message]] = (QUESTION, *(ANSWER, AGAIN_ASKED) * 3)
+"""A template may write nothing, or something else, until there are some messages."""
