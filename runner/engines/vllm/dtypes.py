@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ChosenDtype", "choose_dtype", "gives_dtype", "is_fast", "weight_bytes"]
+__all__ = ["ChosenDtype", "choose_dtype", "gives_dtype", "is_fast", "machine_memory", "weight_bytes"]
 
 _AUTO: Final = "auto"
 _HALVES: Final = ("bfloat16", "float16")
-_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_NAMES: Final = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "double": "float64"}
+"""Other names of dtypes."""
 _ASKED: Final = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
+_TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 _QUANTIZED: Final = ("quantization_config", "compression_config")
 
 
@@ -48,7 +53,7 @@ def choose_dtype(
         copies: number of copies of the weights, one per data-parallel rank.
     """
     config = _json(folder / "config.json")
-    if given.get("quantization") or any(_has(config, name) for name in _QUANTIZED):
+    if given.get("quantization") or _is_quantized(folder, config):
         return ChosenDtype()  # its kernels support only 16 bits
     stored = _stored(config)
     usual = stored if stored in _HALVES else "bfloat16"
@@ -75,22 +80,55 @@ def is_fast(dtype: str) -> bool:
     return bool(asked())
 
 
+def machine_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of memory of this machine, or of its container if that may use less.
+
+    Args:
+        groups: the folder of Linux's control groups.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of version 2 and 1
+        with suppress(OSError, ValueError):  # "max" is no limit
+            memory = min(memory, int((groups / limit).read_text()))
+    return memory
+
+
 def weight_bytes(folder: Path) -> int:
     """Return the bytes of a model's weights by its files; 0 if unknown."""
-    indexed = _json(folder / "model.safetensors.index.json").get("metadata", {}).get("total_size", 0)
-    return int(indexed) or sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if indexed := _json(folder / index).get("metadata", {}).get("total_size", 0):
+            return int(indexed)
+    # Mistral's folders have the same weights once more, as "consolidated".
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
+        if size := sum(path.stat().st_size for path in folder.glob(pattern)):
+            return size
+    return 0
 
 
 def _stored(config: Mapping[str, Any]) -> str:
     """Return the dtype of the checkpoint; in a multimodal model it is in the text part."""
-    for part in (config, config.get("text_config"), config.get("llm_config")):
-        if isinstance(part, Mapping) and (name := part.get("dtype") or part.get("torch_dtype")):
-            return str(name).removeprefix("torch.")
+    for part in _parts(config):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if isinstance(name, Mapping):  # one for each part
+            name = name.get("text_config") or name.get("")
+        if isinstance(name, str):
+            name = name.removeprefix("torch.")
+            return _NAMES.get(name, name)
     return ""
 
 
-def _has(config: Mapping[str, Any], name: str) -> bool:
-    return any(isinstance(part, Mapping) and part.get(name) for part in (config, config.get("text_config")))
+def _is_quantized(folder: Path, config: Mapping[str, Any]) -> bool:
+    if any(part.get(name) for part in _parts(config) for name in _QUANTIZED):
+        return True
+    return (folder / "hf_quant_config.json").exists() or any(folder.glob("*.gguf"))
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a configuration and those in it, of text models first."""
+    yield config
+    nested = [(name, part) for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
+    for _, part in sorted(nested, key=lambda each: each[0] not in _TEXT_PARTS):
+        yield from _parts(part)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import anyio.to_thread
 
 from runner.concurrency.threads import Job, WorkerThread
 from runner.engines.vllm.cleanup_process import FOLDER, CleanupProcess, release, shared_memory_of
-from runner.engines.vllm.dtypes import choose_dtype, gives_dtype, is_fast
+from runner.engines.vllm.dtypes import choose_dtype, gives_dtype, is_fast, machine_memory
 from runner.engines.vllm.parallel import ParallelSizes, check_machine
 from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.engines.vllm.settings import VllmSettings, choose_settings
@@ -306,7 +306,7 @@ class VllmProcess:
             return self.kept_dtype
         if not cpu:
             return None
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _WEIGHTS_SHARE
+        memory = machine_memory() * _WEIGHTS_SHARE
         copies = ParallelSizes.of(self.given).data
         chosen = choose_dtype(self.model.folder, self.given, is_fast=is_fast, memory=int(memory), copies=copies)
         self.dtype_reason = chosen.why

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.dtypes import ChosenDtype, choose_dtype, gives_dtype, weight_bytes
+from runner.engines.vllm.dtypes import ChosenDtype, choose_dtype, gives_dtype, machine_memory, weight_bytes
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import BINDING, UNIPROC, single_process_variables
 from runner.engines.vllm.settings import choose_settings
@@ -60,14 +60,35 @@ def test_dtype_of_a_nested_text_model_is_read(tmp_path: Path) -> None:
     assert chosen(model(tmp_path, text_config={"dtype": "float16"}), MODERN).name == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"torch_dtype": "half"},
+        {"torch_dtype": "torch.float16"},
+        {"dtype": {"text_config": "float16", "vision_config": "float32"}},
+        {"dtype": {"": "float16"}},
+        {"language_config": {"torch_dtype": "float16"}},
+        {"vision_config": {"dtype": "bfloat16"}, "llm_config": {"dtype": "float16"}},
+        {"thinker_config": {"audio_config": {"dtype": "bfloat16"}, "text_config": {"dtype": "float16"}}},
+    ],
+    ids=str,
+)
+def test_dtype_is_found_wherever_models_write_it(config: dict[str, Any], tmp_path: Path) -> None:
+    assert chosen(model(tmp_path, **config), MODERN).name == "bfloat16"
+
+
 def test_a_folder_without_a_config_is_left_to_vllm_on_a_fast_cpu(tmp_path: Path) -> None:
     assert chosen(tmp_path, MODERN).name == "auto"
 
 
 @pytest.mark.parametrize(
     ("config", "given"),
-    [({"quantization_config": {"quant_method": "awq"}}, {}), ({}, {"quantization": "gptq"})],
-    ids=["checkpoint", "argument"],
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, {}),
+        ({"llm_config": {"quantization_config": {"quant_method": "awq"}}}, {}),
+        ({}, {"quantization": "gptq"}),
+    ],
+    ids=["checkpoint", "nested", "argument"],
 )
 def test_quantized_weights_keep_vllms_choice(config: dict[str, Any], given: dict[str, Any], tmp_path: Path) -> None:
     assert chosen(model(tmp_path, dtype="bfloat16", **config), OLD, **given) == ChosenDtype()
@@ -81,6 +102,38 @@ def test_float32_that_does_not_fit_in_memory_is_not_taken(tmp_path: Path) -> Non
     assert chosen(folder, OLD, memory=18 * GIGABYTE).name == "float32"
     two = choose_dtype(folder, {}, is_fast=OLD.__contains__, memory=18 * GIGABYTE, copies=2)
     assert "36 GB" in two.why
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "model-Q4_K_M.gguf"])
+def test_quantized_files_keep_vllms_choice(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert chosen(model(tmp_path, dtype="bfloat16"), OLD) == ChosenDtype()
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    whole = machine_memory(tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine_memory(tmp_path) == whole
+    (tmp_path / "memory.max").write_text(f"{whole // 2}\n")
+    assert machine_memory(tmp_path) == whole // 2
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{whole // 4}\n")
+    assert machine_memory(tmp_path) == whole // 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "total"),
+    [
+        ({"pytorch_model-00001-of-00002.bin": 70, "pytorch_model-00002-of-00002.bin": 30, "training_args.bin": 9}, 100),
+        ({"model.safetensors": 100, "consolidated.safetensors": 100}, 100),
+        ({"consolidated.safetensors": 100}, 100),
+        ({"model.safetensors": 100, "pytorch_model.bin": 100}, 100),
+    ],
+)
+def test_size_of_weights_is_that_of_one_copy(sizes: dict[str, int], total: int, tmp_path: Path) -> None:
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    assert weight_bytes(tmp_path) == total
 
 
 def test_size_of_weights_without_an_index_is_that_of_their_files(tmp_path: Path) -> None:
