@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from runner.errors import BadWeights
 
@@ -285,9 +286,24 @@ def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, Tensor
     if unknown:
         named = [f"{name!r}{_in_file(given[name])}" for name in unknown]
         problems.append(f"no tensor of the model is called {_first(named)}")
-    prefix = _prefix(missing, unknown)
-    hint = f"Take {prefix!r} off every name" if prefix else "Give exactly the tensors of its checkpoint"
+    hint = _naming_hint(missing, unknown)
     return f"{'; '.join(problems)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}."
+
+
+_WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What PyTorch's wrappers of modules (FSDP, activation checkpoints, compile) add inside of names."""
+
+
+def _naming_hint(missing: list[str], unknown: list[str]) -> str:
+    if any(part in name for name in unknown for part in (".base_layer.", ".lora_")):
+        return "Merge the adapter into the weights first (PEFT: merge_and_unload()), or give it to add_adapter()"
+    prefix = _prefix(missing, unknown)
+    if prefix:
+        return f"Take {prefix!r} off every name"
+    for wrapper in _WRAPPERS:
+        if missing and {name.replace(wrapper, "") for name in unknown} >= set(missing):
+            return f"Take {wrapper!r} out of every name"
+    return "Give exactly the tensors of its checkpoint"
 
 
 def _prefix(missing: list[str], unknown: list[str]) -> str:
@@ -305,7 +321,9 @@ def _misfits(given: Mapping[str, TensorForm], model: Checkpoint) -> Iterator[str
         if form is None:
             continue
         if form.shape != wanted.shape:
-            yield f"the tensor {name!r}{_in_file(form)} has shape {form.shape}, the model's has {wanted.shape}"
+            sharded = math.prod(form.shape) < math.prod(wanted.shape) and len(form.shape) == 1 < len(wanted.shape)
+            hint = " (a shard of the trainer's? gather the whole tensor first)" if sharded or 0 in form.shape else ""
+            yield f"the tensor {name!r}{_in_file(form)} has shape {form.shape}, the model's has {wanted.shape}{hint}"
         elif form.dtype != wanted.dtype and not {form.dtype, wanted.dtype} <= set(FLOATS):
             yield (
                 f"the tensor {name!r}{_in_file(form)} is {form.dtype}, the model's is {wanted.dtype}, and only "

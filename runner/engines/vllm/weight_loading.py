@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,8 @@ class VllmWeights:
             check = self._check_tensors
         else:
             state = " Give model.state_dict()." if hasattr(given, "state_dict") else ""
+            if isinstance(given, Iterator | list | tuple):
+                state = " Give dict(...) of pairs of names and tensors."
             raise BadWeights(
                 f"the weights are {type(given).__name__}: give a folder, a mapping of names to tensors (a state "
                 f"dict), a WeightTransfer or a LocalTransfer.{state}"

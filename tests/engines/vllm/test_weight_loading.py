@@ -104,6 +104,25 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda folder: saved(folder, {f"module.{name}": tensor for name, tensor in tensors().items()}),
         ["'module.table' in model.safetensors", "Take 'module.' off"],
     ),
+    "a wrapper inside of every name": (
+        lambda folder: {name.replace(".", "._fsdp_wrapped_module.", 1): value for name, value in tensors().items()},
+        ["Take '_fsdp_wrapped_module.' out of every name"],
+    ),
+    "a compiled module inside of a name": (
+        lambda folder: {**without(UP), UP.replace("mlp.", "mlp._orig_mod."): tensors()[UP]},
+        [f"missing {UP!r}", "Take '_orig_mod.' out of every name"],
+    ),
+    "an adapter that is not merged": (
+        lambda folder: {
+            **without(UP),
+            f"base_model.model.{UP.replace('.weight', '.base_layer.weight')}": tensors()[UP],
+            f"base_model.model.{UP.replace('.weight', '.lora_A.default.weight')}": torch.ones(1, 4),
+        },
+        [f"missing {UP!r}", "merge_and_unload()", "add_adapter()"],
+    ),
+    "an empty shard": (lambda folder: {**tensors(), UP: torch.ones(0)}, [repr(UP), "(0,)", "gather the whole tensor"]),
+    "a flat shard": (lambda folder: {**tensors(), UP: torch.ones(4)}, [repr(UP), "(4,)", "gather the whole tensor"]),
+    "pairs": (lambda folder: list(tensors().items()), ["are list", "Give dict(...)"]),
     "no folder": (lambda folder: folder, ["the folder does not exist"]),
     "a file": (lambda folder: saved(folder, tensors()) / "model.safetensors", ["give the folder that holds it"]),
     "an empty folder": (lambda folder: saved(folder), ["holds no *.safetensors"]),
