@@ -291,7 +291,7 @@ def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, Tensor
 
 
 _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What PyTorch's wrappers of modules (FSDP, activation checkpoints, compile) add inside of names."""
+"""Parts of names that PyTorch's wrappers of modules add: FSDP, activation checkpoints, compile."""
 
 
 def _naming_hint(missing: list[str], unknown: list[str]) -> str:

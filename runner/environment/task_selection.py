@@ -17,7 +17,7 @@ from runner.environment.task_files import read_tasks
 from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
-__all__ = ["Selection", "check_ahead", "find_selected", "select"]
+__all__ = ["SelectedTasks", "check_ahead", "find_selected", "select"]
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -99,7 +99,7 @@ def find_selected(chosen: Tasks, source: Tasks, environment: Environment[Any], c
     return tasks
 
 
-class Selection:
+class SelectedTasks:
     """Some tasks of a source. If the source receives results, its `finished` is set on this object."""
 
     finished: Callable[..., Any]
@@ -110,7 +110,7 @@ class Selection:
         self._only = only
 
 
-class _TaskSelection(Selection):
+class _TaskSelection(SelectedTasks):
     def __iter__(self) -> Iterator[Task]:
         try:
             yield from self._selected()
@@ -131,7 +131,7 @@ class _TaskSelection(Selection):
         raise _no_such_task(self._only, seen)
 
 
-class _AsyncSelection(Selection):
+class _AsyncSelection(SelectedTasks):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
         seen: list[str] = []

@@ -19,7 +19,7 @@ from runner.engines.base import BaseEngine, width_of
 from runner.engines.sharing import ensure_running
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_feed import TaskFeed, environment_tasks
-from runner.environment.task_selection import Selection
+from runner.environment.task_selection import SelectedTasks
 from runner.episode.shared import RunShared
 from runner.errors import BadTask, DeltarunnerError
 from runner.logs import logger_for
@@ -174,7 +174,7 @@ class Start:
         """Take the first task of `tasks()`, so that its error is found before an engine starts."""
         given = self.setup.options.tasks
         # A caller's own source may wait for what the caller does once it plays.
-        if given is not None and not isinstance(given, Selection):
+        if given is not None and not isinstance(given, SelectedTasks):
             return
         try:
             await feed.look_ahead(LOOK_AHEAD_SECONDS)

@@ -88,7 +88,7 @@ def machine_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of version 2 and 1
-        with suppress(OSError, ValueError):  # "max" is no limit
+        with suppress(OSError, ValueError):  # "max": without a limit
             memory = min(memory, int((groups / limit).read_text()))
     return memory
 
