@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from runner.engines.weights import Checkpoint
+
 __all__ = ["CheckpointSource", "to_checkpoint_names"]
 
 
@@ -35,13 +37,17 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
 class CheckpointSource:
     """`WeightSource` for vLLM that sends the tensors of another one under the names of the checkpoint.
 
+    Optional tensors that the checkpoint does not have, such as a tied output layer, are not sent: some models of vLLM
+    fail at them (Bloom).
+
     Args:
         config: transformers' configuration of the model.
         source: the trainer's source.
+        model: the checkpoint.
     """
 
-    def __init__(self, config: Any, source: Any) -> None:
-        self._config, self._source = config, source
+    def __init__(self, config: Any, source: Any, model: Checkpoint) -> None:
+        self._config, self._source, self._model = config, source, model
 
     def metadata(self) -> list[Any]:
         """Return name, dtype and shape of each tensor."""
@@ -49,12 +55,19 @@ class CheckpointSource:
 
         kinds = list(self._source.metadata())
         empty = {one.name: torch.empty(tuple(one.shape), dtype=one.dtype, device="meta") for one in kinds}
-        converted = to_checkpoint_names(self._config, empty) or empty
+        converted = self._converted(empty)
         return [type(kinds[0])(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        tensors = dict(iter(self._source))
-        yield from (to_checkpoint_names(self._config, tensors) or tensors).items()
+        yield from self._converted(dict(iter(self._source))).items()
+
+    def _converted(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        named = to_checkpoint_names(self._config, tensors) or tensors
+        return {
+            name: tensor
+            for name, tensor in named.items()
+            if name in self._model.forms or not self._model.optional(name)
+        }
 
 
 class _Once:

@@ -63,7 +63,7 @@ class VllmTransfers:
             source = transfer.source
             forms = await anyio.to_thread.run_sync(forms_of_source, source)
             if not forms.keys() <= model.forms.keys():
-                source = CheckpointSource(self._llm.vllm_config.model_config.hf_config, source)
+                source = CheckpointSource(self._llm.vllm_config.model_config.hf_config, source, model)
                 forms = await anyio.to_thread.run_sync(forms_of_source, source)
             compare(forms, model, given_as=name)
             if self._trainer is None or not self._trainer.is_for(transfer):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from runner.engines.vllm.transformers_names import CheckpointSource, to_checkpoint_names
+from runner.engines.weights import Checkpoint, read_folder
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -42,7 +43,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(name: str) -> Any:
-    kind, fields = CONFIGS[name]
+    kind, fields = {**CONFIGS, **TIED}[name]
     config = getattr(transformers, kind)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
@@ -54,6 +55,12 @@ def saved(model: Any, folder: Path) -> dict[str, Any]:
 
     model.save_pretrained(folder)
     return dict(load_file(folder / "model.safetensors"))
+
+
+TIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bloom": ("BloomConfig", {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "Llama tied": ("LlamaConfig", {**COMMON, "tie_word_embeddings": True}),
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -80,13 +87,17 @@ def test_a_model_that_transformers_does_not_have_is_left_alone() -> None:
     assert to_checkpoint_names(Own(), {"a": [1.0]}) is None
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-NeoX"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-NeoX", "Bloom", "Llama tied"])
 def test_a_source_announces_and_sends_what_the_checkpoint_holds(name: str, tmp_path: Path) -> None:
+    """A tied output layer is not in the checkpoint, and vLLM's Bloom fails at it."""
     base = pytest.importorskip("vllm.distributed.weight_transfer.base", reason="vLLM is not installed")
     import torch
 
     model = tiny(name)
-    wanted, source = saved(model, tmp_path), CheckpointSource(model.config, base.ModuleSource(model))
+    assert model.config.tie_word_embeddings == (name in TIED)
+    wanted = saved(model, tmp_path)
+    checkpoint = Checkpoint(name, read_folder(tmp_path).forms, tied=name in TIED)
+    source = CheckpointSource(model.config, base.ModuleSource(model), checkpoint)
     announced = {one.name: (one.dtype, tuple(one.shape)) for one in source.metadata()}
     assert announced == {each: (tensor.dtype, tuple(tensor.shape)) for each, tensor in wanted.items()}
     sent = dict(source)
