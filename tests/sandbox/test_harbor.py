@@ -175,8 +175,8 @@ async def test_planted_rewards_and_tests_are_removed(tmp_path: Path) -> None:
 @pytest.mark.anyio
 @pytest.mark.whole
 async def test_a_restart_ends_a_process_that_forges_the_reward(tmp_path: Path) -> None:
-    write_tasks(tmp_path, ("sum",))
-    forge = "cd /tmp; while :; do echo 1 >forged; mv forged /logs/verifier/reward.json; done >/dev/null 2>&1 &"
+    write_tasks(tmp_path, ("server",))
+    forge = "while :; do echo 1 >/logs/verifier/reward.txt; sleep 0.05; done >/dev/null 2>&1 &"
     replies = [[call("bash", command=forge)], "done"]
     (forged,) = await played(tmp_path, replies)
     assert forged.reward == 1  # as the page says
