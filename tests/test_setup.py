@@ -38,7 +38,6 @@ class Project:
         python.write_text(PYTHON)
         python.chmod(0o755)
         (folder / ".venv" / ".setup").mkdir()
-        (folder / ".venv" / ".setup" / "containers").touch()  # apt-get would install for the whole machine
 
     def setup(self, *arguments: str) -> list[str]:
         """Run it; return the lines of what was installed."""
