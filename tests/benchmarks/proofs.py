@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 
 from runner import Sampling, VllmEngine
 from runner.models import demo_model
@@ -17,54 +21,95 @@ ROUNDS = 5
 SEQUENCES = 32
 LENGTH = 256
 SAMPLED = 32
+LARGE: dict[str, Any] | None = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+"""Sizes of Llama 3.2 1B, which is measured with random weights and the demo model's vocabulary; None for none."""
+LARGE_ROUNDS = 2
+LARGE_BYTES = 12 * 2**30
+"""Free memory that the large model needs: trainer, engine, a second model while weights are loaded, and their copy."""
 
 
 def measure() -> Iterator[Figure]:
-    """On the real engine and the demo model, in float32."""
+    """On the real engine: the demo model in float32, and a model of 1 billion parameters in bfloat16."""
     yield from anyio.run(_measured)
 
 
 async def _measured() -> list[Figure]:
-    return [figure async for figure in _figures()]
-
-
-async def _figures() -> AsyncIterator[Figure]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
-    tensors = model.state_dict()
-    async with VllmEngine("smollm2-135m", dtype="float32", max_model_len=1024) as engine:
+    demo = demo_model()
+    figures = await _figures("demo model", demo, AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32))
+    if LARGE is None:
+        return figures
+    if (free := psutil.virtual_memory().available) < LARGE_BYTES:
+        print(f"1B shape left out: {free / 2**30:.0f} GiB of memory are free, it needs {LARGE_BYTES / 2**30:.0f}")
+        return figures
+    with tempfile.TemporaryDirectory() as folder:
+        model = _large(Path(folder), demo)
+        return figures + await _figures("1B shape", Path(folder), model, rounds=LARGE_ROUNDS, sequences=4)
+
+
+def _large(folder: Path, demo: Path) -> Any:
+    """A model with the sizes of `LARGE` and random weights, in bfloat16, saved in `folder`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    assert LARGE is not None
+    vocabulary = AutoConfig.from_pretrained(demo).vocab_size
+    config = LlamaConfig(**LARGE, vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=2048)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    for path in demo.iterdir():
+        if path.suffix != ".safetensors" and path.name not in ("config.json", "generation_config.json"):
+            shutil.copy(path, folder / path.name)
+    return model
+
+
+async def _figures(
+    name: str, folder: Path, model: Any, *, rounds: int | None = None, sequences: int | None = None
+) -> list[Figure]:
+    rounds, sequences = rounds or ROUNDS, sequences or SEQUENCES
+    tensors, dtype = model.state_dict(), str(model.dtype).removeprefix("torch.")
+    async with VllmEngine(folder, template="hermes", dtype=dtype, max_model_len=1024) as engine:
         proof = weight_proof(model, engine.tokenizer, size=LENGTH)
         await engine.prove(proof)
         alone, proven, made = list[float](), list[float](), list[float]()
-        for _ in range(ROUNDS):  # in turns, so that both see the same machine
+        for _ in range(rounds):  # in turns, so that both see the same machine
             alone.append(await _seconds(engine.update_weights(tensors)))
             proven.append(await _seconds(engine.update_weights(tensors, proof=proof)))
             began = time.perf_counter()
             weight_proof(model, engine.tokenizer, size=LENGTH)
             made.append(time.perf_counter() - began)
-        yield Figure("an update by state dict, demo model", "s", tuple(alone))
-        yield Figure(f"  with a proof of {LENGTH} ids", "s", tuple(proven))
-        yield Figure("  to make that proof", "s", tuple(made))
+        figures = [
+            Figure(f"an update by state dict, {name} in {dtype}", "s", tuple(alone)),
+            Figure(f"  with a proof of {LENGTH} ids", "s", tuple(proven)),
+            Figure("  to make that proof", "s", tuple(made)),
+        ]
         ids = list(proof.ids)
-        for name, sampling, length in (
+        for way, sampling, length in (
             ("scored in one pass", None, LENGTH),
             ("scored as sampled, at a temperature", Sampling(temperature=0.7), SAMPLED + 1),
         ):
-            rates = [await _ids_per_second(engine, ids[:length], sampling) for _ in range(ROUNDS)]
-            yield Figure(f"{name}: {SEQUENCES} sequences of {length} ids", "ids/s", tuple(rates))
+            rates = [await _ids_per_second(engine, ids[:length], sampling, sequences) for _ in range(rounds)]
+            figures.append(Figure(f"  {way}: {sequences} sequences of {length} ids", "ids/s", tuple(rates)))
+    return figures
 
 
-async def _ids_per_second(engine: VllmEngine, ids: list[int], sampling: Sampling | None) -> float:
+async def _ids_per_second(engine: VllmEngine, ids: list[int], sampling: Sampling | None, sequences: int) -> float:
     async def score(number: int) -> None:
         await engine.score([number, *ids[1:]], sampling=sampling)
 
     began = time.perf_counter()
     async with anyio.create_task_group() as group:
-        for number in range(SEQUENCES):
+        for number in range(sequences):
             group.start_soon(score, number + 1)
-    return SEQUENCES * (len(ids) - 1) / (time.perf_counter() - began)
+    return sequences * (len(ids) - 1) / (time.perf_counter() - began)
 
 
 async def _seconds(call: Awaitable[Any]) -> float:

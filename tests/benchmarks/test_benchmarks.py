@@ -41,7 +41,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "endpoint": {"ROUNDS": 1, "ALONE": 3, "STREAMS": 4, "SHORT": 2, "LONG": 5, "SPREAD": 0.1, "TURNS": 9, "LAST": 2},
     "parity": {"ROUNDS": 1, "EPISODES": 2, "TURNS": 2, "WORDS": "one two three"},
     "ranks": {"EPISODES": 4, "TURNS": 2, "PLACES": 2, "WORDS": "one two three"},
-    "proofs": {"ROUNDS": 1, "SEQUENCES": 2, "LENGTH": 16, "SAMPLED": 4},
+    "proofs": {
+        "ROUNDS": 1,
+        "SEQUENCES": 2,
+        "LENGTH": 16,
+        "SAMPLED": 4,
+        "LARGE": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "LARGE_BYTES": 1,
+    },
     "verifiers": {"ROUNDS": 1, "EPISODES": 2},
     "trainers": {"ROUNDS": 1, "EPISODES": 8},
 }

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from runner import BadModel, BadOption, ProofFigures, ProofTolerance
 from runner.cli import app
-from runner.cli.check_weights import show
+from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer, tensor_kind
 from runner.training.tiny_model import random_model, tiny_config
@@ -63,20 +63,20 @@ def test_tiny_model_has_every_kind_of_tensor_and_few_values(name: str) -> None:
 
 @pytest.mark.engine
 @pytest.mark.apart
-def test_a_stale_tensor_is_named_and_the_others_are_right(llama: Path) -> None:
-    report = check_weights(
-        llama,
-        tiny=True,
-        ways=["state-dict"],
-        dtype="float32",
-        worker_extension_cls="tests.engines.stale_worker.StaleWorker",
-    )
-    assert [row.tensor for row in report.wrong] == [f"model.layers.*.{STALE}.weight"]
-    (stale,) = report.wrong
-    assert stale.median is not None
-    assert stale.median > 1e-3
-    assert len(report.rows) == 12
-    assert {row.verdict for row in report.rows} == {Verdict.RIGHT, Verdict.WRONG}
+def test_a_stale_tensor_is_named_and_the_others_are_right(
+    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["dtype=float32", "worker_extension_cls=tests.engines.stale_worker.StaleWorker"]
+    arguments = [argument for option in options for argument in ("--engine-option", option)]
+    with pytest.raises(SystemExit) as left:
+        app.app(["check-weights", str(llama), "--tiny", "--way", "state-dict", "--json", *arguments])
+    assert left.value.code == WRONG_WEIGHTS_CODE
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert len(rows) == 12
+    (stale,) = [row for row in rows if row["verdict"] != "right"]
+    assert (stale["tensor"], stale["verdict"]) == (f"model.layers.*.{STALE}.weight", "wrong")
+    assert stale["median"] > 1e-3
 
 
 def test_report_has_a_row_for_each_tensor_and_a_count() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ async def test_server_and_local_engine_sample_equal_ids(
             assert theirs["top"] == ours["top"], name
             assert theirs["versions"] == ours["versions"], name
     assert {name: each["finish"][0] for name, each in near.items()}["at least"] is FinishReason.LENGTH
+
+
+async def test_server_and_local_engine_score_ids_alike(model_server: ModelServer, float32_engine: PooledEngine) -> None:
+    async with remote(model_server) as engine:
+        far = await engine.score(PROMPT, start=3)
+    async with remote(model_server, dialect=ServerDialect.COMPLETIONS) as engine:
+        assert await engine.score(PROMPT, start=3) == pytest.approx(far, abs=1e-6)
+    score = partial(float32_engine.inner.score, PROMPT, start=3)
+    near = await anyio.to_thread.run_sync(float32_engine.home.call, score)
+    assert len(near) == len(PROMPT) - 3
+    assert far == pytest.approx(near, abs=1e-4)
 
 
 async def test_leaving_a_turn_frees_its_place_on_the_server(model_server: ModelServer) -> None:

@@ -17,11 +17,11 @@ import anyio
 import psutil
 import pytest
 
-from runner import Concurrency, Conversation, Run, Sampling
+from runner import Concurrency, Conversation, Run, Sampling, WeightProof
 from runner.engines.base import DeltaStream, Finish, GenerationRequest, Session
 from runner.engines.state import PauseMode
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.parallel import BINDING
+from runner.engines.vllm.parallel import BINDING, call_all_workers
 from runner.engines.wrapped_engine import WrappedEngine
 from runner.errors import EngineDead
 from runner.testing import FORCING
@@ -60,6 +60,7 @@ async def engine(model: Path, anyio_backend: str) -> AsyncIterator[VllmEngine]:
             max_model_len=1024,
             enable_lora=True,
             max_lora_rank=8,
+            worker_extension_cls="tests.engines.stale_worker.OwnWorker",
             **FORCING,
         )
         await engine.__aenter__()
@@ -200,6 +201,28 @@ async def test_new_weights_are_loaded_and_stamped_on_both_ranks(engine: VllmEngi
     assert [finish.cached_tokens for _, finish in new] == [0, 0], "no prompt of the old weights is left"
     await engine.update_weights(dict(weights))
     assert await said_by_both(engine) == old
+
+
+async def test_rank_that_keeps_its_old_weights_is_named(
+    engine: VllmEngine, weights: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def proof() -> WeightProof:
+        return WeightProof(PROMPT, await engine.score(PROMPT))
+
+    others = {name: tensor.roll(1, 0) if name == "lm_head.weight" else tensor for name, tensor in weights.items()}
+    first = await proof()
+    await engine.update_weights(others)
+    second = await proof()
+    await engine.update_weights(dict(weights), proof=first)
+    await call_all_workers(engine.vllm.llm, "keep_old_weights", number=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.vllm, "ended_by", EngineDead)  # other tests play on this engine afterwards
+        with pytest.raises(
+            EngineDead, match=r"of its data-parallel rank 1 does not hold.*are those of the old weights"
+        ):
+            await engine.update_weights(others, proof=second)
+    held = await engine.update_weights(dict(weights), proof=first)
+    assert held.proof is not None
 
 
 async def test_cached_prompts_are_forgotten_by_both_ranks(engine: VllmEngine) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from runner import Run
+from runner import Run, WeightProof
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
-from runner.engines.vllm.parallel import BINDING
-from runner.errors import BadModel
+from runner.engines.vllm.parallel import BINDING, call_all_workers
+from runner.errors import BadModel, EngineDead
 from runner.options import Sampling
 from tests.engines.even_model import even_model
 from tests.playing import Plain, twice
@@ -40,7 +40,8 @@ def cores() -> Any:
 
 @pytest.fixture(scope="module")
 async def engine(model: Path, cores: None, anyio_backend: str) -> AsyncIterator[VllmEngine]:
-    async with VllmEngine(model, tensor_parallel_size=2, dtype="float32", max_num_seqs=4, max_model_len=1024) as engine:
+    options: dict[str, Any] = {"worker_extension_cls": "tests.engines.stale_worker.OwnWorker", "dtype": "float32"}
+    async with VllmEngine(model, tensor_parallel_size=2, max_num_seqs=4, max_model_len=1024, **options) as engine:
         yield engine
 
 
@@ -88,6 +89,23 @@ async def test_both_workers_have_the_weights_and_new_ones_reach_both(
     await assert_says(engine, model, others)
     await engine.update_weights(model)
     await assert_says(engine, model, weights)
+
+
+async def test_worker_that_keeps_its_old_shard_fails_the_proof(
+    engine: VllmEngine, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {name: tensor * 1.1 if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
+    await engine.update_weights(others)
+    proof = WeightProof(PROMPT, await engine.score(PROMPT))
+    await engine.update_weights(weights)
+    await call_all_workers(engine.vllm.llm, "keep_old_weights", number=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.vllm, "ended_by", EngineDead)  # other tests play on this engine afterwards
+        with pytest.raises(EngineDead, match=r"the proof of the weights .* does not hold"):
+            await engine.update_weights(others, proof=proof)
+    held = await engine.update_weights(others, proof=proof)
+    assert held.proof is not None
+    await engine.update_weights(weights)
 
 
 async def test_episodes_play_on_shared_workers(engine: VllmEngine) -> None:
