@@ -105,14 +105,16 @@ class Application:
     def _find_route(self, key: str) -> EpisodeRoute:
         known, route = self._routes.get(_digest(key), (self._over.get(_digest(key), ""), None))
         if not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")) or not key:
-            raise Refused(Reason.UNAUTHORIZED, "this key is that of no episode: use the endpoint's own api_key.")
+            raise Refused(Reason.UNAUTHORIZED, "unknown API key: use the api_key of the episode's endpoint.")
         if route is None:
             raise ended()
         return route
 
     def _known_route(self, keys: Sequence[str]) -> EpisodeRoute:
         """Return the route of the first known key; a client may send other keys besides."""
-        refused = Refused(Reason.UNAUTHORIZED, "the request has no API key: use the endpoint's own api_key.")
+        refused = Refused(
+            Reason.UNAUTHORIZED, "the request has no API key: send the api_key of the episode's endpoint."
+        )
         for key in keys:
             try:
                 return self._find_route(key)

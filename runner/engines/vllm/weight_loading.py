@@ -12,9 +12,9 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer
+from runner.engines.vllm.shared_weights import SharedWeights, form_of
 from runner.engines.vllm.trainer_endpoint import worker_error
 from runner.engines.vllm.transformers_names import to_checkpoint_names
-from runner.engines.vllm.weight_memory import WeightMemory, form_of
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
@@ -44,7 +44,7 @@ class CheckedWeights:
     """Files of the weights, for vLLM's workers."""
     ignored: tuple[str, ...] = ()
     """Tensors in the files that the model does not use."""
-    memory: WeightMemory | None = None
+    memory: SharedWeights | None = None
     """Memory with a state dict, or None."""
     transfer: Transfer | None = None
     """Transfer of the weights, or None."""
@@ -189,7 +189,7 @@ class VllmWeights:
         _compare_tied(given, model)
         loaded = {name: given[name] for name in model.forms if name in given}
         dtypes = {name: self._written(forms[name], model.forms[name]) for name in loaded}
-        memory = WeightMemory.of(loaded, dtypes)
+        memory = SharedWeights.of(loaded, dtypes)
         return CheckedWeights(files=(memory.path,), memory=memory)
 
     def _written(self, given: TensorForm, wanted: TensorForm) -> str:

@@ -267,7 +267,7 @@ async def test_many_small_tensors_need_few_partial_writes(tmp_path: Path, monkey
         return writev(descriptor, [whole[: max(1, len(whole) - 5)]])
 
     monkeypatch.setattr("os.writev", by_half)
-    monkeypatch.setattr("runner.engines.vllm.weight_memory._MAX_PARTS", 500)
+    monkeypatch.setattr("runner.engines.vllm.shared_weights._MAX_PARTS", 500)
     weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
     assert same(await load(weights, given), given)
     assert calls[0] == 1, "the header"
@@ -287,7 +287,7 @@ async def test_first_tensor_with_a_bad_value_is_named(
     }
     names = [name for name in given if given[name].numel()]
     weights = VllmWeights(Llm(saved(tmp_path / "the model", given)), "the model")
-    monkeypatch.setattr("runner.engines.vllm.weight_memory._BATCH_BYTES", 24)
+    monkeypatch.setattr("runner.engines.vllm.shared_weights._BATCH_BYTES", 24)
     for name in names:
         bad = given[name].clone()
         bad[{"first": 0, "middle": len(bad) // 2, "last": -1}[at]] = value

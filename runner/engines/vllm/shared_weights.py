@@ -23,7 +23,7 @@ from runner.engines.tensor_bytes import bytes_of
 from runner.engines.weights import SAFETENSORS_NAMES, TensorForm
 from runner.errors import BadWeights
 
-__all__ = ["WeightMemory", "form_of"]
+__all__ = ["SharedWeights", "form_of"]
 
 _NAME = "deltarunner-weights"
 _MAX_PARTS = 512  # per call; the limit of Linux is 1,024
@@ -36,7 +36,7 @@ _EXPONENTS = {
 }
 
 
-class WeightMemory:
+class SharedWeights:
     """Tensors that are written once."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class WeightMemory:
         self._closed()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> WeightMemory:
+    def of(cls, tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> SharedWeights:
         """Copy the tensors of a state dict; call it in a worker thread of anyio.
 
         Args:
