@@ -109,7 +109,7 @@ class SampleRow:
 class InexactRows:
     """Counts why the ratio of probabilities is not exact, and logs a warning the first time for each reason.
 
-    `runner.training.sample_rows.INEXACT` counts for the whole process.
+    `INEXACT` of this module counts for the whole process: `from runner.training.sample_rows import INEXACT`.
     """
 
     def __init__(self) -> None:
