@@ -88,7 +88,7 @@ class TinkerClient:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    async def sample_async(self, *, prompt: Any, num_samples: int, sampling_params: Any) -> Any:
+    async def sample(self, prompt: Any, *, num_samples: int, sampling_params: Any) -> Any:
         assert num_samples == 1
         params = vars(sampling_params)
         self.asked.append({"prompt": prompt, "stop_token_ids": params["stop"], **params})

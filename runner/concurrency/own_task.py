@@ -90,6 +90,7 @@ class OwnTask:
         close_rest: Callable[[], Awaitable[None]],
         done: anyio.Event,
     ) -> None:
+        groups = _open_groups()
         around = anyio.CancelScope()
         around.__enter__()
         try:
@@ -97,10 +98,10 @@ class OwnTask:
                 await function()
             except BaseException as error:  # a task group would wrap it
                 self._failure = error
-            if not _left(around):
+            if not _left(around, groups):
                 self.left_open = True
                 await close_rest()
-                self.cannot_be_left = not _left(around)
+                self.cannot_be_left = not _left(around, groups)
         finally:
             done.set()
 
@@ -138,15 +139,22 @@ class LentClock:
         return False
 
 
-def _left(scope: anyio.CancelScope) -> bool:
-    """Leave a scope, and return whether that succeeded with nothing open that was opened inside."""
+def _left(scope: anyio.CancelScope, groups: int) -> bool:
+    """Leave a scope, and return whether nothing that was opened inside is open; `groups` were open before it."""
     try:
         scope.__exit__(None, None, None)
     except RuntimeError:
         return False
+    return _open_groups() == groups
+
+
+def _open_groups() -> int:
+    """The number of task groups that are open in this task; 0 on asyncio, which refuses to leave a scope early.
+
+    trio forgets the scope of a group if one around it was left before, but not the group.
+    """
     if on_asyncio():
-        return True
-    # trio forgets the scope of a task group if one around it was left before, but not the group.
+        return 0
     from trio.lowlevel import current_task
 
-    return not current_task().child_nurseries
+    return len(current_task().child_nurseries)

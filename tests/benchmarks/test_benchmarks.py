@@ -13,11 +13,13 @@ import pytest
 
 from runner import VllmEngine
 from runner.engines.vllm.parallel import BINDING
+from runner.sandbox.containers import ENGINE_VARIABLE
 from tests import sweeps
 from tests.benchmarks import verifiers
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.figures import Figure
 from tests.cluster.ray_cluster import require_ray
+from tests.sandbox.engines import engine_or_reason
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "verifiers": {"ROUNDS": 1, "EPISODES": 2},
     "trainers": {"ROUNDS": 1, "EPISODES": 8},
+    "sandboxes": {"ROUNDS": 1, "CALLS": 1, "SANDBOXES": 1, "LAG_SANDBOXES": 1},
 }
 
 
@@ -58,6 +61,8 @@ VLLM = ("streams", "turn_cost", "parity", "ranks", "proofs", "verifiers")
 """Those that load vLLM."""
 RAY = ("fleet", "losses", "hosted", "fleet_weights")
 """Those that start workers."""
+CONTAINERS = ("sandboxes",)
+"""Those that start containers."""
 
 
 def for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +94,18 @@ def test_none_is_left_out() -> None:
     assert set(SMALL) == set(NAMES) == with_measures
 
 
-@pytest.mark.parametrize("name", sweeps.part([name for name in NAMES if name not in (*VLLM, *RAY)], 3))
+@pytest.mark.parametrize("name", sweeps.part([name for name in NAMES if name not in (*VLLM, *RAY, *CONTAINERS)], 3))
 def test_a_benchmark_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_measured(small(name, monkeypatch).measure())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_benchmark_of_containers_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, reason = engine_or_reason()
+    if not engine:
+        pytest.skip(reason)
+    monkeypatch.setenv(ENGINE_VARIABLE, engine)
     assert_measured(small(name, monkeypatch).measure())
 
 

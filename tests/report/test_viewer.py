@@ -259,7 +259,9 @@ def test_taken_port_is_refused_in_words(sums: Path) -> None:
 
 
 def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
-    command = [sys.executable, "-m", "runner.cli.app", "view", str(sums)]
+    # A process that a shell starts in the background inherits that it ignores Ctrl-C.
+    interruptible = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{interruptible}; from runner.cli.app import main; main()", "view", str(sums)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
         assert process.stdout is not None
         address = urlsplit(process.stdout.readline().strip())
@@ -269,7 +271,10 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(sums: Path) -> None:
         assert connection.getresponse().status == 200
         connection.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 # --- in a browser

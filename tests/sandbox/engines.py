@@ -30,7 +30,7 @@ RUN ["/bin/busybox", "--install", "-s", "/bin"]
 COPY bash /
 COPY passwd /etc/passwd
 RUN ["/bin/busybox", "mkdir", "-m", "1777", "/tmp"]
-WORKDIR /work
+WORKDIR /scratch
 """
 
 CONFIGURATION: Final = """[containers]

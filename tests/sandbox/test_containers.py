@@ -58,8 +58,8 @@ def sh(command: str) -> list[str]:
 
 async def test_a_command_returns_code_and_both_outputs(box: Sandbox) -> None:
     done = await box.exec(sh("echo out; echo err >&2; echo $COLOUR $SIZE $(pwd); exit 3"), env={"SIZE": "big"})
-    assert (done.code, done.stdout, done.stderr, done.ok) == (3, "out\ngreen big /work\n", "err\n", False)
-    assert str(done) == "out\ngreen big /work\nerr\n[code 3]"
+    assert (done.code, done.stdout, done.stderr, done.ok) == (3, "out\ngreen big /scratch\n", "err\n", False)
+    assert str(done) == "out\ngreen big /scratch\nerr\n[code 3]"
     assert (done.ended_by, done.dropped_bytes) == ("exit", 0)
 
 
@@ -167,7 +167,7 @@ async def test_files_are_written_read_and_uploaded(box: Sandbox, tmp_path: Path)
 @pytest.mark.whole
 async def test_only_regular_files_of_the_right_size_are_read(box: Sandbox) -> None:
     await box.exec(sh("mkfifo /tmp/pipe; head -c 2000 /dev/zero >/tmp/big; ln -s /etc/passwd /tmp/link"))
-    for path, said in (("/tmp/none", "does not exist"), ("/tmp/pipe", "regular"), ("/work", "regular")):
+    for path, said in (("/tmp/none", "does not exist"), ("/tmp/pipe", "regular"), ("/scratch", "regular")):
         with pytest.raises(OSError, match=said):
             await box.read(path)
     with pytest.raises(OSError, match="2000 bytes, more than most_bytes=1000"):
