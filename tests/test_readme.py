@@ -35,6 +35,10 @@ def weather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
     del sys.modules["weather"]
 
 
+def test_the_site_begins_with_the_readme_environment() -> None:
+    assert f"```python\n{BLOCKS[0]}```" in (ROOT / "docs" / "index.md").read_text()
+
+
 @pytest.mark.anyio
 async def test_readme_environment_rewards_nothing_for_doing_nothing(weather: ModuleType) -> None:
     async with Run(weather.Weather(), ScriptedEngine("It may be anything.")) as run:
