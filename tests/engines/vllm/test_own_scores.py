@@ -206,6 +206,7 @@ def test_a_proof_is_refused_by_name_where_turns_cannot_be_held(
 
 @pytest.mark.engine
 @pytest.mark.apart
+@pytest.mark.whole
 async def test_engine_that_garbles_its_own_weights_is_ended(
     small_model_folder: Path,
 ) -> None:
