@@ -110,7 +110,7 @@ class Bfcl(Environment):
     def close(self) -> None:
         """Free the objects that BFCL keeps for this episode."""
         kept = vars(_bfcl(f"{_MULTI_TURN}.multi_turn_utils"))
-        for name in [name for name in kept if name.startswith(self._model)]:
+        for name in [name for name in list(kept) if name.startswith(self._model)]:  # other threads add names
             del kept[name]
 
     def _tool(self, described: Mapping[str, Any]) -> Tool:

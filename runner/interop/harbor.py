@@ -50,7 +50,15 @@ CHECKS_AT_ONCE_COUNT: Final = 4
 MAX_NAMED_COUNT: Final = 10
 """Most tasks that an error names."""
 
-_CLEAN: Final = "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs /logs/verifier"
+_CLEAN: Final = (
+    "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 1777 /logs && chmod 755 /logs/verifier"
+    ' && chown "$0" /logs/verifier'
+)
+"""Empties the folders of the verifier, and gives the one of the reward to its user alone."""
+
+REWARD_FILES: Final = ("reward.json", "reward.txt")
+NOT_STARTED_CODES: Final = (126, 127)
+"""Exit codes of a shell for a program that cannot be started."""
 
 
 class Harbor(Environment):
@@ -221,7 +229,9 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     Raises:
         VerifierFailed: it wrote no reward, or something else than finite numbers.
     """
-    await sandbox.exec(["sh", "-c", _CLEAN], user="0", cwd="/")
+    cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
+    if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
+        raise VerifierFailed(f"{LOG_FOLDER} cannot be emptied before the verifier runs: {last_words(str(cleaned))}")
     await sandbox.upload(task.folder / "tests", "/tests")
     argv = [*interpreter_of(task.folder / TEST_SCRIPT), "/tests/test.sh"]
     done = await sandbox.exec(
@@ -229,7 +239,9 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     )
     if done.ended_by != "exit":
         raise VerifierFailed(f"the verifier was ended at its limit ({done.ended_by}): {last_words(str(done))}")
-    for name, read in (("reward.json", _read_json), ("reward.txt", _read_text)):
+    if done.code in NOT_STARTED_CODES:
+        raise VerifierFailed(f"the verifier cannot be started: {last_words(str(done))}")
+    for name, read in zip(REWARD_FILES, (_read_json, _read_text), strict=True):
         try:
             content = (await sandbox.read(f"{LOG_FOLDER}/{name}")).decode("utf-8", "replace").strip()
         except OSError:
@@ -239,6 +251,17 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
         except ValueError as error:
             raise VerifierFailed(f"{LOG_FOLDER}/{name}: {error}; the verifier wrote: {last_words(str(done))}") from None
     raise VerifierFailed(f"the verifier wrote no reward into {LOG_FOLDER}: {last_words(str(done))}")
+
+
+async def _exists(sandbox: Sandbox, path: str) -> bool:
+    """Return whether a file or folder is there, by a way that runs nothing inside the sandbox."""
+    try:
+        await sandbox.read(path, most_bytes=0)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _read_text(content: str) -> dict[str, float]:

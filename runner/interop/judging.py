@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from runner.engines.base import BaseEngine
+from runner.engines.base import BaseEngine, FinishReason
 from runner.episode.episode import Episode
 from runner.errors import BadOption, JudgeFailed
 from runner.messages import as_messages
@@ -29,8 +29,9 @@ MAX_CACHED_ENTRIES = 100_000
 JUDGE_PREFIX: Final = "judge:"
 """The beginning of a score option that is a rubric."""
 
-_SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?\W*$", re.IGNORECASE)
-_BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)\W*")
+_SCORE: Final = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?[^\w%]*$", re.IGNORECASE)
+_BARE: Final = re.compile(r"[^\w-]*(-?\d+(?:\.\d+)?)[^\w%]*")
+_CUT: Final = (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
 @dataclass(slots=True)
@@ -153,7 +154,8 @@ class Judge:
             turn = await conversation.generate()
             cost.add(turn)
             text = turn.text
-            found = self._number(text)
+            # The end of a cut turn may lack digits of the score.
+            found = self._number(text) if turn.finish not in _CUT else None
             if found is not None:
                 return found
         raise JudgeFailed(

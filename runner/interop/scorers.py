@@ -215,8 +215,14 @@ _NUMBER: Final = re.compile(
 )
 _BOXED: Final = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _HASHES: Final = re.compile(r"####\s*([^\n]+)")
-_CHOSEN: Final = re.compile(r"(?:answer|choice|option)\b\W*(?:is|:)?\W*\b([A-Za-z])\b(?!')", re.IGNORECASE)
+_CHOSEN: Final = re.compile(
+    # "a" and "i" are words too, and "Option A is wrong" chooses nothing.
+    r"(?i:answer|choice|option)\b\W*(?i:is|:)?\W*\b([A-Zb-hj-z]\b(?!')|[ai]\b(?=[\s.)*]*$))"
+    r"(?!\s+(?i:is|was)\s+(?i:wrong|incorrect|not|false)\b)",
+    re.MULTILINE,
+)
 _LETTER: Final = re.compile(r"\(([A-Z])\)|\b([A-Z])\b(?=[.):*]|\s*$)|(?<=\*\*)([A-Z])(?=\*\*)", re.MULTILINE)
+_FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 _FENCED: Final = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -235,6 +241,7 @@ def _equal_numbers(text: str, answer: str) -> bool:
 
 def number_in(text: str) -> Fraction | None:
     """The last number of a text; one after #### or in a box comes first. None without one."""
+    text = _FRACTION.sub(r"\1/\2", text)
     marked = [*_HASHES.findall(text), *_BOXED.findall(text)]
     for part in (*reversed(marked), text):
         numbers = _NUMBER.findall(part)

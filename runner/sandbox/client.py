@@ -50,6 +50,9 @@ _KEPT: Final = (
 )
 _KEPT_BEGINNINGS: Final = ("XDG_", "DOCKER_", "CONTAINER", "BUILDAH_", "STORAGE_", "PODMAN_", "_CONTAINERS_")
 
+_CLIENT_BEGINNINGS: Final = (*_KEPT_BEGINNINGS, "LD_", "GO", "SSL_")
+"""Beginnings of variables that change what the client or its runtime does."""
+
 _limiter: RunVar[anyio.CapacityLimiter] = RunVar("sandbox_calls")
 
 
@@ -62,10 +65,9 @@ def variable_flags(variables: Mapping[str, str]) -> tuple[list[str], dict[str, s
     """Return the options that set variables of a container, and the variables for the client itself.
 
     The values are not in the command line, which every process of the machine can read. Variables that the client
-    needs for itself, such as PATH, are the exception.
+    reads itself, such as PATH and LD_PRELOAD, are the exception: they must not change the client.
     """
-    own = client_environ()
-    passed = {key: value for key, value in variables.items() if key not in own}
+    passed = {k: v for k, v in variables.items() if k not in _KEPT and not k.startswith(_CLIENT_BEGINNINGS)}
     return [f"--env={key}" if key in passed else f"--env={key}={value}" for key, value in variables.items()], passed
 
 

@@ -103,13 +103,14 @@ class ContainerSandbox:
         if isinstance(argv, str | bytes) or not argv or not all(isinstance(each, str) for each in argv):
             raise BadOption(f"exec({argv!r:.80}): give a list of strings, such as ['sh', '-c', 'ls'].")
         command = _Command(self._client, self.name, argv, dict(env or {}), user, cwd, output_bytes)
-        ended_by = await command.run(seconds, input.encode() if isinstance(input, str) else input, self._end_inside)
+        given = input.encode() if isinstance(input, str) else input
+        ended_by = await command.run(seconds, given, self._end_inside)
         executed = command.executed(ended_by)
         if executed.code in UNSURE_CODES and ended_by == "exit":
             await self._check_running()
             if command.is_out_of_processes:
                 await self.restart()
-                ended_by = await command.run(seconds, None, self._end_inside)
+                ended_by = await command.run(seconds, given, self._end_inside)
                 return command.executed(ended_by)
         return executed
 

@@ -154,6 +154,8 @@ async def _create(client: ContainerClient, name: str, image: str, options: Sandb
     }
     flags = [f"{flag}={value}" for flag, value in limits.items() if value is not None]
     flags += ["--network=none"] if options.network == "none" else []
+    # podman copies proxy variables of its own, with their passwords, into containers.
+    flags += [] if client.is_docker else ["--http-proxy=false"]
     flags += [f"--tmpfs={path}:rw,exec,size={size},mode=1777" for path, size in options.tmpfs.items()]
     variables, passed = variable_flags(options.env)
     flags += ["--security-opt=no-new-privileges", "--cap-drop=NET_RAW", "--cap-drop=MKNOD", "--no-healthcheck"]

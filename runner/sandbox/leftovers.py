@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -30,8 +31,16 @@ done
 
 
 def owner_of(pid: int) -> str:
-    """Return the boot, the process-id namespace, the id and the start time of a process."""
-    return f"{_boot()}:{_namespace()}:{pid}:{_start_time(pid)}"
+    """Return the machine, the boot, the process-id namespace, the id and the start time of a process."""
+    return f"{_machine()}:{_boot()}:{_namespace()}:{pid}:{_start_time(pid)}"
+
+
+def _machine() -> str:
+    """An id of this machine that stays after a restart."""
+    try:
+        return Path("/etc/machine-id").read_text().strip() or platform.node()
+    except OSError:
+        return platform.node()
 
 
 def _boot() -> str:
@@ -51,11 +60,16 @@ def _start_time(pid: int) -> str:
 
 
 def _is_dead(owner: str) -> bool:
-    """True if the process of a label has ended. One in another process-id namespace counts as living."""
+    """True if the process of a label has ended.
+
+    One on another machine, which shares the container engine, or in another process-id namespace counts as living.
+    """
     parts = owner.split(":")
-    if len(parts) != 4 or not parts[2].isdigit():
+    if len(parts) != 5 or not parts[3].isdigit():
         return False
-    boot, namespace, pid, began = parts
+    machine, boot, namespace, pid, began = parts
+    if machine != _machine():
+        return False
     if boot != _boot():
         return True
     return namespace == _namespace() and _start_time(int(pid)) != began

@@ -32,12 +32,20 @@ async def test_judge_returns_the_number_it_writes(said: str, score: float) -> No
     assert {each.reward for each in await judged(said)} == {score}
 
 
-@pytest.mark.parametrize("said", ["Very nice indeed!", "Score: 7", "Score: -1", "Score: nan", "Score: 0.5/10", ""])
+@pytest.mark.parametrize(
+    "said", ["Very nice indeed!", "Score: 7", "Score: -1", "Score: nan", "Score: 0.5/10", "Score: 1%", ""]
+)
 async def test_judge_without_a_score_fails_and_is_not_zero(said: str) -> None:
     for each in await judged(said):
         assert each.outcome is Outcome.ENV_ERROR
         assert each.reward is None
         assert "JudgeFailed: the judge wrote no score from 0 to 1, twice" in each.error
+
+
+async def test_score_that_a_limit_cuts_is_no_score() -> None:
+    for each in await judged("Score: 0.85", sampling=Sampling(max_tokens=10)):
+        assert each.outcome is Outcome.ENV_ERROR
+        assert "the last: 'Score: 0.8'" in each.error
 
 
 async def test_judge_that_wrote_prose_is_asked_once_more() -> None:

@@ -164,10 +164,11 @@ async def test_a_play_that_breaks_the_verifier_has_reward_0(tmp_path: Path) -> N
 @real
 @pytest.mark.anyio
 @pytest.mark.whole
-async def test_planted_rewards_and_tests_are_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["true", "rm /bin/sh", "rm /bin/rm", "rm /bin/rm; ln -s /bin/true /bin/rm"])
+async def test_planted_rewards_and_tests_are_removed(tmp_path: Path, broken: str) -> None:
     write_tasks(tmp_path, ("sum",))
     plant = "mkdir -p /tests /logs/verifier; echo 1 >/logs/verifier/reward.txt; ln -s /tmp /tests/numbers.sh"
-    (trajectory,) = await played(tmp_path, [[call("bash", command=plant)], "done"])
+    (trajectory,) = await played(tmp_path, [[call("bash", command=f"{plant}; {broken}")], "done"])
     assert trajectory.reward == 0
 
 
