@@ -6,6 +6,7 @@ import enum
 import io
 import mimetypes
 import os
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -104,7 +105,7 @@ def make_attachment(name: str, turn: int, **content: Any) -> Attachment:
     if len(given) != 1:
         raise BadOption(f"attach({name!r:.60}): give one of text=, json=, image= and file=, got {len(given)}.")
     ((kind, value),) = given.items()
-    where = f"attach({name!r:.60}, {kind}={value!r:.60})"
+    where = f"attach({name!r:.60}, {kind}={reprlib.repr(value):.60})"
     media_type, data = _READERS[AttachmentKind(kind)](value, where)
     if len(data) > MAX_ATTACHMENT_BYTES:
         raise BadOption(

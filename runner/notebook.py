@@ -85,7 +85,7 @@ def _attachment(attachment: Attachment) -> str:
     name = f"<div>attached {_escaped(attachment.name)}, after {attachment.turn} turns</div>"
     if attachment.kind is AttachmentKind.IMAGE and len(attachment.data) <= MAX_IMAGE_BYTES:
         data = base64.b64encode(attachment.data).decode()
-        return f"{name}<img src='data:{attachment.media_type};base64,{data}' style='max-height:20em'>"
+        return f"{name}<img src='data:{_escaped(attachment.media_type)};base64,{data}' style='max-height:20em'>"
     return f"{name}<pre>{_escaped(attachment.text)}</pre>"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from rich.text import Text
 from runner.cli.report import counted, make_console
 from runner.errors import BadOption
 from runner.report.comparison import Decision, MetricDifference, RunComparison, compare
+from runner.store.json_values import encode_standard_json
 from runner.transcript import printable_line
 
 __all__ = ["compare_command"]
@@ -27,7 +27,7 @@ def compare_command(files: Sequence[Path], *, by: str | None, as_json: bool) -> 
         raise BadOption("compare: give at least two run files; each is compared with the first.")
     comparisons = [compare(files[0], other, by=by) for other in files[1:]]
     if as_json:
-        print(orjson.dumps([each.as_dict() for each in comparisons]).decode())
+        print(encode_standard_json([each.as_dict() for each in comparisons]).decode())
         return 0
     console = make_console()
     for comparison in comparisons:

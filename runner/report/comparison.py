@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,11 +22,13 @@ from runner.store.reader import EpisodeRow, RunFile
 __all__ = ["Decision", "FlippedTask", "MetricDifference", "RunComparison", "compare", "paired_difference"]
 
 CONFIDENCE_SHARE: Final = 0.95
-
-
 NORMAL_POWER_FACTOR: Final = (1.959964 + 0.841621) ** 2
 """(z of the confidence + z of the power) squared."""
 MAX_MORE_TASKS: Final = 1_000_000
+MAX_EXACT_TASKS: Final = 12
+"""Most tasks for which the exact test is computed; with more of them its smallest p-value is below 0.0003."""
+MIN_DECISIVE_TASKS: Final = 6
+"""The smallest number of tasks that can be decisive in the exact test: 2 / 2**6 < 0.05."""
 MAX_VALUE_CHARS: Final = 80
 
 
@@ -62,7 +66,8 @@ class MetricDifference:
     high: float | None
     """Its upper end."""
     p_value: float | None
-    """The two-sided p-value of the paired t test; in slices, adjusted by Holm's method. None below two tasks."""
+    """The two-sided p-value of the paired t test, and with up to 12 tasks that of the exact sign-flip test if it is
+    larger; in slices, adjusted by Holm's method. None below two tasks."""
     more_tasks: int | None
     """The number of further tasks that would show a difference of this size, with a probability of 80%; None if the
     result is decisive, or no number is known."""
@@ -178,15 +183,43 @@ def paired_difference(
     first, second = (math.fsum(pair[side] for pair in pairs) / count for side in (0, 1))
     low = high = p_value = more = None
     if count > 1:
-        variance = math.fsum((change - mean) ** 2 for change in changes) / (count - 1)
-        error = math.sqrt(variance / count)
+        error = _standard_error(changes, mean)
         half = student_t_quantile(CONFIDENCE_SHARE, count - 1) * error
         low, high = mean - half, mean + half
         p_value = student_t_p_value(mean / error, count - 1) if error else (1.0 if mean == 0 else 0.0)
-        if p_value >= 1 - CONFIDENCE_SHARE and mean:
-            needed = math.ceil(NORMAL_POWER_FACTOR * variance / mean**2)
-            more = max(1, needed - count) if needed < MAX_MORE_TASKS else None
+        p_value = max(p_value, _exact_p_value(changes))
+        if p_value >= 1 - CONFIDENCE_SHARE:
+            more = _more_tasks(count, mean, error)
     return MetricDifference(metric, slice, count, episodes, first, second, mean, low, high, p_value, more)
+
+
+def _standard_error(changes: Sequence[float], mean: float) -> float:
+    count = len(changes)
+    # hypot scales, so that values up to the largest float do not overflow.
+    return math.hypot(*(change - mean for change in changes)) / math.sqrt(count - 1) / math.sqrt(count)
+
+
+def _exact_p_value(changes: Sequence[float]) -> float:
+    """The share of all choices of signs with a mean as far from 0 as the given one; 0 for many changes.
+
+    The t test takes equal changes of two or three tasks for certain; this one does not.
+    """
+    if len(changes) > MAX_EXACT_TASKS:
+        return 0.0
+    largest = max(map(abs, changes)) or 1.0
+    scaled = [change / largest for change in changes]
+    bound = abs(math.fsum(scaled)) - 1e-9
+    signs = itertools.product((1, -1), repeat=len(scaled) - 1)
+    sums = [scaled[0] + math.fsum(map(operator.mul, each, scaled[1:])) for each in signs]
+    return sum(abs(each) >= bound for each in sums) / len(sums)
+
+
+def _more_tasks(count: int, mean: float, error: float) -> int | None:
+    """The number of further tasks that would decide with a probability of 80%; None if no number is known."""
+    if not mean or not math.isfinite(error):
+        return None
+    needed = max(MIN_DECISIVE_TASKS, NORMAL_POWER_FACTOR * count * (error / mean) ** 2)
+    return max(1, math.ceil(needed) - count) if needed < MAX_MORE_TASKS else None
 
 
 def compare(first: str | Path | RunFile, second: str | Path | RunFile, *, by: str | None = None) -> RunComparison:
@@ -322,7 +355,16 @@ def _holm(differences: Sequence[MetricDifference]) -> Iterator[MetricDifference]
         largest = max(largest, min(1.0, p_value * (len(known) - rank)))
         adjusted[place] = largest
     for place, each in enumerate(differences):
-        yield replace(each, p_value=adjusted[place]) if place in adjusted else each
+        yield _adjusted(each, adjusted[place]) if place in adjusted else each
+
+
+def _adjusted(each: MetricDifference, p_value: float) -> MetricDifference:
+    """The difference with another p-value, and the number of tasks that belongs to it."""
+    more = each.more_tasks
+    if more is None and p_value >= 1 - CONFIDENCE_SHARE and each.high is not None:
+        error = (each.high - each.difference) / student_t_quantile(CONFIDENCE_SHARE, each.tasks - 1)
+        more = _more_tasks(each.tasks, each.difference, error)
+    return replace(each, p_value=p_value, more_tasks=more)
 
 
 def task_field(run_file: RunFile, task_id: str, name: str) -> str | None:

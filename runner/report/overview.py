@@ -235,11 +235,12 @@ class _Rows:
 def _change(name: str, first: Sequence[float], last: Sequence[float]) -> Iterator[str]:
     """A sentence if the means of the thirds differ by more than three standard errors."""
     means = [sum(part) / len(part) for part in (first, last)]
-    variances = [
-        sum((value - mean) ** 2 for value in part) / (len(part) - 1) / len(part)
+    # hypot scales, so that the largest floats do not overflow.
+    errors = [
+        math.hypot(*(value - mean for value in part)) / math.sqrt((len(part) - 1) * len(part))
         for part, mean in zip((first, last), means, strict=True)
     ]
-    error = math.sqrt(sum(variances))
+    error = math.hypot(*errors)
     if abs(means[1] - means[0]) > 3 * error and means[0] != means[1]:
         yield f"{name}: {means[0]:.3g} in the first third of the episodes, {means[1]:.3g} in the last"
 

@@ -107,7 +107,7 @@ class RowQuery:
         if self.find:
             parts.append(_HAS_TEXT)
             escaped = self.find.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-            values["find"] = f"%{escaped}%"
+            values["find"] = encode_text(f"%{escaped}%")
         return " AND ".join(parts), values
 
 

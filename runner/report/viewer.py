@@ -367,7 +367,11 @@ class _Handler(BaseHTTPRequestHandler):
         if view is None or page not in _PAGES:
             self._message(HTTPStatus.NOT_FOUND, "There is no such page.")
             return
-        given = dict(parse_qsl(query, errors="surrogatepass"))
+        try:
+            given = dict(parse_qsl(query, errors="surrogatepass"))
+        except UnicodeDecodeError:
+            self._message(HTTPStatus.BAD_REQUEST, "The address is not UTF-8.")
+            return
         began = time.thread_time()
         made = _PAGES[page](viewer, view, given)
         view.seconds[page] = time.thread_time() - began

@@ -15,10 +15,11 @@ from runner import RunFile, Task
 from runner.cli.app import app
 from runner.errors import BadOption
 from runner.estimates import Mean, pass_all_k, pass_at_k, student_t_p_value, student_t_quantile
-from runner.report.comparison import Decision, compare, paired_difference
+from runner.report.comparison import Decision, _exact_p_value, compare, paired_difference
 from runner.report.overview import interval_of
 from runner.report.page import write_report
 from runner.trajectory import Outcome, Trajectory
+from tests import sweeps
 from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import store
 from tests.store.building import played
@@ -34,7 +35,33 @@ SCIPY = json.loads((Path(__file__).parent / "scipy_reference.json").read_text())
 def test_paired_t_test_agrees_with_scipy() -> None:
     for case in SCIPY["paired"]:
         made = paired_difference("reward", [tuple(pair) for pair in case["pairs"]])
-        assert (made.p_value, made.low, made.high) == pytest.approx((case["p_value"], case["low"], case["high"]), 1e-9)
+        assert (made.low, made.high) == pytest.approx((case["low"], case["high"]), 1e-9)
+        exact = _exact_p_value([second - first for first, second in case["pairs"]])
+        assert made.p_value == pytest.approx(max(case["p_value"], exact), 1e-9)
+
+
+@pytest.mark.parametrize("tasks", range(2, 10))
+def test_equal_changes_of_few_tasks_are_not_decisive(tasks: int) -> None:
+    made = paired_difference("reward", [(1.0, 0.0)] * tasks)
+    assert made.p_value == pytest.approx(2 / 2**tasks)
+    assert (made.decision is Decision.UNDECIDED) == (tasks < 6)
+    assert made.more_tasks == (6 - tasks if tasks < 6 else None)
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 5, 8, 12])
+def test_equal_models_are_rarely_told_apart(tasks: int) -> None:
+    drawn = sweeps.random_of(f"equal models {tasks}")
+    rounds = sweeps.times(4000, 400)
+    decided = 0
+    for _ in range(rounds):
+        pairs = [(float(drawn.random() < 0.5), float(drawn.random() < 0.5)) for _ in range(tasks)]
+        decided += paired_difference("reward", pairs).decision is not Decision.UNDECIDED
+    assert decided / rounds < 0.07
+
+
+def test_largest_rewards_are_compared() -> None:
+    made = paired_difference("reward", [(1e300, -1e300), (-1e300, 1e300), (0.0, 1e308)])
+    assert made.decision is Decision.UNDECIDED
 
 
 def test_student_t_agrees_with_scipy() -> None:
@@ -251,6 +278,13 @@ async def test_page_answers_the_four_questions_of_a_reader(tmp_path: Path) -> No
         assert (await tab.value("document.querySelector('#e-task0-0-1').innerText")).count("8 ids bridged") == 2
         await tab.click("#e-task0-0-1 .show-tokens")
         await tab.until("document.querySelectorAll('#e-task0-0-1 .tokens i.bridge').length == 16")
+
+
+async def test_ids_with_half_a_surrogate_are_compared(tmp_path: Path) -> None:
+    files = [await store(tmp_path / f"{name}.db", [played("a\ud800"), played("b")]) for name in "ab"]
+    done = CliRunner().invoke(app, ["compare", *map(str, files), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)[0]["differences"][0]["tasks"] == 2
 
 
 async def test_json_has_the_whole_comparison(tmp_path: Path) -> None:

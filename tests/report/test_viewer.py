@@ -208,6 +208,12 @@ def test_results_that_cannot_be_computed_say_why(sums: Path, tmp_path: Path) -> 
         assert Answer(viewer, "damaged.db/status").json()["settled"]
 
 
+@pytest.mark.parametrize(("query", "status"), [("?find=%ff", 400), ("episode?id=%ff", 400), ("?find=%ed%a0%80", 200)])
+def test_addresses_that_are_not_utf8_have_an_answer(sums: Path, query: str, status: int) -> None:
+    with viewing(sums) as viewer:
+        assert Answer(viewer, f"sums.db/{query}").status == status
+
+
 async def test_ids_with_half_a_surrogate_open(tmp_path: Path) -> None:
     path = await store(tmp_path / "odd.db", [played("a\ud800/&?<b>"), played("b")])
     with viewing(path) as viewer:
