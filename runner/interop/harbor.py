@@ -54,7 +54,7 @@ _CLEAN: Final = (
     "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 1777 /logs && chmod 755 /logs/verifier"
     ' && chown "$0" /logs/verifier'
 )
-"""Empties the folders of the verifier, and gives the one of the reward to its user alone."""
+"""A command that empties the folders of the verifier; only its user, the argument, may write a reward then."""
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
 NOT_STARTED_CODES: Final = (126, 127)
