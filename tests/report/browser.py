@@ -67,8 +67,10 @@ class Page:
         return result["result"].get("value")
 
     async def until(self, expression: str) -> Any:
+        # While another page is loaded there may be no body yet.
+        attempt = f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"
         for _ in range(200):
-            if value := await self.value(f"!!({expression})"):
+            if value := await self.value(attempt):
                 return value
             await asyncio.sleep(0.05)
         raise AssertionError(f"never true: {expression}")
