@@ -179,8 +179,7 @@ async def test_a_restart_ends_a_process_that_forges_the_reward(tmp_path: Path) -
     write_tasks(tmp_path, ("server",))
     forge = "while :; do echo 1 >/logs/verifier/reward.txt; sleep 0.05; done >/dev/null 2>&1 &"
     replies = [[call("bash", command=forge)], "done"]
-    (forged,) = await played(tmp_path, replies)
-    assert forged.reward == 1  # as the page says
+    # Without a restart it depends on the moment whether the reward is found before the verifier runs.
     (ended,) = await played(tmp_path, replies, restart_before_tests=True)
     assert ended.reward == 0
 
