@@ -1,6 +1,6 @@
 """The container engine that the tests use, and an image that needs no registry.
 
-Root's podman gets a folder of its own in .venv, and a configuration that also works inside a container. The first
+Root's podman gets a folder of its own, and a configuration that also works inside a container. The first
 engine that starts a container is taken; without one, the tests are skipped with the reason of each.
 """
 
@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,8 @@ from runner.sandbox.leftovers import OWNER_LABEL, owner_of
 
 __all__ = ["HOME", "IMAGE_FOLDER", "containers_of", "engine_or_reason"]
 
-HOME: Final = Path(__file__).parents[2] / ".venv" / "containers"
+HOME: Final = Path(tempfile.gettempdir()) / f"deltarunner-test-containers-{os.getuid()}"
+"""Images and settings of the tests; not in the checkout, since podman mounts it, and it could not be removed then."""
 IMAGE_FOLDER: Final = HOME / "image"
 """A folder with a Dockerfile: busybox, bash, and a user `model`."""
 
@@ -51,7 +53,9 @@ def engine_or_reason() -> tuple[str, str]:
     busybox = shutil.which("busybox")
     if busybox is None:
         return "", "no container runs here: busybox is not on PATH (apt-get install busybox-static)"
-    HOME.mkdir(parents=True, exist_ok=True)
+    HOME.mkdir(mode=0o700, exist_ok=True)
+    if HOME.stat().st_uid != os.getuid():
+        return "", f"no container runs here: {HOME} belongs to somebody else"
     with (HOME / "lock").open("w") as lock:  # several processes of pytest begin at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         _write_image(Path(busybox))
