@@ -62,7 +62,7 @@ VLLM = ("streams", "turn_cost", "parity", "ranks", "proofs", "verifiers")
 RAY = ("fleet", "losses", "hosted", "fleet_weights")
 """Those that start workers."""
 CONTAINERS = ("sandboxes",)
-"""Those that start containers."""
+"""Benchmarks that start containers."""
 
 
 def for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer's side costs: rows and batches of played episodes, the player's thread, and an observer."""
+"""Costs for a trainer: rows and batches of played episodes, the player's thread, and an observer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counting(RunObserver):
 
 
 def measure() -> Iterator[Figure]:
-    """What a trainer's side costs, in processor time on one core, with episodes of two turns on the scripted engine."""
+    """Costs for a trainer: processor time on one core, with episodes of two turns on the scripted engine."""
     on_one_core()
     groups = _played()
     trajectories = [each for group in groups for each in group.trajectories]

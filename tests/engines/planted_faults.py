@@ -171,7 +171,7 @@ class Trial:
     async def after(
         self, fault: Fault, right: Tensors, proofs: Mapping[int, WeightProof]
     ) -> dict[int, tuple[ProofFigures, str]]:
-        """What proofs of the right weights say of an engine that got them with a fault."""
+        """Results of proofs of the right weights, in an engine whose weights have a fault."""
         given = dict(right)
         fault(given, self.first)
         await self.engine.update_weights(given)

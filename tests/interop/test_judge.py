@@ -69,7 +69,7 @@ async def test_equal_replies_are_judged_once_and_the_cost_is_counted() -> None:
 
 
 async def cached(file: Path, **options: Any) -> list[float]:
-    """How many turns of a judge each of two equal runs needs, each with a judge object of its own."""
+    """Play two equal runs, each with a new judge object; return the number of turns of each judge."""
     counts = []
     for _ in range(2):
         score = judge(**{"rubric": "Is it polite?", "engine": ScriptedEngine("Score: 1"), "cache": file, **options})

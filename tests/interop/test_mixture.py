@@ -171,7 +171,7 @@ class Levels(Environment[Leveled]):
 
     @group_reward
     def rank(self, group: Group) -> list[float]:
-        return [float(each.task.level) for each in group.trajectories]  # type: ignore[attr-defined]
+        return [float(each.task.level) for each in group.trajectories]  # type: ignore[attr-defined]  # a Leveled
 
 
 async def test_tasks_of_a_resumed_group_have_their_class(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def engine_or_reason() -> tuple[str, str]:
         return "", "no container runs here: busybox is not on PATH (apt-get install busybox-static)"
     HOME.mkdir(mode=0o700, exist_ok=True)
     if HOME.stat().st_uid != os.getuid():
-        return "", f"no container runs here: {HOME} belongs to somebody else"
+        return "", f"no container runs here: {HOME} has another owner"
     with (HOME / "lock").open("w") as lock:  # several processes of pytest begin at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         _write_image(Path(busybox))

@@ -1,4 +1,4 @@
-"""What of variables and labels reaches a container engine; no container is started here."""
+"""Variables and labels that are passed to a container engine. No container is started here."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Talk:
 
     name: str
     messages: list[Message]
-    """Those of the first prompt, its reply, and then the new ones."""
+    """The messages of the first prompt, its reply, and then the new ones."""
     replied: int
     """The place of the reply."""
     tools: list[dict[str, Any]]

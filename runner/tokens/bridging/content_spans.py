@@ -97,9 +97,8 @@ class Rendering:
             return
         more = [*self.messages, ANSWER, QUESTION, ANSWER, AGAIN_ASKED]
         hidden = later = False
-        with suppress(
-            Unbridgeable
-        ):  # a template may raise on a marker, or on one message less: it looks at all of them
+        # A template that looks at all messages may raise on a marker, or on one message less.
+        with suppress(Unbridgeable):
             hidden = self._shown(index) is None
             if not hidden and not message["content"].strip() and self._left_out(self.messages, index, self.text):
                 later = not self._left_out(more, index, self.render(more))
