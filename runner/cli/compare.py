@@ -11,7 +11,8 @@ from rich.text import Text
 
 from runner.cli.report import counted, make_console
 from runner.errors import BadOption
-from runner.report.comparison import Decision, MetricDifference, RunComparison, compare
+from runner.report.comparison import RunComparison, compare
+from runner.report.paired import Decision, MetricDifference
 from runner.store.json_values import encode_standard_json
 from runner.transcript import printable_line
 
@@ -19,6 +20,8 @@ __all__ = ["compare_command"]
 
 MAX_SHOWN_TASKS = 20
 """Flipped tasks and differing settings that are shown; the others are counted."""
+MAX_SHOWN_SLICES = 60
+"""Rows of slices that are shown; the others are counted."""
 
 
 def compare_command(files: Sequence[Path], *, by: str | None, as_json: bool) -> int:
@@ -47,8 +50,9 @@ def _show(console: Console, comparison: RunComparison) -> None:
     console.print()
     console.print(_table(comparison.differences, "metric"))
     if comparison.slices:
-        console.print(_table(comparison.slices, "slice"))
-        line(f"The p-values of the {len(comparison.slices)} slices are adjusted for their number (Holm).", "dim")
+        console.print(_table(comparison.slices[:MAX_SHOWN_SLICES], "metric", "slice"))
+        _others(console, len(comparison.slices), MAX_SHOWN_SLICES)
+        line("The p-values of the slices of a metric are adjusted for their number (Holm).", "dim")
     _show_flipped(console, comparison)
     if comparison.configuration:
         console.print(Text("Different settings", style="bold"))
@@ -69,24 +73,29 @@ def _show_flipped(console: Console, comparison: RunComparison) -> None:
         console.print(Text(f"B {words} {counted(len(tasks), 'task')} (solved in A -> in B)", style="bold"))
         for each in tasks[:MAX_SHOWN_TASKS]:
             ids = f"{each.episodes[0]} and {each.episodes[1]}"
-            text = f"  {each.task_id}: {each.first:.0%} -> {each.second:.0%}, such as {ids}"
+            text = f"  {each.task_id}: {_share(each.first)} -> {_share(each.second)}, such as {ids}"
             console.print(Text(printable_line(text)), soft_wrap=True)
         _others(console, len(tasks))
 
 
-def _others(console: Console, count: int) -> None:
-    if count > MAX_SHOWN_TASKS:
-        console.print(Text(f"  and {count - MAX_SHOWN_TASKS} more (--json has all)", style="dim"))
+def _share(solved: float | None) -> str:
+    return "no score" if solved is None else f"{solved:.0%}"
 
 
-def _table(differences: Sequence[MetricDifference], first: str) -> Table:
+def _others(console: Console, count: int, shown: int = MAX_SHOWN_TASKS) -> None:
+    if count > shown:
+        console.print(Text(f"  and {count - shown} more (--json has all)", style="dim"))
+
+
+def _table(differences: Sequence[MetricDifference], *names: str) -> Table:
+    """A row per difference; `names` are the attributes that name it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in (first, "A", "B", "B - A", "95% interval", "p", "tasks", "result"):
-        table.add_column(name, justify="left" if name in (first, "result") else "right")
+    for name in (*names, "A", "B", "B - A", "95% interval", "p", "tasks", "result"):
+        table.add_column(name, justify="left" if name in (*names, "result") else "right")
     for each in differences:
         interval = "-" if each.low is None or each.high is None else f"{each.low:+.3g} to {each.high:+.3g}"
         table.add_row(
-            Text(printable_line(each.slice or each.metric)),
+            *(Text(printable_line(getattr(each, name))) for name in names),
             f"{each.first:.3g}",
             f"{each.second:.3g}",
             f"{each.difference:+.3g}",

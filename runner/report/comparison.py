@@ -3,94 +3,30 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from runner.errors import BadOption
-from runner.estimates import MIN_SOLVED_REWARD, student_t_p_value, student_t_quantile
+from runner.estimates import MIN_SOLVED_REWARD
+from runner.report.paired import Decision, MetricDifference, holm, paired_difference
 from runner.store.columns import encode_text
 from runner.store.json_values import decode_json, encode_json
 from runner.store.reader import EpisodeRow, RunFile
 
-__all__ = ["Decision", "FlippedTask", "MetricDifference", "RunComparison", "compare", "paired_difference"]
+__all__ = ["FlippedTask", "RunComparison", "compare", "task_field"]
 
-CONFIDENCE_SHARE: Final = 0.95
-NORMAL_POWER_FACTOR: Final = (1.959964 + 0.841621) ** 2
-"""(z of the confidence + z of the power) squared."""
-MAX_MORE_TASKS: Final = 1_000_000
-MAX_EXACT_TASKS: Final = 12
-"""Most tasks for which the exact test is computed; with more of them its smallest p-value is below 0.0003."""
-MIN_DECISIVE_TASKS: Final = 6
-"""The smallest number of tasks that can be decisive in the exact test: 2 / 2**6 < 0.05."""
 MAX_VALUE_CHARS: Final = 80
-
-
-class Decision(enum.StrEnum):
-    """The result of a comparison of one metric."""
-
-    HIGHER = "higher"
-    """The second file is higher."""
-    LOWER = "lower"
-    """The second file is lower."""
-    UNDECIDED = "not decisive"
-    """The data does not decide."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricDifference:
-    """The difference of one metric between two files, over the tasks that both have."""
-
-    metric: str
-    """"reward", "solved", "reward NAME", "metric NAME", "turns", "sampled" or "seconds"."""
-    slice: str
-    """The value of the task's field, or "" for all tasks."""
-    tasks: int
-    """Number of tasks with values in both files."""
-    episodes: tuple[int, int]
-    """Number of episodes of these tasks in each file."""
-    first: float
-    """The mean over the tasks in the first file; each task counts the same."""
-    second: float
-    """The same in the second file."""
-    difference: float
-    """`second - first`."""
-    low: float | None
-    """The lower end of the 95% interval of the difference; None below two tasks."""
-    high: float | None
-    """Its upper end."""
-    p_value: float | None
-    """The two-sided p-value of the paired t test, and with up to 12 tasks that of the exact sign-flip test if it is
-    larger; in slices, adjusted by Holm's method. None below two tasks."""
-    more_tasks: int | None
-    """The number of further tasks that would show a difference of this size, with a probability of 80%; None if the
-    result is decisive, or no number is known."""
-
-    @property
-    def decision(self) -> Decision:
-        """The result: decisive below a p-value of 0.05."""
-        if self.p_value is None or self.p_value >= 1 - CONFIDENCE_SHARE:
-            return Decision.UNDECIDED
-        return Decision.HIGHER if self.difference > 0 else Decision.LOWER
-
-    @property
-    def words(self) -> str:
-        """The result in one sentence."""
-        if self.decision is not Decision.UNDECIDED:
-            return f"decisive: B is {self.decision.value} by {abs(self.difference):.3g}"
-        if self.p_value is None:
-            return "not decisive: an interval needs two tasks"
-        if self.difference == 0:
-            return "not decisive: no difference was seen"
-        if self.more_tasks is None:
-            return "not decisive: the difference is too small for any practical number of tasks"
-        return f"not decisive: about {self.more_tasks:,} more tasks would decide, if the difference stays the same"
+MAX_NAMED_TASKS: Final = 5
+"""Tasks that a note names; the others are counted."""
+FAILED: Final = "failed"
+"""The metric of the share of failed episodes."""
+STRICT: Final = "solved, failed counts as not"
+"""The metric of the share of solved episodes among all, failed ones included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +34,16 @@ class FlippedTask:
     """A task that is solved more often than not in one file and not in the other."""
 
     task_id: str
-    first: float
-    """The share of solved episodes in the first file."""
-    second: float
+    first: float | None
+    """The share of solved episodes among the scored ones in the first file; None if all its episodes failed."""
+    second: float | None
     episodes: tuple[str, str]
-    """The ids of an episode in each file."""
+    """The id of an episode in each file, one that is solved only where the task is."""
 
     @property
     def lost(self) -> bool:
         """True if the second file lost the task."""
-        return self.second < self.first
+        return (self.second or 0) < (self.first or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +57,7 @@ class RunComparison:
     differences: tuple[MetricDifference, ...]
     """All tasks, metric by metric; the reward is first."""
     slices: tuple[MetricDifference, ...]
-    """The reward by the value of a task's field."""
+    """The same for each value of a task's field, metric by metric."""
     flipped: tuple[FlippedTask, ...]
     """The flipped tasks, lost ones first."""
     configuration: tuple[tuple[str, str, str], ...]
@@ -131,17 +67,33 @@ class RunComparison:
 
     @property
     def better(self) -> str:
-        """The better file, "A" or "B"; "" if the rewards do not decide."""
-        decision = next((each.decision for each in self.differences if each.metric in ("reward", "solved")), None)
-        return {Decision.HIGHER: "B", Decision.LOWER: "A"}.get(decision, "") if decision is not None else ""
+        """The better file, "A" or "B"; "" if the rewards do not decide, or only without the failed episodes."""
+        main, strict = self._main, self._named(STRICT)
+        if main is None or (strict is not None and strict.decision is not main.decision):
+            return ""
+        return {Decision.HIGHER: "B", Decision.LOWER: "A"}.get(main.decision, "")
 
     @property
     def verdict(self) -> str:
-        """The answer in one sentence."""
-        main = next((each for each in self.differences if each.metric in ("reward", "solved")), None)
+        """The answer in one sentence or two."""
+        main, strict = self._main, self._named(STRICT)
+        if main is None and any(each.metric.startswith("reward ") for each in self.differences):
+            return "not decisive: the scorers or their weights differ; see each reward by itself"
         if main is None:
-            return "not decisive: the files share no score"
+            return "not decisive: no task has a score in both files"
+        if strict is not None and strict.decision is not main.decision:
+            return (
+                f"not decisive, as it depends on the failed episodes. Without them: {main.words}. "
+                f"Counted as not solved: {strict.words}"
+            )
         return f"{self.better} is better: {main.words}" if self.better else main.words
+
+    @property
+    def _main(self) -> MetricDifference | None:
+        return self._named("reward") or self._named("solved")
+
+    def _named(self, metric: str) -> MetricDifference | None:
+        return next((each for each in self.differences if each.metric == metric), None)
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -157,69 +109,10 @@ class RunComparison:
             "better": self.better or None,
             "differences": [row(each) for each in self.differences],
             "slices": [row(each) for each in self.slices],
-            "flipped": [{"task_id": each.task_id, "first": each.first, "second": each.second} for each in self.flipped],
+            "flipped": [{**asdict(each), "lost": each.lost} for each in self.flipped],
             "configuration": [list(each) for each in self.configuration],
             "notes": list(self.notes),
         }
-
-
-def paired_difference(
-    metric: str, pairs: Sequence[tuple[float, float]], *, slice: str = "", episodes: tuple[int, int] = (0, 0)
-) -> MetricDifference:
-    """The difference of means over tasks, with the interval and the p-value of the paired t test.
-
-    Each pair has the means of one task in both files. The episodes of a task are one observation, so the interval is
-    clustered by task, however many episodes each has.
-
-    Args:
-        metric: the name of the metric.
-        pairs: (mean in the first file, mean in the second file) of each task; at least one.
-        slice: the name of the slice, or "".
-        episodes: the number of episodes in each file.
-    """
-    count = len(pairs)
-    changes = [second - first for first, second in pairs]
-    mean = math.fsum(changes) / count
-    first, second = (math.fsum(pair[side] for pair in pairs) / count for side in (0, 1))
-    low = high = p_value = more = None
-    if count > 1:
-        error = _standard_error(changes, mean)
-        half = student_t_quantile(CONFIDENCE_SHARE, count - 1) * error
-        low, high = mean - half, mean + half
-        p_value = student_t_p_value(mean / error, count - 1) if error else (1.0 if mean == 0 else 0.0)
-        p_value = max(p_value, _exact_p_value(changes))
-        if p_value >= 1 - CONFIDENCE_SHARE:
-            more = _more_tasks(count, mean, error)
-    return MetricDifference(metric, slice, count, episodes, first, second, mean, low, high, p_value, more)
-
-
-def _standard_error(changes: Sequence[float], mean: float) -> float:
-    count = len(changes)
-    # hypot scales, so that values up to the largest float do not overflow.
-    return math.hypot(*(change - mean for change in changes)) / math.sqrt(count - 1) / math.sqrt(count)
-
-
-def _exact_p_value(changes: Sequence[float]) -> float:
-    """The share of all choices of signs with a mean as far from 0 as the given one; 0 for many changes.
-
-    The t test takes equal changes of two or three tasks for certain; this one does not.
-    """
-    if len(changes) > MAX_EXACT_TASKS:
-        return 0.0
-    largest = max(map(abs, changes)) or 1.0
-    scaled = [change / largest for change in changes]
-    bound = abs(math.fsum(scaled)) - 1e-9
-    signs = itertools.product((1, -1), repeat=len(scaled) - 1)
-    sums = [scaled[0] + math.fsum(map(operator.mul, each, scaled[1:])) for each in signs]
-    return sum(abs(each) >= bound for each in sums) / len(sums)
-
-
-def _more_tasks(count: int, mean: float, error: float) -> int | None:
-    """The number of further tasks that would decide with a probability of 80%; None if no number is known."""
-    if not mean or not math.isfinite(error):
-        return None
-    needed = max(MIN_DECISIVE_TASKS, NORMAL_POWER_FACTOR * count * (error / mean) ** 2)
-    return max(1, math.ceil(needed) - count) if needed < MAX_MORE_TASKS else None
 
 
 def compare(first: str | Path | RunFile, second: str | Path | RunFile, *, by: str | None = None) -> RunComparison:
@@ -228,7 +121,7 @@ def compare(first: str | Path | RunFile, second: str | Path | RunFile, *, by: st
     Args:
         first: the first file, A: the baseline.
         second: the second file, B.
-        by: a field of the tasks, such as `level`; the reward is also compared for each of its values.
+        by: a field of the tasks, such as `level`; all metrics are also compared for each of its values.
 
     Raises:
         BadOption: the files have no task in common, or no task has the field.
@@ -244,11 +137,12 @@ class _Scores:
 
     def __init__(self, run_file: RunFile) -> None:
         self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.tasks: dict[str, str] = {}
-        """The id of the first episode of each task."""
-        self.failed = self.cut_short = self.repeated = 0
+        self.episodes: dict[str, list[tuple[str, bool | None]]] = defaultdict(list)
+        """The id of each episode by task, and True if it is solved; None if it failed or has no reward."""
+        self.names: dict[str, set[str]] = defaultdict(set)
+        """The names of the rewards by task."""
+        self.cut_short = False
         seen: set[tuple[str, int]] = set()
-        self.names: set[str] = set()
         rows = list(run_file.rows(trained=None))
         trained = {(row.id, row.attempt) for row in rows if row.trained}
         for row in rows:
@@ -257,43 +151,56 @@ class _Scores:
                 continue  # the scores of an episode are those of its first trained agent
             seen.add(key)
             self._add(row)
-        counts = [len(self.values["episode"][task]) for task in self.values["episode"]]
-        self.most = max(counts, default=0)
 
     def _add(self, row: EpisodeRow) -> None:
         if row.outcome.cut_short:
-            self.cut_short += 1
+            self.cut_short = True
             return
-        self.tasks.setdefault(row.task_id, row.id)
-        self.values["episode"][row.task_id].append(1.0)
-        if row.outcome.failed:
-            self.failed += 1
-            return
-        self.names |= row.rewards.keys()
-        figures: dict[str, float | None] = {
-            "reward": row.reward,
-            "solved": None if row.reward is None else float(row.reward >= MIN_SOLVED_REWARD),
-            **{f"reward {name}": value for name, value in row.rewards.items()},
-            **{f"metric {name}": value for name, value in row.metrics.items()},
-            "turns": row.turns,
-            "sampled": row.sampled,
-            "seconds": row.seconds,
-        }
+        failed = row.outcome.failed
+        scored = row.reward is not None and not failed
+        solved = scored and row.reward is not None and row.reward >= MIN_SOLVED_REWARD
+        self.episodes[row.task_id].append((row.id, solved if scored else None))
+        figures: dict[str, float | None] = {FAILED: failed, STRICT: solved if scored or failed else None}
+        if not failed:
+            self.names[row.task_id] |= row.rewards.keys()
+            figures |= {
+                "reward": row.reward,
+                "solved": solved if scored else None,
+                **{f"reward {name}": value for name, value in row.rewards.items()},
+                **{f"metric {name}": value for name, value in row.metrics.items()},
+                "turns": row.turns,
+                "sampled": row.sampled,
+                "seconds": row.seconds,
+            }
         for name, value in figures.items():
             if value is not None and math.isfinite(value):
                 self.values[name][row.task_id].append(float(value))
 
+    def failed(self, tasks: Sequence[str]) -> int:
+        """The number of failed episodes of these tasks."""
+        return sum(int(sum(self.values[FAILED][task])) for task in tasks)
+
+    def only_failed(self, tasks: Sequence[str]) -> list[str]:
+        """The tasks whose episodes all failed."""
+        return [task for task in tasks if min(self.values[FAILED][task]) == 1]
+
+    def scorers(self, tasks: Sequence[str]) -> set[str]:
+        """The names of the rewards of these tasks."""
+        return set().union(*(self.names.get(task, set()) for task in tasks))
+
 
 def _compare(first: RunFile, second: RunFile, by: str | None) -> RunComparison:
     scores = (_Scores(first), _Scores(second))
-    common = [task for task in scores[0].tasks if task in scores[1].tasks]
+    common = [task for task in scores[0].episodes if task in scores[1].episodes]
     if not common:
         raise BadOption(_nothing_in_common(first, second, scores))
-    notes = list(_notes(first, second, scores, common))
-    alike = scores[0].names == scores[1].names and first.header.weights == second.header.weights
+    scored = [task for task in common if all(each.names.get(task) for each in scores)]
+    alike = scores[0].scorers(scored) == scores[1].scorers(scored) and first.header.weights == second.header.weights
     # Rewards of different scorers have no common scale.
-    left_out = () if alike else ("reward", "solved")
-    names = [name for name in scores[0].values if name in scores[1].values and name not in ("episode", *left_out)]
+    left_out = set() if alike else {"reward", "solved", STRICT}
+    if not any(each.failed(common) for each in scores):
+        left_out |= {FAILED, STRICT}
+    names = [name for name in scores[0].values if name in scores[1].values and name not in left_out]
     names.sort(key=_rank)
     differences = [made for name in names if (made := _difference(name, scores, common)) is not None]
     return RunComparison(
@@ -301,14 +208,14 @@ def _compare(first: RunFile, second: RunFile, by: str | None) -> RunComparison:
         second=str(second.path),
         differences=tuple(differences),
         slices=() if by is None else tuple(_slices(by, names, scores, common, first)),
-        flipped=() if left_out else tuple(_flipped(scores, common)),
+        flipped=tuple(_flipped(scores, common)) if alike else (),
         configuration=tuple(_configuration(first, second)),
-        notes=tuple(notes),
+        notes=tuple(_notes(first, second, scores, common, scored)),
     )
 
 
 def _rank(name: str) -> int:
-    kinds = ("reward", "solved", "reward ", "metric ")
+    kinds = ("reward", "solved", STRICT, FAILED, "reward ", "metric ")
     return next((rank for rank, kind in enumerate(kinds) if name == kind or (kind[-1] == " " and kind in name)), 9)
 
 
@@ -337,34 +244,9 @@ def _slices(
             groups[value].append(task)
     if not groups:
         raise BadOption(f"--by {by}: no task has this field; fields are {', '.join(_fields(run_file, tasks[0]))}.")
-    made = [
-        each
-        for value, some in sorted(groups.items())
-        for name in names[:1]
-        if (each := _difference(name, scores, some, slice=value)) is not None
-    ]
-    yield from _holm(made)
-
-
-def _holm(differences: Sequence[MetricDifference]) -> Iterator[MetricDifference]:
-    """The differences with p-values adjusted for their number, by Holm's method."""
-    known = sorted((each.p_value, place) for place, each in enumerate(differences) if each.p_value is not None)
-    adjusted: dict[int, float] = {}
-    largest = 0.0
-    for rank, (p_value, place) in enumerate(known):
-        largest = max(largest, min(1.0, p_value * (len(known) - rank)))
-        adjusted[place] = largest
-    for place, each in enumerate(differences):
-        yield _adjusted(each, adjusted[place]) if place in adjusted else each
-
-
-def _adjusted(each: MetricDifference, p_value: float) -> MetricDifference:
-    """The difference with another p-value, and the number of tasks that belongs to it."""
-    more = each.more_tasks
-    if more is None and p_value >= 1 - CONFIDENCE_SHARE and each.high is not None:
-        error = (each.high - each.difference) / student_t_quantile(CONFIDENCE_SHARE, each.tasks - 1)
-        more = _more_tasks(each.tasks, each.difference, error)
-    return replace(each, p_value=p_value, more_tasks=more)
+    for name in names:
+        made = (_difference(name, scores, some, slice=value) for value, some in sorted(groups.items()))
+        yield from holm([each for each in made if each is not None])
 
 
 def task_field(run_file: RunFile, task_id: str, name: str) -> str | None:
@@ -391,18 +273,31 @@ def _fields(run_file: RunFile, task_id: str) -> list[str]:
 def _flipped(scores: tuple[_Scores, _Scores], tasks: Sequence[str]) -> list[FlippedTask]:
     flipped = []
     for task in tasks:
-        values = [each.values["solved"].get(task, []) for each in scores]
-        if not all(values):
-            continue
-        first, second = _mean(values[0]), _mean(values[1])
-        if (first > 0.5) != (second > 0.5):
-            flipped.append(FlippedTask(task, first, second, (scores[0].tasks[task], scores[1].tasks[task])))
-    return sorted(flipped, key=lambda each: each.second - each.first)
+        first, second = (_solved_share(each, task) for each in scores)
+        if _is_solved(first) != _is_solved(second):
+            examples = _example(scores[0], task, first), _example(scores[1], task, second)
+            flipped.append(FlippedTask(task, first, second, examples))
+    return sorted(flipped, key=lambda each: (each.second or 0) - (each.first or 0))
+
+
+def _solved_share(scores: _Scores, task: str) -> float | None:
+    values = scores.values["solved"].get(task)
+    return _mean(values) if values else None
+
+
+def _is_solved(share: float | None) -> bool:
+    return share is not None and share > 0.5
+
+
+def _example(scores: _Scores, task: str, share: float | None) -> str:
+    """An episode that shows the result of a task: a solved one only if the task is solved."""
+    wanted = None if share is None else _is_solved(share)
+    return next(id for id, solved in scores.episodes[task] if solved is wanted)
 
 
 def _nothing_in_common(first: RunFile, second: RunFile, scores: tuple[_Scores, _Scores]) -> str:
     def some(file: RunFile, each: _Scores) -> str:
-        return f"{file.path} has {', '.join(map(repr, list(each.tasks)[:3])) or 'no finished episodes'}"
+        return f"{file.path} has {', '.join(map(repr, list(each.episodes)[:3])) or 'no finished episodes'}"
 
     return (
         f"the files have no task in common: {some(first, scores[0])}, and {some(second, scores[1])}. "
@@ -410,27 +305,47 @@ def _nothing_in_common(first: RunFile, second: RunFile, scores: tuple[_Scores, _
     )
 
 
-def _notes(first: RunFile, second: RunFile, scores: tuple[_Scores, _Scores], common: Sequence[str]) -> Iterator[str]:
+def _notes(
+    first: RunFile, second: RunFile, scores: tuple[_Scores, _Scores], common: Sequence[str], scored: Sequence[str]
+) -> Iterator[str]:
     for name, file, each in zip("AB", (first, second), scores, strict=True):
-        only = len(each.tasks) - len(common)
+        only = len(each.episodes) - len(common)
         if only:
-            yield f"{only} tasks are only in {name} and are left out."
-        if each.failed:
-            yield f"{each.failed} failed episodes of {name} have no score and are left out."
+            yield f"{_counted(only, 'task is', 'tasks are')} only in {name} and left out."
+        yield from _failures(name, each, common)
         if each.cut_short or not file.complete:
             yield f"{name} is not complete: what it has so far is compared."
-    if scores[0].names != scores[1].names:
-        parts = [", ".join(sorted(each.names)) or "none" for each in scores]
+    parts = [", ".join(sorted(each.scorers(scored))) for each in scores]
+    if parts[0] != parts[1]:
         yield f"The scorers differ (A: {parts[0]}; B: {parts[1]}): only the rewards that both have are compared."
     elif first.header.weights != second.header.weights:
         yield "The weights of the rewards differ: each reward is compared by itself, and not their sum."
     if first.header.environment != second.header.environment:
         yield "The environments differ."
-    if max(each.most for each in scores) == 1:
+    if max(len(each.episodes[task]) for each in scores for task in common) == 1:
         yield (
             "Each task was played once, with one seed: the interval holds for other tasks of this kind, and a task "
             "that flipped may be noise of sampling. Play each task several times (--group-size 4)."
         )
+
+
+def _failures(name: str, scores: _Scores, tasks: Sequence[str]) -> Iterator[str]:
+    failed, total = scores.failed(tasks), sum(len(scores.episodes[task]) for task in tasks)
+    lost = scores.only_failed(tasks)
+    if failed == total:
+        yield f"No episode of {name} has a score: all {failed:,} failed."
+    elif failed:
+        yield (
+            f"{failed:,} of {total:,} episodes of {name} failed and have no reward. "
+            f'They are counted in "{FAILED}" and "{STRICT}".'
+        )
+    if lost and failed < total:
+        named = ", ".join(lost[:MAX_NAMED_TASKS]) + (", ..." if len(lost) > MAX_NAMED_TASKS else "")
+        yield f"{_counted(len(lost), 'task has', 'tasks have')} only failed episodes in {name}: {named}."
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _configuration(first: RunFile, second: RunFile) -> Iterator[tuple[str, str, str]]:

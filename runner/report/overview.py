@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from runner.estimates import student_t_quantile
+from runner.estimates import student_t_p_value, student_t_quantile
 from runner.report.charts import Chart, histogram, over_time
 from runner.report.header_view import command_again, model_name, run_settings
+from runner.report.paired import clustered_difference
 from runner.report.prices import Cost, Price, costs_of
 from runner.store.header import Header
 from runner.store.json_values import decode_json
@@ -25,6 +26,12 @@ __all__ = ["Failure", "Overview", "Score", "interval_of", "overview_of", "stalen
 MAX_SHOWN_ITEMS: Final = 8
 """Entries of a list on the first screen; the others are counted."""
 CONFIDENCE_SHARE: Final = 0.95
+MIN_DRIFT_EPISODES: Final = 10
+"""The fewest episodes in a third of a run for which drift is looked for."""
+MIN_DRIFT_TASKS: Final = 5
+"""The fewest tasks of a third whose episodes are clustered by task."""
+MAX_DRIFT_P_VALUE: Final = 0.0027
+"""The largest p-value of a drift that is named: that of three standard errors over many tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,14 @@ _EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments":
 """Lists of episodes by the attribute of a row that is largest in them."""
 
 
+class _Point(NamedTuple):
+    task_id: str
+    committed: float
+    reward: float | None
+    sampled: int
+    seconds: float
+
+
 class _Rows:
     """Figures that follow from the rows of episodes."""
 
@@ -157,7 +172,7 @@ class _Rows:
         self.failures: dict[tuple[str, str, str], Failure] = {}
         self.limits: Counter[str] = Counter()
         self._rewards: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-        self._points: list[tuple[float, float | None, int, float]] = []  # committed, reward, sampled, seconds
+        self._points: list[_Point] = []
         self._largest: dict[str, list[EpisodeRow]] = defaultdict(list)
         self._ended: set[tuple[str, int]] = set()
 
@@ -171,7 +186,7 @@ class _Rows:
             elif row.limit:
                 self.limits[row.limit] += 1
         if row.trained or first:
-            self._points.append((row.committed, row.reward, row.sampled, row.seconds))
+            self._points.append(_Point(row.task_id, row.committed, row.reward, row.sampled, row.seconds))
         if row.reward is not None and row.trained:
             self._rewards[row.task_id, row.visit, row.agent].append(row.reward)
         for name, column in _EXTREMES.items():
@@ -204,44 +219,51 @@ class _Rows:
         }
 
     def charts(self) -> Iterator[Chart]:
-        rewards = [reward for _, reward, _, _ in self._points if reward is not None]
+        rewards = [point.reward for point in self._points if point.reward is not None]
         if rewards:
             yield histogram("Rewards", rewards, unit="reward")
         if self._points:
-            yield histogram("Lengths", [sampled for _, _, sampled, _ in self._points], unit="sampled ids")
-            yield histogram("Durations", [seconds for *_, seconds in self._points], unit="seconds")
+            yield histogram("Lengths", [point.sampled for point in self._points], unit="sampled ids")
+            yield histogram("Durations", [point.seconds for point in self._points], unit="seconds")
         if len(self._points) >= 10:
-            ordered = sorted(self._points, key=lambda point: point[0])
-            yield over_time("Reward over the run", [point[1] for point in ordered], unit="reward")
-            yield over_time("Length over the run", [point[2] for point in ordered], unit="sampled ids")
-            rates = _rates([(point[0], point[2]) for point in ordered])
+            ordered = sorted(self._points, key=attrgetter("committed"))
+            yield over_time("Reward over the run", [point.reward for point in ordered], unit="reward")
+            yield over_time("Length over the run", [point.sampled for point in ordered], unit="sampled ids")
+            rates = _rates([(point.committed, point.sampled) for point in ordered])
             if rates:
                 yield over_time("Sampled ids a second", rates, unit="ids/s", bins=len(rates))
 
     def drift(self) -> Iterator[str]:
-        ordered = sorted(self._points, key=lambda point: point[0])
+        ordered = sorted(self._points, key=attrgetter("committed"))
         third = len(ordered) // 3
-        if third < 10:
+        if third < MIN_DRIFT_EPISODES:
             return
-        for name, index in (("reward", 1), ("sampled ids", 2)):
+        for name, column in (("reward", "reward"), ("sampled ids", "sampled")):
             first, last = (
-                [float(value) for point in part if (value := point[index]) is not None]
+                [(point.task_id, float(value)) for point in part if (value := getattr(point, column)) is not None]
                 for part in (ordered[:third], ordered[-third:])
             )
-            if len(first) > 1 and len(last) > 1:
+            if first and last:
                 yield from _change(name, first, last)
 
 
-def _change(name: str, first: Sequence[float], last: Sequence[float]) -> Iterator[str]:
-    """A sentence if the means of the thirds differ by more than three standard errors."""
-    means = [sum(part) / len(part) for part in (first, last)]
-    # hypot scales, so that the largest floats do not overflow.
-    errors = [
-        math.hypot(*(value - mean for value in part)) / math.sqrt((len(part) - 1) * len(part))
-        for part, mean in zip((first, last), means, strict=True)
-    ]
-    error = math.hypot(*errors)
-    if abs(means[1] - means[0]) > 3 * error and means[0] != means[1]:
+def _change(name: str, first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """A sentence if the means of the thirds differ by more than chance.
+
+    Episodes are clustered by task. Of a few tasks this is not possible: if each is in both thirds, its episodes stand
+    for themselves, and else the thirds may differ by their tasks.
+    """
+    tasks = [{task for task, _ in part} for part in (first, last)]
+    if min(map(len, tasks)) < MIN_DRIFT_TASKS:
+        if tasks[0] != tasks[1]:
+            return
+        first, last = (
+            [(f"{side} {number}", value) for number, (_, value) in enumerate(part)]
+            for side, part in enumerate((first, last))
+        )
+    difference, error, clusters = clustered_difference(first, last)
+    if difference and (not error or student_t_p_value(difference / error, clusters - 1) < MAX_DRIFT_P_VALUE):
+        means = [math.fsum(value / len(part) for _, value in part) for part in (first, last)]
         yield f"{name}: {means[0]:.3g} in the first third of the episodes, {means[1]:.3g} in the last"
 
 

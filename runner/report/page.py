@@ -40,6 +40,8 @@ CHUNK_EPISODES: Final = 64
 """Episodes whose tokens are compressed together."""
 MAX_PAIRS: Final = 10
 """Flipped tasks whose transcripts are side by side in a comparison."""
+MAX_FLIPPED_TASKS: Final = 200
+"""Flipped tasks that a page lists."""
 MIN_SHARED_CHARS: Final = 200
 """Shortest system message that a page shows once for all episodes with it."""
 
@@ -82,8 +84,7 @@ def write_report(
         RunFileError: the run file is damaged.
     """
     overview = overview_of(run_file, prices)
-    page = _Page(run_file, overview, most=most, tokens=tokens)
-    page.comparison = comparison
+    page = _Page(run_file, overview, comparison, most=most, tokens=tokens)
     with whole_or_nothing(Path(target)) as file:
         for part in page.parts():
             data = part.encode()
@@ -95,7 +96,9 @@ def write_report(
 class _Page:
     """One page while it is written."""
 
-    def __init__(self, run_file: RunFile, overview: Overview, *, most: int, tokens: bool) -> None:
+    def __init__(
+        self, run_file: RunFile, overview: Overview, comparison: RunComparison | None, *, most: int, tokens: bool
+    ) -> None:
         self._run_file = run_file
         self._overview = overview
         self._tokens = tokens
@@ -104,25 +107,24 @@ class _Page:
         self._chunks = 0
         self._shared: dict[str, int] = {}
         self._labels = read_labels(run_file.path)
-        self.comparison: RunComparison | None = None
+        self._comparison = comparison
         self.size = self.rows = self.transcripts = 0
-        keys = [(row.key, row.id, row.attempt) for row in run_file.rows(trained=None)]
-        episodes = [[key for key, *_ in group] for _, group in groupby(keys, key=lambda each: each[1:])]
-        self.total = len(episodes)
-        self._chosen = self._choose(episodes, most)
+        ids = dict.fromkeys(row.id for row in run_file.rows(trained=None))
+        self.total = len(ids)
+        self._chosen = set(ids) if self.total <= most else self._choose(list(ids), most)
 
-    def _choose(self, episodes: Sequence[Sequence[int]], most: int) -> set[int] | None:
-        """The keys of the chosen episodes; None for all."""
-        if len(episodes) <= most:
-            return None
-        wanted = {id for failure in self._overview.failures for id in failure.episodes[: max(1, most // 8)]}
-        wanted |= {row.id for _, rows in self._overview.extremes for row in rows}
-        first = {row.key for row in self._run_file.rows(trained=None) if row.id in wanted}
-        chosen = [group for group in episodes if not first.isdisjoint(group)][:most]
-        rest = [group for group in episodes if first.isdisjoint(group)]
-        left = most - len(chosen)
-        chosen += [rest[number * len(rest) // left] for number in range(left)] if left > 0 else []
-        return {key for group in chosen for key in group}
+    def _choose(self, ids: Sequence[str], most: int) -> set[str]:
+        """The ids of the chosen episodes: those that the first screen links to, then others, evenly spaced."""
+        flipped = () if self._comparison is None else self._comparison.flipped[:MAX_FLIPPED_TASKS]
+        linked = [
+            *(task.episodes[1] for task in flipped),
+            *(failure.episodes[0] for failure in self._overview.failures[:MAX_SHOWN_ITEMS]),
+            *(row.id for _, rows in self._overview.extremes for row in rows),
+            *(id for failure in self._overview.failures for id in failure.episodes[: max(1, most // 8)]),
+        ]
+        chosen = dict.fromkeys(list(dict.fromkeys(linked))[:most])
+        rest, left = [id for id in ids if id not in chosen], most - len(chosen)
+        return {*chosen, *(rest[number * len(rest) // left] for number in range(left))}
 
     def parts(self) -> Iterator[str]:
         style, script = asset("report.css"), asset("report.js")
@@ -133,9 +135,10 @@ class _Page:
                 overview=self._overview,
                 title=self._overview.title,
                 served="",
-                link=lambda id: f"#e-{_fragment(id)}",
-                comparison=self.comparison,
+                link=lambda id: f"#e-{_fragment(id)}" if id in self._chosen else "",
+                comparison=self._comparison,
                 pairs=self._pairs(),
+                max_flipped=MAX_FLIPPED_TASKS,
                 style=style,
                 script=script,
                 policy=page_policy(style, script),
@@ -150,10 +153,10 @@ class _Page:
 
     def _pairs(self) -> Iterator[tuple[FlippedTask, EpisodeView, EpisodeView]]:
         """The first flipped tasks with an episode of each file, for reading them side by side."""
-        if self.comparison is None or not self.comparison.flipped:
+        if self._comparison is None or not self._comparison.flipped:
             return
-        with RunFile(self.comparison.first) as first:
-            for task in self.comparison.flipped[:MAX_PAIRS]:
+        with RunFile(self._comparison.first) as first:
+            for task in self._comparison.flipped[:MAX_PAIRS]:
                 views = (
                     episode_view(file, agents_of(file, id))
                     for file, id in zip((first, self._run_file), task.episodes, strict=True)
@@ -165,7 +168,7 @@ class _Page:
         return list(tasks)[:MAX_EPISODES]
 
     def _episodes(self) -> Iterator[dict[str, Any]]:
-        rows = (row for row in self._run_file.rows(trained=None) if self._chosen is None or row.key in self._chosen)
+        rows = (row for row in self._run_file.rows(trained=None) if row.id in self._chosen)
         for number, (_, group) in enumerate(groupby(rows, key=lambda row: (row.id, row.attempt))):
             agents = list(group)
             self.rows += 1

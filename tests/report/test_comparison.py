@@ -1,10 +1,11 @@
-"""`deltarunner compare`: paired by task, checked with scipy's figures and by simulation."""
+"""`deltarunner compare`: paired by task, checked with figures of scipy and statsmodels, and by simulation."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from runner import RunFile, Task
 from runner.cli.app import app
 from runner.errors import BadOption
 from runner.estimates import Mean, pass_all_k, pass_at_k, student_t_p_value, student_t_quantile
-from runner.report.comparison import Decision, _exact_p_value, compare, paired_difference
-from runner.report.overview import interval_of
+from runner.report.comparison import compare
+from runner.report.overview import interval_of, overview_of
 from runner.report.page import write_report
+from runner.report.paired import Decision, _exact_p_value, clustered_difference, paired_difference
 from runner.trajectory import Outcome, Trajectory
 from tests import sweeps
 from tests.report.browser import browser, browser_turn, needs_browser
@@ -27,6 +29,7 @@ from tests.store.building import played
 pytestmark = pytest.mark.anyio
 
 SCIPY = json.loads((Path(__file__).parent / "scipy_reference.json").read_text())
+STATSMODELS = json.loads((Path(__file__).parent / "statsmodels_reference.json").read_text())
 
 
 # --- statistics
@@ -69,6 +72,23 @@ def test_student_t_agrees_with_scipy() -> None:
         assert student_t_p_value(t, degrees) == pytest.approx(p_value, rel=1e-9, abs=1e-300)
     for degrees, quantile in SCIPY["quantiles"]:
         assert student_t_quantile(0.95, degrees) == pytest.approx(quantile, rel=1e-9)
+
+
+def test_clustered_means_agree_with_statsmodels() -> None:
+    for case in STATSMODELS["means"]:
+        mean = Mean()
+        for task, value in case["values"]:
+            mean.add(value, task)
+        assert (mean.mean, mean.standard_error) == pytest.approx((case["mean"], case["error"]), rel=1e-9)
+        half = interval_of(mean.as_dict())
+        assert half is not None
+        assert (mean.mean - half, mean.mean + half) == pytest.approx((case["low"], case["high"]), rel=1e-9)
+
+
+def test_clustered_differences_agree_with_statsmodels() -> None:
+    for case in STATSMODELS["differences"]:
+        difference, error, _ = clustered_difference(case["first"], case["second"])
+        assert (difference, error) == pytest.approx((case["difference"], case["error"]), rel=1e-9)
 
 
 @pytest.mark.parametrize("tasks", [12, 40])
@@ -191,7 +211,10 @@ async def test_slices_follow_a_field_of_the_task(tmp_path: Path) -> None:
     with RunFile(first) as a, RunFile(second) as b:
         made = compare(a, b, by="level")
         assert len(a) == 20  # the caller's file stays open
-    assert [(each.slice, each.tasks, each.difference) for each in made.slices] == [("easy", 10, -1), ("hard", 10, -1)]
+    slices = [(each.metric, each.slice, each.tasks, each.difference) for each in made.slices]
+    assert slices[:2] == [("reward", "easy", 10, -1), ("reward", "hard", 10, -1)]
+    assert {metric for metric, *_ in slices} == {each.metric for each in made.differences}
+    assert re.search(r"metric\s+slice\s+A(.|\n)*sampled\s+easy", run(first, second, "--by", "level")[1])
     code, text = run(first, second, "--by", "colour")
     assert code == 2
     assert "no task has this field; fields are answer, id, level" in text
@@ -225,10 +248,104 @@ async def test_failed_missing_and_single_episodes_are_noted(tmp_path: Path) -> N
     second = await store(tmp_path / "b.db", [played("x"), played("y", outcome=Outcome.ENV_ERROR)])
     made = compare(first, second)
     notes = " ".join(made.notes)
-    assert "1 tasks are only in A" in notes
-    assert "1 failed episodes of B" in notes
+    assert "1 task is only in A and left out" in notes
+    assert "1 of 2 episodes of B failed and have no reward" in notes
+    assert "1 task has only failed episodes in B: y." in notes
     assert "Each task was played once, with one seed" in notes
     assert made.differences[0].words == "not decisive: an interval needs two tasks"
+
+
+def failed(task: str) -> Trajectory:
+    return played(task, outcome=Outcome.ENV_ERROR)
+
+
+async def test_tasks_that_only_fail_are_lost_and_counted(tmp_path: Path) -> None:
+    first = await store(tmp_path / "a.db", [played(f"t{n}") for n in range(20)])
+    second = await store(tmp_path / "b.db", [failed(f"t{n}") if n < 12 else played(f"t{n}") for n in range(20)])
+    made = compare(first, second)
+    by_name = {each.metric: each for each in made.differences}
+    assert (by_name["reward"].tasks, by_name["reward"].difference) == (8, 0)
+    assert (by_name["failed"].tasks, by_name["failed"].second) == (20, 0.6)
+    assert by_name["solved, failed counts as not"].decision is Decision.LOWER
+    assert [(each.task_id, each.second, each.lost) for each in made.flipped] == [
+        (f"t{n}", None, True) for n in range(12)
+    ]
+    text = run(first, second)[1]
+    assert "12 tasks have only failed episodes in B: t0, t1, t2, t3, t4, ..." in text
+    assert "t0: 100% -> no score" in text
+
+
+async def test_failures_that_hide_a_loss_leave_no_winner(tmp_path: Path) -> None:
+    """B solves more of what it plays to the end, and breaks in what A does not solve either."""
+    tasks = [f"t{n}" for n in range(20)]
+    first = await store(tmp_path / "a.db", [played(task, reward=float(n >= 10)) for n, task in enumerate(tasks)])
+    breaking = [failed(task) if 8 <= n < 16 else played(task) for n, task in enumerate(tasks)]
+    made = compare(first, await store(tmp_path / "b.db", breaking))
+    assert made.differences[0].decision is Decision.HIGHER
+    assert made.better == ""
+    assert made.verdict.startswith("not decisive, as it depends on the failed episodes. Without them: decisive: B is")
+
+
+async def test_file_of_failures_has_no_score_and_the_same_scorers(tmp_path: Path) -> None:
+    first, _ = await two(tmp_path)
+    broken = await store(tmp_path / "c.db", [failed(f"t{n}") for n in range(20)])
+    for files in ((first, broken), (broken, first)):
+        made = compare(*files)
+        assert made.better == ""
+        assert not any("scorers" in note for note in made.notes)
+    made = compare(first, broken)
+    assert "No episode of B has a score: all 20 failed." in made.notes
+    assert len(made.flipped) == 20
+    assert "no task has a score in both files" in made.verdict
+
+
+async def test_shown_episodes_of_a_flipped_task_show_the_flip(tmp_path: Path) -> None:
+    def episodes(rewards: tuple[float, ...]) -> list[Trajectory]:
+        return [played("t", index, reward=reward) for index, reward in enumerate(rewards)] + [played("other")]
+
+    first = await store(tmp_path / "a.db", episodes((0, 1, 1)))
+    second = await store(tmp_path / "b.db", episodes((1, 0, 0)))
+    (task,) = compare(first, second).flipped
+    with RunFile(first) as a, RunFile(second) as b:
+        assert a.row(task.episodes[0]).reward == 1
+        assert b.row(task.episodes[1]).reward == 0
+
+
+async def test_flipped_episodes_are_in_a_small_page(tmp_path: Path) -> None:
+    first, second = await two(tmp_path, 40, losing=20)
+    target = tmp_path / "page.html"
+    for most, lost in ((25, 20), (10, 10)):
+        with RunFile(second) as run_file:
+            written = write_report(run_file, target, most=most, comparison=compare(first, run_file))
+        assert written.episodes == most
+        text = target.read_text()
+        linked = set(re.findall(r'href="#(e-[^"]*)"', text))
+        assert sum(f"e-t{number}-0-0" in linked for number in range(20)) == lost
+        assert linked <= set(re.findall(r'id="(e-[^"]*)"', text))
+
+
+@pytest.mark.parametrize(
+    ("task", "drifts"),
+    [
+        (lambda number: number, True),  # each episode is of another task
+        (lambda number: number % 3, True),  # the same three tasks from beginning to end
+        (lambda number: number // 20, False),  # each third has a task of its own
+        (lambda number: number // 20 * 6 + number % 6, True),  # or six tasks that are all alike
+    ],
+)
+async def test_drift_is_clustered_by_task(task: Callable[[int], int], drifts: bool, tmp_path: Path) -> None:
+    episodes = [played(f"t{task(n)}", n, reward=float(n >= 40)) for n in range(60)]
+    with RunFile(await store(tmp_path / "a.db", episodes)) as run_file:
+        drift = overview_of(run_file).drift
+    assert [each.partition(":")[0] for each in drift] == (["reward"] if drifts else [])
+
+
+async def test_hard_tasks_at_the_end_are_no_drift(tmp_path: Path) -> None:
+    """The thirds differ by four standard errors of episodes, and by about one of tasks."""
+    solved = (1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1)
+    episodes = [played(f"t{task}", n, reward=solved[task]) for task in range(15) for n in range(10)]
+    with RunFile(await store(tmp_path / "a.db", episodes)) as run_file:
+        assert overview_of(run_file).drift == []
 
 
 async def test_page_against_a_baseline_has_the_comparison(tmp_path: Path) -> None:
