@@ -83,6 +83,8 @@ class ToolCall:
     """Arguments as the model wrote them, before validation."""
     error: str | None = None
     """Parsing error of a malformed call, which is answered without running; None if it was parsed."""
+    failed: bool = False
+    """True if `call_tools` answered it with an error: wrong arguments, no such tool, `ToolError`, or too slow."""
 
     def as_message(self) -> ToolCallMessage:
         """Return the call in the form of an assistant message."""

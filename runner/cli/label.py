@@ -27,9 +27,12 @@ def label_command(
         if episode is None:
             if labels or note or remove:
                 raise BadOption("label: give an episode as well: deltarunner label FILE EPISODE --label NAME.")
-            for id, several in read_labels(file).items():
+            found = read_labels(file)
+            for id, several in found.by_episode.items():
                 for each in several:
                     console.print(Text(f"{printable_line(id)}  {printable(each.words)}"), soft_wrap=True)
+            for problem in found.problems:
+                console.print(Text(printable(problem), "yellow"), soft_wrap=True)
             return 0
         run_file.row(episode)  # refuses an episode that does not exist
     if remove == bool(labels or note):

@@ -123,7 +123,7 @@ def _reward_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableTy
 def _turn_rows(summary: Mapping[str, Any], verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     yield "turns", Text(_turns(summary, verbose))
     if summary.get("calls"):
-        yield "tool calls", _calls(summary["calls"], summary["malformed_calls"])
+        yield "tool calls", _calls(summary["calls"], summary["malformed_calls"], summary.get("failed_calls", 0))
     if summary.get("requests"):
         yield "requests", _counts(summary["requests"])
     if summary.get("tolerated"):
@@ -175,8 +175,11 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _calls(calls: int, malformed: int) -> Text:
-    text = Text(f"{calls}, {malformed} of them could not be read" if malformed else str(calls))
+def _calls(calls: int, malformed: int, failed: int) -> Text:
+    parts = [
+        f"{count} of them {words}" for count, words in ((malformed, "could not be read"), (failed, "failed")) if count
+    ]
+    text = Text(", ".join([str(calls), *parts]))
     if suspect_template(calls, malformed):
         text.append(f"\n{TEMPLATE_ADVICE}", "yellow")
     return text

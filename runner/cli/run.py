@@ -36,7 +36,7 @@ from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.interop.mixture import Mixture
 from runner.logs import LEVELS, log_to_file
 from runner.options import Concurrency, Sampling
-from runner.report.row_conditions import parse_threshold, require_thresholds
+from runner.report.row_conditions import check_threshold_names, require_thresholds
 from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
 from runner.runs.reporter import Reporter, discard
@@ -135,8 +135,6 @@ def play_plan(
     log = _log_path(settings)
     shown: ConsoleRun | None = None
     try:
-        for text in settings.fail_under or ():
-            parse_threshold(text)
         with redirect_stdout(sys.stderr) if settings.json else nullcontext():
             plan = make_plan()
         with _console(settings, log) as console:
@@ -220,6 +218,7 @@ class RunPlan:
         if settings.template is not None:
             ChatTemplate.load(settings.template)
         options = run_options(settings)
+        check_threshold_names(settings.fail_under or (), environment.scorers, options.group_size)
         tasks, total = _tasks(settings, environment, options.group_size)
         options = replace(options, tasks=tasks)
         if settings.file is not None:

@@ -214,8 +214,9 @@ def _transcript(
     decode = decoder(run_file.header.engine)
     for line in transcript(trajectory, decode, brief=brief, tokens=tokens):
         console.print(line, soft_wrap=not console.is_terminal)
-    for label in read_labels(run_file.path).get(trajectory.id, ()):
-        console.print(Text(f"label: {printable(label.words)}", "yellow"), soft_wrap=True)
+    labels = read_labels(run_file.path)
+    for words in (*(f"label: {each.words}" for each in labels.of(trajectory.id)), *labels.problems):
+        console.print(Text(printable(words), "yellow"), soft_wrap=True)
     _show_neighbours(run_file, console, trajectory)
     others = ", ".join(_other_agents(run_file, trajectory))
     if others:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -30,6 +31,8 @@ async def answer_calls(
 ) -> list[Message]:
     """Return one tool message for each call that parsed, in order, and one user message for those that did not.
 
+    Calls that failed are marked in the turn.
+
     Raises:
         Exception: an error of a tool, other than `ToolError`; the first one in the order of the calls.
     """
@@ -37,8 +40,11 @@ async def answer_calls(
     calls = [call for call in turn.tool_calls if call.error is None]
     report_activity(", ".join(f"{call.name}()" for call in calls) or "nothing")
     running = _RunningCalls(known, author_code, seconds)
-    for batch in _between_barriers(calls, known):
-        await running.run(batch)
+    try:
+        for batch in _between_barriers(calls, known):
+            await running.run(batch)
+    finally:
+        turn.tool_calls = [replace(call, failed=call.id in running.failed) for call in turn.tool_calls]
     messages: list[Message] = [
         {"role": "tool", "content": running.results[call.id], "tool_call_id": call.id, "name": call.name}
         for call in calls
@@ -52,6 +58,8 @@ async def answer_calls(
 class _RunningCalls:
     def __init__(self, tools: dict[str, Tool], author_code: AuthorCode, seconds: float | None) -> None:
         self.results: dict[str, str] = {}
+        self.failed: set[str] = set()
+        """The ids of the calls that failed."""
         self._tools = tools
         self._author_code = author_code
         self._seconds = seconds
@@ -87,6 +95,7 @@ class _RunningCalls:
                 return
 
     async def _result(self, call: ToolCall) -> str:
+        self.failed.add(call.id)
         tool = self._tools.get(call.name)
         if tool is None:
             return wording.unknown_tool(call.name, self._tools)
@@ -103,6 +112,7 @@ class _RunningCalls:
             if self._author_code.abandoned:
                 raise
             return wording.took_longer(tool.name, error.seconds)
+        self.failed.remove(call.id)
         return text
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from runner.attachments import Attachment, AttachmentKind
 from runner.chat_requests import ChatRequest
 from runner.messages import Message
-from runner.report.labels import Label
+from runner.report.labels import Labels
 from runner.store.json_values import encode_json
 from runner.store.reader import EpisodeRow, RunFile
-from runner.tokens.log import Source
+from runner.tokens.log import Source, TokenLog
 from runner.trajectory import Segment, Trajectory, Turn
 from runner.transcript import Decode, attachments_by_turn, messages_by_turn
 
@@ -23,17 +23,24 @@ __all__ = ["AgentView", "EpisodeView", "Vocabulary", "episode_view", "token_payl
 
 MAX_TEXT_CHARS: Final = 8_000
 """Characters of a text that a page shows; the middle of a longer one is left out."""
-MAX_SHOWN_TURNS: Final = 200
-"""Turns of a segment that a page shows; those in the middle of a longer one are left out."""
+MAX_SHOWN_ITEMS: Final = 400
+"""Messages and turns of a segment, and segments and requests of an episode, that a page shows. Others are left out."""
+MAX_SHOWN_CALLS: Final = 50
+"""Tool calls of a message or turn that a page shows."""
+MAX_EPISODE_CHARS: Final = 2_000_000
+"""Characters of an episode, images included, after which its further messages are left out."""
 MAX_TREE_DEPTH: Final = 9
 MAX_IMAGE_BYTES: Final = 2_000_000
 """Size of the largest attached image that a page shows."""
 MAX_PAYLOAD_IDS: Final = 100_000
-"""Ids of an episode whose tokens a page has."""
+"""Ids of an episode whose tokens a page has; of more, those at the ends of each segment."""
+MIN_PAYLOAD_IDS: Final = 200
+"""The fewest ids that a long episode keeps of each segment."""
 
 
 Attached: TypeAlias = dict[int, list[Attachment]]
 """Attachments by the number of turns before them."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,11 @@ class Entry:
     """True if the junction began a new segment, or is not proven."""
     image: str = ""
     """The address of an attached image, with its data."""
+
+    @property
+    def size(self) -> int:
+        """The number of characters."""
+        return len(self.text) + len(self.reasoning) + len(self.image) + sum(sum(map(len, call)) for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,8 @@ class AgentView:
     after: tuple[Entry, ...]
     """Attachments without a place in the segments."""
     requests: tuple[Mapping[str, str], ...]
+    more_requests: int
+    """The number of requests that are left out."""
     trajectory: Trajectory
 
 
@@ -110,18 +124,17 @@ class EpisodeView:
     """Labels and notes of readers."""
 
 
-def episode_view(
-    run_file: RunFile, rows: Sequence[EpisodeRow], labels: Mapping[str, Sequence[Label]] | None = None
-) -> EpisodeView:
+def episode_view(run_file: RunFile, rows: Sequence[EpisodeRow], labels: Labels | None = None) -> EpisodeView:
     """The view of an episode.
 
     Args:
         run_file: the run file.
         rows: the rows of its agents, of one attempt.
-        labels: the labels of readers by episode.
+        labels: the labels of readers.
     """
     trajectories = [run_file.trajectory(row) for row in rows]
     task = trajectories[0].task
+    room = _Room()
     data: dict[str, Any] = {}
     if task.answer:
         data["answer"] = task.answer
@@ -131,9 +144,9 @@ def episode_view(
         id=rows[0].id,
         attempt=rows[0].attempt,
         task=cut(encode_json(data)) if data else "",
-        agents=tuple(_agent_view(row, each) for row, each in zip(rows, trajectories, strict=True)),
+        agents=tuple(_agent_view(row, each, room) for row, each in zip(rows, trajectories, strict=True)),
         tree=_tree(trajectories),
-        labels=tuple(each.words for each in (labels or {}).get(rows[0].id, ())),
+        labels=() if labels is None else (*(each.words for each in labels.of(rows[0].id)), *labels.problems),
     )
 
 
@@ -145,44 +158,73 @@ def cut(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
 
 
-def _agent_view(row: EpisodeRow, trajectory: Trajectory) -> AgentView:
+def _ends(items: Sequence[Item]) -> tuple[Sequence[Item], int, Sequence[Item]]:
+    """The first items, the number of those in the middle that are left out, and the last items."""
+    half = MAX_SHOWN_ITEMS // 2
+    if len(items) <= MAX_SHOWN_ITEMS:
+        return items, 0, ()
+    return items[:half], len(items) - 2 * half, items[-half:]
+
+
+def _left_out(count: int, what: str) -> list[Entry]:
+    return [Entry("note", f"{count:,} {what} are left out here; `deltarunner show` has them.")] if count else []
+
+
+class _Room:
+    """The room of an episode in a page."""
+
+    def __init__(self) -> None:
+        self._left = MAX_EPISODE_CHARS
+
+    def fill(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+        """The first, the last and no further entries than there is room for, with a note at each cut."""
+        first, count, last = _ends(list(entries))
+        shown = [*first, *_left_out(count, "messages and turns"), *last]
+        for place, entry in enumerate(shown):
+            self._left -= entry.size
+            if self._left < 0:
+                return (*shown[:place], *_left_out(len(shown) - place, "messages and turns"))
+        return tuple(shown)
+
+
+def _agent_view(row: EpisodeRow, trajectory: Trajectory, room: _Room) -> AgentView:
     attached = attachments_by_turn(trajectory)
-    before = attached.pop(0, [])
-    segments = tuple(_segment_view(trajectory, number, attached) for number in range(len(trajectory.segments)))
+    before = room.fill(map(_attached, attached.pop(0, [])))
+    turns: dict[int, list[Turn]] = defaultdict(list)
+    for turn in trajectory.turns:
+        turns[turn.segment].append(turn)
+    first, count, last = _ends(range(len(trajectory.segments)))
+    views = [_segment_view(trajectory, number, turns[number], attached, room) for number in (*first, *last)]
     # Those of turns that are left out, or of another agent, come last.
-    rest = [each for several in attached.values() for each in several]
+    rest = [_attached(each) for several in attached.values() for each in several]
     return AgentView(
         agent=row.agent,
         row=row,
-        scores=tuple({**trajectory.rewards, **trajectory.metrics}.items()),
-        before=tuple(map(_attached, before)),
-        segments=segments,
-        after=tuple(map(_attached, rest)),
-        requests=tuple(map(_request, trajectory.requests)),
+        scores=tuple({**trajectory.rewards, **trajectory.metrics}.items())[:MAX_SHOWN_ITEMS],
+        before=before,
+        segments=tuple(views),
+        after=room.fill([*_left_out(count, "segments"), *rest]),
+        requests=tuple(map(_request, trajectory.requests[:MAX_SHOWN_ITEMS])),
+        more_requests=max(0, len(trajectory.requests) - MAX_SHOWN_ITEMS),
         trajectory=trajectory,
     )
 
 
-def _segment_view(trajectory: Trajectory, number: int, attached: Attached) -> SegmentView:
+def _segment_view(
+    trajectory: Trajectory, number: int, turns: Sequence[Turn], attached: Attached, room: _Room
+) -> SegmentView:
     segment = trajectory.segments[number]
-    turns = [turn for turn in trajectory.turns if turn.segment == number]
     return SegmentView(
         number=number,
         cause=segment.cause,
         ids=len(segment.log),
         origin=_after(segment),
-        entries=tuple(_entries(segment, turns, attached)),
+        entries=room.fill(_entries(segment, turns, attached)),
     )
 
 
 def _entries(segment: Segment, turns: Sequence[Turn], attached: Attached) -> Iterator[Entry]:
-    given = messages_by_turn(segment, turns)
-    middle = range(MAX_SHOWN_TURNS // 2, len(turns) - MAX_SHOWN_TURNS // 2)
-    for number, (turn, messages) in enumerate(zip(turns, given, strict=True)):
-        if number in middle:
-            if number == middle.start:
-                yield Entry("note", f"{len(middle):,} turns are left out here; `deltarunner show` has them.")
-            continue
+    for turn, messages in zip(turns, messages_by_turn(segment, turns), strict=True):
         yield from map(_message, messages)
         yield _turn(turn)
         yield from map(_attached, attached.pop(turn.number + 1, ()))
@@ -199,9 +241,8 @@ def _attached(attachment: Attachment) -> Entry:
 
 
 def _message(message: Message) -> Entry:
-    calls = tuple(
-        (call["function"]["name"], cut(encode_json(call["function"]["arguments"])), "")
-        for call in message.get("tool_calls") or ()
+    calls = _calls(
+        [(call["function"]["name"], call["function"]["arguments"], "") for call in message.get("tool_calls") or ()]
     )
     return Entry(
         message["role"],
@@ -212,8 +253,16 @@ def _message(message: Message) -> Entry:
     )
 
 
+def _calls(calls: Sequence[tuple[str, Any, str]]) -> tuple[tuple[str, str, str], ...]:
+    shown = [(name, cut(encode_json(arguments)), error) for name, arguments, error in calls[:MAX_SHOWN_CALLS]]
+    more = len(calls) - len(shown)
+    return (*shown, *([(f"[... {more:,} calls left out ...]", "", "")] if more > 0 else []))
+
+
 def _turn(turn: Turn) -> Entry:
-    calls = tuple((call.name, cut(encode_json(dict(call.arguments))), call.error or "") for call in turn.tool_calls)
+    calls = _calls(
+        [(call.name, dict(call.arguments), call.error or ("failed" if call.failed else "")) for call in turn.tool_calls]
+    )
     parts = [f"prompt {turn.prompt_tokens:,}", f"sampled {turn.tokens:,}"]
     parts.append(f"{turn.finish.value}{'' if turn.stop is None else f' {turn.stop}'}")
     timings = turn.timings
@@ -264,8 +313,11 @@ def _tree(trajectories: Sequence[Trajectory]) -> tuple[Branch, ...]:
     by_turn: dict[tuple[str, int], tuple[str, int]] = {}
     for trajectory in trajectories:
         by_turn.update({(turn.agent, turn.number): (turn.agent, turn.segment) for turn in trajectory.turns})
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for turn in trajectory.turns:
+            numbers[turn.segment].append(turn.number + 1)
         for number, segment in enumerate(trajectory.segments):
-            turns = [turn.number + 1 for turn in trajectory.turns if turn.segment == number]
+            turns = numbers[number]
             which = f"turns {turns[0]} to {turns[-1]}" if len(turns) > 1 else f"turn {turns[0]}" if turns else "no turn"
             after = "" if segment.origin is None else f", {_after(segment)}"
             labels[trajectory.agent, number] = f"{trajectory.agent}, segment {number} ({segment.cause}): {which}{after}"
@@ -283,7 +335,8 @@ def _tree(trajectories: Sequence[Trajectory]) -> tuple[Branch, ...]:
         depth, own = waiting.pop()
         tree.append(Branch(min(depth, MAX_TREE_DEPTH), labels[own]))
         waiting += [(depth + 1, child) for child in reversed(children[own])]
-    return tuple(tree)
+    first, count, last = _ends(tree)
+    return (*first, *([Branch(0, f"{count:,} segments are left out here")] if count else []), *last)
 
 
 def _after(segment: Segment) -> str:
@@ -312,41 +365,60 @@ class Vocabulary:
 _SOURCES: Final = {source.value: source.name.lower() for source in Source}
 
 
-def token_payload(trajectory: Trajectory, vocabulary: Vocabulary) -> list[dict[str, Any]] | None:
-    """The tokens of a trajectory as JSON values, one object per segment; None if there are none, or too many.
+def token_payload(
+    trajectory: Trajectory, vocabulary: Vocabulary, *, most: int = MAX_PAYLOAD_IDS
+) -> list[dict[str, Any]] | None:
+    """The tokens of a trajectory as JSON values, one object per segment; None if there are none.
 
-    `sources` and `versions` are runs. `logprobs` are those of sampled ids, in nats, rounded to 1/100; null for one
-    that the engine did not return.
+    Of more than `most` ids, each segment has its first and its last ones, and `gap` is the number of ids before it
+    and the number that is left out. All other positions are those of the whole segment. `sources` and `versions` are
+    runs. `logprobs` are those of sampled ids, in nats, rounded to 1/100; null for one that the engine did not return.
     """
-    if not 0 < sum(len(segment.log) for segment in trajectory.segments) <= MAX_PAYLOAD_IDS:
+    total = sum(len(segment.log) for segment in trajectory.segments)
+    if not total:
         return None
-    payload = []
-    for number, segment in enumerate(trajectory.segments):
-        log = segment.log
-        vocabulary.add(log.ids)
-        turns = [turn for turn in trajectory.turns if turn.segment == number]
-        sampled = [
-            logprob
-            for logprob, source in zip(log.logprobs, log.sources, strict=True)
+    room = total if total <= most else max(MIN_PAYLOAD_IDS, most // len(trajectory.segments))
+    turns: dict[int, list[Turn]] = defaultdict(list)
+    for turn in trajectory.turns:
+        turns[turn.segment].append(turn)
+    return [
+        _segment_payload(segment.log, turns[number], room, vocabulary)
+        for number, segment in enumerate(trajectory.segments)
+    ]
+
+
+def _segment_payload(log: TokenLog, turns: Sequence[Turn], room: int, vocabulary: Vocabulary) -> dict[str, Any]:
+    count = len(log)
+    parts = [range(count)] if count <= room else [range(room // 2), range(count - room // 2, count)]
+    ids = [token_id for part in parts for token_id in log.ids[part.start : part.stop].tolist()]
+    sources = [source for part in parts for source in log.sources[part.start : part.stop]]
+    logprobs = [value for part in parts for value in log.logprobs[part.start : part.stop]]
+    vocabulary.add(ids)
+    item: dict[str, Any] = {
+        "ids": ids,
+        "sources": _runs(sources),
+        "logprobs": [
+            None if math.isnan(value) else round(value, 2)
+            for value, source in zip(logprobs, sources, strict=True)
             if source in (Source.SAMPLED, Source.RETRIED)
-        ]
-        item: dict[str, Any] = {
-            "ids": log.ids.tolist(),
-            "sources": _runs(log.sources.tolist()),
-            "logprobs": [None if math.isnan(value) else round(value, 2) for value in sampled],
-            "versions": [[span.version, span.start, span.end] for span in log.versions],
-            "turns": [[turn.number + 1, turn.start, turn.end, _turn(turn).junction] for turn in turns],
-        }
-        top = {}
-        for turn in turns:
-            if (likeliest := turn.top) is not None:
-                vocabulary.add(likeliest.ids)
-                scores = [round(value, 2) if math.isfinite(value) else None for value in likeliest.logprobs]
-                top[str(turn.start)] = [likeliest.count, likeliest.ids.tolist(), scores]
-        if top:
-            item["top"] = top
-        payload.append(item)
-    return payload
+        ],
+        "versions": [[span.version, span.start, span.end] for span in log.versions],
+        "turns": [[turn.number + 1, turn.start, turn.end, _turn(turn).junction] for turn in turns],
+    }
+    if len(parts) > 1:
+        item["gap"] = [parts[0].stop, parts[1].start - parts[0].stop]
+    top: dict[str, Any] = {}
+    for turn in turns:
+        likeliest = turn.top
+        for part in parts if likeliest is not None else ():
+            start, stop = max(part.start, turn.start), min(part.stop, turn.end)
+            if likeliest is None or start >= stop:
+                continue
+            of_part = slice((start - turn.start) * likeliest.count, (stop - turn.start) * likeliest.count)
+            vocabulary.add(likeliest.ids[of_part])
+            scores = [round(value, 2) if math.isfinite(value) else None for value in likeliest.logprobs[of_part]]
+            top[str(start)] = [likeliest.count, likeliest.ids[of_part].tolist(), scores]
+    return {**item, "top": top} if top else item
 
 
 def _runs(values: Sequence[int]) -> list[list[Any]]:

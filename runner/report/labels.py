@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from runner.errors import RunFileError, StorageFailed
+from runner.errors import StorageFailed
 
-__all__ = ["Label", "add_label", "labels_path", "read_labels"]
+__all__ = ["Label", "Labels", "add_label", "labels_path", "read_labels"]
 
 MAX_NOTE_CHARS: Final = 10_000
 
@@ -40,40 +41,58 @@ def labels_path(run_file: Path) -> Path:
     return run_file.with_name(f"{run_file.stem}.labels.jsonl")
 
 
-def read_labels(run_file: Path) -> dict[str, list[Label]]:
-    """The labels by episode, one of each reader: the last line of a reader replaces the ones before.
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels and notes beside a run file."""
 
-    Raises:
-        RunFileError: a line is damaged.
-    """
+    by_episode: Mapping[str, Sequence[Label]]
+    """One label of each reader: the last line of a reader replaces the ones before."""
+    problems: tuple[str, ...]
+    """Lines that are damaged, and are left out."""
+
+    def of(self, episode: str) -> Sequence[Label]:
+        """The labels of an episode."""
+        return self.by_episode.get(episode, ())
+
+    def with_text(self, text: str) -> list[str]:
+        """The ids of the episodes whose labels, notes or readers contain a text, in any case of letters."""
+        found = text.lower()
+        return [id for id, several in self.by_episode.items() if any(found in each.words.lower() for each in several)]
+
+
+def read_labels(run_file: Path) -> Labels:
+    """The labels beside a run file. A damaged line costs only itself."""
     path = labels_path(run_file)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFileError(f"labels {path}: they cannot be read ({error}).") from error
+        return Labels({}, ())
+    except OSError as error:
+        return Labels({}, (f"labels {path}: they cannot be read ({error}).",))
+    problems = []
     last: dict[tuple[str, str], Label] = {}
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            label = _parsed(path, number, line)
-            last.pop((label.episode, label.reader), None)
-            last[label.episode, label.reader] = label
+        if not line.strip():
+            continue
+        try:
+            label = _parsed(line)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            problems.append(f"labels {path}: line {number} is damaged and left out ({error!s:.200}).")
+            continue
+        last.pop((label.episode, label.reader), None)
+        last[label.episode, label.reader] = label
     found: dict[str, list[Label]] = {}
     for label in last.values():
         if label.labels or label.note:  # a line without either removes
             found.setdefault(label.episode, []).append(label)
-    return found
+    return Labels(found, tuple(problems))
 
 
-def _parsed(path: Path, number: int, line: str) -> Label:
-    try:
-        fields = json.loads(line)
-        label = Label(**{**fields, "labels": tuple(fields["labels"])})
-        if not all(isinstance(text, str) for text in (*label.labels, label.episode, label.note, label.reader)):
-            raise TypeError("a field is not text")
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunFileError(f"labels {path}: line {number} is damaged ({error}). Remove or repair it.") from error
+def _parsed(line: bytes) -> Label:
+    fields = json.loads(line)
+    label = Label(**{**fields, "labels": tuple(fields["labels"])})
+    if not all(isinstance(text, str) for text in (*label.labels, label.episode, label.note, label.reader)):
+        raise TypeError("a field is not text")
     return label
 
 
@@ -89,8 +108,10 @@ def add_label(run_file: Path, episode: str, *, labels: Sequence[str], note: str,
     path = labels_path(run_file)
     try:
         # One write to the end of the file: two readers do not mix their lines.
-        with path.open("ab", buffering=0) as file:
-            file.write(f"{json.dumps(asdict(label))}\n".encode())
+        with path.open("a+b", buffering=0) as file:
+            # A line that was cut off must not take this one with it.
+            cut_off = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+            file.write(b"\n" * cut_off + f"{json.dumps(asdict(label))}\n".encode())
     except OSError as error:
         raise StorageFailed(f"labels {path}: they cannot be written ({error.strerror}).") from error
     return label

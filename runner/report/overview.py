@@ -83,8 +83,8 @@ class Overview:
     """The longest and the slowest episodes, and those with the most segments."""
     causes: list[tuple[str, int]]
     """The causes of segments with their numbers, without "start"."""
-    tools: list[tuple[str, int, int]]
-    """(name, calls, calls that could not be read)."""
+    tools: list[tuple[str, int, int, int]]
+    """(name, calls, calls that could not be read, calls that failed)."""
     versions: list[tuple[str, int]]
     """(weight version, ids sampled by it)."""
     charts: list[Chart]
@@ -315,17 +315,20 @@ def _causes(run_file: RunFile) -> list[tuple[str, int]]:
     return [(cause, count) for cause, count in run_file.select(statement) if cause != "start"]
 
 
-def _tools(run_file: RunFile) -> list[tuple[str, int, int]]:
+def _tools(run_file: RunFile) -> list[tuple[str, int, int, int]]:
     calls: Counter[str] = Counter()
     unreadable: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
     statement = (
         f"SELECT tool_calls, count(*) FROM turns {_CURRENT.format('turns')} AND tool_calls != '[]' GROUP BY tool_calls"
     )
     for text, count in run_file.select(statement):
         for call in decode_json(text):
-            calls[call["name"] or "(no name)"] += count
-            unreadable[call["name"] or "(no name)"] += count if call["error"] is not None else 0
-    return [(name, count, unreadable[name]) for name, count in calls.most_common()]
+            name = call["name"] or "(no name)"
+            calls[name] += count
+            unreadable[name] += count if call["error"] is not None else 0
+            failed[name] += count if call.get("failed") else 0
+    return [(name, count, unreadable[name], failed[name]) for name, count in calls.most_common()]
 
 
 def _versions(run_file: RunFile) -> list[tuple[str, int]]:

@@ -146,6 +146,7 @@ class _Page:
                 blobs=self._last_blobs,
                 shared=self._shared,
                 tasks=self._task_ids(),
+                problems=self._labels.problems,
                 total=self.total,
                 max_items=MAX_SHOWN_ITEMS,
             )

@@ -12,10 +12,12 @@ from typing import Any, Final
 from runner.errors import BadOption, BelowThreshold
 from runner.estimates import Mean
 from runner.report.comparison import task_field
+from runner.scoring import Scorer, ScorerKind
 from runner.store.reader import EpisodeRow, RunFile
 
 __all__ = [
     "check_known",
+    "check_threshold_names",
     "check_thresholds",
     "means_by",
     "number_of",
@@ -174,12 +176,34 @@ def parse_threshold(text: str) -> tuple[str, float]:
     return name, number
 
 
-def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> list[str]:
+def check_threshold_names(thresholds: Sequence[str], scorers: Sequence[Scorer], group_size: int) -> None:
+    """Refuse thresholds of results that a run cannot have, before it begins.
+
+    Args:
+        thresholds: NAME=NUMBER of each.
+        scorers: the scorers of the environment; a metric that returns a dict names its values only in the run.
+        group_size: the number of episodes of a task.
+
+    Raises:
+        BadOption: a threshold has another form, or no result can have its name.
+    """
+    sizes = [1 << power for power in range(group_size.bit_length())]
+    known = ["reward", *(scorer.name for scorer in scorers), *(f"pass{sign}{k}" for sign in "@^" for k in sizes)]
+    open_names = tuple(f"{scorer.name}." for scorer in scorers if scorer.kind is ScorerKind.METRIC)
+    for text in thresholds:
+        name, _ = parse_threshold(text)
+        if name not in known and not name.startswith(open_names):
+            more = f", and {open_names[0]}KEY if that metric returns a dict" if open_names else ""
+            raise BadOption(f"--fail-under {text!r}: this run has no such result; there are {', '.join(known)}{more}.")
+
+
+def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str], *, lenient: bool = False) -> list[str]:
     """The thresholds that a summary does not reach, in words; empty if it reaches all.
 
     Args:
         summary: `Summary.as_dict()`.
         thresholds: NAME=NUMBER of each; NAME is `reward`, a reward, a metric, `pass@k` or `pass^k`.
+        lenient: a name that the summary does not have is a result without a value.
 
     Raises:
         BadOption: a threshold has another form, or its name is unknown.
@@ -193,9 +217,9 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> l
     missed = []
     for text in thresholds:
         name, number = parse_threshold(text)
-        if name not in known:
+        if name not in known and not lenient:
             raise BadOption(f"--fail-under {text!r}: unknown; there are {', '.join(known)}.")
-        value = known[name]
+        value = known.get(name)
         if value is None:
             missed.append(f"{name} has no value, and at least {number:g} is asked for (--fail-under)")
         elif not value >= number - _THRESHOLD_TOLERANCE:
@@ -204,10 +228,10 @@ def check_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> l
 
 
 def require_thresholds(summary: Mapping[str, Any], thresholds: Sequence[str]) -> None:
-    """Check thresholds as `check_thresholds` does.
+    """Check the thresholds of a run whose names were checked before it.
 
     Raises:
-        BelowThreshold: a result does not reach its threshold.
+        BelowThreshold: a result does not reach its threshold, or has no value.
     """
-    if missed := check_thresholds(summary, thresholds):
+    if missed := check_thresholds(summary, thresholds, lenient=True):
         raise BelowThreshold("; ".join(missed))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 from urllib.parse import urlencode
 
 from runner.errors import BadOption
+from runner.report.labels import Labels
 from runner.report.row_conditions import number_of
 from runner.store.columns import decode_text, encode_text
+from runner.store.json_values import encode_json
 from runner.store.reader import EpisodeRow, RunFile
 from runner.trajectory import Outcome
 
-__all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "agents_of", "neighbours", "select_rows"]
+__all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "TextSearches", "agents_of", "neighbours", "select_rows"]
 
 PAGE_ROWS: Final = 100
 """Episodes of one page."""
+MAX_KEPT_SEARCHES: Final = 16
+"""Texts whose episodes are kept for the next answer."""
 
 ORDERS: Final[Mapping[str, str]] = {
     "": "as played",
@@ -56,7 +62,8 @@ class RowQuery:
     """A choice of episodes, as a form sends it."""
 
     find: str = ""
-    """Text in the id, the task's id, the error, the turns or the messages; case does not matter for ASCII letters."""
+    """Text in the id, the task's id, the error, the turns, the messages or the labels; case does not matter for ASCII
+    letters."""
     outcome: str = ""
     """An outcome, or "failed" for all that failed."""
     task: str = ""
@@ -88,8 +95,8 @@ class RowQuery:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return urlencode({name: value for name, value in {**given, **more}.items() if value != ""}, errors="replace")
 
-    def condition(self, *, several_agents: bool) -> tuple[str, dict[str, Any]]:
-        """The condition on `episodes`, and its values."""
+    def condition(self, found: Sequence[int] | None, *, several_agents: bool) -> tuple[str, dict[str, Any]]:
+        """The condition on `episodes`, and its values; `found` are the keys of the episodes with the text `find`."""
         parts, values = ["NOT superseded", *([_MAIN_ROW] if several_agents else [])], dict[str, Any]()
         if self.outcome == "failed":
             failed = ", ".join(f"'{each.value}'" for each in Outcome if each.failed)
@@ -104,18 +111,60 @@ class RowQuery:
             if (text := getattr(self, name)) != "":
                 parts.append(f"reward {sign} :{name}")
                 values[name] = number_of(text)
-        if self.find:
-            parts.append(_HAS_TEXT)
-            escaped = self.find.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-            values["find"] = encode_text(f"%{escaped}%")
+        if found is not None:
+            parts.append("key IN (SELECT value FROM json_each(:found))")
+            values["found"] = encode_json(list(found))
         return " AND ".join(parts), values
 
 
-def select_rows(run_file: RunFile, query: RowQuery, *, first: int = 0) -> tuple[list[EpisodeRow], int]:
-    """The chosen episodes from the `first`-th on, at most `PAGE_ROWS`, one row each; and the number of all chosen."""
+class TextSearches:
+    """Searches of a file for texts: an episode is read once for each, however often its page asks again."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()
+        """The last key that was searched, and the keys of the episodes with the text."""
+        self._lock = threading.Lock()
+
+    def keys(self, run_file: RunFile, text: str, labels: Labels) -> list[int]:
+        """The keys of the episodes that have a text, or labels with it."""
+        escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        with self._lock:  # several pages that ask for the same text wait for one search
+            last, found = self._found.pop(text, (0, []))
+            newest = int(run_file.select("SELECT coalesce(max(key), 0) FROM episodes")[0][0])
+            if newest < last:  # another file has the name now
+                last, found = 0, []
+            if newest > last:
+                values = {"find": encode_text(f"%{escaped}%"), "last": last, "newest": newest}
+                statement = f"SELECT key FROM episodes WHERE key > :last AND key <= :newest AND {_HAS_TEXT}"
+                found = [*found, *(key for (key,) in run_file.select(statement, values))]
+            self._found[text] = newest, found
+            while len(self._found) > MAX_KEPT_SEARCHES:
+                self._found.popitem(last=False)
+        labelled = labels.with_text(text)
+        return [
+            *found,
+            *(
+                key
+                for id in labelled
+                for (key,) in run_file.select("SELECT key FROM episodes WHERE id = ?", encode_text(id))
+            ),
+        ]
+
+
+def select_rows(
+    run_file: RunFile, query: RowQuery, found: Sequence[int] | None = None, *, first: int = 0
+) -> tuple[list[EpisodeRow], int]:
+    """The chosen episodes from the `first`-th on, at most `PAGE_ROWS`, one row each; and the number of all chosen.
+
+    Args:
+        run_file: the file.
+        query: the choice.
+        found: the keys of the episodes with the text `query.find`; None without such a text.
+        first: the number of episodes to skip.
+    """
     # Most files have one agent, and then each row is an episode.
     several = run_file.select("SELECT count(DISTINCT agent) FROM episodes")[0][0] > 1
-    condition, values = query.condition(several_agents=several)
+    condition, values = query.condition(found, several_agents=several)
     statement = f"SELECT key FROM episodes WHERE {condition} ORDER BY {_ORDER_BY[query.sort]} LIMIT :most OFFSET :first"
     keys = run_file.select(statement, {**values, "most": PAGE_ROWS, "first": first})
     (total,) = run_file.select(f"SELECT count(*) FROM episodes WHERE {condition}", values)[0]

@@ -22,7 +22,7 @@ from runner.report.labels import read_labels
 from runner.report.overview import MAX_SHOWN_ITEMS, Overview, overview_of
 from runner.report.page import asset, environment, page_policy
 from runner.report.prices import Price
-from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, agents_of, neighbours, select_rows
+from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, TextSearches, agents_of, neighbours, select_rows
 from runner.store.json_values import encode_standard_json
 from runner.store.reader import EpisodeRow, RunFile
 from runner.transcript import decoder, printable
@@ -36,7 +36,11 @@ MAX_SHARE: Final = 0.01
 """The largest share of the time in which a page that follows a run reads its file."""
 MIN_FOLLOW_SECONDS: Final = 2.0
 """The shortest interval at which a page asks for news."""
-MAX_FOLLOW_SECONDS: Final = 60.0
+MAX_FOLLOW_SECONDS: Final = 600.0
+MIN_NOTED_SECONDS: Final = 10.0
+"""The shortest interval of a page that follows a run which the page names."""
+MAX_VIEWED_IDS: Final = 1_000_000
+"""Ids of an episode whose tokens the viewer sends; of more, those at the ends of each segment."""
 REQUEST_SECONDS: Final = 30.0
 """The longest wait for a request, after which its connection is closed."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -53,8 +57,10 @@ class RunView:
         """The number of times that the results were computed."""
         self.problem = ""
         """The reason why the results cannot be computed; "" if they can."""
+        self.searches = TextSearches()
         self.seconds: dict[str, float] = {}
         """The processor time of the last answer by page."""
+        self._followed_until = 0.0
         self._seen = ""
         self._next = 0.0
         self._lock = threading.Lock()
@@ -75,6 +81,17 @@ class RunView:
             thread = self._computing
         if thread is not None and wait:
             thread.join(wait)
+
+    def next_look(self) -> float:
+        """The seconds until a page that follows the run may ask again.
+
+        All pages share the time that following may take, so two pages ask half as often each.
+        """
+        busy = self.seconds.get("", 0.0) + self.seconds.get("status", 0.0)
+        now = time.monotonic()
+        with self._lock:
+            self._followed_until = max(now, self._followed_until) + busy / MAX_SHARE
+            return min(MAX_FOLLOW_SECONDS, max(MIN_FOLLOW_SECONDS, self._followed_until - now))
 
     def settled(self, seen: str) -> bool:
         """True if the results are those of the file."""
@@ -192,8 +209,11 @@ class Viewer:
         first = _whole(given.get("from", "0"), "from")
         with RunFile(view.path) as run_file:
             seen = view.seen(run_file)
-            view.refresh(seen, wait=0.0 if view.overview or len(run_file) > MAX_WAIT_EPISODES else MAX_WAIT_SECONDS)
-            rows, total = select_rows(run_file, query, first=first)
+            large = run_file.select("SELECT count(*) FROM episodes")[0][0] > MAX_WAIT_EPISODES
+            view.refresh(seen, wait=0.0 if view.overview or large else MAX_WAIT_SECONDS)
+            labels = read_labels(view.path)
+            found = view.searches.keys(run_file, query.find, labels) if query.find else None
+            rows, total = select_rows(run_file, query, found, first=first)
             header = run_file.header
             return _page(
                 "view.html.jinja",
@@ -207,6 +227,7 @@ class Viewer:
                 mean=run_file.select("SELECT avg(reward) FROM trajectories")[0][0],
                 outcomes={each.value: count for each, count in run_file.outcomes().items()},
                 query=query,
+                problems=labels.problems,
                 orders=ORDERS,
                 page=_pages(query, rows, first, total),
             )
@@ -228,10 +249,10 @@ class Viewer:
             seen = view.seen(run_file)
             view.refresh(seen)
             settled = run_file.complete and view.settled(seen)
-            # What a page that follows the run asks for, each time.
-            busy = view.seconds.get("", 0.0) + view.seconds.get("status", 0.0)
-            wait = min(MAX_FOLLOW_SECONDS, max(MIN_FOLLOW_SECONDS, busy / MAX_SHARE))
+            wait = view.next_look()
             words = _state(run_file)
+            if not run_file.complete and wait >= MIN_NOTED_SECONDS:
+                words += f" It looks again in {wait:.0f} s, as the file is large."
         return {"seen": seen, "version": view.version, "settled": settled, "words": words, "wait": wait}
 
     @staticmethod
@@ -254,7 +275,9 @@ class Viewer:
         vocabulary = Vocabulary(view.decode)
         with RunFile(view.path) as run_file:
             rows = agents_of(run_file, given.get("id", ""))
-            agents = [[row.agent, token_payload(run_file.trajectory(row), vocabulary)] for row in rows]
+            agents = [
+                [row.agent, token_payload(run_file.trajectory(row), vocabulary, most=MAX_VIEWED_IDS)] for row in rows
+            ]
         return {"agents": agents, "vocabulary": {str(key): text for key, text in vocabulary.texts.items()}}
 
 

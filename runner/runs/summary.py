@@ -129,6 +129,9 @@ class Summary:
     malformed_calls: int = 0
     """Tool calls that could not be parsed; many of them indicate a wrong chat template."""
 
+    failed_calls: int = 0
+    """Tool calls that were answered with an error: wrong arguments, no such tool, `ToolError`, or too slow."""
+
     requests: Counter[str] = field(default_factory=Counter)
     """The number of `Episode.chat` requests by verdict."""
 
@@ -313,6 +316,7 @@ class Summary:
             "finishes": {finish.value: count for finish, count in sorted(self.finishes.items())},
             "calls": self.calls,
             "malformed_calls": self.malformed_calls,
+            "failed_calls": self.failed_calls,
             "requests": dict(sorted(self.requests.items())),
             "tolerated": dict(sorted(self.tolerated.items())),
             "tokens": asdict(self.tokens),
@@ -343,6 +347,7 @@ class Summary:
         self.resampled += turn.resampled
         self.calls += len(turn.tool_calls)
         self.malformed_calls += sum(call.error is not None for call in turn.tool_calls)
+        self.failed_calls += sum(call.failed for call in turn.tool_calls)
         self.times.add(turn.timings)
         junction = turn.junction
         if junction is not None:

@@ -64,7 +64,7 @@ def turns_frame(trajectories: Iterable[Trajectory]) -> pa.Table:
             "reasoning": turn.reasoning,
             "tool_calls": encode_json(
                 [
-                    {"name": each.name, "arguments": dict(each.arguments), "error": each.error}
+                    {"name": each.name, "arguments": dict(each.arguments), "error": each.error, "failed": each.failed}
                     for each in turn.tool_calls
                 ]
             ),

@@ -289,19 +289,23 @@ class RunFile:
     def frame(self, kind: FrameKind | str = FrameKind.EPISODES) -> pa.Table:
         """The trained trajectories as an Arrow table, in memory; `.to_pandas()` and `polars.from_arrow()` take it.
 
+        A file without any, as of an evaluation of agent programs, has the untrained ones instead; the column `trained`
+        of the episodes says which they are.
+
         Args:
             kind: "episodes", "turns" or "tokens": the rows of the table.
 
         Raises:
             BadOption: the kind is unknown.
         """
+        rows = self.rows(trained=True if len(self) else None)
         match kind:
             case FrameKind.EPISODES:
-                return episodes_frame(self.rows())
+                return episodes_frame(rows)
             case FrameKind.TURNS:
-                return turns_frame(self.trajectories())
+                return turns_frame(map(self.trajectory, rows))
             case FrameKind.TOKENS:
-                return tokens_frame(self.trajectories())
+                return tokens_frame(map(self.trajectory, rows))
         raise BadOption(f"frame({kind!r}): there are {', '.join(each.value for each in FrameKind)}.")
 
     def select(self, statement: str, *values: Any) -> list[sqlite3.Row]:

@@ -68,6 +68,16 @@ def _read_stop(stored: Any) -> Any:
     return stored if stored is None or isinstance(stored, int) else decode_text(stored)
 
 
+def _encode_calls(calls: Sequence[ToolCall]) -> str:
+    names = ("id", "name", "arguments", "error")
+    return encode_json(
+        [
+            {**{name: getattr(call, name) for name in names}, **({"failed": True} if call.failed else {})}
+            for call in calls
+        ]
+    )
+
+
 def _ids(segments: Sequence[Segment]) -> int:
     return sum(len(segment.log) for segment in segments)
 
@@ -199,8 +209,8 @@ TURN: Final = (
     field(
         "tool_calls",
         "TEXT NOT NULL",
-        'JSON: `[{"id", "name", "arguments", "error"}, ...]`',
-        Form(encode_json, lambda stored: [ToolCall(**call) for call in decode_json(stored)]),
+        'JSON: `[{"id", "name", "arguments", "error"}, ...]`, with `"failed": true` if its tool failed',
+        Form(_encode_calls, lambda stored: [ToolCall(**call) for call in decode_json(stored)]),
     ),
     field("seed", "INTEGER", "the seed of its random numbers; NULL if it had none"),
     field("cached", "INTEGER", "the number of prompt ids in the engine's prefix cache", attribute="cached_tokens"),

@@ -165,10 +165,12 @@ def _turns(connection: sqlite3.Connection) -> dict[str, Any]:
 
     junction = ("junction_result", "junction_anchor", "junction_close", "junction_seam")
     answered = [row for row in rows if row["usage_model"] is not None]
-    calls = malformed = 0
+    calls = malformed = failed = 0
     for (text,) in connection.execute(_CALLS):
-        errors = [call["error"] is not None for call in decode_json(text)]
-        calls, malformed = calls + len(errors), malformed + sum(errors)
+        of_turn = decode_json(text)
+        calls += len(of_turn)
+        malformed += sum(call["error"] is not None for call in of_turn)
+        failed += sum(call.get("failed", False) for call in of_turn)
     tokens = ("prompt", "cached", "sampled", "bridged")
     usage = ("prompt", "completion", "cached", "reasoning")
     return {
@@ -176,6 +178,7 @@ def _turns(connection: sqlite3.Connection) -> dict[str, Any]:
         "finishes": counts((FinishReason(row["finish"]).value, row["count"]) for row in rows),
         "calls": calls,
         "malformed_calls": malformed,
+        "failed_calls": failed,
         "tokens": {name: int(total(name)) for name in tokens},
         "usage": {
             **{name: int(total(f"usage_{name}", answered)) for name in usage},

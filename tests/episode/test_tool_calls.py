@@ -124,6 +124,7 @@ async def test_a_bad_call_goes_back_as_a_tool_message_and_play_goes_on(said: str
     assert first[:30] == answered[:30]
     assert second == "3"
     assert (trajectory.outcome, trajectory.text) == (Outcome.COMPLETED, "3")
+    assert [made.failed for turn in trajectory.turns for made in turn.tool_calls] == [True, False]
 
 
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
@@ -136,6 +137,7 @@ async def test_unreadable_call_is_answered_by_a_user_message(template: str) -> N
     trajectory = await play(Adds, recording([broken, call("add", a=2, b=2), "4"], template=template))
     first = trajectory.turns[0]
     assert [bool(made.error) for made in first.tool_calls] == [False, True]
+    assert not any(made.failed for made in first.tool_calls)
     roles = [message["role"] for message in trajectory.messages]
     assert roles == ["user", "assistant", "tool", "user", "assistant", "tool", "assistant"]
     assert len(trajectory.messages[1]["tool_calls"]) == 1

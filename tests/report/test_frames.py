@@ -38,6 +38,13 @@ async def test_frames_have_episodes_turns_and_tokens(tmp_path: Path) -> None:
             run_file.frame("words")
 
 
+async def test_frames_of_an_untrained_file_have_all_of_it(tmp_path: Path) -> None:
+    untrained = [played("x", trained=False), played("y", trained=False)]
+    with RunFile(await store(tmp_path / "run.db", untrained)) as run_file:
+        assert run_file.frame()["trained"].to_pylist() == [False, False]
+        assert [run_file.frame(kind).num_rows for kind in ("turns", "tokens")] == [4, 48]
+
+
 async def test_frames_of_an_empty_file_are_empty(tmp_path: Path) -> None:
     with RunFile(await store(tmp_path / "run.db", [])) as run_file:
         assert [run_file.frame(kind).num_rows for kind in ("episodes", "turns", "tokens")] == [0, 0, 0]

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from runner import RunFile, RunFileError
+from runner import RunFile
 from runner.cli.app import app
 from runner.report.labels import labels_path, read_labels
 from runner.report.page import write_report
@@ -42,9 +42,9 @@ def test_labels_are_kept_beside_the_file_and_listed(path: Path) -> None:
 def test_last_label_of_a_reader_holds_and_can_be_removed(path: Path) -> None:
     label(path, "a-0-0", "--label", "first", "--reader", "Ann")
     label(path, "a-0-0", "--label", "second", "--reader", "Ann")
-    assert [each.labels for each in read_labels(path)["a-0-0"]] == [("second",)]
+    assert [each.labels for each in read_labels(path).of("a-0-0")] == [("second",)]
     label(path, "a-0-0", "--remove", "--reader", "Ann")
-    assert read_labels(path) == {}
+    assert read_labels(path).by_episode == {}
 
 
 def test_labels_are_in_show_report_and_viewer(path: Path, tmp_path: Path) -> None:
@@ -75,9 +75,37 @@ def test_wrong_use_is_refused_in_words(path: Path, arguments: list[str], code: i
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"episode": 1}', json.dumps({"episode": "a", "labels": [1], "note": "", "reader": "", "time": ""})],
+    [
+        b"{",
+        b"[]",
+        b'{"episode": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps({"episode": "a", "labels": [1], "note": "", "reader": "", "time": ""}).encode(),
+    ],
 )
-def test_damaged_line_is_named(path: Path, line: str) -> None:
-    labels_path(path).write_text(f"\n{line}\n")
-    with pytest.raises(RunFileError, match="line 2 is damaged"):
-        read_labels(path)
+def test_damaged_line_hurts_only_itself_and_is_named(path: Path, line: bytes, tmp_path: Path) -> None:
+    labels_path(path).write_bytes(b"\n" + line)  # without its end, as a line that was cut off
+    label(path, "a-0-0", "--label", "good", "--reader", "Ann")
+    found = read_labels(path)
+    assert [each.words for each in found.of("a-0-0")] == ["good (Ann)"]
+    (problem,) = found.problems
+    assert "line 2 is damaged and left out" in problem
+    assert "line 2 is damaged" in label(path)
+    shown = CliRunner().invoke(app, ["show", str(path), "a-0-0"]).output
+    assert "good (Ann)" in shown
+    assert "line 2 is damaged" in shown
+    with RunFile(path) as run_file:
+        write_report(run_file, tmp_path / "page.html")
+    assert "line 2 is damaged" in (tmp_path / "page.html").read_text()
+    with viewing(path) as viewer:
+        for address in ("run.db/", "run.db/episode?id=a-0-0"):
+            answer = Answer(viewer, address)
+            assert (answer.status, "line 2 is damaged" in answer.text) == (200, True)
+
+
+def test_viewer_finds_labels_notes_and_readers(path: Path) -> None:
+    label(path, "b-0-0", "--label", "Wrong-Tool", "--note", "asks twice", "--reader", "Ann")
+    with viewing(path) as viewer:
+        for text, count in (("wrong-tool", 1), ("TWICE", 1), ("ann", 1), ("nobody", 0), ("b-0", 1)):
+            assert Answer(viewer, f"run.db/?find={text}").text.count('<details class="e"') == count

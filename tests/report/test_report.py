@@ -14,13 +14,15 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from runner import RunFile
+from runner import Environment, RunFile, Task, ToolError, reward, tool
 from runner.cli.app import app
-from runner.report.overview import staleness_of
+from runner.report.overview import overview_of, staleness_of
 from runner.report.page import MAX_EPISODES, write_report
 from runner.store.writer import RunWriter
+from runner.testing import ScriptedEngine, call
 from runner.tokens.log import VersionSpan
 from runner.trajectory import Outcome, Trajectory
+from tests.playing import play_all
 from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
 from tests.report.screenshots import MAX_BYTES
@@ -167,9 +169,34 @@ async def test_thousands_of_turns_and_a_megabyte_are_cut_in_words(tmp_path: Path
     long.segments[0].messages[0]["content"] = "a" * 1_000_000
     path = await store(tmp_path / "long.db", [long])
     text = report(path).read_text()
-    assert "9,800 turns are left out here" in text
+    assert "9,601 messages and turns are left out here" in text
     assert "992,000 characters left out" in text
     assert len(text) < 1_000_000
+
+
+async def test_failed_tools_are_counted_and_shown(tmp_path: Path) -> None:
+    class Shop(Environment):
+        @tool
+        def buy(self, name: str) -> str:
+            """Buy."""
+            if name == "gold":
+                raise ToolError("too expensive")
+            return "bought"
+
+        @reward
+        def fine(self) -> float:
+            return 1.0
+
+    file = tmp_path / "shop.db"
+    engine = ScriptedEngine([[call("buy", name="gold"), call("buy", name="tea"), call("buy")], "done"])
+    await play_all(Shop, engine, file=file, tasks=[Task(id="t", prompt="Buy.")])
+    with RunFile(file) as run_file:
+        overview = overview_of(run_file)
+        assert run_file.summary()["failed_calls"] == 2
+    assert overview.tools == [("buy", 3, 0, 2)]
+    text = report(file).read_text()
+    assert len(re.findall(r'buy \{"name":"gold"\}\s*<span class="bad">failed', text)) == 1
+    assert "3, 2 of them failed" in CliRunner().invoke(app, ["show", str(file)]).output
 
 
 async def test_thousand_short_episodes_fit_in_three_megabytes(tmp_path: Path) -> None:
@@ -234,6 +261,10 @@ async def test_page_filters_sorts_and_shows_tokens_by_clicks(page: Path, tmp_pat
         )
         rewards = await tab.value(f"{shown}.map(e => e.querySelectorAll('summary span')[2].textContent)")
         assert rewards == sorted(rewards, key=lambda text: -1 if text == "-" else float(text), reverse=True)
+        # The figures of all rows are rounded to three digits; the order is that of the whole ones.
+        await tab.value("sort.value = '-seconds'; sort.dispatchEvent(new Event('input', {bubbles: true}))")
+        seconds = await tab.value(f"{shown}.map(e => Number(e.dataset.figures.split(' ')[3]))")
+        assert seconds == sorted(seconds, reverse=True)
         await tab.click("#e-sum0\\#0 summary")
         await tab.until("document.querySelector('#e-sum0\\\\#0 .show-tokens')")
         await tab.click("#e-sum0\\#0 .show-tokens")

@@ -21,8 +21,17 @@ from typer.testing import CliRunner
 
 from runner import BadOption, RunFile
 from runner.cli.app import app
-from runner.report.row_query import ORDERS, PAGE_ROWS, RowQuery, neighbours, select_rows
-from runner.report.viewer import Viewer
+from runner.report.labels import read_labels
+from runner.report.row_query import (
+    MAX_KEPT_SEARCHES,
+    ORDERS,
+    PAGE_ROWS,
+    RowQuery,
+    TextSearches,
+    neighbours,
+    select_rows,
+)
+from runner.report.viewer import MIN_FOLLOW_SECONDS, RunView, Viewer
 from runner.store.writer import RunWriter
 from tests.report.browser import browser, browser_turn, needs_browser
 from tests.report.playing import ATTACKS, play_hostile, play_sums, store
@@ -206,6 +215,47 @@ def test_results_that_cannot_be_computed_say_why(sums: Path, tmp_path: Path) -> 
             assert "its rows are damaged and have no summary" in text
             assert "<b>" not in text
         assert Answer(viewer, "damaged.db/status").json()["settled"]
+
+
+async def test_text_is_searched_once_in_each_episode(tmp_path: Path) -> None:
+    searches, labels = TextSearches(), read_labels(tmp_path / "none.db")
+    path = tmp_path / "growing.db"
+    async with RunWriter(path, header()) as writer:
+        await writer.commit_episode([played("needle 1")])
+        with RunFile(path) as run_file:
+            statements: list[str] = []
+            run_file._connection.set_trace_callback(statements.append)
+            assert [len(searches.keys(run_file, "needle", labels)) for _ in range(3)] == [1, 1, 1]
+            assert sum("LIKE" in each for each in statements) == 1
+            await writer.commit_episode([played("hay")])
+            await writer.commit_episode([played("needle 2")])
+            assert searches.keys(run_file, "needle", labels) == [1, 3]
+            assert sum("LIKE" in each for each in statements) == 2
+            assert searches.keys(run_file, "hay", labels) == [2]
+            for number in range(MAX_KEPT_SEARCHES):
+                searches.keys(run_file, f"other {number}", labels)
+            assert len(searches._found) == MAX_KEPT_SEARCHES
+        await writer.finish({})
+
+
+def test_pages_share_the_time_of_following(tmp_path: Path) -> None:
+    view = RunView(tmp_path / "run.db", None)
+    view.seconds = {"": 0.75, "status": 0.25}  # the processor time of one look
+    assert [round(view.next_look(), -1) for _ in range(4)] == [100, 200, 300, 400]
+    quick = RunView(tmp_path / "run.db", None)
+    quick.seconds = {"": 0.001}
+    assert quick.next_look() == MIN_FOLLOW_SECONDS
+
+
+async def test_large_untrained_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store(tmp_path / "run.db", [played(f"t{n}", trained=False) for n in range(3)])
+    waits: list[float] = []
+    monkeypatch.setattr(RunView, "refresh", lambda self, seen, wait=0.0: waits.append(wait))
+    with viewing(tmp_path / "run.db") as viewer:
+        for most in (3, 2):
+            monkeypatch.setattr("runner.report.viewer.MAX_WAIT_EPISODES", most)
+            assert Answer(viewer, "run.db/").status == 200
+    assert [wait > 0 for wait in waits] == [True, False]
 
 
 @pytest.mark.parametrize(("query", "status"), [("?find=%ff", 400), ("episode?id=%ff", 400), ("?find=%ed%a0%80", 200)])

@@ -7,12 +7,11 @@ const make = (name, kind, text) => { const made = document.createElement(name); 
 
 // --- filters, in a page that holds all episodes; the viewer filters them itself
 function filterInPage() {
-  const NAMES = ["id", "outcome", "reward", "turns", "sampled", "seconds"];
   const cells = new Map(rows.map((row) => {
-    const values = { task: row.dataset.task, number: Number(row.dataset.number) };
-    [...row.firstElementChild.children].forEach((cell, place) => { if (place < NAMES.length) values[NAMES[place]] = cell.textContent; });
-    for (const name of ["reward", "turns", "sampled", "seconds"]) values[name] = parseFloat(values[name].replaceAll(",", ""));
-    return [row, values];
+    // The shown figures are rounded; these are not. "None" is NaN.
+    const [reward, turns, sampled, seconds] = row.dataset.figures.split(" ").map(Number);
+    const outcome = row.firstElementChild.children[1].textContent;
+    return [row, { task: row.dataset.task, number: Number(row.dataset.number), outcome, reward, turns, sampled, seconds }];
   }));
   const texts = new Map();
   const textOf = (row) => { if (!texts.has(row)) texts.set(row, row.textContent.toLowerCase()); return texts.get(row); };
@@ -87,57 +86,89 @@ const LEVELS = [-0.05, -0.3, -1, -2, -4];
 const level = (logprob) => { const at = LEVELS.findIndex((limit) => logprob >= limit); return `p${at < 0 ? 5 : at}`; };
 const MOST = 20000;
 function visible(text) { return text.replace(/\n/g, "\u23ce\n"); }
-function segmentTokens(segment, vocabulary, about) {
-  const box = make("div", "tokens");
-  box.tabIndex = 0;
-  box.setAttribute("role", "group");
-  box.setAttribute("aria-label", "Tokens; the arrow keys go from one to the next");
-  const facts = [];
-  let place = 0, sampled = 0;
-  const starts = new Map(segment.turns.map((turn) => [turn[1], turn]));
-  const versions = [...segment.versions];
+// One object per id that the page has; `place` is its index in the segment.
+function factsOf(segment, vocabulary) {
+  const facts = [], versions = [...segment.versions], [before, missing] = segment.gap || [Infinity, 0];
+  let sampled = 0;
   for (const [source, length] of segment.sources) {
-    for (let end = place + length; place < end; place++) {
-      const id = segment.ids[place], text = vocabulary[id];
-      const turn = starts.get(place);
-      if (turn && place < MOST) box.append(make("span", "chip", `turn ${turn[0]}${turn[3] ? ": " + turn[3] : ""}`));
+    for (let end = facts.length + length; facts.length < end;) {
+      const at = facts.length, id = segment.ids[at], place = at < before ? at : at + missing;
       const logprob = source === "sampled" || source === "retried" ? segment.logprobs[sampled++] : undefined;
       while (versions.length && versions[0][2] <= place) versions.shift();
       const version = versions.length && versions[0][1] <= place ? versions[0][0] : "";
-      facts.push({ id, text, source, logprob, version, place });
-      if (place >= MOST) continue;
-      const shown = make("i", source + (typeof logprob === "number" ? " " + level(logprob) : ""), text === undefined ? ` ${id}` : visible(text) || "\u2205");
-      shown.dataset.at = place;
-      box.append(shown);
+      facts.push({ id, text: vocabulary[id], source, logprob, version, place });
     }
   }
-  if (facts.length > MOST) box.append(make("p", "warn", `${facts.length - MOST} further ids are not shown.`));
-  let at = -1;
+  return facts;
+}
+function alternatives(segment, place, vocabulary) {
+  for (const [start, [count, ids, logprobs]] of Object.entries(segment.top || {})) {
+    const from = (place - Number(start)) * count, likely = [];
+    if (from < 0 || from >= ids.length) continue;
+    for (let each = from; each < from + count; each++) likely.push(`${JSON.stringify(vocabulary[ids[each]] ?? String(ids[each]))} ${logprobs[each] ?? "-inf"}`);
+    return likely;
+  }
+  return [];
+}
+function segmentTokens(segment, vocabulary, about) {
+  const box = make("div", "tokens"), whole = make("div");
+  box.tabIndex = 0;
+  box.setAttribute("role", "group");
+  box.setAttribute("aria-label", "Tokens; the arrow keys go from one to the next");
+  const facts = factsOf(segment, vocabulary), starts = new Map(segment.turns.map((turn) => [turn[1], turn]));
+  const turnOf = (place) => segment.turns.find((each) => each[1] <= place && place < each[2]);
+  let first = 0, at = -1;
+  const pages = make("p"), words = make("span", "dim");
+  const earlier = make("button", "", "Earlier ids"), further = make("button", "", "Further ids");
+  for (const [button, step] of [[earlier, -MOST], [further, MOST]]) {
+    button.type = "button";
+    button.addEventListener("click", () => draw(first + step));
+  }
+  pages.append(earlier, " ", further, " ", words);
+  function draw(from) {
+    first = from;
+    const drawn = document.createDocumentFragment();
+    for (let each = first; each < Math.min(facts.length, first + MOST); each++) {
+      const { id, text, source, logprob, place } = facts[each], turn = starts.get(place);
+      if (segment.gap && each === segment.gap[0]) {
+        const within = turnOf(place);
+        drawn.append(make("p", "warn", `${segment.gap[1]} ids are left out here.`));
+        if (within && within[1] !== place) drawn.append(make("span", "chip", `turn ${within[0]} goes on`));
+      }
+      if (turn) drawn.append(make("span", "chip", `turn ${turn[0]}${turn[3] ? ": " + turn[3] : ""}`));
+      const shown = make("i", source + (typeof logprob === "number" ? " " + level(logprob) : ""), text === undefined ? ` ${id}` : visible(text) || "\u2205");
+      shown.dataset.at = each;
+      drawn.append(shown);
+    }
+    box.replaceChildren(drawn);
+    box.scrollTop = 0;
+    earlier.disabled = first === 0;
+    further.disabled = first + MOST >= facts.length;
+    words.textContent = `${first + 1} to ${Math.min(facts.length, first + MOST)} of ${facts.length} ids`;
+  }
+  draw(0);
   function show(next) {
-    if (!(next >= 0 && next < Math.min(facts.length, MOST))) return;
+    if (!(next >= 0 && next < facts.length)) return;
+    if (next < first || next >= first + MOST) draw(next - next % MOST);
     box.querySelectorAll(".at").forEach((each) => each.classList.remove("at"));
     at = next;
     const it = facts[at], shown = box.querySelector(`i[data-at="${at}"]`);
     shown.classList.add("at");
     shown.scrollIntoView({ block: "nearest" });
-    const parts = [`index ${at}`, `id ${it.id}`, it.text === undefined ? "" : JSON.stringify(it.text), `source ${it.source}`, `loss mask ${it.source === "sampled" ? 1 : 0}`];
+    const parts = [`index ${it.place}`, `id ${it.id}`, it.text === undefined ? "" : JSON.stringify(it.text), `source ${it.source}`, `loss mask ${it.source === "sampled" ? 1 : 0}`];
     if (typeof it.logprob === "number") parts.push(`log-probability ${it.logprob}`, `probability ${Math.exp(it.logprob).toPrecision(3)}`);
     if (it.version) parts.push(`weights ${it.version}`);
     about.textContent = parts.filter(Boolean).join(" \u00b7 ");
-    const turn = segment.turns.find((each) => each[1] <= at && at < each[2]);
-    const top = turn && segment.top && segment.top[turn[1]];
-    if (top) {
-      const from = (at - turn[1]) * top[0], likely = [];
-      for (let each = from; each < from + top[0] && each < top[1].length; each++) likely.push(`${JSON.stringify(vocabulary[top[1][each]] ?? String(top[1][each]))} ${top[2][each] ?? "-inf"}`);
-      about.append(make("br"), `instead: ${likely.join(", ")}`);
-    }
+    const likely = alternatives(segment, it.place, vocabulary);
+    if (likely.length) about.append(make("br"), `instead: ${likely.join(", ")}`);
   }
   box.addEventListener("click", (event) => { if (event.target.dataset.at) show(Number(event.target.dataset.at)); });
   box.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
     if (step) { event.preventDefault(); show(at < 0 ? 0 : at + step); }
   });
-  return box;
+  whole.append(box, ...(facts.length > MOST ? [pages] : []));
+  return whole;
 }
 async function fetched(address, form) {
   const answer = await fetch(address);
@@ -155,9 +186,9 @@ async function showTokens(row, place) {
   ["above 95%", "74%", "37%", "14%", "2%", "less"].forEach((words, at) => legend.append(make("i", `p${at}`, words)));
   place.replaceChildren(legend);
   for (const [agent, segments] of agents) {
-    if (!segments) { place.append(make("p", "warn", `${agent}: no ids, or too many for a page.`)); continue; }
+    if (!segments) { place.append(make("p", "warn", `${agent}: no ids.`)); continue; }
     segments.forEach((segment, number) => {
-      place.append(make("h5", "", `${agent}, segment ${number}: ${segment.ids.length} ids`));
+      place.append(make("h5", "", `${agent}, segment ${number}: ${segment.ids.length + (segment.gap ? segment.gap[1] : 0)} ids`));
       const about = make("p", "about");
       about.setAttribute("aria-live", "polite");
       place.append(segmentTokens(segment, vocabulary, about), about);
