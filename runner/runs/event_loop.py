@@ -24,7 +24,7 @@ from runner.concurrency.threads import busy_threads
 from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
-from runner.errors import DeltarunnerError, RunStuck
+from runner.errors import BadOption, DeltarunnerError, RunStuck
 from runner.logs import logger_for
 from runner.runs.options import RunKeywords
 from runner.runs.run import Run
@@ -75,11 +75,19 @@ def run(
 
     Raises:
         DeltarunnerError: as `Run` does.
+        BadOption: an event loop already runs in this thread, as in a notebook.
         KeyboardInterrupt: after Ctrl-C, when everything is recorded.
         SystemExit: after SIGTERM, when everything is recorded; its code is 143, as of a process that the signal ended.
     """
     # Not at the top: they import Rich, and the testing kit needs only the event loop.
     from runner.runs.reporter import PlainReporter, Reporter
+
+    with suppress(RuntimeError):  # no event loop runs
+        asyncio.get_running_loop()
+        raise BadOption(
+            "run(): an event loop already runs in this thread, as in a notebook. Use `async with Run(environment, "
+            "engine) as run:` and `async for trajectory in run:` there; `run.summary` has the results."
+        )
 
     async def play() -> tuple[Summary, signal.Signals | None]:
         played = Run(environment, engine, tasks=tasks, **options)

@@ -16,6 +16,7 @@ import anyio
 import pytest
 
 from runner import (
+    BadOption,
     BadTask,
     Concurrency,
     ConfigurationChanged,
@@ -89,6 +90,14 @@ def test_run_plays_to_the_end_and_returns_the_summary(tmp_path: Path) -> None:
     summary = run(Greeting(), ScriptedEngine("hi"), file=file)
     assert (summary.episodes, summary.reward.mean) == (8, 1.0)
     assert outcomes(file) == {Outcome.COMPLETED: 8}
+
+
+def test_run_on_a_running_event_loop_names_the_other_way() -> None:
+    async def notebook() -> None:
+        with pytest.raises(BadOption, match=r"an event loop already runs.*async with Run"):
+            run(Greeting(), ScriptedEngine("yes"))
+
+    anyio.run(notebook)
 
 
 def test_faults_outside_episodes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

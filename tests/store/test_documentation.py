@@ -59,7 +59,7 @@ def test_the_answers_are_right(connection: sqlite3.Connection) -> None:
     assert answers["task_id,"] == [("b", 1, 0.0), ("a", 1, 1.0)]
     assert answers["avg(json_extract(rewards,"] == [(0.5,)]
     assert answers["junction_result,"] == [("appended", "special", 3)]
-    assert answers["json_extract(call.value,"] == [("add", 6, 0)]
+    assert answers["json_extract(call.value,"] == [("add", 6, 0, 0)]
 
 
 BEGIN = "<!-- The tables, by `python -m tests.store.test_documentation` -->\n"
