@@ -49,10 +49,12 @@ def _show(console: Console, comparison: RunComparison) -> None:
         line(note, "yellow")
     console.print()
     console.print(_table(comparison.differences, "metric"))
+    console.print()
     if comparison.slices:
         console.print(_table(comparison.slices[:MAX_SHOWN_SLICES], "metric", "slice"))
         _others(console, len(comparison.slices), MAX_SHOWN_SLICES)
         line("The p-values of the slices of a metric are adjusted for their number (Holm).", "dim")
+        console.print()
     _show_flipped(console, comparison)
     if comparison.configuration:
         console.print(Text("Different settings", style="bold"))

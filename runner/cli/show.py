@@ -95,18 +95,23 @@ def _overview(run_file: RunFile, console: Console, limit: int, chosen: RowOption
     console.print(Text(_settings(run_file), style="dim"), soft_wrap=True)
     console.print()
     rows, count = _rows(run_file, chosen)
-    console.print(_table(islice(rows, limit)))
+    # What may be refused comes before a long table.
+    summary = run_file.summary()
+    missed = check_thresholds(summary, chosen.fail_under)
+    prices = None if chosen.prices is None else read_prices(chosen.prices)
+    by = None if chosen.by is None else _table_by(run_file, chosen)
+    console.print(
+        _table(islice(rows, limit)) if count else "No episode is chosen." if chosen.selects else "No episodes."
+    )
     if count > limit:
         console.print(f"and {count - limit} more: -n {count}", style="dim")
     console.print()
-    if chosen.by is not None:
-        console.print(_table_by(run_file, chosen))
+    if by is not None:
+        console.print(by)
         console.print()
-    summary = run_file.summary()
     console.print(summary_table(summary, verbose=True))
-    if chosen.prices is not None:
-        console.print(_cost_table(costs_of(run_file, read_prices(chosen.prices))))
-    missed = check_thresholds(summary, chosen.fail_under)
+    if prices is not None:
+        console.print(_cost_table(costs_of(run_file, prices)))
     for words in missed:
         console.print(Text(words, style="red"), soft_wrap=True)
     return FAIL_UNDER_CODE if missed else 0

@@ -18,7 +18,7 @@ from runner.store.columns import encode_text
 from runner.store.json_values import decode_json, encode_json
 from runner.store.reader import EpisodeRow, RunFile
 
-__all__ = ["FlippedTask", "RunComparison", "compare", "task_field"]
+__all__ = ["FlippedTask", "RunComparison", "compare", "task_field", "task_fields"]
 
 MAX_VALUE_CHARS: Final = 80
 MAX_NAMED_TASKS: Final = 5
@@ -243,7 +243,7 @@ def _slices(
         if value is not None:
             groups[value].append(task)
     if not groups:
-        raise BadOption(f"--by {by}: no task has this field; fields are {', '.join(_fields(run_file, tasks[0]))}.")
+        raise BadOption(f"--by {by}: no task has this field; fields are {', '.join(task_fields(run_file, tasks[0]))}.")
     for name in names:
         made = (_difference(name, scores, some, slice=value) for value, some in sorted(groups.items()))
         yield from holm([each for each in made if each is not None])
@@ -265,7 +265,8 @@ def _task(run_file: RunFile, task_id: str) -> dict[str, Any]:
     return fields
 
 
-def _fields(run_file: RunFile, task_id: str) -> list[str]:
+def task_fields(run_file: RunFile, task_id: str) -> list[str]:
+    """The names of a task's fields and of the entries of its `info`."""
     fields = _task(run_file, task_id)
     return sorted({*fields, *(fields.get("info") or {})} - {"info", "prompt"})
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from runner.errors import BadOption, BelowThreshold
 from runner.estimates import Mean
-from runner.report.comparison import task_field
+from runner.report.comparison import task_field, task_fields
 from runner.scoring import Scorer, ScorerKind
 from runner.store.reader import EpisodeRow, RunFile
 
@@ -159,7 +159,10 @@ def means_by(run_file: RunFile, rows: Iterable[EpisodeRow], name: str) -> dict[s
         reward.add(row.reward, row.task_id)
         failed.add(float(row.outcome.failed), row.task_id)
     if not means:
-        raise BadOption(f"--by {name}: no task of these episodes has this field.")
+        known = task_fields(run_file, next(iter(values))) if values else []
+        raise BadOption(
+            f"--by {name}: no task of these episodes has this field; fields are {', '.join(known) or 'none'}."
+        )
     return dict(sorted(means.items()))
 
 

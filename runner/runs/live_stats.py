@@ -41,6 +41,9 @@ MAX_STEP_SECONDS: Final = 60.0
 PACE_WINDOW_SECONDS: Final = 10.0
 """The window of the pace: on a slow processor one engine step takes several seconds."""
 
+MIN_QUIET_SECONDS: Final = 10.0
+"""Seconds without new tokens, after which their number is shown in the place of rates, which would fall slowly."""
+
 TIME_LEFT_INTERVAL_SECONDS: Final = 1.0
 """The interval between estimates of the time left."""
 
@@ -108,6 +111,9 @@ class LiveStats:
     began: bool = True
     """True once the engine has read or sampled an id."""
 
+    quiet: float = 0.0
+    """Seconds since the engine last reported an id that it read or sampled."""
+
     reward: float | None = None
     """The mean reward so far; None without rewards."""
 
@@ -157,6 +163,9 @@ class StatsReader:
         self._last_left: TimeLeft | None = None
         self._look_again = 0.0
         self._last_event = ""
+        self._counts = (-1, -1)
+        self._counted = 0.0
+        """The time at which the counts of ids last changed."""
 
     def read(self, run: Run, *, total: int | None = None, before: int = 0, last_fault: str = "") -> LiveStats:
         """The statistics now. The arguments are values of the display that a run does not have."""
@@ -186,6 +195,7 @@ class StatsReader:
             read=read if computed else None,
             rate=self._sampled.of(sampled),
             began=bool(computed or sampled),
+            quiet=self._quiet(computed, sampled),
             reward=reward.mean if reward.count else None,
             agent=next(iter(summary.agents)) if len(summary.agents) > 1 else "",
             reward_error=reward.standard_error if reward.tasks > 1 else None,
@@ -204,6 +214,12 @@ class StatsReader:
             calls=summary.calls,
             malformed=summary.malformed_calls,
         )
+
+    def _quiet(self, computed: int, sampled: int) -> float:
+        now = time.monotonic()
+        if self._counts != (computed, sampled):
+            self._counts, self._counted = (computed, sampled), now
+        return now - self._counted
 
     def _news(self, events: Sequence[str]) -> tuple[str, ...]:
         # Compared by identity: two workers may be lost with equal messages.
@@ -294,9 +310,12 @@ def running_in_words(stats: LiveStats) -> str:
 
 
 def pace_in_words(stats: LiveStats) -> str:
-    """The rates at which the engine reads and samples tokens."""
+    """The rates at which the engine reads and samples tokens, or the time since its last ones."""
+    quiet = f"{stats.quiet:.0f} s" if stats.quiet >= MIN_QUIET_SECONDS else ""
     if not stats.began and stats.in_engine:
-        return "waiting for the first tokens of the engine"
+        return "waiting for the first tokens of the engine" + (f" for {quiet}" if quiet else "")
+    if quiet and stats.in_engine:
+        return f"no tokens from the engine for {quiet}"
     sampled = f"{stats.rate:,.0f} tokens/s"
     return f"{sampled} sampled" if stats.read is None else f"{stats.read:,.0f} tokens/s read, {sampled} sampled"
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 __all__ = ["MIN_EPISODES", "TimeLeft", "TimeLeftEstimator"]
@@ -18,6 +19,12 @@ MAX_UNSEEN_SHARE: Final = 0.5
 
 MAX_PACE_SAMPLES: Final = 64
 """The most samples of the pace, over the last half of the run."""
+
+MAX_PACE_PARTS: Final = 8
+"""The most parts of the run whose paces are compared."""
+
+MIN_UNKNOWN_SECONDS: Final = 30.0
+"""The shortest time left that is not shown if its spread is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class TimeLeftEstimator:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
+        self._whole: list[_Sample] = []
+        """Samples of the whole run, evenly spaced."""
 
     def read(
         self, now: float, *, finished: Mapping[int, int], done_turns: int, running: Sequence[int], left: int | None
@@ -87,11 +96,34 @@ class TimeLeftEstimator:
         alone = pace * (width - 1) * longest / 2 if width > 1 else 0.0
         expected = still * pace + alone
         error = fresh.variance / sum(finished.values())  # of the mean itself
-        unsure = math.hypot(math.sqrt(variance + left**2 * error) / still, played**-0.5)
-        return TimeLeft(expected, math.hypot(expected * unsure, alone / 2))
+        unsure = math.hypot(math.sqrt(variance + left**2 * error) / still, max(played**-0.5, self._pace_spread()))
+        spread = math.hypot(expected * unsure, alone / 2)
+        # The end of a run is within seconds, whatever its spread; a longer time that may be 0 is unknown.
+        return TimeLeft(expected, spread) if spread < expected or expected < MIN_UNKNOWN_SECONDS else None
+
+    def _pace_spread(self) -> float:
+        """The standard deviation of the pace over parts of the run, as a share of its mean.
+
+        The rest may be played at the pace of any of them: other programs, long prompts and full caches change it.
+        """
+        samples = self._whole
+        count = min(MAX_PACE_PARTS, len(samples) - 1)
+        if count < 2:
+            return 0.0
+        ends = [samples[number * (len(samples) - 1) // count] for number in range(count + 1)]
+        seconds, turns = ends[-1].now - ends[0].now, ends[-1].turns - ends[0].turns
+        squares = sum(
+            (last.now - first.now) * ((last.turns - first.turns) / (last.now - first.now) - turns / seconds) ** 2
+            for first, last in pairwise(ends)
+        )
+        return math.sqrt(squares / seconds * count / (count - 1)) * seconds / turns
 
     def _note(self, sample: _Sample) -> None:
-        samples = self._samples
+        samples, whole = self._samples, self._whole
+        if not whole or sample.now - whole[-1].now > sample.now / MAX_PACE_SAMPLES:
+            whole.append(sample)
+        if len(whole) > 2 * MAX_PACE_SAMPLES:
+            del whole[1::2]
         if not samples or sample.now - samples[-1].now >= sample.now / MAX_PACE_SAMPLES:
             samples.append(sample)
         # The first turns read long prompts, so only the last half of the run counts.

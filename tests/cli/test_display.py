@@ -422,6 +422,7 @@ async def test_pace_of_long_steps_is_kept_between_them(monkeypatch: pytest.Monke
             read.append(stats.read or 0.0)
     assert min(read[26:124]) > 15, "also just before the next step is done"
     assert read[-1] == 0.0, "nothing was read for a minute"
+    assert stats.quiet == 99.0
 
 
 def test_wait_for_the_first_tokens_is_shown() -> None:
@@ -430,6 +431,15 @@ def test_wait_for_the_first_tokens_is_shown() -> None:
     assert "waiting for the first tokens of the engine" in " ".join(drawn(waits, width=120))
     assert "0 tokens/s sampled" in list(in_words(replace(waits, began=True)))
     assert "0 tokens/s sampled" in list(in_words(replace(waits, in_engine=0)))
+    assert "waiting for the first tokens of the engine for 38 s" in list(in_words(replace(waits, quiet=38.2)))
+
+
+def test_time_without_tokens_is_shown_in_place_of_rates() -> None:
+    quiet = replace(FIGURES, quiet=42.4)
+    assert "no tokens from the engine for 42 s" in list(in_words(quiet))
+    assert "no tokens from the engine for 42 s" in " ".join(drawn(quiet, width=120))
+    for stats in (replace(quiet, quiet=9.0), replace(quiet, in_engine=0)):  # a short step; only tools run
+        assert "540 tokens/s sampled" in ", ".join(in_words(stats))
 
 
 def test_the_counts_and_the_rows_of_those_in_the_engine_agree() -> None:

@@ -69,7 +69,7 @@ async def test_show_by_a_field_has_its_mean_rewards(file: Path) -> None:
         (["--where", "colour = red"], "colour: unknown; there are id"),
         (["--where", "reward < much"], "reward is a number"),
         (["--sort", "colour"], "colour: unknown"),
-        (["--by", "colour"], "no task of these episodes has this field"),
+        (["--by", "colour"], "no task of these episodes has this field; fields are answer, id, level."),
         (["--fail-under", "reward"], "give NAME=NUMBER"),
         (["--fail-under", "colour=1"], "unknown; there are"),
         (["t0", "--failed"], "leave the episode out"),
@@ -79,6 +79,11 @@ async def test_wrong_conditions_are_refused_in_words(file: Path, options: list[s
     result = CliRunner().invoke(app, ["show", str(file), *options])
     assert result.exit_code == 2
     assert words in result.output
+    assert "completed" not in result.stdout  # refused before a table is printed
+
+
+async def test_choice_of_no_episode_says_so(file: Path) -> None:
+    assert "No episode is chosen." in show(file, "--where", "reward > 5")
 
 
 async def test_fail_under_ends_with_exit_code_4_and_says_why(file: Path) -> None:

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,17 +18,20 @@ class Played:
     lengths: list[int]
     width: int
     first_turn: float = 1.0
+    seconds: Callable[[int], float] = lambda step: 1.0
+    """The seconds of each turn after the first one."""
     finished: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.waiting, self.running = list(self.lengths), list[list[int]]()
-        self.estimator, self.now, self.turns = TimeLeftEstimator(), 0.0, 0
+        self.estimator, self.now, self.turns, self.steps = TimeLeftEstimator(), 0.0, 0, 0
 
     def step(self) -> None:
         """A turn of everybody."""
         while self.waiting and len(self.running) < self.width:
             self.running.append([0, self.waiting.pop(0)])
-        self.now += self.first_turn if not self.turns else 1.0
+        self.now += self.first_turn if not self.turns else self.seconds(self.steps)
+        self.steps += 1
         for episode in self.running:
             episode[0] += 1
             self.turns += 1
@@ -110,6 +114,21 @@ def test_most_runs_end_within_twice_the_spread(seed: int) -> None:
     told = [(now, left) for now, left in said if left is not None and left.seconds]
     inside = sum(abs(left.seconds - (end - now)) <= 2 * left.spread + 1 for now, left in told)
     assert inside >= 0.7 * len(told)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_spread_covers_a_machine_that_others_slow_down(seed: int) -> None:
+    """Turns take one second or eight, for three to eight turns in a row."""
+    rng = random.Random(seed)
+    seconds = [pace for _ in range(200) for pace in (rng.choice((1.0, 8.0)),) for _ in range(rng.randint(3, 8))]
+    lengths = [rng.randint(1, 9) for _ in range(1000)]
+    said = Played(lengths, width=20, seconds=seconds.__getitem__).to_the_end()
+    end = said[-1][0]
+    told = [(now, left) for now, left in said if left is not None and left.seconds > 30]
+    far = sum(abs(left.seconds - (end - now)) > 3 * left.spread for now, left in told)
+    assert told
+    assert far <= 0.1 * len(told)
+    assert all(left.spread < left.seconds for _, left in told)
 
 
 def test_the_spread_shrinks_as_turns_are_played() -> None:
