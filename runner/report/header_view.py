@@ -57,14 +57,21 @@ def run_settings(header: Header) -> Iterator[tuple[str, str]]:
     yield "platform", header.platform
 
 
-def command_again(header: Header) -> str:
-    """The command that plays the same configuration again, from what the header has."""
+def command_again(header: Header, episodes: int | None = None) -> str:
+    """The command that plays the same configuration again, from what the header has.
+
+    Args:
+        header: the header.
+        episodes: the number of episodes of a complete run, which no header has; None if it is not known.
+    """
     words = ["deltarunner", "run", header.environment]
     for name, value in header.arguments.items():
         words += ["--set", f"{name}={value if isinstance(value, str) else encode_json(value)}"]
     words += _model_words(header.engine)
     if header.group_size != 1:
         words += ["--group-size", str(header.group_size)]
+    if episodes and episodes % header.group_size == 0:
+        words += ["--episodes", str(episodes)]
     words += ["--seed", str(header.seed)]
     words += _sampling_words(header.sampling)
     for name, value in header.limits.items():

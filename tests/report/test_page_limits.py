@@ -10,6 +10,7 @@ import pytest
 
 from runner import RunFile, Sampling
 from runner.attachments import Attachment, AttachmentKind
+from runner.chat_requests import ChatRequest, Verdict
 from runner.messages import ToolCall
 from runner.report.episode_view import MAX_SHOWN_ITEMS, Vocabulary, episode_view, token_payload
 from runner.report.page import write_report
@@ -38,6 +39,13 @@ def segments(trajectory: Trajectory) -> None:
     trajectory.segments += [Segment(log=TokenLog(), messages=list(messages), unseen=1) for _ in range(5_000)]
 
 
+def requests(trajectory: Trajectory) -> None:
+    trajectory.requests += [
+        ChatRequest(number, Verdict.CONTINUED, form="messages", client="claude-cli/2.1", turn=1, error="<b>late</b>")
+        for number in range(9_000)
+    ]
+
+
 def attached(trajectory: Trajectory) -> None:
     png = b"\x89PNG\r\n\x1a\n" + bytes(1_500_000)
     trajectory.attachments += [
@@ -52,6 +60,7 @@ def attached(trajectory: Trajectory) -> None:
         (given, "4,602 messages and turns are left out here"),
         (calls, "2,950 calls left out"),
         (segments, "4,601 segments are left out here"),
+        (requests, "8,600 further requests are left out here"),
         (attached, "messages and turns are left out here"),
     ],
 )
@@ -63,6 +72,24 @@ async def test_much_of_one_kind_is_cut_in_words(many: Any, words: str, tmp_path:
         written = write_report(run_file, tmp_path / "page.html")
     assert words in (tmp_path / "page.html").read_text()
     assert (written.transcripts, written.size < 5_000_000) == (2, True)
+
+
+@browser_turn
+@needs_browser
+async def test_browser_shows_the_requests_of_programs(tmp_path: Path) -> None:
+    trajectory = played("program")
+    requests(trajectory)
+    path = await store(tmp_path / "program.db", [trajectory])
+    with RunFile(path) as run_file:
+        write_report(run_file, tmp_path / "page.html")
+    async with browser(tmp_path / "profile") as tab:
+        await tab.open(tmp_path / "page.html", width=360)
+        await tab.until("document.documentElement.dataset.ready")
+        await tab.click("#list details summary")
+        body = await tab.value("document.querySelector('#list details').innerText")
+        for words in ("Requests", "claude-cli/2.1", "<b>late</b>", "8,600 further requests"):
+            assert words in body
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
 
 
 async def test_last_messages_of_a_cut_segment_are_shown(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_page_has_run_results_failures_and_transcripts(page: Path) -> None:
         "pass^k",
         "95% interval",
         "env_error",
-        "deltarunner run",
+        "deltarunner run tests.report.playing:Sums --group-size 2 --episodes 16 --seed 0 --temperature 1",
         "What is 2 + 2?",
     ):
         assert words in text
