@@ -1,7 +1,7 @@
 """SGLang's dialect: `POST /generate` with `input_ids`.
 
-Fields as in SGLang's source: `GenerateReqInput` in `srt/managers/io_struct.py`, `srt/sampling/sampling_params.py`
-and the answers of `srt/managers/tokenizer_manager.py`.
+Paths and fields as in SGLang 0.5.23: `srt/entrypoints/http_server.py`, `GenerateReqInput` in
+`srt/managers/io_struct.py`, `srt/sampling/sampling_params.py` and the answers of `srt/managers/tokenizer_manager.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from runner.engines.state import PauseMode
 from runner.errors import RequestRejected
 from runner.options import Constraint, ConstraintKind
 from runner.sampling_fields import SAMPLING_FIELDS
+from runner.tokens.log import VersionSpan
 from runner.tokens.side_data import RoutedExperts, SamplingMasks, SideData
 from runner.tokens.top_logprobs import TopLogprobs
 
@@ -40,12 +41,10 @@ class SglangGenerate(Dialect):
     path = "/generate"
     missing = "is this a server of SGLang?"
     health = Call("GET", "/health")
-    version = Call("GET", "/get_server_info")
-    settings = Call("GET", "/get_server_info")
-    paused = Call(
-        "GET", "/get_weight_version"
-    )  # exists since SGLang can be paused; SGLang has no request for the pause state
-    control = "update it: from 0.5 on SGLang can be paused"
+    version = Call("GET", "/server_info")
+    settings = Call("GET", "/server_info")
+    paused = Call("GET", "/model_info")  # SGLang has no request for the pause state; with this path it can be paused
+    control = "update it: from 0.5.8 on SGLang can be paused"
 
     def body(
         self, request: GenerationRequest, *, model: str, adapter: str | None, stream_interval: int
@@ -58,7 +57,7 @@ class SglangGenerate(Dialect):
             "top_logprobs_num": request.sampling.logprobs or 0,
             "stream": True,
         }
-        # SGLang refuses to return masks without a finite top_k, since they may be as large as the vocabulary.
+        # SGLang refuses to return masks without a top_k of at most --sampling-mask-max-tokens (4096 by default).
         if self.side.masks and request.sampling.top_k:
             body["return_sampling_mask"] = True
         if self.side.experts:
@@ -152,6 +151,7 @@ class _SglangReader:
             masks = SamplingMasks.of(rows)
         self._known += new
         reason, stop = _ending(said["finish_reason"])
+        spans = said.get("weight_versions")  # of all ids, at the end
         experts = self._routed(said) if reason is not None else None
         return Piece(
             ids,
@@ -159,6 +159,9 @@ class _SglangReader:
             self._top(_last(said["output_top_logprobs"], new)) if self._count else None,
             reason,
             stop,
+            # An empty span stands for an answer without ids.
+            versions=spans
+            and [VersionSpan(each["version"], each["start"], each["end"]) for each in spans if each["end"]],
             version=said.get("weight_version"),
             cached_tokens=said.get("cached_tokens"),
             processed=masks is not None,

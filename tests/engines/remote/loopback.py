@@ -1,7 +1,7 @@
 """A stand-in for servers of models: a scripted engine behind HTTP on this machine, as vLLM and SGLang answer.
 
-Its fields are those of vLLM 0.32's endpoints (which tests beside it hold it to) and of SGLang's source. It stands for
-the wire alone: what it says is the script's.
+Its fields are those of vLLM 0.32's endpoints (which tests beside it hold it to) and of SGLang 0.5.23's source (see
+tests/interop/test_trainer_wheels.py). It stands for the wire alone: what it says is the script's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class Loopback:
             "GET /health": self._health,
         }
         if self.dialect is ServerDialect.SGLANG:
-            routes |= {"POST /generate": self._generate, "GET /get_server_info": self._sglang_info}
+            routes |= {"POST /generate": self._generate, "GET /server_info": self._sglang_info}
         else:
             routes |= {"GET /version": self._version, "POST /v1/completions": self._generate}
         if self.dialect is ServerDialect.VLLM:
@@ -101,7 +101,7 @@ class Loopback:
     def _control(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
         if self.dialect is ServerDialect.SGLANG:
             return {
-                "GET /get_weight_version": self._weight_version,
+                "GET /model_info": self._model_info,
                 "POST /pause_generation": self._pause,
                 "POST /continue_generation": self._resume,
                 "POST /flush_cache": self._flush,
@@ -151,10 +151,10 @@ class Loopback:
 
     async def _sglang_info(self, _: web.Request) -> web.Response:
         places = self.engine.places
-        return web.json_response({"max_running_requests": places, "max_total_num_tokens": 32_000, "version": "0.5.6"})
+        return web.json_response({"max_running_requests": places, "max_total_num_tokens": 32_000, "version": "0.5.23"})
 
-    async def _weight_version(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.engine.weight_version})
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.name, "weight_version": self.engine.weight_version})
 
     # --- its trainer
 
@@ -435,6 +435,8 @@ class SglangWriter:
             meta["output_token_sampling_logprobs"] = [value for value, _, _ in self._logprobs[start:]]
         if finish is not None and self._experts:
             meta["routed_experts"] = self._experts
+        if finish is not None and finish.versions:
+            meta["weight_versions"] = [asdict(span) for span in finish.versions]
         return [{"text": "", "output_ids": self._ids[start:], "meta_info": meta}]
 
 
