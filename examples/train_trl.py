@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer learns the calculator: its episodes are played here, and its weights go into the engine.
+"""TRL's GRPOTrainer learns the calculator, without a GPU: its episodes are played here, its weights go into the engine.
 
 Run it with: pip install trl datasets, then python -m examples.train_trl --help
-The settings are those of train_grpo.py. A step takes longer here, since TRL computes each episode's prompt again.
+The settings are those of train_grpo.py. TRL's own forward pass computes the prompt of each episode, and on a CPU the
+model's head for each id of it: `OneTree` computes what the rows of a step share once. --plain leaves TRL as it is.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 import typer
 from datasets import Dataset
@@ -26,8 +29,48 @@ from examples.train_grpo import CLIP_NORM, HELD_OUT, TURNS, WARM_UP, Settings, q
 from runner import BackgroundPlayer, Limits, Sampling, VllmEngine
 from runner.models import resolve_model
 from runner.trainers.trl import episode_reward, rollout_func
+from runner.training import TokenTree
+from runner.training.rows import TrainingRow
+from runner.training.tree_attention import TREE_ATTENTION
+from runner.training.tree_torch import tree_logits, tree_logprobs
 
-ROWS = 16  # episodes in one forward pass of TRL
+PLAIN_ROWS = 16  # episodes in one forward pass of TRL's own
+COMPLETION = TURNS * 48  # ids that a completion may have
+
+
+class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
+    """GRPOTrainer that computes the log-probabilities of a batch as one token tree, without the rows of flat groups."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        learns = inputs["advantages"] != 0
+        learns[0] = True  # TRL needs a row
+        kept = {
+            name: value[learns] if torch.is_tensor(value) and value.dim() else value for name, value in inputs.items()
+        }
+        return super()._compute_loss(model, kept) * learns.float().mean()  # the mean over all rows
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, **_: Any
+    ) -> tuple[Any, Any, None]:
+        seen, prompt = attention_mask.bool().numpy(), input_ids.size(1) - logits_to_keep
+        rows = [row_of(ids[here], here[:prompt].sum()) for ids, here in zip(input_ids.numpy(), seen, strict=True)]
+        tree = TokenTree.of(rows)
+        with self.accelerator.autocast():
+            logits = tree_logits(model, tree)
+        left = prompt - seen[:, :prompt].sum(1)  # padding before each prompt
+        column = tree.terms.position + left[tree.terms.row] - prompt
+        logprobs = torch.zeros(len(rows), logits_to_keep)
+        logprobs = logprobs.index_put(
+            (torch.from_numpy(tree.terms.row).long(), torch.from_numpy(column).long()), tree_logprobs(logits, tree)
+        )
+        return logprobs, -logprobs.detach(), None  # the entropy, which TRL only shows: an estimate by the sampled ids
+
+
+def row_of(ids: Any, prompt: int) -> TrainingRow:
+    """A row of ids, trained behind its prompt; it has no trajectory, since TRL has only ids."""
+    trained, zeros = np.arange(len(ids)) >= prompt, np.zeros(len(ids), np.int32)
+    none: Any = None
+    return TrainingRow(none, 0, ids.astype(np.int32), trained, zeros.astype(np.float32), zeros, ())
 
 
 class HeldOut(Calculator):
@@ -41,108 +84,114 @@ class HeldOut(Calculator):
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]  # trl is not installed here
-    """Splits the time of each step into rollout and training, and plays the held-out questions."""
+    """Shows each step, with the time of its rollouts; ends the training when it has learnt enough."""
 
-    def __init__(self, player: BackgroundPlayer, held_out: Sequence[Question], progress: TrainingProgress) -> None:
-        self.player, self.held_out, self.progress = player, held_out, progress
-        self.began = self.rollout = 0.0
+    def __init__(self, settings: Settings, rollouts: Any, progress: TrainingProgress) -> None:
+        self.settings, self.rollouts, self.progress = settings, rollouts, progress
+        self.began = self.played = 0.0
         self.output: dict[str, list[Any]] = {}
 
-    def watched(self, rollouts: Any) -> Any:
-        """A rollout function that takes the time of another one, and keeps its result."""
-
-        def play(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-            began = time.monotonic()
-            self.output = rollouts(prompts, trainer)
-            self.rollout = time.monotonic() - began
-            return self.output
-
-        return play
+    def play(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """The rollout function that TRL is given."""
+        began = time.monotonic()
+        self.output = self.rollouts(prompts, trainer)
+        self.played = time.monotonic() - began
+        return self.output
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.began = self.began or time.monotonic()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = time.monotonic()
-        rewards = [reward for reward in self.output["reward"] if reward is not None]
-        size = self.player.options.group_size
-        groups = [self.output["reward"][start : start + size] for start in range(0, len(rewards), size)]
-        self.progress.add(
-            TrainingStep(
-                number=len(self.progress.steps) + 1,
-                reward=sum(rewards) / len(rewards),
-                exact=sum(reward >= 1 for reward in rewards) / len(rewards),
-                groups=sum(len(set(group)) > 1 for group in groups),
-                ids=sum(map(sum, self.output["env_mask"])),
-                saving=1.0,
-                gap=0.0,  # TRL does not compare log-probabilities here
-                seconds={"rollout": self.rollout, "train": now - self.began - self.rollout},
-                version=self.output["version"][0] or "",
-            )
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now, size = time.monotonic(), self.settings.group_size
+        rewards = self.output["reward"]
+        scored = [reward for reward in rewards if reward is not None]
+        step = TrainingStep(
+            number=state.global_step,
+            reward=fmean(scored),
+            exact=fmean(reward >= 1 for reward in scored),
+            groups=sum(len({*rewards[at : at + size]}) > 1 for at in range(0, len(rewards), size)),
+            ids=sum(map(sum, self.output["env_mask"])),
+            saving=1.0,
+            gap=0.0,  # TRL does not compare log-probabilities here
+            seconds={"rollout": self.played, "train": now - self.began - self.played},
+            version=self.output["version"][0] or "",
         )
-        self.began = time.monotonic()
-
-    def evaluate(self) -> float:
-        """Share of held-out questions with the right answer, with the weights that the engine has."""
-        played = self.player.play_many([(task, 0) for task in self.held_out])
-        return sum(trajectory.rewards.get("exact") == 1 for (trajectory,) in played) / max(1, len(played))
+        self.progress.add(step)
+        last = [each.exact for each in self.progress.steps[-5:]]
+        control.should_training_stop |= len(last) == 5 and fmean(last) >= self.settings.enough
+        self.began = now
 
 
-def train(settings: Settings, console: Console) -> TrainingRecord:
+def evaluate(player: BackgroundPlayer, held_out: Sequence[Question]) -> float:
+    """Share of held-out questions with the right answer, with the weights that the engine has."""
+    played = player.play_many([(task, 0) for task in held_out])
+    return sum(trajectory.rewards.get("exact") == 1 for (trajectory,) in played) / len(held_out)
+
+
+def config(settings: Settings, rows: int, dtype: str) -> GRPOConfig:
+    """The settings of train_grpo, in TRL's words."""
+    return GRPOConfig(
+        output_dir=str(settings.out),
+        num_generations=settings.group_size,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=settings.tasks * settings.group_size // rows,
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=WARM_UP,
+        adam_beta2=0.95,
+        loss_type="dr_grpo",  # the sum over ids, divided by the episodes and the most ids
+        max_completion_length=COMPLETION,
+        max_grad_norm=CLIP_NORM / COMPLETION,
+        beta=0.0,
+        use_cpu=True,
+        bf16=dtype == "bfloat16",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        seed=settings.seed,
+    )
+
+
+def train(settings: Settings, console: Console, plain: bool = False) -> TrainingRecord:
     """Train, and leave the model, its curve and its figures in the folder `settings.out`."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     held_out, others = questions(settings)
     tasks = list(itertools.islice(others, settings.steps * settings.tasks))
-    folder = resolve_model(settings.model).location
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    folder = resolve_model(settings.model).folder
+    attention = "sdpa" if plain else TREE_ATTENTION
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     for frozen in (model.get_input_embeddings(), *model.base_model.layers[: settings.frozen_layers]):
         frozen.requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     engine = VllmEngine(settings.model, max_model_len=2048)
-    episodes = settings.tasks * settings.group_size
-    rows = min(ROWS, episodes)
     with (
         BackgroundPlayer(HeldOut, engine, group_size=settings.group_size, seed=settings.seed) as player,
         TrainingProgress(console) as progress,
     ):
-        watch = Progress(player, held_out, progress)
-        rollouts = rollout_func(player, tasks=[*tasks, *held_out])
-        trainer = GRPOTrainer(
+        tokenizer.chat_template = engine.template.text
+        before = evaluate(player, held_out)
+        progress.say(f"held out, before: {before:.3f}")
+        watch = Progress(settings, rollout_func(player, tasks=tasks), progress)
+        trainer = (GRPOTrainer if plain else OneTree)(
             model,
             episode_reward,
-            args=GRPOConfig(
-                output_dir=str(settings.out),
-                num_generations=settings.group_size,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=episodes // rows,
-                max_steps=settings.steps,
-                learning_rate=settings.learning_rate,
-                lr_scheduler_type="constant_with_warmup",
-                warmup_steps=WARM_UP,
-                adam_beta2=0.95,
-                max_grad_norm=CLIP_NORM,
-                beta=0.0,
-                use_cpu=True,
-                bf16=engine_dtype(engine) == "bfloat16",
-                gradient_checkpointing=False,
-                shuffle_dataset=False,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                logging_strategy="no",
-                seed=settings.seed,
-            ),
+            args=config(settings, PLAIN_ROWS if plain else settings.tasks * settings.group_size, engine_dtype(engine)),
             train_dataset=Dataset.from_list([{"prompt": task.id} for task in tasks]),
-            processing_class=AutoTokenizer.from_pretrained(folder),
-            rollout_func=watch.watched(rollouts),
+            processing_class=tokenizer,
+            rollout_func=watch.play,
             callbacks=[watch],
         )
-        before = watch.evaluate()
-        progress.say(f"held out, before: {before:.3f}")
         trainer.train()
         player.update_weights(model.state_dict())
-        after = watch.evaluate()
+        after = evaluate(player, held_out)
         progress.say(f"held out, after {progress.seconds:.0f} s of training: {after:.3f}")
+        model.to(getattr(torch, engine_dtype(engine)))
     trainer.save_model()
+    progress.say(f"play what it learnt: deltarunner run calculator --model {settings.out}")
     title = f"TRL's GRPOTrainer on the calculator, seed {settings.seed}"
     return progress.save(settings.out, title=title, held_out={"greedy": (before, after)})
 
@@ -152,10 +201,18 @@ def engine_dtype(engine: VllmEngine) -> str:
     return str(engine.describe()["dtype"])
 
 
-def main(seed: int = 0, steps: int = 20, tasks: int = 8, held_out: int = 128, out: Path = Path("runs/trl")) -> None:
+def main(
+    seed: int = 0,
+    steps: int = 60,
+    tasks: int = 8,
+    held_out: int = 128,
+    plain: bool = False,
+    out: Path = Path("runs/trl"),
+) -> None:
     """Train the demo model on the calculator with TRL, and save it."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is called experimental
     settings = Settings(seed=seed, steps=steps, tasks=tasks, held_out=held_out, out=out)
-    train(settings, Console())
+    train(settings, Console(), plain)
 
 
 if __name__ == "__main__":  # vLLM starts processes of its own, which import this file

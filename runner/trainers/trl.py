@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
+
 from runner.engines.base import Engine
 from runner.environment.task_checks import TaskChecks
 from runner.errors import BadBatch, BadModel, BadOption
@@ -76,7 +78,8 @@ def rollout_func(
     Raises (from the function):
         BadOption: a prompt has no task; or the model is a PEFT model, whose adapter has to be merged first.
         BadModel: the trainer's tokenizer is another one than the engine's.
-        BadBatch: a row is too long, or an episode failed with `failed="raise"`.
+        BadBatch: a row is too long, was sampled at another temperature than the trainer's, or its episode failed with
+            `failed="raise"`.
         RunStopped, EngineError, BadWeights: as the player raises them.
     """
     try:
@@ -176,6 +179,13 @@ class _Rollouts:
             raise BadBatch(
                 f"{name_of(trajectory)} has no reward ({row.failed}): {cause}. "
                 "With failed='mask' it is left out of the training."
+            )
+        computed = trainer.args.temperature
+        if not np.allclose(row.temperatures[row.mask], computed, rtol=1e-5):
+            sampled = row.temperatures[row.mask].min()
+            raise BadBatch(
+                f"{name_of(trajectory)} was sampled at temperature {sampled:g}, but the trainer's log-probabilities "
+                f"are at {computed:g}. Give GRPOConfig and Sampling the same temperature."
             )
         if any(math.isnan(value) for value in row.logprobs.tolist()) and trainer.args.use_vllm:
             raise BadBatch(f"{name_of(trajectory)}: the engine gave no log-probabilities, which use_vllm=True needs.")

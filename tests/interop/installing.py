@@ -41,8 +41,9 @@ WHEELS: Final = [
     "torchtitan==0.3.0",
     "tinker==0.38.0",
     "openenv==0.10.0",
+    "sglang==0.5.23",
 ]
-"""Trainers that cannot be installed here: their files alone, without what they need; tests take classes of them."""
+"""Trainers and servers that cannot be installed here: their files alone, of which tests take classes."""
 
 SERVERS: Final = {
     "openenv": ["openenv==0.10.0"],

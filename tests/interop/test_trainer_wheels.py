@@ -307,24 +307,65 @@ def test_slime_sample_takes_what_the_page_sets(modules: Any, monkeypatch: pytest
     fields = [
         *("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "reward"),
         *("remove_sample", "status", "rollout_routed_experts", "group_index", "prompt", "label"),
+        *("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
     ]
     sample_class = type("Sample", (), {"__slots__": fields, "Status": Status})  # any other field is an error
-    modules(slime__utils__types={"Sample": sample_class})
+    monkeypatch.setattr(Weather, "sampling", TOP_K, raising=False)
+
+    async def get(url: str) -> Any:
+        assert url == "http://127.0.0.1:1/workers"
+        return {"workers": [{"url": "http://127.0.0.1:2"}, {"url": "http://127.0.0.1:3"}]}
+
+    modules(slime__utils__types={"Sample": sample_class}, slime__utils__http_utils={"get": get})
 
     async def play() -> None:
         page = run_page("slime.utils.types")
-        page["RemoteEngine"] = lambda url, model: engine()
-        args = types.SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=1, hf_checkpoint="model")
-        for text, failed in (("Oslo?", False), ("fail?", True)):
+        engines = {f"http://127.0.0.1:{port}": engine() for port in (2, 3)}
+        page["RemoteEngine"] = lambda url, model: engines.pop(url)
+        args = types.SimpleNamespace(
+            sglang_router_ip="127.0.0.1", sglang_router_port=1, hf_checkpoint="model", rollout_temperature=0.7
+        )
+        for number, (text, failed) in enumerate((("Oslo?", False), ("fail?", True))):
             sample: Any = sample_class()
-            sample.group_index, sample.prompt, sample.label = int(failed), text, "x"
+            sample.group_index, sample.prompt, sample.label = number, text, "x"
             assert await page["generate"](args, sample, {}) is sample
             assert sample.response_length == len(sample.loss_mask) == len(sample.rollout_log_probs)
             assert (sample.status, sample.remove_sample) == (Status.FAILED if failed else Status.COMPLETED, failed)
             assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1
-        await closed(page["started"][0])
+            offsets = sample.rollout_top_p_token_offsets
+            assert len(offsets) == sample.response_length + 1
+            assert offsets[-1] == len(sample.rollout_top_p_token_ids)
+            assert bool(offsets[-1]) != failed
+        players = await page["started"][0]
+        assert not engines
+        for player in players:
+            ((turn, *_), *_) = [each.turns for each in await player.play(Task(id="Rome", prompt="Rome?"))]
+            assert turn.sampling.temperature == 0.7
+            await player.aclose()
 
     asyncio.run(play())
+
+
+def test_sglang_has_the_paths_and_fields_of_its_dialect() -> None:
+    from runner.engines.remote import sglang
+
+    server = source("srt", "entrypoints", "http_server.py").read_text(encoding="utf-8")
+    dialect = sglang.SglangGenerate
+    calls = {dialect.health.path, dialect.version.path, dialect.settings.path, dialect.paused.path, dialect.path}
+    paths = calls | {"/pause_generation", "/continue_generation", "/flush_cache"}
+    routes = set(re.findall(r"@app\.(?:get|post|api_route)\(\s*\"([^\"]+)\"", server))
+    assert paths | {"/v1/models", "/tokenize"} <= routes
+    request = source("srt", "managers", "io_struct.py").read_text(encoding="utf-8")
+    for name in ("input_ids", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask"):
+        assert re.search(rf"^    {name}: ", request, flags=re.MULTILINE), name
+    answer = source("srt", "managers", "tokenizer_manager.py").read_text(encoding="utf-8")
+    for name in ("output_token_sampling_mask", "output_token_sampling_logprobs", "weight_version", "routed_experts"):
+        assert f'"{name}"' in answer
+    spans = source("srt", "utils", "weight_versions.py").read_text(encoding="utf-8")
+    assert all(f'"{name}"' in spans for name in ("weight_versions", "version", "start", "end"))
+    parameters = source("srt", "sampling", "sampling_params.py").read_text(encoding="utf-8")
+    for name in (*sglang._NAMES.values(), "top_k", "logit_bias", "sampling_seed", "stop_token_ids", "stream_interval"):
+        assert re.search(rf"^    {name}: ", parameters, flags=re.MULTILINE), name
 
 
 def test_tinker_has_the_parameters_of_the_page() -> None:

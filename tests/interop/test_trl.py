@@ -200,3 +200,44 @@ def test_weights_are_sent_before_each_rollout_after_a_step(model: Any, tokenizer
         trainer.train()
         assert engine.weight_version == "2"
     assert [sorted({v for v in output["version"] if v}) for output in watched.outputs] == [["scripted"], ["1"], ["2"]]
+
+
+def test_one_tree_of_a_batch_has_trls_own_gradients(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    import torch
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    from examples.train_trl import OneTree
+
+    trainer = OneTree(
+        model,
+        episode_reward,
+        args=config(tmp_path, loss_type="dr_grpo"),
+        train_dataset=Dataset.from_list([{"prompt": "1"}]),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    # Rows that begin alike, one of them twice; prompts are padded on the left and completions on the right.
+    batch = {
+        "prompt_ids": torch.tensor([[0, 7, 8, 9], [0, 7, 8, 9], [1, 7, 8, 2], [0, 7, 8, 9]]),
+        "prompt_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]),
+        "completion_ids": torch.tensor([[5, 6, 0], [5, 4, 3], [2, 0, 0], [5, 6, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+        "tool_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0], [1, 1, 0]]),
+        "advantages": torch.tensor([0.0, -100.0, 0.0, 200.0]),  # flat groups have none
+        "num_items_in_batch": torch.tensor(8),
+    }
+    whole = [torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], dim=1) for part in ("ids", "mask")]
+    found = []
+    for each in (OneTree, GRPOTrainer):
+        model.zero_grad()
+        trainer.__class__ = each
+        loss = trainer._compute_loss(model, dict(batch))
+        loss.backward()
+        gradient = model.model.layers[0].mlp.up_proj.weight.grad.clone()
+        with torch.no_grad():
+            logprobs, _, _ = trainer._get_per_token_logps_and_entropies(model, whole[0], whole[1], 3)
+        found.append((logprobs[batch["completion_mask"] == 1], gradient, loss.detach()))
+    for ours, theirs in zip(*found, strict=True):
+        assert theirs.abs().max() > 1e-3
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner import BackgroundPlayer, BadBatch, BadModel, BadOption, BadTask, Conversation, Task, reward
+from runner import BackgroundPlayer, BadBatch, BadModel, BadOption, BadTask, Conversation, Sampling, Task, reward
 from runner.testing import ScriptedEngine
 from runner.trainers.trl import episode_reward, rollout_func
 from tests.playing import Plain, recording, tasks
@@ -44,7 +44,7 @@ class Trainer:
 
         self.processing_class = SimpleNamespace(encode=encode, pad_token_id=0, eos_token_id=0)
         self.state = SimpleNamespace(global_step=0)
-        self.args = SimpleNamespace(use_vllm=False)
+        self.args = SimpleNamespace(use_vllm=False, temperature=1.0)
         self.model = SimpleNamespace(state_dict=lambda: {"weight": self.state.global_step}, **model)
         self.accelerator = SimpleNamespace(unwrap_model=lambda given: given)
 
@@ -80,6 +80,17 @@ def test_failed_episode_has_no_reward_and_mask_zero() -> None:
     assert output["reward"] == [None, None, 0.0, 0.0]
     assert [sum(mask) > 0 for mask in output["env_mask"]] == [False, False, True, True]
     assert output["outcome"] == ["env_error", "env_error", "completed", "completed"]
+
+
+def test_another_temperature_than_the_trainers_is_refused() -> None:
+    engine = recording("Yes")
+    trainer = Trainer(engine)
+    with BackgroundPlayer(Rewarded, engine, sampling=Sampling(temperature=0.7)) as player:
+        rollouts = rollout_func(player, tasks=TASKS)
+        with pytest.raises(BadBatch, match=r"sampled at temperature 0.7, but .* are at 1\. Give GRPOConfig"):
+            rollouts(["t0"], trainer)
+        trainer.args.temperature = 0.7
+        assert rollouts(["t0"], trainer)["reward"] == [0.0]
 
 
 def test_weights_are_sent_once_for_each_step() -> None:
