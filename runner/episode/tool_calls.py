@@ -44,7 +44,9 @@ async def answer_calls(
         for batch in _between_barriers(calls, known):
             await running.run(batch)
     finally:
-        turn.tool_calls = [replace(call, failed=call.id in running.failed) for call in turn.tool_calls]
+        for place, call in enumerate(turn.tool_calls):
+            if call.failed != (call.id in running.failed):
+                turn.tool_calls[place] = replace(call, failed=not call.failed)
     messages: list[Message] = [
         {"role": "tool", "content": running.results[call.id], "tool_call_id": call.id, "name": call.name}
         for call in calls

@@ -6,7 +6,7 @@ import base64
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from runner.attachments import Attachment, AttachmentKind
@@ -28,7 +28,9 @@ MAX_SHOWN_ITEMS: Final = 400
 MAX_SHOWN_CALLS: Final = 50
 """Tool calls of a message or turn that a page shows."""
 MAX_EPISODE_CHARS: Final = 2_000_000
-"""Characters of an episode, images included, after which its further messages are left out."""
+"""Characters of the texts of an episode, after which its further messages are left out."""
+MAX_EPISODE_IMAGE_CHARS: Final = 8_000_000
+"""Characters of the images of an episode, in base64, after which further ones are only named."""
 MAX_TREE_DEPTH: Final = 9
 MAX_IMAGE_BYTES: Final = 2_000_000
 """Size of the largest attached image that a page shows."""
@@ -66,8 +68,8 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The number of characters."""
-        return len(self.text) + len(self.reasoning) + len(self.image) + sum(sum(map(len, call)) for call in self.calls)
+        """The number of characters of its texts."""
+        return len(self.text) + len(self.reasoning) + sum(sum(map(len, call)) for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +177,23 @@ class _Room:
 
     def __init__(self) -> None:
         self._left = MAX_EPISODE_CHARS
+        self._left_for_images = MAX_EPISODE_IMAGE_CHARS
 
     def fill(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
         """The first, the last and no further entries than there is room for, with a note at each cut."""
         first, count, last = _ends(list(entries))
-        shown = [*first, *_left_out(count, "messages and turns"), *last]
+        shown = [*map(self._image, first), *_left_out(count, "messages and turns"), *map(self._image, last)]
         for place, entry in enumerate(shown):
             self._left -= entry.size
             if self._left < 0:
                 return (*shown[:place], *_left_out(len(shown) - place, "messages and turns"))
         return tuple(shown)
+
+    def _image(self, entry: Entry) -> Entry:
+        self._left_for_images -= len(entry.image)
+        if self._left_for_images >= 0 or not entry.image:
+            return entry
+        return replace(entry, image="", text="This image is left out here: the episode has too many.")
 
 
 def _agent_view(row: EpisodeRow, trajectory: Trajectory, room: _Room) -> AgentView:

@@ -41,7 +41,7 @@ class MetricDifference:
     """The difference of one metric between two files, over the tasks that both have."""
 
     metric: str
-    """"reward", "solved", "reward NAME", "metric NAME", "turns", "sampled" or "seconds"."""
+    """"reward", "solved", "reward NAME", "metric NAME", "turns", "sampled", "seconds", and two that count failures."""
     slice: str
     """The value of the task's field, or "" for all tasks."""
     tasks: int
