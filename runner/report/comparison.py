@@ -275,7 +275,11 @@ def _flipped(scores: tuple[_Scores, _Scores], tasks: Sequence[str]) -> list[Flip
     flipped = []
     for task in tasks:
         first, second = (_solved_share(each, task) for each in scores)
-        if _is_solved(first) != _is_solved(second):
+        # A task that did not only fail and has no reward is not known to be solved or not.
+        unknown = any(
+            share is None and not each.only_failed([task]) for share, each in zip((first, second), scores, strict=True)
+        )
+        if not unknown and _is_solved(first) != _is_solved(second):
             examples = _example(scores[0], task, first), _example(scores[1], task, second)
             flipped.append(FlippedTask(task, first, second, examples))
     return sorted(flipped, key=lambda each: (each.second or 0) - (each.first or 0))

@@ -79,7 +79,7 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             text |= {"text": key} if len(key) == 1 and kind == "keyDown" else {}
-            codes = {"Enter": 13, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40}
+            codes = {"Enter": 13, "Tab": 9, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
             await self.send(
                 "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes.get(key, 0), **text
             )

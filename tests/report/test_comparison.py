@@ -311,6 +311,14 @@ async def test_shown_episodes_of_a_flipped_task_show_the_flip(tmp_path: Path) ->
         assert b.row(task.episodes[1]).reward == 0
 
 
+async def test_task_without_a_reward_has_not_flipped(tmp_path: Path) -> None:
+    first = await store(tmp_path / "a.db", [played("x"), played("y")])
+    second = await store(tmp_path / "b.db", [played("x", reward=None), played("y")])
+    made = compare(first, second)
+    assert made.flipped == ()
+    assert not any("failed" in note for note in made.notes)
+
+
 async def test_flipped_episodes_are_in_a_small_page(tmp_path: Path) -> None:
     first, second = await two(tmp_path, 40, losing=20)
     target = tmp_path / "page.html"
