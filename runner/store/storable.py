@@ -41,7 +41,7 @@ def first_unstorable(value: Any, where: str) -> str | None:
     Returns:
         The place, the type, and the fix; None if all of it is kept.
     """
-    return next(_unstorable(value, where, ()), None)
+    return None if _is_plain(value, MAX_DEPTH) else next(_unstorable(value, where, ()), None)
 
 
 def tuples_in(value: Any, where: str) -> Iterator[str]:
@@ -54,6 +54,17 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
             yield where
         for index, inner in enumerate(value):
             yield from tuples_in(inner, f"{where}[{index}]")
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """True if `value` is of JSON's own types throughout, as nearly every value is; no text is made for its places."""
+    if type(value) in _PLAIN:
+        return True
+    if depth == 0:  # also of a container in itself
+        return False
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(inner, depth - 1) for key, inner in value.items())
+    return type(value) is list and all(_is_plain(inner, depth - 1) for inner in value)
 
 
 def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]:
