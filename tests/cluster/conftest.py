@@ -6,10 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cluster.listening import HTTP2, listening
 from tests.cluster.ray_cluster import Standing, require_ray, standing
+from tests.cluster.ray_double import ray_double
 
 
 @pytest.fixture
@@ -44,3 +47,16 @@ def small_cluster(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     with standing(short_folder, cpus=1) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of Ray as a launcher calls, with a cluster of four cores on one machine."""
+    return ray_double(monkeypatch)
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """An address where a server of HTTP/2 listens, as Ray's head does."""
+    with listening(HTTP2) as address:
+        yield address

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import pickle
 import re
 import socket
 import sys
-import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
 
 from runner import BadOption, EngineDead, RayEngine, RayEngines, RemoteEngine, Run, ScriptedEngine, VllmEngine
 from runner.cluster.protocol import WorkerLost
-from runner.cluster.ray import calls, connection, engines
+from runner.cluster.ray import calls
 from runner.cluster.ray import launcher as launching
-from runner.cluster.ray.launcher import RayLauncher
 from runner.testing import VirtualClock
 from tests.cluster.in_process import Answer
-from tests.cluster.listening import HTTP2, listening
 from tests.cluster.playing import Dice
+from tests.cluster.ray_double import has_machines, launcher
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
@@ -40,154 +35,6 @@ def test_a_worker_that_ray_ended_for_memory_is_lost_by_that_name() -> None:
     short = "its machine was short of memory, and Ray ended it"
     assert calls._why(error(told)) == f"{short}: 8.07GB used / 23.54GB limit"
     assert calls._why(error("")) == short
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As much of Ray as a launcher asks, with a cluster of four cores on one machine."""
-    state = SimpleNamespace(on=False)
-    fake = MagicMock()
-    has_machines(fake, {"CPU": 4})
-    fake.is_initialized = lambda: state.on
-
-    def init(**settings: Any) -> None:
-        state.on = True
-        fake.settings = settings
-
-    fake.init = init
-    fake.shutdown = lambda: setattr(state, "on", False)
-    monkeypatch.setattr(engines, "require_ray", lambda *_: None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(launching, "ray_module", lambda: fake)
-    monkeypatch.setattr(connection, "ray_module", lambda: fake)
-    monkeypatch.setattr(connection, "admit", lambda address: None)
-    fake.get_runtime_context().runtime_env = {}
-    fake.cloudpickle.dumps = pickle.dumps
-    monkeypatch.setattr(launching, "_on_this_node", lambda: None)  # Ray itself would start, and end this process
-    return fake
-
-
-def has_machines(fake: Any, *machines: dict[str, float], dead: tuple[dict[str, float], ...] = ()) -> None:
-    """Let the cluster be of these machines: node-0, node-1, and so on; it remembers those that are dead."""
-    fake.cluster_resources = lambda: {
-        name: sum(machine.get(name, 0) for machine in machines) for machine in machines for name in machine
-    }
-    fake.nodes = lambda: [
-        {"Alive": machine in machines, "NodeManagerHostname": f"node-{number}", "Resources": machine}
-        for number, machine in enumerate((*machines, *dead))
-    ]
-
-
-def launcher(
-    cpus: float = 1, gpus: float = 0, address: str | None = None, runtime_env: dict[str, Any] | None = None
-) -> RayLauncher:
-    return RayLauncher("RayEngines", address=address, cpus=cpus, gpus=gpus, runtime_env=runtime_env)
-
-
-async def test_who_leaves_a_cluster_last_ends_the_connection(ray: Any) -> None:
-    first, second = launcher(), launcher()
-    await first.open()
-    await second.open()
-    await first.close()
-    assert ray.is_initialized()
-    await second.close()
-    assert not ray.is_initialized()
-
-
-async def test_ray_is_started_by_a_thread_that_lives_until_it_is_left(ray: Any) -> None:
-    made, init = list[threading.Thread](), ray.init
-
-    def noted(**settings: Any) -> None:
-        made.append(threading.current_thread())
-        init(**settings)
-
-    ray.init = noted
-    first, second = launcher(), launcher()
-    await asyncio.create_task(first.open())  # the threads of anyio's pool end with the task that was its first
-    await second.open()
-    await first.close()
-    (thread,) = made
-    assert thread.is_alive()
-    assert thread.daemon, "the process may end all the same"
-    await second.close()
-    assert not thread.is_alive()
-
-
-async def test_no_thread_is_left_where_no_cluster_can_be_started(ray: Any) -> None:
-    before = {thread for thread in threading.enumerate() if thread.name == "deltarunner ray"}
-    ray.init = MagicMock(side_effect=RuntimeError("the port is taken"))
-    for _ in range(2):
-        with pytest.raises(BadOption, match=r"no cluster of Ray could be started on this machine: the port is taken"):
-            await launcher().open()
-    assert before == {thread for thread in threading.enumerate() if thread.name == "deltarunner ray"}
-
-
-@pytest.fixture
-def listener() -> Iterator[str]:
-    """An address where a server of HTTP/2 listens, as Ray's head does."""
-    with listening(HTTP2) as address:
-        yield address
-
-
-async def test_another_address_than_the_connections_is_refused_by_name(ray: Any, listener: str) -> None:
-    ray.util.get_node_ip_address = lambda: "10.0.0.1"
-    ray.get_runtime_context().gcs_address = f"10.0.0.1:{listener.rpartition(':')[2]}"
-    first = launcher(address=listener)
-    await first.open()
-    for same in (None, listener, "auto", ray.get_runtime_context().gcs_address):
-        second = launcher(address=same)
-        await second.open()
-        await second.close()
-    told = "RayEngines(address='10.0.0.9:6379'): this process is connected to another cluster of Ray already, the one"
-    with pytest.raises(BadOption, match=re.escape(told)):
-        await launcher(address="10.0.0.9:6379").open()
-    assert ray.is_initialized()
-    await first.close()
-    assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("given", "there", "same"),
-    [
-        ("head:6379", "10.0.0.1:6379", True),
-        ("head:6379", "[fd00::1]:6379", True),
-        ("[fd00::1]:6379", "[fd00:0::0:1]:6379", True),
-        ("[::1]:6379", "[fd00::7]:6379", True),
-        ("localhost:6379", "[fd00::7]:6379", True),
-        ("head:6380", "10.0.0.1:6379", False),
-        ("[fd00::2]:6379", "[fd00::1]:6379", False),
-        ("nowhere:6379", "10.0.0.1:6379", False),
-        ("nowhere:6379", "nowhere:6379", True),
-    ],
-)
-def test_addresses_are_compared_by_where_they_lead(
-    ray: Any, monkeypatch: pytest.MonkeyPatch, given: str, there: str, *, same: bool
-) -> None:
-    ray.util.get_node_ip_address = lambda: "fd00::7"
-    known, by_number = {"head": ["10.0.0.1", "fd00::1"], "nowhere": []}, socket.getaddrinfo
-
-    def looked_up(host: str, *rest: Any) -> list[Any]:
-        if known.get(host) == []:
-            raise OSError("Name or service not known")
-        return [found for number in known.get(host, [host]) for found in by_number(number, *rest)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    assert connection._meet(given, there) is same
-
-
-@pytest.mark.parametrize("named", ["argument", "variable"])
-async def test_an_address_is_refused_beside_a_cluster_of_ones_own(
-    ray: Any, monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
-    first = launcher()
-    await first.open()
-    address = "auto"
-    if named == "variable":
-        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
-        address = ""
-    with pytest.raises(BadOption, match="connected to another cluster of Ray already, one of this machine's own"):
-        await launcher(address=address or None).open()
-    await first.close()
 
 
 async def test_own_cluster_has_room_for_later_processes(ray: Any) -> None:

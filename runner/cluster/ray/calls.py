@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -51,9 +51,11 @@ class RayWorker:
     Args:
         actor: Ray's handle of an `AnsweringActor`.
         tick: seconds that a call waits for others to be sent with it.
+        connected: False once the connection to the actor's cluster is closed. Ray must not be called then: it would
+            start another cluster.
     """
 
-    def __init__(self, actor: Any, *, tick: float) -> None:
+    def __init__(self, actor: Any, *, tick: float, connected: Callable[[], bool] = lambda: True) -> None:
         self._actor = actor
         self._take = actor.take.options(num_returns=0)
         self._tick = tick
@@ -63,6 +65,7 @@ class RayWorker:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._is_fetching = False
         self._sent = 0
+        self._connected = connected
         self._lost: BaseException | None = None
 
     def send(self, call: str, *arguments: Any) -> Awaitable[Any]:
@@ -81,7 +84,7 @@ class RayWorker:
 
     def _send(self) -> None:
         calls, self._calls = self._calls, []
-        if self._lost is not None:
+        if self._lost is not None or self._is_disconnected():
             return
         try:
             self._take.remote(self._name, calls)
@@ -92,6 +95,13 @@ class RayWorker:
         if self._answers and not self._is_fetching:
             self._fetch_answers()
 
+    def _is_disconnected(self) -> bool:
+        """True if other code has closed the connection; all that is pending is lost then."""
+        if self._connected():
+            return False
+        self._lose(WorkerLost("other code of this process called ray.shutdown()"))
+        return True
+
     def _send_alone(self, call: Call) -> None:
         number, name, _ = call
         try:
@@ -101,6 +111,8 @@ class RayWorker:
             _fail(self._answers.pop(number), BadOption(f"{name}: what is sent to a worker cannot be pickled: {error}"))
 
     def _fetch_answers(self) -> None:
+        if self._is_disconnected():
+            return
         self._is_fetching = True
         try:
             future = self._request_answers()
@@ -136,6 +148,8 @@ class RayWorker:
 
     def _fetch_reason(self) -> None:
         """Ask Ray again why the actor is unavailable: of a dead process it says so too, until it has the cause."""
+        if self._is_disconnected():
+            return
         try:
             future = self._request_answers()
         except Exception:  # Ray's, if the process has disconnected
@@ -160,7 +174,7 @@ class RayWorker:
 
     def part(self) -> None:
         """Leave the actor to its other callers, once the pending calls were sent. Their results are lost."""
-        if self._lost is None:
+        if self._lost is None and not self._is_disconnected():
             self._send()
             self._lose(WorkerLost("it was left"))
             self._actor.part.options(num_returns=0).remote(self._name, self._sent)
@@ -169,7 +183,8 @@ class RayWorker:
         """Kill the actor. Pending calls fail at once: a machine that does not answer would never fail them."""
         if self._lost is None or self._answers:
             self._lose(WorkerLost("it was ended"))
-        importlib.import_module("ray").kill(self._actor)
+        if not self._is_disconnected():
+            importlib.import_module("ray").kill(self._actor)
 
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:

@@ -12,14 +12,15 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from runner.cluster.ray.actors import ray_module
 from runner.errors import BadOption
 
-__all__ = ["CONNECTION", "VARIABLES", "admit", "give_own_token", "restore_variables", "uploaded"]
+__all__ = ["CONNECTION", "VARIABLES", "RaySession", "admit", "give_own_token", "restore_variables", "uploaded"]
 
 _MODE: Final = "RAY_AUTH_MODE"
 _TOKEN: Final = "RAY_AUTH_TOKEN"
@@ -163,6 +164,26 @@ _MISMATCH: Final = re.compile(
 """Ray's error for different versions on both sides."""
 
 
+@dataclass(frozen=True, slots=True)
+class RaySession:
+    """This process's connection from one `ray.init` to the next `ray.shutdown`; other code may call both.
+
+    Ray starts another cluster by itself when it is called without a connection, and refuses handles of an earlier one.
+    So nothing may be called for a session that is over.
+    """
+
+    address: str
+    job: str
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """Return the session that is open; None without one."""
+        if not ray_module().is_initialized():
+            return None
+        context = ray_module().get_runtime_context()
+        return cls(context.gcs_address, context.get_job_id())
+
+
 class _RayThread(threading.Thread):
     """The thread that calls `ray.init`, and `ray.shutdown` at the end.
 
@@ -178,6 +199,7 @@ class _RayThread(threading.Thread):
         self._settings = settings
         self._connected = threading.Event()
         self._left = threading.Event()
+        self._still_open = True
         self._error: BaseException | None = None
 
     def connect(self) -> None:
@@ -186,8 +208,9 @@ class _RayThread(threading.Thread):
         self._connected.wait()
         self._raise_error()
 
-    def disconnect(self) -> None:
-        """Call `ray.shutdown`, and end the thread. Raises the errors of `ray.shutdown`."""
+    def disconnect(self, *, still_open: bool) -> None:
+        """Call `ray.shutdown` if the session is still open, and end the thread. Raises the errors of `ray.shutdown`."""
+        self._still_open = still_open
         self._left.set()
         self.join()
         self._raise_error()
@@ -197,7 +220,8 @@ class _RayThread(threading.Thread):
             ray_module().init(**self._settings)
             self._connected.set()
             self._left.wait()
-            ray_module().shutdown()
+            if self._still_open:
+                ray_module().shutdown()
         except BaseException as error:
             self._error = error
         finally:
@@ -216,6 +240,7 @@ class Connection:
         self._users: set[object] = set()
         self._thread: _RayThread | None = None
         """The thread that connected; None if the process was connected before, and stays so."""
+        self._session: RaySession | None = None
         self._own = False
         """True if the cluster was started with the connection."""
         self._until_left = ExitStack()
@@ -233,22 +258,32 @@ class Connection:
             BadOption: the cluster does not exist, or this process is connected to another one.
         """
         with self._lock:
-            if ray_module().is_initialized():
+            session = RaySession.current()
+            if session != self._session:  # other code has ended ours, or connects the process itself
+                self._end()
+                self._users.clear()
+            if session is not None:
                 self._require_this_one(who, address)
             else:
                 self._make(who, address)
+            self._session = RaySession.current()
             self._users.add(user)
 
     def leave(self, user: object) -> None:
         """Close the connection if it was made here and has no other users; end a cluster that was started here."""
         with self._lock:
             self._users.discard(user)
-            if self._thread is not None and not self._users:
-                thread, self._thread, self._own = self._thread, None, False
-                try:
-                    thread.disconnect()
-                finally:
-                    self._until_left.close()
+            if not self._users:
+                self._end()
+
+    def _end(self) -> None:
+        thread, self._thread, self._own = self._thread, None, False
+        session, self._session = self._session, None
+        if thread is not None:
+            try:
+                thread.disconnect(still_open=RaySession.current() == session)
+            finally:
+                self._until_left.close()
 
     def _require_this_one(self, who: str, address: str | None) -> None:
         # If other code connected this process, RAY_ADDRESS is not our concern.

@@ -18,7 +18,7 @@ from runner.cluster.limiters import LimiterDesk
 from runner.cluster.protocol import StoredObject, WorkerProcess
 from runner.cluster.ray.actors import EngineActor, HostActor, Surroundings, WorkerActor, ray_module
 from runner.cluster.ray.calls import RayWorker
-from runner.cluster.ray.connection import CONNECTION, uploaded
+from runner.cluster.ray.connection import CONNECTION, RaySession, uploaded
 from runner.engines.base import BaseEngine
 from runner.engines.tensor_bytes import Bytes, bytes_of, tensor_of
 from runner.errors import BadOption, DeltarunnerError, EngineDead
@@ -75,6 +75,7 @@ class RayLauncher:
         self._given_runtime_env = dict(runtime_env or {})
         self._runtime_env: dict[str, Any] = {}
         self._limiter_service: Any = None
+        self._session: RaySession | None = None
         self._head = ""
         self._looked = self._seen = 0.0
 
@@ -111,7 +112,7 @@ class RayLauncher:
 
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
-        ray = ray_module()
+        ray, self._session = ray_module(), RaySession.current()
         # Only for actors started here: other code of this process may use other environments.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
@@ -173,8 +174,9 @@ class RayLauncher:
         """Return if the cluster's head answers, or did so a moment ago.
 
         Raises:
-            EngineDead: it is gone.
+            EngineDead: it is gone, or other code has closed this process's connection to it.
         """
+        self._require_session()
         now = anyio.current_time()
         if now - self._looked < HEAD_SECONDS:
             return
@@ -192,15 +194,25 @@ class RayLauncher:
                     "continues."
                 ) from None
 
+    def _is_connected(self) -> bool:
+        return RaySession.current() == self._session
+
+    def _require_session(self) -> None:
+        if not self._is_connected():
+            raise EngineDead(
+                f"{self._who}: other code of this process called ray.shutdown(), which ended its workers. Call it "
+                "after the run. What was announced is kept, and the same command continues."
+            )
+
     async def close(self) -> None:
         """Disconnect, and end the cluster if it was started here."""
         await anyio.to_thread.run_sync(self._disconnect)
 
     def _disconnect(self) -> None:
         ray = ray_module()
-        if self._limiter_service is not None:
+        if self._limiter_service is not None and self._is_connected():
             ray.kill(self._limiter_service)
-            self._limiter_service = None
+        self._limiter_service = None
         CONNECTION.leave(self)
 
     def start(self, engine: BaseEngine, number: int) -> WorkerProcess:
@@ -208,14 +220,15 @@ class RayLauncher:
         actor = self._actor(self.worker_kind).remote(
             self._packed(engine), self._surroundings(), number, self._limiter_service
         )
-        return RayWorker(actor, tick=self.worker_kind.tick)
+        return RayWorker(actor, tick=self.worker_kind.tick, connected=self._is_connected)
 
     def start_host(self, engine: BaseEngine, name: str) -> WorkerProcess:
         """Start a process with an engine for all clients that know its name."""
         actor = self._actor(HostActor, name=name).remote(self._packed(engine), self._surroundings())
-        return RayWorker(actor, tick=HostActor.tick)
+        return RayWorker(actor, tick=HostActor.tick, connected=self._is_connected)
 
     def _actor(self, kind: type[Any], **options: Any) -> Any:
+        self._require_session()
         return (
             ray_module()
             .remote(kind)
@@ -250,15 +263,18 @@ class RayLauncher:
         """Put a large value into Ray's store. A folder is sent as its path, and must exist on every machine."""
         if isinstance(value, str | os.PathLike):
             return str(await (await anyio.Path(value).expanduser()).absolute())
+        self._require_session()
         return await anyio.to_thread.run_sync(_in_store, value)
 
     def forget(self, worker: int) -> None:
         """Release the leases of a worker that is gone."""
-        self._limiter_service.forget.options(**_ONCE).remote(worker)
+        if self._is_connected():
+            self._limiter_service.forget.options(**_ONCE).remote(worker)
 
     def forget_run(self, run: int) -> None:
         """Remove the limiters of a run."""
-        self._limiter_service.close_run.options(**_ONCE).remote(run)
+        if self._is_connected():
+            self._limiter_service.close_run.options(**_ONCE).remote(run)
 
 
 def host_called(name: str) -> RayWorker:
