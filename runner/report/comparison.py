@@ -86,7 +86,13 @@ class RunComparison:
                 f"not decisive, as it depends on the failed episodes. Without them: {main.words}. "
                 f"Counted as not solved: {strict.words}"
             )
-        return f"{self.better} is better: {main.words}" if self.better else main.words
+        if not self.better:
+            return main.words
+        interval = "" if main.low is None or main.high is None else f" (95% interval {main.low:.3g} to {main.high:.3g})"
+        return (
+            f"{self.better} is better: the {main.metric} of B is {main.decision.value} by {abs(main.difference):.3g}"
+            f"{interval}, which is decisive"
+        )
 
     @property
     def _main(self) -> MetricDifference | None:

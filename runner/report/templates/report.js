@@ -184,6 +184,7 @@ async function showTokens(row, place) {
   const { agents, vocabulary } = await tokensOf(row);
   const legend = make("p", "legend dim", "sampled ids by probability: ");
   ["above 95%", "74%", "37%", "14%", "2%", "less"].forEach((words, at) => legend.append(make("i", `p${at}`, words)));
+  legend.append("; dim ids are prompt, underlined ones bridged, struck ones withdrawn");
   place.replaceChildren(legend);
   for (const [agent, segments] of agents) {
     if (!segments) { place.append(make("p", "warn", `${agent}: no ids.`)); continue; }
