@@ -354,13 +354,28 @@ def verify_trace(
     now: Annotated[
         str | None, typer.Option(metavar="DATE", help="The date that the template wrote, such as 2026-03-14.")
     ] = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Start vLLM with the model, and compare the log-probabilities too.")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(metavar="NATS", help="Allowed difference of a log-probability; default 0.5.")
+    ] = None,
+    sampling: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="The trace's sampling, such as temperature=0.7.")
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (dtype=bfloat16).")
+    ] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
     """Check whether the ids of traces of other libraries are those that the model saw. Exit code 7 if not."""
-    from runner.cli.verify_trace import verify_trace_command
+    from runner.cli.verify_trace import ScoreOptions, verify_trace_command
 
+    given = ScoreOptions(tuple(engine_option or ()), tuple(sampling or ()), tolerance)
     options = tuple(template_option or ())
-    return verify_trace_command(file, model=model, template=template, options=options, now=now, as_json=json)
+    return verify_trace_command(
+        file, model=model, template=template, options=options, now=now, score=score, score_options=given, as_json=json
+    )
 
 
 @command("check-template")

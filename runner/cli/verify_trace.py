@@ -5,28 +5,47 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import anyio
 from rich.console import Console
 from rich.text import Text
 
 from runner.cli.name_values import parse_values
+from runner.cli.quiet_output import quiet_output
 from runner.cli.report import make_console
 from runner.errors import BadOption, DeltarunnerError, RunFileError
 from runner.models import load_language, resolve_model
+from runner.options import Sampling
 from runner.store.json_values import encode_standard_json
 from runner.trainers.trace_check import TraceFinding, TraceModel, verify_trace
-from runner.trainers.trace_files import read_traces
+from runner.trainers.trace_files import Trace, read_traces
+from runner.trainers.trace_scores import DEFAULT_TOLERANCE_NATS, ScoreFinding, ScoreReport, score_trace
 from runner.transcript import printable
 
-__all__ = ["verify_trace_command"]
+__all__ = ["ScoreOptions", "verify_trace_command"]
 
 MAX_SHOWN: int = 20
 """The most findings that are printed; all are counted, and --json has all."""
+MAX_SHOWN_IDS: Final = 5
+"""The most ids that are printed for one call with other log-probabilities."""
+LOG: Final = Path("runs/verify-trace.log")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """The options of the engine that scores the ids, as given."""
+
+    engine: Sequence[str] = ()
+    """Arguments of vLLM's engine, as NAME=VALUE."""
+    sampling: Sequence[str] = ()
+    """Fields of `Sampling`, as NAME=VALUE."""
+    tolerance: float | None = None
+    """Allowed difference of an id, in nats; None for the default."""
 
 
 @dataclass(slots=True)
@@ -39,6 +58,15 @@ class _Totals:
     findings: list[tuple[str, TraceFinding]] = field(default_factory=list)
     """The findings with the place of their trace in the file."""
     unchecked: Counter[str] = field(default_factory=Counter)
+    scores: ScoreReport | None = None
+    """The comparison of log-probabilities; None without --score."""
+    scored: list[tuple[str, ScoreFinding]] = field(default_factory=list)
+    """Its findings with the place of their trace in the file."""
+
+    @property
+    def is_right(self) -> bool:
+        """True without a finding."""
+        return not self.findings and not self.scored
 
 
 def verify_trace_command(
@@ -48,6 +76,8 @@ def verify_trace_command(
     template: str | None = None,
     options: Sequence[str] = (),
     now: str | None = None,
+    score: bool = False,
+    score_options: ScoreOptions | None = None,
     as_json: bool = False,
 ) -> int:
     """Check the traces of a file, print what differs, and return the exit code: 7 if something does.
@@ -58,9 +88,14 @@ def verify_trace_command(
         template: a template in place of the model's own.
         options: variables of the template, as NAME=VALUE.
         now: the time that the template saw, in ISO form.
+        score: start an engine with the model, and compare the log-probabilities too.
+        score_options: options of that engine; only with `score`.
         as_json: print one line of JSON instead, also after an error.
     """
-    totals = _Totals()
+    given = score_options or ScoreOptions()
+    if not score and given != ScoreOptions():
+        raise BadOption("--engine-option, --sampling and --tolerance are options of the scores: add --score.")
+    totals, traces = _Totals(), list[Trace]()
     try:
         variables = parse_values(options, "--template-option")
         found = resolve_model(model, say=lambda line: print(line, file=sys.stderr))
@@ -73,6 +108,10 @@ def verify_trace_command(
             totals.ids += report.ids
             totals.findings += [(trace.where, finding) for finding in report.findings]
             totals.unchecked += report.unchecked
+            if score:
+                traces.append(trace)
+        if score:
+            _score(totals, traces, model, template, given)
     except DeltarunnerError as error:
         if as_json:
             _print_json(file, totals, error)
@@ -85,7 +124,35 @@ def verify_trace_command(
 
 
 def _exit_code(totals: _Totals) -> int:
-    return RunFileError.exit_code if totals.findings else 0
+    return 0 if totals.is_right else RunFileError.exit_code
+
+
+def _score(totals: _Totals, traces: Sequence[Trace], model: str, template: str | None, given: ScoreOptions) -> None:
+    """Start an engine with the model and compare the log-probabilities of the traces with its scores."""
+    arguments = parse_values(given.engine, "--engine-option")
+    fields = parse_values(given.sampling, "--sampling")
+    try:
+        sampling = Sampling(**fields) if fields else None
+    except TypeError:
+        known = {each.name for each in dataclasses.fields(Sampling)}
+        unknown = next(name for name in fields if name not in known)
+        raise BadOption(f"--sampling {unknown}: Sampling has no such field.") from None
+    tolerance = DEFAULT_TOLERANCE_NATS if given.tolerance is None else given.tolerance
+    totals.scores = ScoreReport()
+
+    async def run() -> None:
+        from runner.engines.vllm.engine import VllmEngine
+
+        async with VllmEngine(model, template=template, **arguments) as engine:
+            for trace in traces:
+                report = await score_trace(trace.calls, engine, sampling=sampling, tolerance=tolerance)
+                assert totals.scores is not None
+                totals.scores.add(report)
+                totals.scored += [(trace.where, finding) for finding in report.findings]
+
+    with quiet_output(LOG) as terminal:
+        terminal.stderr.write(f"log   {LOG} (what vLLM prints)\nstarting the engine\n")
+        anyio.run(run)
 
 
 def _time(text: str | None) -> datetime | None:
@@ -104,15 +171,38 @@ def _print(console: Console, file: Path, totals: _Totals) -> None:
         say(f"{where} · turn {finding.turn} ({finding.node_id}) · {sequence} {finding.index}".lstrip(" ·"), "bold")
         say(f"{finding.fault}: {finding.explanation}", "red")
         say(finding.shown)
+    for where, scored in totals.scored[:MAX_SHOWN]:
+        _print_scored(say, where, scored)
     looked_at = f"{totals.traces} traces, {totals.calls} calls, {totals.ids} ids"
-    if totals.findings:
+    if not totals.is_right:
         kinds = Counter(finding.fault.value for _, finding in totals.findings)
+        kinds.update({"logprobs": len(totals.scored)} if totals.scored else {})
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        say(f"{file}: {looked_at}: {len(totals.findings)} findings ({counted})")
+        say(f"{file}: {looked_at}: {kinds.total()} findings ({counted})")
     else:
         say(f"{file}: {looked_at}: no finding")
     for reason, count in totals.unchecked.most_common():
         say(f"  not compared in {count} calls: {reason}", "dim")
+    if totals.scores is not None:
+        _print_scores(say, totals.scores)
+
+
+def _print_scored(say: Callable[..., None], where: str, found: ScoreFinding) -> None:
+    say(f"{where} · turn {found.turn} ({found.node_id}) · sampled id {found.places[0]}".lstrip(" ·"), "bold")
+    say(
+        f"logprobs: {len(found.places)} of {found.ids} ids have another log-probability than the engine computes", "red"
+    )
+    rows = list(zip(found.places, found.traced, found.scored, strict=True))
+    for place, traced, scored in rows[:MAX_SHOWN_IDS]:
+        say(f"  sampled id {place}: trace {traced:.3f}, engine {scored:.3f}")
+
+
+def _print_scores(say: Callable[..., None], scores: ScoreReport) -> None:
+    if scores.median is not None:
+        figures = f"median difference {scores.median:.2g} nats, largest {scores.largest:.2g}"
+        say(f"  log-probabilities of {len(scores.differences)} ids: {figures}")
+    for reason, count in scores.unchecked.most_common():
+        say(f"  not scored in {count} calls: {reason}", "dim")
 
 
 def _print_json(file: Path, totals: _Totals, error: DeltarunnerError | None) -> None:
@@ -121,13 +211,27 @@ def _print_json(file: Path, totals: _Totals, error: DeltarunnerError | None) -> 
 
     document = {
         "file": str(file),
-        "verified": error is None and not totals.findings,
+        "verified": error is None and totals.is_right,
         "traces": totals.traces,
         "calls": totals.calls,
         "ids": totals.ids,
         "findings": [shown(*each) for each in totals.findings],
         "unchecked": dict(totals.unchecked),
+        "scores": _scores_as_dict(totals),
         "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
         "exit_code": _exit_code(totals) if error is None else error.exit_code,
     }
     print(encode_standard_json(document).decode())
+
+
+def _scores_as_dict(totals: _Totals) -> Mapping[str, Any] | None:
+    scores = totals.scores
+    if scores is None:
+        return None
+    return {
+        "ids": len(scores.differences),
+        "median": scores.median,
+        "largest": scores.largest,
+        "findings": [{"where": where, **dataclasses.asdict(finding)} for where, finding in totals.scored],
+        "unchecked": dict(scores.unchecked),
+    }

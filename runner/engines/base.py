@@ -23,7 +23,7 @@ from runner.engines.gate import Session, affinity_beside
 from runner.engines.proofs import WeightProof
 from runner.engines.runtime import ModelRuntime
 from runner.engines.state import EngineState
-from runner.errors import BadControl, BadOption, EngineDead
+from runner.errors import BadControl, BadOption, EngineDead, EngineError
 from runner.options import Constraint, Sampling
 from runner.tokens.log import VersionSpan
 from runner.tokens.side_data import SideData
@@ -359,11 +359,21 @@ class Engine(BaseEngine):
         proof.check(vocabulary=vocabulary_size(self), context=self.context)
 
     async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
-        async with self.stream(request) as deltas:
-            async for _ in deltas:
-                pass
+        deltas, _ = await self._streamed(request)
         assert deltas.prompt_logprobs is not None
         return deltas.prompt_logprobs
+
+    async def _streamed(self, request: GenerationRequest) -> tuple[DeltaStream, list[float]]:
+        """Stream a request to its end and return its log-probabilities; again if the engine cut it for its trainer."""
+        while True:
+            cuts, values = self.cuts, list[float]()
+            async with self.stream(request) as deltas:
+                async for delta in deltas:
+                    values += delta.logprobs or ()
+            if deltas.finish is None or deltas.finish.reason is not FinishReason.ABORT:
+                return deltas, values
+            if self.cuts == cuts:  # else it could be sent again without end
+                raise EngineError(f"{request.name}: the engine ended the request by itself")
 
     async def _score_as_sampled(
         self, ids: list[int], start: int, sampling: Sampling, constraint: Constraint | None
@@ -376,10 +386,7 @@ class Engine(BaseEngine):
         request = GenerationRequest(
             name="score", prompt=ids[:start], sampling=how, constraint=constraint, extra={"score": scored}
         )
-        values: list[float] = []
-        async with self.stream(request) as deltas:
-            async for delta in deltas:
-                values += delta.logprobs or ()
+        _, values = await self._streamed(request)
         return values + [-math.inf] * (len(scored) - len(values))
 
     def check_scoring(self, *, as_sampled: bool) -> None:

@@ -19,7 +19,7 @@ from runner.episode.model import MessageModel
 from runner.episode.prompting import next_prompt, oversized
 from runner.episode.state import ConversationState, EpisodeState, checked_tools
 from runner.episode.tool_calls import answer_calls
-from runner.episode.turn import take_turn
+from runner.episode.turn import score_replies, take_turn
 from runner.episode.turn_settings import NO_SINKS, TurnSinks
 from runner.episode.turn_tree import Cursor, TurnNode
 from runner.errors import BadOption, EpisodeOver
@@ -304,6 +304,29 @@ class Conversation:
             return state.context - len((await next_prompt(state, cursor, extend=True)).ids)
         finally:
             cursor.queued = queued
+
+    async def score(self, replies: Sequence[str]) -> list[float]:
+        """Return the log-probability of each text as the begin of the agent's next turn, in nats at temperature 1.
+
+        Nothing is sampled or recorded: the engine computes prompt and text in one pass. A text without the ids that end
+        a turn is also the begin of longer ones.
+
+        Args:
+            replies: the texts, each of at least one id.
+
+        Raises:
+            EpisodeOver: the engine failed, or the prompt does not fit the context or is not exact.
+            RuntimeError: no message to answer, or a `generate` of this conversation is running.
+            BadOption: the engine takes messages, or a text is empty.
+            BadControl: the engine has no scores.
+        """
+        if isinstance(self._state.model, MessageModel):
+            raise BadOption(f"conversation {self.name!r}: score() needs token ids, and this engine takes messages.")
+        if not all(replies):
+            raise BadOption(f"conversation {self.name!r}: score({replies!r:.60}): give texts that are not empty.")
+        with self._speaking():
+            return await score_replies(self._state, self._state.cursor, replies)
+        raise self._is_over()
 
     def replace(self, messages: Prompt | None = None, *, tools: Sequence[Tool] | None = None) -> None:
         """Replace the history. It cannot be changed in any other way.

@@ -10,6 +10,8 @@ from typing import Any
 
 import anyio
 
+from runner.concurrency.at_once import at_once
+from runner.concurrency.clocks import WhileSampling
 from runner.concurrency.threads import Job
 from runner.engines.base import FinishReason, GenerationRequest, vocabulary_size
 from runner.episode.message_turn import MessageTurn
@@ -31,13 +33,13 @@ from runner.episode.turn_settings import (
     unconstrained,
 )
 from runner.episode.turn_tree import Cursor, TurnNode
-from runner.errors import BadOption
+from runner.errors import BadOption, EngineError
 from runner.options import Constraint, Sampling, ToolChoice
 from runner.tools.tool import Tool
 from runner.trajectory import AGAIN, RETRY, Turn
 from runner.turn_events import TurnEvent
 
-__all__ = ["take_turn"]
+__all__ = ["score_replies", "take_turn"]
 
 
 async def take_turn(
@@ -83,6 +85,30 @@ async def take_turn(
         end_by(state, sampled.error)
     assert node is not None  # an engine that did not fail has admitted the request
     return node.turn
+
+
+async def score_replies(state: ConversationState, cursor: Cursor, replies: Sequence[str]) -> list[float]:
+    """Return the log-probability of each text as the begin of the next turn at `cursor`, without sampling it.
+
+    Args:
+        state: the conversation.
+        cursor: the point of the turn; it does not move.
+        replies: the texts, as ids without control tokens.
+    """
+    chat = state.chat
+    prompt = list((await next_prompt(state, cursor, extend=True)).ids)
+    adapter = sampling_of(state, None).adapter
+    how = None if adapter is None else Sampling(adapter=adapter)
+
+    async def score(reply: str) -> float:
+        ids = chat.tokenizer.encode(reply, [(0, len(reply))])
+        return sum(await chat.engine.score([*prompt, *ids], start=len(prompt), sampling=how))
+
+    try:
+        with WhileSampling():
+            return await at_once([partial(score, reply) for reply in replies])
+    except EngineError as error:
+        end_by(state, error)
 
 
 class _Extending:

@@ -181,6 +181,43 @@ def test_a_cancelled_score_leaves_nothing(float32_engine: PooledEngine) -> None:
     float32_engine.home.call(main)
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("end", ["cancelled", "cut"])
+def test_scores_in_flight_survive_what_ends_requests(end: str, float32_engine: PooledEngine) -> None:
+    """A caller that leaves, or a pause that cuts requests, reaches a request before its scores are computed."""
+
+    async def main() -> None:
+        texts = [float32_engine.tokenizer.encode(f"{number} {PROMPT}" * 40)[:240] for number in range(16)]
+        expected = [await float32_engine.score(ids) for ids in texts]
+        as_sampled = await float32_engine.score(texts[0][:40], start=8, sampling=SAMPLINGS["temperature"])
+        found: dict[int, list[float]] = {}
+
+        async def score(number: int) -> None:
+            if number == len(texts):
+                found[number] = await float32_engine.score(texts[0][:40], start=8, sampling=SAMPLINGS["temperature"])
+            else:
+                found[number] = await float32_engine.score(texts[number])
+
+        async with anyio.create_task_group() as group:
+            for number in range(len(texts) + 1):
+                group.start_soon(score, number)
+            while float32_engine.stats().running < 2:  # noqa: ASYNC110  # no event for the begin of a request
+                await anyio.sleep(0.001)
+            if end == "cancelled":
+                group.cancel_scope.cancel()
+            else:
+                await float32_engine.pause(mode="abort")
+                await float32_engine.resume()
+        assert float32_engine.is_alive()
+        if end == "cancelled":
+            assert await float32_engine.score(texts[0]) == pytest.approx(expected[0], abs=NEAR)
+            return
+        for number, scores in enumerate([*expected, as_sampled]):
+            assert found[number] == pytest.approx(scores, abs=NEAR)
+
+    float32_engine.home.call(main)
+
+
 # --- bad input
 
 

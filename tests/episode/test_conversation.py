@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner import (
+    BadOption,
     Conversation,
     EpisodeOver,
     FinishReason,
@@ -27,9 +29,10 @@ from runner import (
 from runner.concurrency.threads import Job
 from runner.episode import prompting
 from runner.testing import Latency, Reply
+from runner.testing.engine_pool import PooledEngine
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.log import Source
-from tests.playing import Plain, play, play_all, recording, talked, tasks
+from tests.playing import Plain, play, play_all, recording, talked, talking, tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -106,6 +109,59 @@ async def test_remaining_counts_what_is_left_also_if_messages_were_added() -> No
         assert turn.start == 300 - before
 
     assert (await talked(talk, lambda turn: "Yes", limits=Limits(context=300))).outcome is Outcome.COMPLETED
+
+
+async def test_score_is_of_the_next_reply_and_records_nothing() -> None:
+    def scores(ids: Sequence[int]) -> list[float]:
+        asked.append(list(ids))
+        return [-float(each) for each in ids[1:]]
+
+    async def talk(conversation: Conversation) -> None:
+        for turn in range(2):
+            assert await conversation.score(["a", "ab", "c"]) == [-97.0, -97.0 - 98.0, -99.0]
+            assert len(conversation.turns) == turn
+            await conversation.generate()
+            conversation.add("Go on.")
+        with pytest.raises(BadOption, match="give texts that are not empty"):
+            await conversation.score(["a", ""])
+
+    asked: list[list[int]] = []
+    engine = ScriptedEngine("Yes", scores=scores, record=True)
+    trajectory = await talked(talk, engine)
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 2)
+    expected = [[*turn.prompt_ids, *text.encode()] for turn in trajectory.turns for text in ("a", "ab", "c")]
+    assert asked == expected
+
+
+async def test_score_that_the_engine_refuses_ends_the_episode() -> None:
+    async def talk(conversation: Conversation) -> None:
+        await conversation.score(["a"])
+
+    trajectory = await talked(talk, ScriptedEngine("Yes", scores=lambda ids: [0.0], record=True))
+    assert trajectory.outcome is Outcome.ENGINE_ERROR
+    assert "returned 1 values for" in str(trajectory.error)
+
+
+@pytest.mark.engine
+def test_real_score_is_that_of_the_reply_when_sampled(float32_engine: PooledEngine) -> None:
+    async def talk(conversation: Conversation) -> None:
+        for _ in range(2):
+            once = conversation.branch(f"once {len(conversation.turns)}", train=False)
+            turn = await once.generate(sampling=Sampling(max_tokens=6, temperature=0.7))
+            (scored,) = await conversation.score([turn.text])
+            kept = await conversation.generate(sampling=Sampling(choice=(turn.text,)))
+            ids = float32_engine.tokenizer.encode(turn.text)
+            expected = await float32_engine.score([*kept.prompt_ids, *ids], start=len(kept.prompt_ids))
+            assert scored == pytest.approx(sum(expected), abs=1e-3)
+            assert scored < -0.1
+            conversation.add("Go on.")
+
+    async def main() -> None:
+        async with Run(talking(talk), float32_engine, tasks=tasks(1)) as run:
+            trajectories = [each async for each in run]
+        assert {each.outcome for each in trajectories} == {Outcome.COMPLETED}, [each.error for each in trajectories]
+
+    float32_engine.home.call(main)
 
 
 async def test_replace_starts_a_segment_with_mask_0_throughout_and_says_why() -> None:

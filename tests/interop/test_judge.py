@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from runner import BadOption, Outcome, Run, Sampling, ScriptedEngine, Trajectory
 from runner.interop import Dataset, judge
+from runner.testing.engine_pool import PooledEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -132,9 +134,112 @@ async def test_engine_of_the_run_overrides_that_of_the_judge() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rubric": " "}, {"engine": "gpt"}, {"low": 1, "high": 0}, {"high": math.inf}, {"cache": "no/x.jsonl"}],
-    ids=["no rubric", "no engine", "range", "infinite", "no folder"],
+    [
+        {"rubric": " "},
+        {"engine": "gpt"},
+        {"low": 1, "high": 0},
+        {"high": math.inf},
+        {"cache": "no/x.jsonl"},
+        {"choices": {"yes": 1}},
+        {"choices": ["yes", "no"]},
+        {"choices": {"yes": 1, " ": 0}},
+        {"choices": {"yes": 1, "no": math.nan}},
+        {"choices": {"1": 1, "10": 10}},
+        {"choices": {"yes": 1, "no": 0}, "sampling": Sampling(temperature=1)},
+        {"choices": {"yes": 1, "no": 0}, "high": 2},
+    ],
+    ids=[
+        "no rubric",
+        "no engine",
+        "range",
+        "infinite",
+        "no folder",
+        "one choice",
+        "no values",
+        "empty choice",
+        "no number",
+        "prefix",
+        "choices and sampling",
+        "choices and range",
+    ],
 )
 def test_judge_with_bad_arguments_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match=r"judge\("):
         judge(**{"rubric": "Polite?", **options})
+
+
+# --- choices by their probability
+
+CHOICES = {"yes": 1.0, "no": 0.0}
+
+
+class Says:
+    """Scores in which each choice has a probability after a prompt, spread over its ids."""
+
+    def __init__(self, **probabilities: float) -> None:
+        self.probabilities = probabilities
+        self.asked: list[str] = []
+
+    def __call__(self, ids: Sequence[int]) -> list[float]:
+        text = bytes(each for each in ids if each < 256).decode(errors="replace")
+        self.asked.append(text)
+        choice, probability = next(pair for pair in self.probabilities.items() if text.endswith(pair[0]))
+        return [0.0] * (len(ids) - 1 - len(choice)) + [math.log(probability) / len(choice)] * len(choice)
+
+
+async def weighed(says: Any, **options: Any) -> tuple[list[Trajectory], Any]:
+    score = judge("Is it polite?", engine=ScriptedEngine("unused", scores=says), **{"choices": CHOICES, **options})
+    run = Run(Dataset([{"prompt": "Hello?"}], score=score), ScriptedEngine("Hi."), group_size=2, breaker=1)
+    async with run:
+        return [each async for each in run if each.agent == "main"], score
+
+
+async def test_score_is_the_mean_of_the_choices_by_probability() -> None:
+    says = Says(yes=0.6, no=0.2)
+    (first, second), _ = await weighed(says)
+    assert [first.reward, second.reward] == pytest.approx([0.75, 0.75])
+    assert len(says.asked) in (2, 4), "the second reply is the same, and may be judged at the same time"
+    assert all("Reply with one of these and nothing else: yes, no." in text for text in says.asked)
+    assert {first.metrics["judged.calls"], second.metrics["judged.calls"]} <= {0, 2}
+    assert first.metrics["judged.sampled_tokens"] == 0 < first.metrics["judged.prompt_tokens"]
+    (shown,) = first.attachments
+    assert json.loads(shown.text) == {"yes": pytest.approx(0.6), "no": pytest.approx(0.2)}
+
+
+async def test_judge_that_would_reply_otherwise_fails() -> None:
+    for each in (await weighed(Says(yes=0.004, no=0.005)))[0]:
+        assert (each.outcome, each.reward) == (Outcome.ENV_ERROR, None)
+        assert "begins with one of yes, no with a probability of 0.009 only" in each.error
+
+
+async def test_failed_score_is_an_engine_error() -> None:
+    for each in (await weighed(lambda ids: [0.0]))[0]:
+        assert (each.outcome, each.reward) == (Outcome.ENGINE_ERROR, None)
+        assert "returned 1 values for" in each.error
+
+
+async def test_choices_of_other_values_are_judged_again(tmp_path: Path) -> None:
+    file = tmp_path / "scores.jsonl"
+    for high, reward in ((1.0, 0.75), (2.0, 1.5)):
+        (first, _), _ = await weighed(Says(yes=0.6, no=0.2), choices={"yes": high, "no": 0.0}, cache=file)
+        assert first.reward == pytest.approx(reward)
+
+
+@pytest.mark.engine
+def test_real_judge_weighs_the_choices_by_their_scores(float32_engine: PooledEngine) -> None:
+    choices = {"Hello": 1.0, "The": 0.0, "I": 0.5}
+
+    async def main() -> None:
+        said = Sampling(max_tokens=4)
+        run = Run(
+            Dataset([{"prompt": "Hello?"}], score=judge("A greeting.", choices=choices)), float32_engine, sampling=said
+        )
+        async with run:
+            (one,) = [each async for each in run if each.agent == "main"]
+        assert one.outcome is Outcome.COMPLETED, one.error
+        probabilities = json.loads(one.attachments[0].text)
+        whole = sum(probabilities.values())
+        assert 0.01 <= whole <= 1
+        assert one.reward == pytest.approx((probabilities["Hello"] + probabilities["I"] / 2) / whole)
+
+    float32_engine.home.call(main)

@@ -143,6 +143,8 @@ async def test_asking_twice_for_nothing_new_is_refused_by_name() -> None:
             await conversation.generate()
         with pytest.raises(BadOption, match="counts them itself"):
             await conversation.remaining()
+        with pytest.raises(BadOption, match=r"score\(\) needs token ids, and this engine takes messages"):
+            await conversation.score(["Yes"])
 
     async with serving("Yes") as api:
         await played(talking(talk), asking(api))
