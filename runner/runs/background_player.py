@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from runner.concurrency.at_once import at_once
 from runner.concurrency.loop_lag import Blocker
 from runner.engines.base import BaseEngine, width_of
-from runner.engines.proofs import WeightProof
+from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
 from runner.environment.checks import as_environment
 from runner.environment.environment import Environment
@@ -212,6 +212,14 @@ class BackgroundPlayer:
             BadWeights, BadControl, BadOption, EngineError: as `engine.update_weights`.
         """
         return self._call(self.engine.update_weights(given, version=version, mode=mode, proof=proof))
+
+    def prove(self, proof: WeightProof) -> ProofFigures:
+        """Compare the engine's weights with a proof, as `engine.prove` does.
+
+        Raises:
+            BadWeights, BadControl, EngineError: as `engine.prove`.
+        """
+        return self._call(self.engine.prove(proof))
 
     # --- the thread
 

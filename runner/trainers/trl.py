@@ -15,12 +15,14 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from runner.engines.base import Engine
+from runner.engines.proofs import WeightProof
 from runner.environment.task_checks import TaskChecks
-from runner.errors import BadBatch, BadModel, BadOption
+from runner.errors import BadBatch, BadControl, BadModel, BadOption, BadWeights
 from runner.runs.background_player import BackgroundPlayer
 from runner.tasks import Task
 from runner.training.sample_rows import SampleRow, SegmentChoice, sample_rows
 from runner.training.selection import name_of
+from runner.training.weight_proof import PROOF_SIZE, weight_proof
 from runner.trajectory import Trajectory
 
 __all__ = ["FailedEpisodes", "episode_reward", "rollout_func"]
@@ -45,6 +47,7 @@ def rollout_func(
     *,
     tasks: Mapping[str, Task] | Iterable[Task],
     weights: bool = True,
+    proof: bool = True,
     failed: FailedEpisodes | Literal["mask", "raise"] = FailedEpisodes.MASK,
     segments: SegmentChoice | Literal["last", "longest", "refuse"] = SegmentChoice.LAST,
     length: int | None = None,
@@ -59,7 +62,8 @@ def rollout_func(
             )
             trainer.train()
 
-    New weights are sent to the engine before the first rollout after an optimizer step. Besides ids, log-probabilities
+    New weights are sent to the engine before the first rollout after an optimizer step, with a proof that they arrive:
+    one forward pass of the trainer's model over 256 ids. Besides ids, log-probabilities
     and `env_mask`, a reward function receives `reward`, `version` (the oldest of the row), `outcome` and `constrained`,
     the number of ids that were sampled under a grammar, which TRL does not apply.
 
@@ -68,6 +72,7 @@ def rollout_func(
         tasks: the task of each prompt of the data set; an iterable of tasks has their ids as prompts. A conversation as
             the prompt is found by the text of its last message.
         weights: False if the engine samples from the trainer's own model, as a `TokenEngine` over it.
+        proof: False to send weights without a proof, as to an engine without scores or number type.
         failed: treatment of episodes without a reward.
         segments: the segment that is kept where a history was rewritten: TRL takes one row for each prompt.
         length: the most ids of a row; a longer one is refused. None for any length.
@@ -77,10 +82,10 @@ def rollout_func(
 
     Raises (from the function):
         BadOption: a prompt has no task; or the model is a PEFT model, whose adapter has to be merged first.
-        BadModel: the trainer's tokenizer is another one than the engine's.
+        BadModel: the trainer's tokenizer is another one than the engine's, or it starts with other weights.
         BadBatch: a row is too long, was sampled at another temperature than the trainer's, or its episode failed with
             `failed="raise"`.
-        RunStopped, EngineError, BadWeights: as the player raises them.
+        RunStopped, EngineError, BadWeights: as the player raises them; `EngineDead` if a proof does not hold.
     """
     try:
         chosen = FailedEpisodes(failed)
@@ -93,7 +98,7 @@ def rollout_func(
     checks = TaskChecks(player.environment, is_kept=False)
     for task in named.values():
         checks.checked(task)
-    return _Rollouts(player, dict(named), weights, chosen, segments, length)
+    return _Rollouts(player, dict(named), weights, proof, chosen, segments, length)
 
 
 def episode_reward(completions: Sequence[Any], *, reward: Sequence[float | None], **_: Any) -> list[float | None]:
@@ -108,6 +113,7 @@ class _Rollouts:
     player: BackgroundPlayer
     tasks: Mapping[str, Task]
     sends_weights: bool
+    proves: bool
     failed: FailedEpisodes
     segments: SegmentChoice
     length: int | None
@@ -116,12 +122,14 @@ class _Rollouts:
     _checked: bool = field(default=False)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        step = int(trainer.state.global_step)
         if not self._checked:
             self._check(trainer)
+            if self.sends_weights and step == self._sent_step:
+                self._prove_start(trainer)
             self._checked = True
-        step = int(trainer.state.global_step)
         if self.sends_weights and step != self._sent_step:
-            self.player.update_weights(_weights_of(trainer))
+            self.player.update_weights(_model_of(trainer).state_dict(), proof=self._proof(trainer))
             self._sent_step = step
         rows = [self._row(trajectory, trainer) for trajectory in self._played([self._task(each) for each in prompts])]
         return {
@@ -146,6 +154,32 @@ class _Rollouts:
                 f"the trainer's tokenizer encodes a text as {list(theirs)[:8]}, the engine's as {list(ours)[:8]}: ids "
                 "of one model mean nothing to the other. Give both the same model."
             )
+
+    def _prove_start(self, trainer: Any) -> None:
+        """Measure the difference by rounding alone, from which the tolerance of later proofs follows."""
+        proof = self._proof(trainer)
+        if proof is None:
+            return
+        try:
+            self.player.prove(proof)
+        except BadWeights as error:
+            raise BadModel(
+                f"the trainer starts with other weights than the engine: {error} Give both the same checkpoint, or "
+                "proof=False."
+            ) from None
+
+    def _proof(self, trainer: Any) -> WeightProof | None:
+        """Return a proof of the trainer's weights; None if the engine has no scores or no number type."""
+        engine = self.player.engine
+        dtype = engine.describe().get("dtype")
+        if not self.proves or dtype is None or not isinstance(engine, Engine):
+            return None
+        try:
+            engine.check_scoring(as_sampled=False)
+        except BadControl:
+            return None
+        size = min(PROOF_SIZE, engine.context - 1)
+        return weight_proof(_model_of(trainer), engine.tokenizer, size=size, dtype=dtype)
 
     def _task(self, prompt: Any) -> Task:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -192,12 +226,11 @@ class _Rollouts:
         return row
 
 
-def _weights_of(trainer: Any) -> Mapping[str, Any]:
+def _model_of(trainer: Any) -> Any:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "peft_config"):
         raise BadOption(
             "the trained model is a PEFT model: its adapter is not among the engine's weights. Merge it before "
             "training, or send it in a callback by engine.add_adapter(...) and give weights=False."
         )
-    state: Mapping[str, Any] = model.state_dict()
-    return state
+    return model

@@ -5,14 +5,30 @@ The trainer here has the attributes of TRL's that are read; `make test-interop` 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from runner import BackgroundPlayer, BadBatch, BadModel, BadOption, BadTask, Conversation, Sampling, Task, reward
+from runner import (
+    BackgroundPlayer,
+    BadBatch,
+    BadModel,
+    BadOption,
+    BadTask,
+    Conversation,
+    EngineDead,
+    RunFile,
+    Sampling,
+    Task,
+    reward,
+)
 from runner.testing import ScriptedEngine
 from runner.trainers.trl import episode_reward, rollout_func
+from runner.training.weight_proof import PROOF_SIZE, weight_proof
 from tests.playing import Plain, recording, tasks
 
 TASKS = tasks(3)
@@ -103,6 +119,91 @@ def test_weights_are_sent_once_for_each_step() -> None:
             trainer.state.global_step = step
             versions += rollouts(["t0"], trainer)["version"]
     assert versions == ["scripted", "scripted", "1", "1", "2"]
+
+
+class Copy:
+    """The engine's copy of a torch model, as a scripted engine of float32 that scores with it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.source = copy.deepcopy(model), model
+        self.arrives = True
+
+    def __call__(self, ids: Sequence[int]) -> list[float]:
+        if self.arrives:
+            self.model.load_state_dict(self.source.state_dict())
+        return list(weight_proof(self.model, ids=ids).logprobs)
+
+
+class Typed(ScriptedEngine):
+    """An engine that tells its number type, as those with a model do."""
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "dtype": "float32"}
+
+
+def tiny_llama(vocabulary: int, seed: int = 0) -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=vocabulary
+    )
+    return transformers.LlamaForCausalLM(config).float()
+
+
+def proving(model: Any, scores: Copy) -> tuple[Typed, Any]:
+    engine = Typed("Yes", scores=scores)
+    trainer = Trainer(engine)
+    trainer.model = model
+    return engine, trainer
+
+
+def change(model: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+
+
+def test_each_update_is_proven_by_the_trainers_model(tmp_path: Path) -> None:
+    model = tiny_llama(ScriptedEngine("Yes").tokenizer.size)
+    engine, trainer = proving(model, Copy(model))
+    model.train()
+    with BackgroundPlayer(Rewarded, engine, file=tmp_path / "run.db") as player:
+        rollouts = rollout_func(player, tasks=TASKS)
+        rollouts(["t0"], trainer)
+        change(model)
+        trainer.state.global_step = 1
+        assert rollouts(["t0"], trainer)["version"] == ["1"]
+    assert model.training
+    with RunFile(tmp_path / "run.db") as file:
+        (row,) = file.weights()
+    assert (row.version, row.proof_ids) == ("1", PROOF_SIZE - 1)
+    assert row.proof_largest == pytest.approx(0, abs=1e-5)
+
+
+def test_weights_that_did_not_arrive_end_the_training() -> None:
+    model = tiny_llama(ScriptedEngine("Yes").tokenizer.size)
+    scores = Copy(model)
+    engine, trainer = proving(model, scores)
+    with BackgroundPlayer(Rewarded, engine) as player:
+        rollouts = rollout_func(player, tasks=TASKS)
+        rollouts(["t0"], trainer)
+        change(model)
+        trainer.state.global_step, scores.arrives = 1, False
+        with pytest.raises(EngineDead, match=r"the proof of the weights '1' does not hold.*those of the old weights"):
+            rollouts(["t0"], trainer)
+
+
+def test_trainer_with_other_first_weights_is_refused() -> None:
+    size = ScriptedEngine("Yes").tokenizer.size
+    model, other = tiny_llama(size), tiny_llama(size, seed=1)
+    engine, trainer = proving(model, Copy(other))
+    with BackgroundPlayer(Rewarded, engine) as player:
+        with pytest.raises(BadModel, match=r"the trainer starts with other weights than the engine.*proof=False"):
+            rollout_func(player, tasks=TASKS)(["t0"], trainer)
+        assert rollout_func(player, tasks=TASKS, proof=False)(["t0"], trainer)["reward"] == [0.0]
 
 
 def test_second_segment_is_kept_chosen_or_refused() -> None:
