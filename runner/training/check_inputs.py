@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ import psutil
 
 from runner.engines.weights import LocalTransfer, read_folder
 from runner.errors import BadOption, BadWeights
+from runner.training.tiny_model import tensor_kind
 
-__all__ = ["DEFAULT_ADAPTER_RANK", "adapter_on", "check_memory", "linear_kinds", "local_transfer", "tensor_kind"]
+__all__ = ["DEFAULT_ADAPTER_RANK", "adapter_on", "check_memory", "linear_kinds", "local_transfer"]
 
 DEFAULT_ADAPTER_RANK: Final = 8
 LOOPBACK: Final = "127.0.0.1"
@@ -56,11 +56,6 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
             f"the engine and its update, but this machine has {available / _GB_BYTES:.1f} GB of free memory: check "
             "the same architecture with --tiny (tiny=True), or free memory."
         )
-
-
-def tensor_kind(name: str) -> str:
-    """Return the name of a tensor with * for the numbers of layers and experts."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def linear_kinds(model: Any) -> list[str]:

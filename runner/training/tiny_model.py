@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any, Final
 
 from runner.errors import BadModel, one_line
 
-__all__ = ["random_model", "save_tiny_model", "tiny_config"]
+__all__ = ["random_model", "save_tiny_model", "tensor_kind", "tiny_config"]
 
 HIDDEN_SIZE: Final = 256
 HEAD_COUNT: Final = 4
 MAX_CONTEXT: Final = 4096
+LAYER_COUNTS: Final = (2, 3, 4, 6, 8)
+"""Numbers of layers that are tried until every kind of tensor is there: some models begin with several dense layers."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES: Final = {
     "intermediate_size": 512,
@@ -33,13 +36,57 @@ _HYBRID: Final = {
 _TOKENIZER_FILES: Final = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab*", "merges.txt")
 
 
+def tensor_kind(name: str) -> str:
+    """Return the name of a tensor with * for the numbers of layers and experts."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
-    """Return the configuration with few layers, small sizes and few experts, but every kind of layer.
+    """Return the configuration with few layers, small sizes and few experts, but every kind of tensor.
 
     Args:
         config: transformers' configuration; not changed.
         vocabulary: number of ids; None keeps it.
+
+    Raises:
+        BadModel: transformers cannot create the model, or its first layers do not have every kind of tensor.
     """
+    whole, missing = _tensor_kinds(config), set[str]()
+    for count in LAYER_COUNTS:
+        tiny = _shrunk(config, vocabulary, count)
+        missing = whole - _tensor_kinds(tiny)
+        if not missing:
+            return tiny
+    raise BadModel(
+        f"{type(config).__name__}: a model of its first {LAYER_COUNTS[-1]} layers does not have these tensors: "
+        f"{', '.join(sorted(missing))[:300]}. Check the model without --tiny."
+    )
+
+
+def _tensor_kinds(config: Any) -> set[str]:
+    """Return the kinds of tensors of a configuration's model, which is created without memory for its tensors."""
+    import torch
+
+    with torch.device("meta"):
+        return {tensor_kind(name) for name, _ in _created(copy.deepcopy(config)).named_parameters()}
+
+
+def _created(config: Any) -> Any:
+    """Return the model of a configuration.
+
+    Raises:
+        BadModel: transformers does not have it, or cannot create it.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # models of transformers may raise anything
+        raise BadModel(f"transformers cannot create a model of {type(config).__name__}: {one_line(error)}") from error
+
+
+def _shrunk(config: Any, vocabulary: int | None, layers: int) -> Any:
+    """Return the configuration with that number of layers, and small sizes."""
     tiny = copy.deepcopy(config)
     if getattr(tiny, "quantization_config", None) is not None:
         del tiny.quantization_config  # random weights are not quantized
@@ -61,7 +108,7 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
         "linear_num_value_heads": 4,
         "first_k_dense_replace": 1,
         **_HYBRID,
-        **_layers(text),
+        **_layers(text, layers),
         **_SIZES,
         **{name: min(8, getattr(text, name, None) or 8) for name in _EXPERTS},
     }
@@ -79,13 +126,13 @@ def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
     return tiny
 
 
-def _layers(text: Any) -> dict[str, Any]:
-    """Return the number of layers and their types, if listed: one of each, at least two."""
+def _layers(text: Any, count: int) -> dict[str, Any]:
+    """Return the number of layers and their types, if listed: each of them in turn, at least once."""
     types = getattr(text, "layer_types", None)
     if not types:
-        return {"num_hidden_layers": 2}
-    kept = list(dict.fromkeys(types))
-    kept += kept[:1] * (2 - len(kept))
+        return {"num_hidden_layers": count}
+    each = list(dict.fromkeys(types))
+    kept = (each * count)[: max(count, len(each))]
     return {"num_hidden_layers": len(kept), "layer_types": kept}
 
 
@@ -96,15 +143,9 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
         BadModel: transformers does not have the model, or cannot create it from this configuration.
     """
     import torch
-    import transformers
 
     torch.manual_seed(seed)
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    except Exception as error:  # models of transformers may raise anything
-        raise BadModel(
-            f"transformers cannot create a tiny model of {type(config).__name__}: {one_line(error)}"
-        ) from error
+    model = _created(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -29,9 +29,8 @@ from runner.training.check_inputs import (
     check_memory,
     linear_kinds,
     local_transfer,
-    tensor_kind,
 )
-from runner.training.tiny_model import save_tiny_model
+from runner.training.tiny_model import save_tiny_model, tensor_kind
 from runner.training.weight_proof import weight_proof
 
 __all__ = ["CheckedTensor", "Verdict", "Way", "WeightReport", "check_weights", "check_weights_async"]

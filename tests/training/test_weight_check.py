@@ -16,8 +16,8 @@ from runner import BadModel, BadOption, ProofFigures, ProofTolerance
 from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights
-from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer, tensor_kind
-from runner.training.tiny_model import random_model, tiny_config
+from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
+from runner.training.tiny_model import random_model, tensor_kind, tiny_config
 from tests.engines.stale_worker import STALE
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -38,6 +38,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("Olmo2Config", GROUPED),
     "Granite": ("GraniteConfig", GROUPED),
     "Cohere": ("CohereConfig", GROUPED),
+    "AfMoE": ("AfmoeConfig", {**GROUPED, "num_experts": 64, "head_dim": 128, "num_dense_layers": 2}),
     "OPT": ("OPTConfig", {**SIZES, "ffn_dim": 16384, "word_embed_proj_dim": 2048}),
 }
 
@@ -59,6 +60,21 @@ def test_tiny_model_has_every_kind_of_tensor_and_few_values(name: str) -> None:
     model = random_model(tiny)
     assert sum(parameter.numel() for parameter in model.parameters()) < 20e6
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 1000)
+
+
+def test_tiny_model_has_the_experts_after_dense_layers() -> None:
+    """AfMoE begins with dense layers, so two layers would have no experts."""
+    _, fields = CONFIGS["AfMoE"]
+    tiny = tiny_config(transformers.AfmoeConfig(**fields))
+    assert (tiny.num_hidden_layers, len(tiny.layer_types)) == (3, 3)
+    names = {tensor_kind(name) for name, _ in random_model(tiny).named_parameters()}
+    assert {"model.layers.*.mlp.router.gate.weight", "model.layers.*.mlp.experts.gate_up_proj"} <= names
+
+
+def test_tiny_model_without_some_tensors_is_refused() -> None:
+    _, fields = CONFIGS["AfMoE"]
+    with pytest.raises(BadModel, match=r"first 8 layers does not have these tensors: .*expert_bias.*without --tiny"):
+        tiny_config(transformers.AfmoeConfig(**{**fields, "num_dense_layers": 9}))
 
 
 @pytest.mark.engine
