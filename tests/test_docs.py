@@ -134,6 +134,7 @@ MODULES = (
     "runner.trainers.openenv",
     "runner.trainers.trace_check",
     "runner.trainers.trace_files",
+    "runner.trainers.trace_scores",
     "runner.trainers.trl",
     "runner.trainers.verifiers_server",
     "runner.training.grammar_torch",

@@ -18,7 +18,7 @@ from runner.errors import BadOption, RequestRejected
 from runner.options import Sampling
 from runner.trainers.traced_call import TracedCall
 
-__all__ = ["DEFAULT_TOLERANCE_NATS", "ScoreFinding", "ScoreReport", "score_trace"]
+__all__ = ["ScoreFinding", "ScoreReport", "score_trace"]
 
 DEFAULT_TOLERANCE_NATS: Final = 0.5
 """Allowed difference of an id: an engine in bfloat16 and one in float32 differed by 0.34 at most (10,918 ids)."""
