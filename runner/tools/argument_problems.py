@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runner import wording
+from runner.tools.validators import any_matches
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -121,8 +122,9 @@ def _schema_clauses(error: Any, path: str) -> list[str]:
     if error.validator == "required":
         return [wording.missing(inside + name) for name in error.validator_value if name not in error.instance]
     if error.validator == "additionalProperties" and error.validator_value is False:
-        known = error.schema.get("properties", {})
-        return [wording.not_a_parameter(inside + name) for name in error.instance if name not in known]
+        known, patterns = error.schema.get("properties", {}), error.schema.get("patternProperties", {})
+        extra = [name for name in error.instance if name not in known and not any_matches(patterns, name)]
+        return [wording.not_a_parameter(inside + name) for name in extra]
     if error.validator == "type":
         kinds = [error.validator_value] if isinstance(error.validator_value, str) else error.validator_value
         return [wording.must_be(path, [_JSON_TYPES[kind] for kind in kinds], _shown(error.instance))]

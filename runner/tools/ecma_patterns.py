@@ -1,12 +1,16 @@
-"""Translation of the regular expressions of JSON schemas (ECMA-262) to Python's `re`."""
+"""Regular expressions of JSON schemas (ECMA-262): translation to Python's `re`, and matching in linear time."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import re
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
-__all__ = ["BadPattern", "python_pattern"]
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+__all__ = ["BadPattern", "matches", "python_pattern"]
 
 
 class BadPattern(ValueError):
@@ -61,5 +65,94 @@ def _translated(text: str, *, inside: bool) -> str:
     if text in _SETS:
         return _SETS[text] if inside else f"[{_SETS[text]}]"
     if inside:
-        return r"\[" if text == "[" else text
+        return f"\\{text}" if text in "[&~|" else text  # two of the latter are an operator in a future Python
     return _OUTSIDE.get(text, text)
+
+
+def matches(pattern: re.Pattern[str], text: str) -> bool:
+    r"""Return whether a pattern is found in a text that a model wrote.
+
+    Python's `re` tries every way to match: `^(a+)+$` takes hours for forty letters, and blocks the event loop of all
+    episodes. So the pattern is matched by Rust's `regex`, which pydantic has, in time linear in the text. What it lacks
+    (look-around, back references, `\b`, flags) is left to `re`.
+    """
+    linear = _linear(pattern)
+    if linear is None or not _is_unicode(text):
+        return pattern.search(text) is not None
+    return linear.isinstance_python(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _linear(pattern: re.Pattern[str]) -> SchemaValidator | None:
+    """Return a validator of texts in which a pattern is found; None if Rust cannot match it as Python does."""
+    if pattern.flags != re.UNICODE:
+        return None
+    parser: Any = importlib.import_module("re._parser")
+    try:
+        written = _in_rust(parser.parse(pattern.pattern))
+        return SchemaValidator(core_schema.str_schema(pattern=written, regex_engine="rust-regex", strict=True))
+    except (_NotInRust, SchemaError, RecursionError):
+        return None
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which Rust cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _NotInRust(Exception):
+    """Rust's `regex` lacks a part of a pattern, or means something else by it."""
+
+
+def _in_rust(parsed: Sequence[Any]) -> str:
+    """Return a pattern for Rust, from the parse tree of Python's `re`."""
+    return "".join(_item_in_rust(str(name), value) for name, value in parsed)
+
+
+def _item_in_rust(name: str, value: Any) -> str:
+    match name:
+        case "LITERAL":
+            return _code(value)
+        case "NOT_LITERAL":
+            return f"[^{_code(value)}]"
+        case "ANY":
+            return r"[^\n]"
+        case "IN":
+            return f"[{''.join(_class_in_rust(str(kind), each) for kind, each in value)}]"
+        case "BRANCH":
+            return f"(?:{'|'.join(_in_rust(each) for each in value[1])})"
+        case "SUBPATTERN" if not value[1] and not value[2]:
+            return f"(?:{_in_rust(value[3])})"
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            low, high, inner = value
+            most = "" if str(high) == "MAXREPEAT" else high
+            return f"(?:{_in_rust(inner)}){{{low},{most}}}"
+        case "AT" if str(value) in _PLACES:
+            return _PLACES[str(value)]
+    raise _NotInRust
+
+
+def _class_in_rust(name: str, value: Any) -> str:
+    match name:
+        case "NEGATE":
+            return "^"
+        case "LITERAL":
+            return _code(value)
+        case "RANGE":
+            return f"{_code(value[0])}-{_code(value[1])}"
+        case "CATEGORY" if str(value) in _CLASSES:
+            return _CLASSES[str(value)]
+    raise _NotInRust
+
+
+def _code(code: int) -> str:
+    return f"\\x{{{code:x}}}"
+
+
+_PLACES: Final = {"AT_BEGINNING": r"\A", "AT_BEGINNING_STRING": r"\A", "AT_END_STRING": r"\z"}
+# White space of Python has four control characters more than that of Rust.
+_CLASSES: Final = {"CATEGORY_SPACE": r"\s\x1c-\x1f", "CATEGORY_NOT_SPACE": r"[^\s\x1c-\x1f]"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from runner.tools.ecma_patterns import python_pattern
+from runner.tools.ecma_patterns import matches, python_pattern
 
-__all__ = ["validator_of"]
+__all__ = ["any_matches", "validator_of"]
 
 
 def validator_of(schema: Any) -> Any:
@@ -16,13 +17,33 @@ def validator_of(schema: Any) -> Any:
     return _validator_class()(schema)
 
 
+def any_matches(patterns: Iterable[str], name: str) -> bool:
+    """Return whether a name matches one of the keys of `patternProperties`, which `modern` translated to Python."""
+    return any(matches(re.compile(pattern), name) for pattern in patterns)
+
+
 @functools.cache
 def _validator_class() -> Any:
     from jsonschema import Draft202012Validator, ValidationError, validators
 
+    # Patterns of a schema are matched with texts of a model: in linear time, where jsonschema calls `re`.
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
         # The error shows the pattern of the schema; Python's `$` and `\d` differ, so it is matched in translation.
-        if validator.is_type(instance, "string") and not python_pattern(wanted).search(instance):
+        if validator.is_type(instance, "string") and not matches(python_pattern(wanted), instance):
             yield ValidationError(f"{instance!r} does not match {wanted!r}")
 
-    return validators.extend(Draft202012Validator, {"pattern": pattern})
+    def of_patterns(validator: Any, wanted: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
+        for name, value in instance.items() if validator.is_type(instance, "object") else ():
+            for each, inner in wanted.items():
+                if any_matches([each], name):
+                    yield from validator.descend(value, inner, path=name, schema_path=each)
+
+    def additional(validator: Any, wanted: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+        if patterns := schema.get("patternProperties"):
+            schema = {key: value for key, value in schema.items() if key != "patternProperties"}
+            if validator.is_type(instance, "object"):
+                instance = {name: value for name, value in instance.items() if not any_matches(patterns, name)}
+        yield from Draft202012Validator.VALIDATORS["additionalProperties"](validator, wanted, instance, schema)
+
+    own = {"pattern": pattern, "patternProperties": of_patterns, "additionalProperties": additional}
+    return validators.extend(Draft202012Validator, own)
