@@ -30,6 +30,9 @@ LARGE: dict[str, Any] | None = {
 }
 """Sizes of Llama 3.2 1B, which is measured with random weights and the demo model's vocabulary; None for none."""
 LARGE_ROUNDS = 2
+LARGE_LENGTH = 64
+LARGE_SEQUENCES = 2
+"""Fewer ids than for the demo model: two cores compute some ten ids of the 1B shape in a second."""
 LARGE_BYTES = 12 * 2**30
 """Free memory that the large model needs: trainer, engine, a second model while weights are loaded, and their copy."""
 
@@ -50,9 +53,14 @@ async def _measured() -> list[Figure]:
     if (free := psutil.virtual_memory().available) < LARGE_BYTES:
         print(f"1B shape left out: {free / 2**30:.0f} GiB of memory are free, it needs {LARGE_BYTES / 2**30:.0f}")
         return figures
+    return figures + await _large_figures(demo)
+
+
+async def _large_figures(demo: Path) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         model = _large(Path(folder), demo)
-        return figures + await _figures("1B shape", Path(folder), model, rounds=LARGE_ROUNDS, sequences=4)
+        sizes = {"rounds": LARGE_ROUNDS, "sequences": LARGE_SEQUENCES, "length": LARGE_LENGTH}
+        return await _figures("1B shape", Path(folder), model, **sizes)
 
 
 def _large(folder: Path, demo: Path) -> Any:
@@ -72,32 +80,38 @@ def _large(folder: Path, demo: Path) -> Any:
 
 
 async def _figures(
-    name: str, folder: Path, model: Any, *, rounds: int | None = None, sequences: int | None = None
+    name: str,
+    folder: Path,
+    model: Any,
+    *,
+    rounds: int | None = None,
+    sequences: int | None = None,
+    length: int = LENGTH,
 ) -> list[Figure]:
     rounds, sequences = rounds or ROUNDS, sequences or SEQUENCES
     tensors, dtype = model.state_dict(), str(model.dtype).removeprefix("torch.")
     async with VllmEngine(folder, template="hermes", dtype=dtype, max_model_len=1024) as engine:
-        proof = weight_proof(model, engine.tokenizer, size=LENGTH)
+        proof = weight_proof(model, engine.tokenizer, size=length)
         await engine.prove(proof)
         alone, proven, made = list[float](), list[float](), list[float]()
         for _ in range(rounds):  # in turns, so that both see the same machine
             alone.append(await _seconds(engine.update_weights(tensors)))
             proven.append(await _seconds(engine.update_weights(tensors, proof=proof)))
             began = time.perf_counter()
-            weight_proof(model, engine.tokenizer, size=LENGTH)
+            weight_proof(model, engine.tokenizer, size=length)
             made.append(time.perf_counter() - began)
         figures = [
             Figure(f"an update by state dict, {name} in {dtype}", "s", tuple(alone)),
-            Figure(f"  with a proof of {LENGTH} ids", "s", tuple(proven)),
+            Figure(f"  with a proof of {length} ids", "s", tuple(proven)),
             Figure("  to make that proof", "s", tuple(made)),
         ]
         ids = list(proof.ids)
-        for way, sampling, length in (
-            ("scored in one pass", None, LENGTH),
+        for way, sampling, scored in (
+            ("scored in one pass", None, length),
             ("scored as sampled, at a temperature", Sampling(temperature=0.7), SAMPLED + 1),
         ):
-            rates = [await _ids_per_second(engine, ids[:length], sampling, sequences) for _ in range(rounds)]
-            figures.append(Figure(f"  {way}: {sequences} sequences of {length} ids", "ids/s", tuple(rates)))
+            rates = [await _ids_per_second(engine, ids[:scored], sampling, sequences) for _ in range(rounds)]
+            figures.append(Figure(f"  {way}: {sequences} sequences of {scored} ids", "ids/s", tuple(rates)))
     return figures
 
 
