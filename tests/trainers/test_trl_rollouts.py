@@ -158,12 +158,12 @@ def proving(model: Any, scores: Copy) -> tuple[Typed, Any]:
     return engine, trainer
 
 
-def change(model: Any) -> None:
+def change(model: Any, factor: float = 1.2) -> None:
     import torch
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.2)
+            parameter.mul_(factor)
 
 
 def test_each_update_is_proven_by_the_trainers_model(tmp_path: Path) -> None:
@@ -194,6 +194,28 @@ def test_weights_that_did_not_arrive_end_the_training() -> None:
         trainer.state.global_step, scores.arrives = 1, False
         with pytest.raises(EngineDead, match=r"the proof of the weights '1' does not hold.*those of the old weights"):
             rollouts(["t0"], trainer)
+
+
+def test_mixed_precision_is_not_taken_for_other_weights() -> None:
+    torch = pytest.importorskip("torch")
+    model = tiny_llama(ScriptedEngine("Yes").tokenizer.size)
+    change(model, 4.0)  # so that half precision is seen
+    engine, trainer = proving(model, Copy(model))
+    plain = model.forward
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        """As accelerate wraps it: half precision inside, and logits in float32."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = plain(*arguments, **named)
+        output.logits = output.logits.float()
+        return output
+
+    model.forward = forward
+    with BackgroundPlayer(Rewarded, engine) as player:
+        with pytest.raises(BadModel, match="other weights"):
+            rollout_func(player, tasks=TASKS)(["t0"], trainer)
+        trainer.args.bf16 = True
+        assert rollout_func(player, tasks=TASKS)(["t0"], trainer)["reward"] == [0.0]
 
 
 def test_trainer_with_other_first_weights_is_refused() -> None:
