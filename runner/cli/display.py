@@ -75,6 +75,7 @@ class LiveDisplay(_ConsoleReporter):
         super().__init__(console, title)
         self._live: Live | None = None
         self._size = console.size
+        self._spinner = Spinner("dots")
         self._recent_lines: deque[Text] = deque(maxlen=REPEATED_LINES)
         self._drawing = RLock()  # frames are drawn in a thread, lines are also printed on the event loop
 
@@ -131,7 +132,8 @@ class LiveDisplay(_ConsoleReporter):
 
     def _starting(self, seconds: float, doing: str) -> None:
         text = Text(f"{self.title}: starting the engine, {seconds:.0f} s{doing}")
-        self._show(Spinner("dots", text, speed=1.0))
+        self._spinner.update(text=text)
+        self._show(self._spinner)
 
     def _playing(self, stats: LiveStats) -> None:
         self._show(live_view(stats, self.title, width=self.console.width, height=self.console.height))

@@ -197,8 +197,10 @@ class _Rows:
                 self._largest[name] = self._top(name)
 
     def _top(self, name: str) -> list[EpisodeRow]:
+        """The largest rows, one of each episode."""
         by = attrgetter(_EXTREMES[name])
-        return sorted(self._largest[name], key=by, reverse=True)[:MAX_SHOWN_ITEMS]
+        largest = {row.id: row for row in sorted(self._largest[name], key=by)}  # the last one of an id is its largest
+        return sorted(largest.values(), key=by, reverse=True)[:MAX_SHOWN_ITEMS]
 
     def extremes(self) -> Iterator[tuple[str, list[EpisodeRow]]]:
         for name in _EXTREMES:

@@ -68,7 +68,7 @@ def test_page_has_run_results_failures_and_transcripts(page: Path) -> None:
     ):
         assert words in text
     # The place of a failure in the author's code.
-    assert re.search(r"<td>ConnectionError</td><td><code>add, [^<]*playing.py:\d+</code>", text)
+    assert re.search(r'<td>ConnectionError</td><td class="text"><code>add, [^<]*playing.py:\d+</code>', text)
     # A long system message is in the page once.
     assert text.count("You add numbers. You add numbers.") <= 20
 
