@@ -111,7 +111,7 @@ def _reward_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableTy
         yield f"  {printable_line(name)}", Text(_mean(mean))
     for name, mean in others:
         yield printable_line(name), Text(_mean(mean), style="bold")
-    if len(summary["pass_at"]) > 1:
+    if len(summary["pass_at"]) > 1 and summary["pass_at"]["1"] is not None:  # a complete group
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
         yield "solved", Text(" · ".join(shown))
         shown = (f"pass^{k} {value:.3f}" for k, value in summary["pass_all"].items() if value is not None)

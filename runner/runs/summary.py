@@ -246,7 +246,9 @@ class Summary:
         self.recalled_tokens += sum(turn.tokens for trajectory in trajectories for turn in trajectory.turns)
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the rewards of an episode, once they are final."""
+        """Count the rewards of an episode, once they are final; a cancelled one has none and completes no group."""
+        if trajectories[0].outcome is Outcome.CANCELLED:
+            return
         for trajectory in trajectories:
             if trajectory.trained and trajectory.turns:
                 self.agents.setdefault(trajectory.agent, Mean()).add(trajectory.reward, trajectory.task.id)

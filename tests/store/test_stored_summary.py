@@ -20,7 +20,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from runner import Environment, Run, RunFile, Task, Trajectory, group_reward, metric, reward
+from runner import Conversation, Environment, Outcome, Run, RunFile, Task, Trajectory, group_reward, metric, reward
 from runner.cli.app import app
 from runner.errors import RunFileError
 from runner.estimates import Mean
@@ -55,6 +55,30 @@ async def played(environment: Any, with_engine: Any, file: Path, **options: Any)
 def summary_of(file: Path) -> dict[str, Any]:
     with RunFile(file) as run_file:
         return run_file.summary()
+
+
+async def test_cancelled_episodes_complete_no_group(tmp_path: Path) -> None:
+    class Waiting(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await conversation.generate()
+            await anyio.sleep_forever()
+
+    file = tmp_path / "run.db"
+    playing = Run(Waiting, ScriptedEngine("yes"), file=file, tasks=tasks(2), group_size=2)
+    async with playing as run, anyio.create_task_group() as group:
+        group.start_soon(cancelled_at, run, 4)
+        outcomes = [trajectory.outcome async for trajectory in run]
+    assert outcomes == [Outcome.CANCELLED] * 4
+    told = run.summary.as_dict()
+    assert told["pass_at"] == told["pass_all"] == {"1": None, "2": None}
+    assert_alike(summary_of(file), told)
+
+
+async def cancelled_at(run: Run, count: int) -> None:
+    """Cancel a run once so many of its episodes wait."""
+    while sum(play.turns_taken for play in run.plays) < count:  # noqa: ASYNC110  # of the run's own tasks
+        await anyio.sleep(0.01)
+    run.cancel()
 
 
 async def test_summary_of_rows_is_the_runs_with_groups_and_agents(tmp_path: Path) -> None:
