@@ -36,6 +36,7 @@ def ray_double(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launching, "ray_module", lambda: fake)
     monkeypatch.setattr(connection, "ray_module", lambda: fake)
     monkeypatch.setattr(connection, "admit", lambda address: None)
+    monkeypatch.setattr(connection, "_require_head", lambda who, address: None)
     fake.get_runtime_context().runtime_env = {}
     fake.cloudpickle.dumps = pickle.dumps
     monkeypatch.setattr(launching, "_on_this_node", lambda: None)  # Ray itself would start, and end this process

@@ -14,6 +14,7 @@ import pytest
 from runner import BadOption, EngineDead, ScriptedEngine
 from runner.cluster.protocol import WorkerLost
 from runner.cluster.ray import connection
+from tests.cluster.listening import HTTP2, listening
 from tests.cluster.ray_double import launcher
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
@@ -84,6 +85,14 @@ async def test_connection_of_other_code_outlives_ours(ray: Any) -> None:
     await only.close()
     assert ray.is_initialized()
     assert not ray_threads()
+
+
+async def test_cluster_that_ended_with_its_thread_is_refused() -> None:
+    with listening(HTTP2) as address:
+        connection._require_head("RayEngines", address)
+    told = f"RayEngines: this process is connected to a cluster of Ray that is gone, the one at {address}"
+    with pytest.raises(BadOption, match=f"^{re.escape(told)} .* ray.shutdown.* call it in the main thread"):
+        connection._require_head("RayEngines", address)
 
 
 async def test_ray_is_not_called_after_other_code_closed_it(ray: Any) -> None:

@@ -264,6 +264,7 @@ class Connection:
                 self._users.clear()
             if session is not None:
                 self._require_this_one(who, address)
+                _require_head(who, session.address)
             else:
                 self._make(who, address)
             self._session = RaySession.current()
@@ -366,6 +367,19 @@ def _require_listener(who: str, given: str | None, address: str) -> None:
         # Under TLS only Ray itself can tell.
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false") and not _speaks_http2(peer):
             raise BadOption(f"{_nowhere(who, given, address)}: what listens there is not Ray. {RIGHT_ADDRESS}")
+
+
+def _require_head(who: str, address: str) -> None:
+    """Check that the cluster of this process is there: Ray would try to reach it for a minute, and end the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise BadOption(
+            f"{who}: this process is connected to a cluster of Ray that is gone, the one at {address} ({error}). Call "
+            "ray.shutdown() first. A cluster ends with the thread that called ray.init(): call it in the main thread, "
+            f"or leave it to {who}."
+        ) from None
 
 
 def _speaks_http2(peer: socket.socket) -> bool:
