@@ -77,7 +77,9 @@ async def test_connection_closed_by_other_code_is_made_anew(ray: Any, *, connect
     assert not ray_threads()
 
 
-async def test_connection_of_other_code_outlives_ours(ray: Any) -> None:
+async def test_connection_of_other_code_outlives_ours(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = list[str]()
+    monkeypatch.setattr(connection, "give_own_token", lambda until_left: until_left.callback(removed.append, "token"))
     only = launcher()
     await only.open()
     ray.shutdown()
@@ -85,13 +87,14 @@ async def test_connection_of_other_code_outlives_ours(ray: Any) -> None:
     await only.close()
     assert ray.is_initialized()
     assert not ray_threads()
+    assert not removed, "the other cluster asks for it"
 
 
 async def test_cluster_that_ended_with_its_thread_is_refused() -> None:
     with listening(HTTP2) as address:
         connection._require_head("RayEngines", address)
     told = f"RayEngines: this process is connected to a cluster of Ray that is gone, the one at {address}"
-    with pytest.raises(BadOption, match=f"^{re.escape(told)} .* ray.shutdown.* call it in the main thread"):
+    with pytest.raises(BadOption, match=f"^{re.escape(told)} .* Start this process again, .* in the main thread"):
         connection._require_head("RayEngines", address)
 
 

@@ -245,6 +245,8 @@ class Connection:
         """True if the cluster was started with the connection."""
         self._until_left = ExitStack()
         """Restores this process's authentication settings from before the connection."""
+        self._kept: list[ExitStack] = []
+        """Settings that stay until the process ends."""
 
     def enter(self, user: object, *, who: str, address: str | None) -> None:
         """Connect to a cluster, or start one, unless this process is connected already.
@@ -280,11 +282,16 @@ class Connection:
     def _end(self) -> None:
         thread, self._thread, self._own = self._thread, None, False
         session, self._session = self._session, None
-        if thread is not None:
-            try:
-                thread.disconnect(still_open=RaySession.current() == session)
-            finally:
-                self._until_left.close()
+        if thread is None:
+            return
+        there = RaySession.current()
+        if there is not None and there != session:
+            # Other code has started a cluster, which asks for the token that it found here.
+            self._kept.append(self._until_left.pop_all())
+        try:
+            thread.disconnect(still_open=there == session)
+        finally:
+            self._until_left.close()
 
     def _require_this_one(self, who: str, address: str | None) -> None:
         # If other code connected this process, RAY_ADDRESS is not our concern.
@@ -376,9 +383,9 @@ def _require_head(who: str, address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise BadOption(
-            f"{who}: this process is connected to a cluster of Ray that is gone, the one at {address} ({error}). Call "
-            "ray.shutdown() first. A cluster ends with the thread that called ray.init(): call it in the main thread, "
-            f"or leave it to {who}."
+            f"{who}: this process is connected to a cluster of Ray that is gone, the one at {address} ({error}). A "
+            "cluster ends with the thread that called ray.init(). Start this process again, and call it in the main "
+            f"thread, or leave it to {who}."
         ) from None
 
 
