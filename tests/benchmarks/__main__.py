@@ -20,6 +20,7 @@ NAMES = (
     "scripted",
     "turns",
     "turn_cost",
+    "together",
     "live",
     "streams",
     "endpoint",

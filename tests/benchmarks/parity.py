@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -24,17 +24,28 @@ WORDS = "one two three four five six seven eight nine ten " * 30
 ANSWER = "Go on, and say what comes next. " * 2
 
 
+class Work(NamedTuple):
+    """What both ways have to do in a round, and the number of rounds."""
+
+    episodes: int
+    turns: int
+    tokens: int
+    rounds: int
+
+
 class Chatter(Environment):
     """Turns of a fixed length, so that both ways ask for the same work."""
 
-    sampling = Sampling(max_tokens=TOKENS, temperature=0)
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.sampling = Sampling(max_tokens=work.tokens, temperature=0)
 
     def tasks(self) -> Iterator[Task]:
-        for number in range(EPISODES):
+        for number in range(self.work.episodes):
             yield Task(id=str(number), prompt=f"Episode {number}. " + WORDS)
 
     async def rollout(self, conversation: Conversation) -> None:
-        for turn in range(TURNS):
+        for turn in range(self.work.turns):
             if turn:
                 conversation.add(ANSWER)
             await conversation.generate()
@@ -69,28 +80,30 @@ async def _on_an_engine() -> tuple[tuple[float, ...], tuple[float, ...]]:
         return await rounds(engine)
 
 
-async def rounds(engine: VllmEngine) -> tuple[tuple[float, ...], tuple[float, ...]]:
+async def rounds(engine: VllmEngine, work: Work | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Ids a second through `Run` and straight through `AsyncLLM`, for each round."""
+    work = work or Work(EPISODES, TURNS, TOKENS, ROUNDS)
     ours: list[float] = []
     raw: list[float] = []
-    _, requests = await _through_run(engine)  # also warms the engine up
-    await _straight(engine, requests)
-    for number in range(ROUNDS):
+    _, requests = await _through_run(engine, work)  # also warms the engine up
+    await _straight(engine, work, requests)
+    for number in range(work.rounds):
         # Who comes first alternates, since a machine that is getting busier would favour the other.
         for own in (True, False) if number % 2 else (False, True):
             await engine.vllm.llm.reset_prefix_cache()
             if own:
-                ours.append((await _through_run(engine))[0])
+                ours.append((await _through_run(engine, work))[0])
             else:
-                raw.append(await _straight(engine, requests))
+                raw.append(await _straight(engine, work, requests))
     return tuple(ours), tuple(raw)
 
 
-async def _through_run(engine: VllmEngine) -> tuple[float, Requests]:
+async def _through_run(engine: VllmEngine, work: Work) -> tuple[float, Requests]:
     requests: Requests = []
     sampled = 0
     with TemporaryDirectory() as folder:
-        run = Run(Chatter, engine, file=Path(folder) / "run.db", concurrency=Concurrency(episodes=EPISODES))
+        concurrency = Concurrency(episodes=work.episodes)
+        run = Run(Chatter(work), engine, file=Path(folder) / "run.db", concurrency=concurrency)
         async with run:
             with collector_settings():
                 began = time.perf_counter()
@@ -100,13 +113,14 @@ async def _through_run(engine: VllmEngine) -> tuple[float, Requests]:
                 return sampled / (time.perf_counter() - began), requests
 
 
-async def _straight(engine: VllmEngine, requests: Requests) -> float:
+async def _straight(engine: VllmEngine, work: Work, requests: Requests) -> float:
     sampled: list[int] = []
 
     async def episode(number: int) -> None:
         for turn, (prompt, stop_ids, seed) in enumerate(requests[number]):
             name = f"raw-{number}-{turn}-{time.monotonic_ns()}"
-            sampled.extend([ids async for ids in _generate(engine, name, prompt, stop_ids, seed)])
+            ids = _generate(engine, name, prompt, stop_ids, seed, work.tokens)
+            sampled.extend([count async for count in ids])
 
     with collector_settings():
         began = time.perf_counter()
@@ -117,13 +131,13 @@ async def _straight(engine: VllmEngine, requests: Requests) -> float:
 
 
 async def _generate(
-    engine: VllmEngine, name: str, prompt: list[int], stop_ids: tuple[int, ...], seed: int | None
+    engine: VllmEngine, name: str, prompt: list[int], stop_ids: tuple[int, ...], seed: int | None, tokens: int
 ) -> AsyncIterator[int]:
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     parameters = SamplingParams(
-        max_tokens=TOKENS,
+        max_tokens=tokens,
         temperature=0,
         seed=seed,
         stop_token_ids=list(stop_ids),

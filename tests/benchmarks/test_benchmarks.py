@@ -34,6 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "scripted": {"ROUNDS": 1, "TURNS": 1},
     "turns": {"ROUNDS": 1, "EPISODES": 4},
     "turn_cost": {"ROUNDS": 1, "EPISODES": 4, "WIDTHS": (2,), "STEP_SECONDS": 0.001},
+    "together": {"ROUNDS": 1, "WIDTHS": (2,), "TURNS": 2, "TOKENS": 4, "STEP_SECONDS": 0.001},
     "live": {"EPISODES": 8, "SPOKEN": 20, "TICK": 0.01, "SECONDS": 0.05},
     "streams": {"ROUNDS": 1, "STREAMS": 4, "STEPS": 10},
     "fleet": {"ROUNDS": 1, "EPISODES": 4, "WAITING_EPISODES": 4, "WORKERS": 2, "WAIT": 1},
@@ -57,7 +58,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-VLLM = ("streams", "turn_cost", "parity", "ranks", "proofs", "verifiers")
+VLLM = ("streams", "turn_cost", "together", "parity", "ranks", "proofs", "verifiers")
 """Those that load vLLM."""
 RAY = ("fleet", "losses", "hosted", "fleet_weights")
 """Those that start workers."""
@@ -122,7 +123,7 @@ def test_a_benchmark_of_workers_runs_through(name: str, monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, by torch
 @pytest.mark.parametrize(
     "name",
-    ["streams", *(pytest.param(name, marks=pytest.mark.whole) for name in ("parity", "ranks", "proofs", "verifiers"))],
+    [VLLM[0], *(pytest.param(name, marks=pytest.mark.whole) for name in VLLM[1:])],
 )
 def test_a_benchmark_of_vllm_runs_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "ranks":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,8 +44,7 @@ async def _rounds(folder: Path) -> dict[int, list[float]]:
     tokenizer, _, stop_ids = load_language(model, None)
     reply = [*tokenizer.encode(REPLY), stop_ids[0]]
     figures: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    with scripted_core(reply):
-        llm = _llm(str(model.folder))
+    llm = scripted_llm(str(model.folder), reply, max(WIDTHS), STEP_SECONDS)
     try:
         async with VllmEngine.over(llm, model=MODEL, places=max(WIDTHS)) as engine:
             for number in range(ROUNDS + 1):
@@ -79,28 +77,24 @@ async def _play(engine: VllmEngine, width: int, file: Path) -> float:
             return (time.process_time() - worked) / turns
 
 
-def _llm(folder: str) -> Any:
+def scripted_llm(folder: str, reply: Sequence[int], width: int, step_seconds: float) -> Any:
+    """An `AsyncLLM` whose core answers every request with these ids, one a step."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(
         model=folder,
         max_model_len=2048,
-        max_num_seqs=max(WIDTHS),
+        max_num_seqs=width,
         logprobs_mode="processed_logprobs",
         structured_outputs_config={"backend": "xgrammar"},
         worker_extension_cls="runner.engines.vllm.worker.extension.WeightWorker",
         generation_config="vllm",
         disable_log_stats=True,
     )
-    return AsyncLLM.from_engine_args(arguments)
-
-
-@contextmanager
-def scripted_core(reply: Sequence[int]) -> Iterator[None]:
-    """Let an `AsyncLLM` that is made in this block have a core that answers every request with these ids."""
-    with patch("vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client", lambda **_: ScriptedCore(reply)):
-        yield
+    core = ScriptedCore(reply, step_seconds)
+    with patch("vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client", lambda **_: core):
+        return AsyncLLM.from_engine_args(arguments)
 
 
 class ScriptedCore:
@@ -108,10 +102,11 @@ class ScriptedCore:
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, reply: Sequence[int]) -> None:
+    def __init__(self, reply: Sequence[int], step_seconds: float) -> None:
         from vllm.v1.serial_utils import MsgpackEncoder
 
         self._reply = reply
+        self._step_seconds = step_seconds
         self._open: dict[str, Any] = {}
         self._some = asyncio.Event()
         self._encode = MsgpackEncoder().encode
@@ -131,7 +126,7 @@ class ScriptedCore:
         while not self._open:
             self._some.clear()
             await self._some.wait()
-        await asyncio.sleep(STEP_SECONDS)
+        await asyncio.sleep(self._step_seconds)
         outputs = []
         for name, (left, count) in list(self._open.items()):
             ids = list(islice(left, 1))
@@ -152,6 +147,9 @@ class ScriptedCore:
 
     async def collective_rpc_async(self, *_: Any, **__: Any) -> list[Any]:
         return [None]
+
+    async def reset_prefix_cache_async(self, *_: Any, **__: Any) -> bool:
+        return True
 
     async def get_weight_version_async(self) -> str:
         return "default"
