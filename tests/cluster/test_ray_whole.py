@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from runner import EngineError, Outcome, RayEngine, RayEngines, Run, RunFile, ScriptedEngine
+from runner import EngineDead, EngineError, Outcome, RayEngine, RayEngines, Run, RunFile, ScriptedEngine
 from tests.cluster.ray_cluster import Standing, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Reads, Slow, crowd, drinks
 from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played
@@ -75,6 +77,30 @@ async def test_a_cluster_of_ones_own_is_gone_with_the_run(monkeypatch: pytest.Mo
     assert len(trajectories) == 2 * GROUP_SIZE * 2
     assert len(started) > 4, "workers, and Ray"
     await anyio.to_thread.run_sync(until_gone, started)
+
+
+async def test_shutdown_by_other_code_ends_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before, started = family(os.getpid()), set[int]()
+    engine = RayEngines(ScriptedEngine("hi", places=4), workers=2)
+
+    async def play() -> None:
+        async with Run(Slow, engine) as run:
+            started.update(family(os.getpid()) - before)
+            await anext(run)
+            importlib.import_module("ray").shutdown()
+            async for _ in run:
+                pass
+
+    with anyio.fail_after(WATCHDOG), pytest.raises(EngineDead, match=r"other code of this process called ray"):
+        await play()
+    assert len(started) > 4, "workers, and Ray"
+    await anyio.to_thread.run_sync(until_gone, started)
+    assert not importlib.import_module("ray").is_initialized(), "no call made Ray start another cluster"
+    assert not [thread for thread in threading.enumerate() if thread.name == "deltarunner ray"]
+    trajectories = await played(Crowd(1), RayEngines(crowd(), workers=1), group_size=GROUP_SIZE)
+    assert len(trajectories) == GROUP_SIZE * 2
 
 
 async def test_standing_cluster_works_before_and_after_an_own_one(
