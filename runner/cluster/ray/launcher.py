@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ _ONCE: Final = {"max_task_retries": 0}
 
 HEAD_SECONDS: Final = 5.0
 """Seconds between two checks of the cluster's head, and the time that one may take."""
+
+SESSION_SECONDS: Final = 0.1
+"""Seconds between two comparisons of the session, each of which takes some 10 us."""
 
 HEADLESS_SECONDS: Final = 40.0
 """Seconds without a head after which it counts as dead. Ray ends this process after a minute, without a message."""
@@ -76,6 +81,7 @@ class RayLauncher:
         self._runtime_env: dict[str, Any] = {}
         self._limiter_service: Any = None
         self._session: RaySession | None = None
+        self._session_seen = -math.inf
         self._head = ""
         self._looked = self._seen = 0.0
 
@@ -112,7 +118,7 @@ class RayLauncher:
 
     def _connect(self) -> None:
         CONNECTION.enter(self, who=self._who, address=self._address)
-        ray, self._session = ray_module(), RaySession.current()
+        ray, self._session, self._session_seen = ray_module(), RaySession.current(), -math.inf
         # Only for actors started here: other code of this process may use other environments.
         self._runtime_env = uploaded(self._who, self._given_runtime_env)
         self._head = ray.get_runtime_context().gcs_address
@@ -195,7 +201,15 @@ class RayLauncher:
                 ) from None
 
     def _is_connected(self) -> bool:
-        return RaySession.current() == self._session
+        # Asked at every tick of every worker. `ray.init` takes longer than the time for which an answer holds.
+        if not ray_module().is_initialized():
+            return False
+        now = time.monotonic()
+        if now - self._session_seen > SESSION_SECONDS:
+            if RaySession.current() != self._session:
+                return False
+            self._session_seen = now
+        return True
 
     def _require_session(self) -> None:
         if not self._is_connected():
