@@ -17,7 +17,6 @@ from runner.parsing.limitations import CallLimitation
 from runner.parsing.roundtrip import ambiguities, losses
 from runner.scoring import ScorerKind
 from runner.tokens.shown_arguments import unseen_of
-from runner.tokens.tool_support import require_tools
 from runner.tools.modern_schema import modern
 from runner.tools.tool import Tool
 
@@ -60,7 +59,7 @@ def check_playable(environment: Environment[Any]) -> None:
 def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
     """Refuse tools that prompts would not contain or whose calls could not be parsed; warn about smaller losses.
 
-    Only tools of the class are checked. Tools that `setup()` adds are known only in an episode.
+    Only tools of the class are checked. Those that `setup()` adds, or a client offers, are known only in an episode.
 
     Returns:
         Warnings about calls that this template does not keep exactly.
@@ -88,16 +87,8 @@ def check_tools(environment: Environment[Any], chat: ChatModel) -> list[str]:
 
 
 def _check_calls_carried(tools: Sequence[Tool], chat: ChatModel) -> list[str]:
-    require_tools(chat.renderer)
-    template = f"template {chat.renderer.template.name!r}"
-    form = chat.parser.format
-    if not chat.parser.reads_calls:
-        raise BadTemplate(
-            f"{template} writes tool calls that cannot be parsed ({chat.learnt.missing}): {chat.learnt.why}. "
-            "Give --template pythonic or hermes, or a file with another format; or a tool parser of vLLM: "
-            "--tool-format vllm:NAME; or put a response_template for this format into the model's "
-            "tokenizer_config.json."
-        )
+    chat.require_calls()
+    template, form = f"template {chat.renderer.template.name!r}", chat.parser.format
     warnings = list(_unseen(tools, chat))
     if not chat.parser.writes_as_read or form.calls is None:  # the written format is unknown
         return warnings

@@ -15,6 +15,7 @@ import anyio
 
 from runner.engines.base import Engine, FinishReason
 from runner.engines.message_engine import MessageEngine
+from runner.errors import BadTemplate
 from runner.messages import Message
 from runner.options import History
 from runner.parsing.call_ids import with_fitting_ids
@@ -28,7 +29,7 @@ from runner.tokens.bridging.tail import Tail
 from runner.tokens.system_support import SystemSupport, system_support
 from runner.tokens.template import Renderer
 from runner.tokens.tokenizer import Tokenizer
-from runner.tokens.tool_support import IdUse, id_use
+from runner.tokens.tool_support import IdUse, id_use, require_tools
 from runner.trajectory import Turn
 
 __all__ = ["ChatModel", "Encoding", "MessageModel", "Model"]
@@ -99,6 +100,30 @@ class ChatModel:
     def systems(self) -> SystemSupport:
         """The template's support for system messages."""
         return system_support(self.renderer)
+
+    def require_calls(self) -> None:
+        """Refuse tools that prompts would not contain, or whose calls could not be parsed.
+
+        Raises:
+            BadTemplate: the template does not support tools, or writes calls that cannot be parsed.
+        """
+        if self._calls_refused is not None:
+            raise BadTemplate(self._calls_refused)
+
+    @cached_property
+    def _calls_refused(self) -> str | None:
+        try:
+            require_tools(self.renderer)
+        except BadTemplate as error:
+            return str(error)
+        if self.parser.reads_calls:
+            return None
+        return (
+            f"template {self.renderer.template.name!r} writes tool calls that cannot be parsed "
+            f"({self.learnt.missing}): {self.learnt.why}. Give --template pythonic or hermes, or a file with another "
+            "format; or a tool parser of vLLM: --tool-format vllm:NAME; or put a response_template for this format "
+            "into the model's tokenizer_config.json."
+        )
 
     @cached_property
     def _id_use(self) -> IdUse:

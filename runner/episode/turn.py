@@ -190,6 +190,8 @@ def _request(
 def _constraint(
     chat: ChatModel, tools: Sequence[Tool], settings: Sampling, tool_choice: ToolChoice
 ) -> Constraint | None:
+    if tools:
+        chat.require_calls()  # the tools of the class were checked at the start, those of setup() and clients were not
     enforced = chat.parser.constraint(tools, tool_choice) if tools else None
     given = enforced_constraint(settings)
     if enforced and given:

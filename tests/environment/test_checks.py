@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from runner import BadOption, BadTemplate, Environment, Run, ScriptedEngine, Task, Tool, reward, tool
+from runner import BadOption, BadTemplate, Environment, Outcome, Run, ScriptedEngine, Task, Tool, reward, tool
 from runner.cli.report import summary_table
 from runner.parsing.format_cache import cached_format
 from runner.parsing.limitations import CallLimitation
 from runner.testing import Reply
 from runner.tokens.template import ChatTemplate
+from tests.histories import OPENER
 from tests.parsing.families import family
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -176,6 +177,35 @@ async def test_what_setup_adds_is_not_looked_at_before_the_run() -> None:
             self.tools += taking("first name", required=("first name",))().bound_tools()
 
     assert await told(Adding, of_family("Qwen3-Coder")) == []
+
+
+CHATTING = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}" + OPENER
+LISTING = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATTING
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(CHATTING, "does not show the tools to the model"), (LISTING, "drops the calls of an assistant turn")],
+    ids=["tools not shown", "calls dropped"],
+)
+async def test_tools_of_setup_are_refused_as_those_of_a_class(text: str, why: str) -> None:
+    class Adding(Asking):
+        def setup(self) -> None:
+            if self.task.id != "2":
+                self.tools += taking("key")().bound_tools()
+
+    engine = ScriptedEngine("Done.", template=ChatTemplate(text, name="chatting"))
+    async with Run(Adding, engine, breaker=1) as run:
+        played = {trajectory.task.id: trajectory async for trajectory in run}
+    assert {key: each.outcome for key, each in played.items()} == {
+        "0": Outcome.ENV_ERROR,
+        "1": Outcome.ENV_ERROR,
+        "2": Outcome.COMPLETED,
+    }
+    assert why in played["0"].error
+    assert "'chatting'" in played["0"].error
+    assert played["0"].turns == []
+    assert why in await refused(taking("key"), ScriptedEngine("Done.", template=ChatTemplate(text, name="chatting")))
 
 
 # --- schemas

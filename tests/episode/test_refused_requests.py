@@ -17,7 +17,7 @@ from tests import sweeps
 from tests.conformance.corpus import VARIABLES, corpus
 from tests.conformance.sweep import is_tool_capable
 from tests.episode.test_chat import SYSTEM, TASK, result, user, verdicts
-from tests.histories import OPENER, template
+from tests.histories import OPENER, PLAIN, template
 from tests.playing import Plain, play_all, recording
 from tests.verifying import verify
 
@@ -112,6 +112,17 @@ async def test_a_missing_result_of_mistral_nemo_refuses_that_request_alone(tmp_p
     trajectory = await played(chat_template, loop, says, tmp_path / "run.db")
     assert [segment.cause for segment in trajectory.segments] == ["start"]
     assert [each.delivery for each in trajectory.requests] == ["delivered", *["refused"] * 3, "delivered"]
+
+
+async def test_tools_that_a_template_hides_refuse_that_request_alone(tmp_path: Path) -> None:
+    async def loop(episode: Any) -> None:
+        for choice in (None, "required", "none"):
+            with pytest.raises(BadInput, match="does not show the tools to the model"):
+                await episode.chat([SYSTEM, TASK], tools=[RUN], tool_choice=choice, train=True)
+        await episode.chat([SYSTEM, TASK], train=True)
+
+    trajectory = await played(template(PLAIN), loop, "words", tmp_path / "run.db")
+    assert len(trajectory.turns) == 1
 
 
 # --- system messages
