@@ -19,6 +19,7 @@ __all__ = [
     "RenderTool",
     "Unseen",
     "fitted",
+    "hidden_arguments",
     "needs_fitting",
     "unseen_arguments",
     "unseen_of",
@@ -193,8 +194,7 @@ class _Place:
 
 def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str) -> list[Unseen]:
     """Return the parts of one argument that are left out."""
-    alone: dict[str, Any] = copy.deepcopy({**parameters, "properties": {name: parameters["properties"][name]}})
-    alone["required"] = [each for each in parameters.get("required") or () if each == name]
+    alone = _only(parameters, name)
     places = list(_places(alone, ("properties", name), name, set()))
     marked, marks = _marked(alone, name, places)
     shown = render(marked)
@@ -205,8 +205,14 @@ def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str
         for mark, place in marks.items()
         if mark not in shown
     ]
-    if any(each.part is ArgumentPart.NAME for each in found):
-        return [each for each in found if each.part is ArgumentPart.NAME]
+    if any(each.part is ArgumentPart.NAME for each in found) or _is_hidden(render, alone, ("properties", name)):
+        return [Unseen(name, ArgumentPart.NAME, name)]
+    unmarked = {each.what for each in found}
+    found += [
+        Unseen(name, ArgumentPart.FIELD, place.called)
+        for place in places
+        if place.part is ArgumentPart.FIELD and place.called not in unmarked and _is_hidden(render, alone, place.steps)
+    ]
     plain = render(alone)
     for place in places:
         if place.part is ArgumentPart.TYPE:
@@ -216,11 +222,55 @@ def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str
     return found
 
 
+_NAMES_OF_KEYWORDS: Final = frozenset(
+    {"type", "properties", "required", "description", "items", "enum", "nullable", "default", "format", "title"}
+    | {"anyOf", "oneOf", "allOf", "const", "additionalProperties", "parameters", "name", "response", "return"}
+)
+"""Names that a template may take for keywords of a schema: Gemma 4's skips arguments called `type` and `properties`."""
+
+
+def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...]) -> bool:
+    """True if a template skips a field for its name: the render does not depend on what the field is."""
+    if steps[-1] not in _NAMES_OF_KEYWORDS:
+        return False
+    renders = set[str | None]()
+    for kind, value in (("string", "zqvaluez"), ("integer", 9_170_000)):
+        changed = copy.deepcopy(schema)
+        _at(changed, steps[:-1])[steps[-1]] = {"type": kind, "enum": [value], "description": f"zq{kind}z"}
+        renders.add(render(changed))
+    return len(renders) == 1 and None not in renders
+
+
+def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of the arguments that a template skips for their names; empty if there are none."""
+    properties = parameters.get("properties")
+    names = [each for each in properties if each in _NAMES_OF_KEYWORDS] if isinstance(properties, Mapping) else []
+    hidden = [name for name in names if _is_hidden(render, _only(parameters, name), ("properties", name))]
+    if not hidden:
+        return {}
+    whole = parameters_in(ToolsForm.FLAT, parameters)["properties"]
+    required = [name for name in parameters.get("required") or () if name in hidden]
+    return {"properties": {name: whole[name] for name in hidden}, "required": required}
+
+
+def _only(parameters: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the schema with only this one of its arguments."""
+    alone: dict[str, Any] = copy.deepcopy({**parameters, "properties": {name: parameters["properties"][name]}})
+    alone["required"] = [each for each in parameters.get("required") or () if each == name]
+    return alone
+
+
 # --- the parts of a schema
 
 
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE: Final = ("items", "additionalProperties")
+_SINGLE: Final = {
+    **dict.fromkeys(("items", "contains", "unevaluatedItems"), "[]"),
+    **dict.fromkeys(("additionalProperties", "unevaluatedProperties"), ".*"),
+    **dict.fromkeys(("then", "else"), ""),
+}
+"""Keywords with one schema, each with what it adds to the name of a place."""
+_NAMED: Final = ("properties", "patternProperties")
 
 
 def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
@@ -235,17 +285,17 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
         yield from _places(whole, target, called, seen)
     yield from _values_of(node, steps, called)
     yield from _type_of(node, steps, called)
-    for name in node.get("properties") or ():
-        inner = f"{called}.{name}"
-        yield _Place(ArgumentPart.FIELD, (*steps, "properties", name), inner)
-        yield from _places(whole, (*steps, "properties", name), inner, seen)
+    for keyword in _NAMED:
+        for name in node[keyword] if isinstance(node.get(keyword), Mapping) else ():
+            inner = f"{called}.{name}"
+            yield _Place(ArgumentPart.FIELD, (*steps, keyword, name), inner)
+            yield from _places(whole, (*steps, keyword, name), inner, seen)
     for keyword in _LISTS:
         for index in range(len(node[keyword]) if isinstance(node.get(keyword), list) else 0):
             yield from _places(whole, (*steps, keyword, index), called, seen)
-    for keyword in _SINGLE:
+    for keyword, added in _SINGLE.items():
         if isinstance(node.get(keyword), Mapping):
-            inner = f"{called}[]" if keyword == "items" else f"{called}.*"
-            yield from _places(whole, (*steps, keyword), inner, seen)
+            yield from _places(whole, (*steps, keyword), called + added, seen)
 
 
 def _values_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:
@@ -297,16 +347,16 @@ def _marked(
             owner[place.steps[-1]] = mark
             marks[str(mark)] = place
         elif place.part is ArgumentPart.FIELD:
-            _rename(_at(marked, place.steps[:-2]), place.steps[-1], f"zqf{number:03}z")
+            _rename(_at(marked, place.steps[:-2]), place.steps[-1], f"zqf{number:03}z", place.steps[-2])
             marks[f"zqf{number:03}z"] = place
     _rename(marked, name, "zqargumentz")
     marks["zqargumentz"] = None
     return marked, marks
 
 
-def _rename(owner: dict[str, Any], old: str, new: str) -> None:
-    owner["properties"] = {new if name == old else name: each for name, each in owner["properties"].items()}
-    if isinstance(owner.get("required"), list):
+def _rename(owner: dict[str, Any], old: str, new: str, keyword: str = "properties") -> None:
+    owner[keyword] = {new if name == old else name: each for name, each in owner[keyword].items()}
+    if keyword == "properties" and isinstance(owner.get("required"), list):
         owner["required"] = [new if name == old else name for name in owner["required"]]
 
 

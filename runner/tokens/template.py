@@ -22,7 +22,7 @@ import jinja2.sandbox
 from runner.errors import BadTemplate
 from runner.messages import canonical_json
 from runner.tokens.probe_messages import CALL, QUESTION, TOOL, TOOLS, VALUE, result
-from runner.tokens.shown_arguments import fitted, needs_fitting
+from runner.tokens.shown_arguments import fitted, hidden_arguments, needs_fitting
 
 __all__ = [
     "ChatTemplate",
@@ -232,7 +232,11 @@ def _fitted_tool(renderer: Renderer, text: str) -> ToolSchema:
     function = tool["function"]
     if not function.get("parameters"):
         return tool
-    return {**tool, "function": {**function, "parameters": fitted(renderer.render_tool, function["parameters"])}}
+    made = {**function, "parameters": fitted(renderer.render_tool, function["parameters"])}
+    if hidden := hidden_arguments(renderer.render_tool, made["parameters"]):
+        written = f"Further arguments, as JSON schema: {json.dumps(hidden, ensure_ascii=False)}"
+        made["description"] = f"{function.get('description') or ''} {written}".strip()
+    return {**tool, "function": made}
 
 
 def _shows_arguments(renderer: Renderer) -> bool:

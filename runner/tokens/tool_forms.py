@@ -222,7 +222,7 @@ class _Rewriting:
             return {name: self.schema(each) for name, each in value.items()}
         if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
             return [self.schema(each) for each in value]
-        if key in ("items", "additionalProperties", "contains", "propertyNames"):
+        if key in _ONE_SCHEMA:
             return [self.schema(each) for each in value] if isinstance(value, list) else self.schema(value)
         return value
 
@@ -325,6 +325,12 @@ def _joined(made: dict[str, Any]) -> dict[str, Any]:
                 joined[key] = value
     return joined
 
+
+_ONE_SCHEMA: Final = frozenset(
+    {"items", "additionalProperties", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}
+    | {"if", "then", "else", "not"}
+)
+"""Keywords whose value is one schema; before 2020-12, `items` may be a list of them."""
 
 _NOTES: Final = ("description", "title", "default", "examples")
 """Keywords that do not constrain values."""

@@ -13,6 +13,7 @@ from runner.tokens.shown_arguments import ArgumentPart, unseen_of
 from runner.tokens.template import ChatTemplate, Renderer
 from runner.tokens.tool_forms import ToolsForm, parameters_in, unresolved
 from tests.conformance.argument_kinds import KINDS, kinds
+from tests.conformance.corpus import corpus
 from tests.tokens.bridging import QUESTION, chatml
 
 NOW = datetime(2026, 1, 1)
@@ -111,6 +112,80 @@ def test_a_template_that_shows_no_tools_is_given_them_as_they_are() -> None:
     made = renderer(chatml())
     assert not made.fits_tools
     assert {each.part for each in unseen_of(made.render_tool, kinds()["model"])} == {ArgumentPart.NAME}
+
+
+# --- fields of other keywords, and names that are keywords
+
+
+OTHER_FIELDS = {
+    "patterns": {"type": "object", "patternProperties": {"^x-": {"type": "object", "properties": {"zqin": {}}}}},
+    "then": {"type": "object", "if": {"required": ["a"]}, "then": {"properties": {"zqin": {"$ref": "#/$defs/In"}}}},
+    "else": {"type": "object", "if": {"required": ["a"]}, "else": {"properties": {"a": {}, "zqin": {}}}},
+    "contains": {"type": "array", "contains": {"type": "object", "properties": {"zqin": {"type": "integer"}}}},
+    "unevaluated": {"type": "object", "unevaluatedProperties": {"type": "object", "properties": {"zqin": {}}}},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FIELDS)
+def test_fields_of_every_keyword_are_shown(kind: str) -> None:
+    tool = tool_with(OTHER_FIELDS[kind], **{"$defs": {"In": {"type": "string", "enum": ["zqin"]}}})
+    assert {each.part for each in unseen_of(renderer(TYPES, fit=False).render_tool, tool)} >= {ArgumentPart.FIELD}
+    made = renderer(TYPES)
+    assert unseen_of(made.render_tool, tool) == []
+    assert "zqin" in shown(made, tool)
+    assert "$ref" not in shown(made, tool)
+
+
+SKIPS = TYPES.replace(".items() %}", ".items() if name not in ('type', 'properties', 'required') %}")
+"""Skips arguments with the name of a keyword, as the template of Gemma 4 does."""
+
+
+def test_skipped_arguments_stand_in_the_description_of_the_tool() -> None:
+    properties = {
+        "type": {"type": "string", "enum": ["zqopen", "zqclosed"]},
+        "properties": {"anyOf": [{"$ref": "#/$defs/In"}, {"type": "null"}]},
+        "text": {"type": "string"},
+    }
+    within = {"$defs": {"In": {"type": "object", "properties": {"zqin": {"type": "integer"}}}}}
+    parameters = {"type": "object", "properties": properties, "required": ["type", "text"], **within}
+    tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}
+    text = SKIPS.replace("{{ tool.function.name }}", "{{ tool.function.name }} {{ tool.function.description }}")
+    made = renderer(text)
+    said = made.shown([tool])[0]["function"]["description"]
+    assert said.startswith("Look. Further arguments, as JSON schema: {")
+    noted = json.loads(said.partition(": ")[2])
+    assert noted["required"] == ["type"]
+    assert noted["properties"]["type"] == properties["type"]
+    assert noted["properties"]["properties"]["properties"] == {"zqin": {"type": "integer"}}
+    assert said in shown(made, tool)
+    assert unseen_of(made.render_tool, tool) == []
+    # Without descriptions of tools nothing can be done: they are named.
+    for other in (renderer(SKIPS), renderer(SKIPS, fit=False)):
+        unseen = unseen_of(other.render_tool, tool)
+        assert {"the name of type", "the name of properties"} <= set(map(str, unseen))
+
+
+def test_a_field_with_the_name_of_a_keyword_is_looked_for_too() -> None:
+    fields = "{% for each, q in (p.properties or {}).items() if each != 'type' %} {{ each }}: {{ q.type }}{% endfor %}"
+    nested = TYPES.replace("{% if p.enum %}", fields + "{% if p.enum %}")
+    tool = tool_with({"type": "object", "properties": {"type": {"type": "string"}, "size": {"type": "integer"}}})
+    assert "the field given.type" in map(str, unseen_of(renderer(nested, fit=False).render_tool, tool))
+    assert '"type": {"type": "string"}' in shown(renderer(nested), tool)
+    assert "JSON schema" not in shown(
+        renderer(nested), tool_with({"type": "object", "properties": {"size": {"type": "integer"}}})
+    )
+
+
+@pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "openai-gpt-oss-120b", "ByteDance-Seed-OSS"])
+def test_published_templates_show_arguments_of_all_names(name: str) -> None:
+    entry = next(each for each in corpus() if each.name == name)
+    written = entry.renderer()
+    made = written.template.renderer(now=written.now, fit_tools=None)
+    for argument in ("type", "properties", "required", "description", "items", "keys", "name", "enum"):
+        parameters = {"type": "object", "properties": {argument: {"type": "string", "enum": [f"zq{argument}z"]}}}
+        tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}
+        assert f"zq{argument}z" in shown(made, tool)
+        assert unseen_of(made.render_tool, tool) == []
 
 
 # --- forms
