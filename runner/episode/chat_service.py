@@ -204,7 +204,7 @@ class ChatService:
         try:
             return len(await self._episode.shared.workers.call(Job(render, "chat template")))
         except Unbridgeable as missing:
-            raise _unwritable(missing, messages, asked) from None
+            raise _unwritable(missing, messages, asked, chat) from None
 
     async def _hand_over(self, request: _OpenRequest, group: TaskGroup) -> None:
         self._answering[request] = None
@@ -276,7 +276,7 @@ class ChatService:
             try:
                 return await take_turn(thread, cursor, sampling, asked.tool_choice, sinks=sinks)
             except Unbridgeable as missing:
-                raise _unwritable(missing, [*cursor.seen, *cursor.queued], asked) from None
+                raise _unwritable(missing, [*cursor.seen, *cursor.queued], asked, thread.chat) from None
         except BaseException as error:
             if isinstance(error, ContextFull) and not thread.counted:
                 self._episode.limits.context_rewritten(thread.name)  # the client received the error, which is enough
@@ -437,12 +437,12 @@ class ChatService:
         return named
 
 
-def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatCall) -> BadMessage:
-    """Return an error with the reason why a template cannot write a history, and the fix."""
+def _unwritable(missing: Unbridgeable, messages: Sequence[Message], asked: ChatCall, chat: ChatModel) -> BadMessage:
+    """Return an error with the reason why a template cannot write a history, and the fix if there is one."""
     text = f"the chat template cannot write this history: {missing}"
     begin = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     late = any(message["role"] == "system" for message in messages[begin:])
-    if asked.system_as_user or not (late or begin):
+    if asked.system_as_user or not (late or (begin and not chat.systems.one)):
         return BadMessage(text)
     where = "system messages after the beginning" if late else "system messages"
     return BadMessage(

@@ -132,6 +132,32 @@ ONE_SYSTEM = (
     "{{ raise_exception('a system message comes first') }}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
 )
+NO_ROWS = (
+    "{% for m in messages %}{% if not loop.first and m.role == 'user' and messages[loop.index0 - 1].role == 'user' %}"
+    "{{ raise_exception('two users in a row') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + OPENER
+)
+
+
+async def test_the_option_for_system_messages_is_named_where_it_helps() -> None:
+    async def refused(text: str, messages: list[Any]) -> str:
+        why = []
+
+        async def loop(episode: Any) -> None:
+            with pytest.raises(BadInput) as raised:
+                await episode.chat(messages, train=True)
+            why.append(str(raised.value))
+            await episode.chat([TASK], train=True)
+
+        await played(template(text), loop, "words")
+        return why[0]
+
+    assert "system_as_user" not in await refused(NO_ROWS, [SYSTEM, TASK, user("Two in a row.")])
+    assert "system_as_user=True" in await refused(ONE_SYSTEM, [SYSTEM, TASK, system("Late.")])
+    takes_none = ONE_SYSTEM.replace(" and not loop.first", "")
+    assert "system_as_user=True" in await refused(takes_none, [SYSTEM, TASK])
+
+
 HIDING = (
     "{% if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content }}"
     "{{ '<|im_end|>\n' }}{% endif %}"
