@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, Final, TextIO, TypeAlias
 
 from runner.errors import BadEnvironment, ServerFailed, ToolError, first_line, unwrapped
 from runner.interop.dataset import Dataset, ScoreOption
@@ -170,6 +170,8 @@ class _Connection:
                 raise self._failed("is gone", error) from error
             raise ToolError(str(error)) from error
         except (OSError, RuntimeError) as error:
+            if str(error).startswith(_BROKEN_PROMISES):
+                raise ToolError(str(error)) from error
             raise self._failed("is gone", error) from error
 
     def _failed(self, what: str, error: BaseException) -> ServerFailed:
@@ -180,6 +182,10 @@ class _Connection:
         cause = f"{type(unwrapped(error)).__name__}: {first_line(unwrapped(error))}"
         wrote = f"; it wrote: {said}" if said else ""
         return ServerFailed(f"MCP server {self._name!r} {what} ({cause:.300}){wrote}")
+
+
+# The SDK has no class for results that break the output schema of their own tool, of which servers have many.
+_BROKEN_PROMISES: Final = ("Tool ", "Invalid schema for tool ", "Invalid structured content ")
 
 
 def _gone() -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
@@ -254,7 +254,7 @@ class SchemaShapes:
     def _if(self, schema: Mapping[str, Any], *, negated: bool) -> tuple[ValueShape, ...]:
         side = self._negative if negated else self._positive
         then = self._product(self._positive(schema["if"]), side(schema.get("then", True)), "then")
-        otherwise = self._product(self._negative(schema["if"]), side(schema.get("else", True)), "else")
+        otherwise = self._product(_named(self._negative(schema["if"]), "if"), side(schema.get("else", True)), "else")
         return self._unlike(iter((*then, *otherwise)))
 
     def _one_of(self, choices: Sequence[Any]) -> tuple[ValueShape, ...]:
@@ -267,7 +267,7 @@ class SchemaShapes:
                         continue
                     rivals = [each for each in self._positive(other) if self._may_meet(shape, each)]
                     if rivals:
-                        only = self._product(only, self._negative(other), "oneOf")
+                        only = self._product(only, _named(self._negative(other), "oneOf"), "oneOf")
                 found += only
         exclusive = self._unlike(iter(found))
         if len(exclusive) <= MAX_SHAPES:
@@ -333,6 +333,16 @@ class SchemaShapes:
                     yield from self._product(self._negative(each), (ValueShape("object", required=(name,)),), "not")
             case _:
                 yield from not_own_shapes(keyword, schema)
+
+
+def _named(shapes: Iterable[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
+    """Return the shapes of a negation under the keyword that its author wrote, for what they do not express."""
+    return tuple(
+        replace(shape, unexpressed=tuple(keyword if each == "not" else each for each in shape.unexpressed))
+        if "not" in shape.unexpressed
+        else shape
+        for shape in shapes
+    )
 
 
 def types_of(shapes: Sequence[ValueShape]) -> frozenset[str]:

@@ -1,7 +1,13 @@
-"""A server whose tools come in three pages, by the SDK's low-level server."""
+"""A server whose tools come in three pages, by the SDK's low-level server.
+
+usage: python mcp_pages.py [promising]
+
+With `promising` the tools have a schema of results that the results do not have.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import anyio
@@ -12,7 +18,9 @@ from mcp.server.stdio import stdio_server
 
 async def list_tools(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
     page = int(params.cursor) if params is not None and params.cursor else 0
-    tool = types.Tool(name=f"tool_{page}", description="", input_schema={"type": "object", "properties": {}})
+    schema = {"type": "object", "properties": {}}
+    promised = {**schema, "required": ["answer"]} if "promising" in sys.argv else None
+    tool = types.Tool(name=f"tool_{page}", description="", input_schema=schema, output_schema=promised)
     return types.ListToolsResult(tools=[tool], next_cursor=str(page + 1) if page < 2 else None)
 
 

@@ -76,6 +76,13 @@ async def test_all_pages_of_tools_are_read() -> None:
     assert [tool["function"]["name"] for tool in trajectory.segments[0].tools] == ["tool_0", "tool_1", "tool_2"]
 
 
+async def test_a_result_without_the_promised_content_is_an_error_to_read() -> None:
+    (trajectory,) = await played([[call("tool_0")], "done"], f"{PAGES} promising")
+    (said,) = results(trajectory)
+    assert "did not return structured content" in said
+    assert trajectory.reward == 1, trajectory.error
+
+
 async def test_several_servers_play_together(url: str) -> None:
     (trajectory,) = await played([[call("tool_1")], [call("add", a=1, b=1)], "done"], [PAGES, url])
     assert results(trajectory) == ["called tool_1", "2"]

@@ -118,6 +118,19 @@ def test_grammar_of_a_public_schema_allows_only_valid_values(name: str) -> None:
         assert fits(schema, json.loads(text)), text
 
 
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 10}]}, "oneOf"),
+        ({"if": {"pattern": "^a"}, "then": {"type": "string"}}, "if"),
+        ({"type": "string", "not": {"pattern": "^a"}}, "not"),
+    ],
+    ids=["oneOf", "if", "not"],
+)
+def test_what_is_not_enforced_has_the_name_in_the_schema(schema: Any, named: str) -> None:
+    assert not_enforced(schema) == [named]
+
+
 def test_unsatisfiable_schema_is_refused_by_name() -> None:
     impossible = {"allOf": [{"type": "string"}, {"type": "integer"}]}
     for schema in (False, impossible, {"type": "integer", "minimum": 2, "maximum": 1}):
