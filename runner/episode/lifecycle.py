@@ -129,10 +129,14 @@ class EpisodeRunner(EpisodeState):
             # The author's code cancelled its own task by hand; the run continues.
             forget_native_cancellation()
             died = next((fault for fault in self.faults if fault.startswith("close(): ")), "")
+            cause = (
+                "a timeout or a cancel scope of a hook ended in another hook, or task.cancel() was called; "
+                "enter and leave it around the code that it limits"
+            )
             text = (
                 f"what a hook opened ended the episode; {died}"
                 if died
-                else "the environment cancelled the task of its episode"
+                else f"the environment cancelled the task of its episode: {cause}"
             )
             self._ending = Ending(Outcome.ENV_ERROR, error=text)
         finally:

@@ -146,7 +146,10 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
     try:
         check_format(connection, path)
         if not tables_in(connection):
-            raise RunFileError(f"run file {path}: it is empty: its run ended during the start.")
+            raise RunFileError(
+                f"run file {path}: it is empty: its run ended during the start, or it was copied while the run played, "
+                f"without {path.name}-wal."
+            )
     except BaseException:
         connection.close()
         raise

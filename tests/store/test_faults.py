@@ -281,6 +281,19 @@ async def test_a_file_whose_run_ended_before_it_began_is_begun(tmp_path: Path) -
         assert len(run_file) == 0
 
 
+def test_a_copy_without_the_log_of_writes_says_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    process = announcer(path, 50, 8)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    copied = Path(shutil.copy(path, tmp_path / "copy.db"))
+    process.kill()
+    process.communicate()
+    with pytest.raises(RunFileError, match=r"without copy\.db-wal"):
+        RunFile(copied)
+
+
 def test_a_copy_of_a_finished_file_is_the_whole_run(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     process = announcer(path, 50, 8)
