@@ -465,4 +465,5 @@ def _source_name(sources: array[int], at: int) -> str:
 
 def _parts(view: ParsedTurn) -> dict[str, str]:
     """The parts of a view as text, by their names for people."""
-    return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(view.tool_calls)}
+    calls = [replace(call, failed=False) for call in view.tool_calls]  # no id says how a call's tool ended
+    return {"text": view.text, "reasoning": view.reasoning, "tool calls": encode_json(calls)}
