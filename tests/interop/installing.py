@@ -28,7 +28,7 @@ LANES: Final = {
     "verifiers": ["verifiers==0.4.0"],
     "verifiers-0.1": ["verifiers==0.1.14"],
     "bfcl": ["--no-deps", "bfcl-eval==2026.3.23"],
-    "jupyter": ["ipykernel==7.4.0", "nbclient==0.11.0", "nbconvert==7.17.2"],
+    "jupyter": ["ipykernel==7.4.0", "nbclient==0.11.0", "nbconvert==7.17.2", "pandas==3.1.1", "polars==2.1.0"],
     "observers": ["trackio==0.43.0", "wandb==0.31.0"],
     "trl": ["trl==1.16.0", "datasets==5.2.0"],
 }

@@ -33,7 +33,8 @@ CELLS = (
     PLAY,
     "played.summary",
     "run_file = RunFile('run.db')\nnext(run_file.trajectories())",
-    "run_file.frame()",
+    "run_file.frame('tokens').to_pandas()[['token_id', 'mask']]",
+    "import polars\npolars.from_arrow(run_file.frame())[['id', 'reward', 'rewards.polite']]",
     "run(Greeting(), ScriptedEngine('yes'))",
 )
 
@@ -55,10 +56,11 @@ def executed(folder: Path, form: str) -> str:
 async def test_notebook_shows_runs_and_runs_nothing(tmp_path: Path) -> None:
     notebook = json.loads(executed(tmp_path, "notebook"))
     shown = [cell["outputs"][-1] for cell in notebook["cells"]]
-    assert ["text/html" in each.get("data", ()) for each in shown] == [True, True, True, False, False]
+    assert ["text/html" in each.get("data", ()) for each in shown] == [True, True, True, True, True, False]
     assert "2 episodes" in "".join(shown[1]["data"]["text/html"])
-    assert "pyarrow.Table" in shown[3]["data"]["text/plain"][0]
-    assert (shown[4]["ename"], "async with Run(" in shown[4]["evalue"]) == ("BadOption", True)
+    assert "token_id" in "".join(shown[3]["data"]["text/plain"])
+    assert "shape: (2, 3)" in "".join(shown[4]["data"]["text/plain"])
+    assert (shown[5]["ename"], "async with Run(" in shown[5]["evalue"]) == ("BadOption", True)
     executed(tmp_path, "html")
     async with browser(tmp_path / "profile") as tab:
         await tab.open(tmp_path / "made.html")
