@@ -158,6 +158,8 @@ _EXTREMES: Final = {"longest": "sampled", "slowest": "seconds", "most segments":
 
 class _Point(NamedTuple):
     task_id: str
+    begun: float
+    """The approximate beginning, which orders the run: of many that play at once the short ones end first."""
     committed: float
     reward: float | None
     sampled: int
@@ -186,7 +188,9 @@ class _Rows:
             elif row.limit:
                 self.limits[row.limit] += 1
         if row.trained or first:
-            self._points.append(_Point(row.task_id, row.committed, row.reward, row.sampled, row.seconds))
+            self._points.append(
+                _Point(row.task_id, row.committed - row.seconds, row.committed, row.reward, row.sampled, row.seconds)
+            )
         if row.reward is not None and row.trained:
             self._rewards[row.task_id, row.visit, row.agent].append(row.reward)
         for name, column in _EXTREMES.items():
@@ -228,15 +232,15 @@ class _Rows:
             yield histogram("Lengths", [point.sampled for point in self._points], unit="sampled ids")
             yield histogram("Durations", [point.seconds for point in self._points], unit="seconds")
         if len(self._points) >= 10:
-            ordered = sorted(self._points, key=attrgetter("committed"))
+            ordered = sorted(self._points, key=attrgetter("begun"))
             yield over_time("Reward over the run", [point.reward for point in ordered], unit="reward")
             yield over_time("Length over the run", [point.sampled for point in ordered], unit="sampled ids")
-            rates = _rates([(point.committed, point.sampled) for point in ordered])
+            rates = _rates(sorted((point.committed, point.sampled) for point in ordered))
             if rates:
                 yield over_time("Sampled ids a second", rates, unit="ids/s", bins=len(rates))
 
     def drift(self) -> Iterator[str]:
-        ordered = sorted(self._points, key=attrgetter("committed"))
+        ordered = sorted(self._points, key=attrgetter("begun"))
         third = len(ordered) // 3
         if third < MIN_DRIFT_EPISODES:
             return

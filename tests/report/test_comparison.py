@@ -357,6 +357,16 @@ async def test_hard_tasks_at_the_end_are_no_drift(tmp_path: Path) -> None:
         assert overview_of(run_file).drift == []
 
 
+async def test_short_episodes_that_end_first_are_no_drift(tmp_path: Path) -> None:
+    """Sixty begin at about the same time, long and short ones in turn; all short ones are stored first."""
+    episodes = [played(f"t{n}", turns=6 if n % 2 else 2) for n in range(60)]
+    for number, episode in enumerate(episodes):
+        episode.seconds = 1e6 - 1e3 * number
+    stored = sorted(episodes, key=lambda each: len(each.turns))
+    with RunFile(await store(tmp_path / "a.db", stored)) as run_file:
+        assert overview_of(run_file).drift == []
+
+
 async def test_page_against_a_baseline_has_the_comparison(tmp_path: Path) -> None:
     first, second = await two(tmp_path)
     target = tmp_path / "page.html"
