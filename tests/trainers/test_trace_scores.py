@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from runner import BadOption, Sampling
+from runner import BadOption, Run, Sampling
 from runner.cli.app import app
-from runner.testing import ScriptedEngine, play_many_async
+from runner.testing import ScriptedEngine
 from runner.testing.engine_pool import PooledEngine
 from runner.trainers.openenv import read_training_trace, training_trace
 from runner.trainers.trace_scores import ScoreReport, score_trace
@@ -102,12 +102,9 @@ async def test_tolerance_is_a_number_above_zero(tolerance: float) -> None:
 def test_trace_of_a_run_agrees_with_the_real_engine(float32_engine: PooledEngine) -> None:
     async def main() -> None:
         for temperature in (1.0, 0.6):
-            (trajectory,) = await play_many_async(
-                talking(twice),
-                float32_engine,
-                tasks=tasks(1),
-                sampling=Sampling(temperature=temperature, max_tokens=24),
-            )
+            how = Sampling(temperature=temperature, max_tokens=24)
+            async with Run(talking(twice), float32_engine, tasks=tasks(1), sampling=how) as run:
+                (trajectory,) = [each async for each in run]
             calls = read_training_trace(training_trace(trajectory))
             report = await score_trace(calls, float32_engine, tolerance=1e-3)
             assert (report.findings, dict(report.unchecked)) == ([], {})
