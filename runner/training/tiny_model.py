@@ -148,7 +148,7 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
     model = _created(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim >= 2:
+            if parameter.ndim >= 2 and parameter.count_nonzero():
                 parameter.mul_(3.0)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)

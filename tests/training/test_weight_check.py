@@ -71,6 +71,13 @@ def test_tiny_model_has_the_experts_after_dense_layers() -> None:
     assert {"model.layers.*.mlp.router.gate.weight", "model.layers.*.mlp.experts.gate_up_proj"} <= names
 
 
+def test_tiny_model_has_no_tensor_of_zeros() -> None:
+    """A bias of zeros hides that an engine ignores it: Ernie 4.5 has one with two axes."""
+    config = transformers.Ernie4_5_MoeConfig(num_hidden_layers=4, moe_layer_start_index=1, moe_layer_end_index=3)
+    for name, parameter in random_model(tiny_config(config, vocabulary=100)).named_parameters():
+        assert parameter.abs().max() > 0, name
+
+
 def test_tiny_model_without_some_tensors_is_refused() -> None:
     _, fields = CONFIGS["AfMoE"]
     with pytest.raises(BadModel, match=r"first 8 layers does not have these tensors: .*expert_bias.*without --tiny"):

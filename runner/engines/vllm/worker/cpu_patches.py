@@ -1,4 +1,4 @@
-"""Patches for vLLM's CPU workers: grammar masks, rotary embeddings, seeds and LoRA kernels."""
+"""Patches for vLLM's CPU workers: grammar masks, rotary embeddings, routers, seeds and LoRA kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["masks", "patch_bitmasks", "patch_generators", "patch_lora_kernels", "patch_rotary_embeddings", "rewinding"]
+__all__ = [
+    "masks",
+    "patch_bitmasks",
+    "patch_generators",
+    "patch_lora_kernels",
+    "patch_rotary_embeddings",
+    "patch_routers",
+    "rewinding",
+]
 
 WORD_BITS = 32
 
@@ -65,6 +73,41 @@ def patch_rotary_embeddings() -> None:
 def _flat(states: Any) -> Any:
     """Return states of shape [ids, heads, size] as [ids, heads * size]."""
     return states.flatten(1) if states.ndim > 2 else states
+
+
+def patch_routers() -> None:
+    """Patch the routers of this process to choose experts by their biased scores where experts have no groups.
+
+    vLLM's CPU router (seen with 0.32.0) ignores the bias there, so Ernie 4.5 computes with other experts, and new
+    values of its bias show nowhere. One group of all experts computes the same with the bias.
+    """
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    unpatched = cpu_router.CPURouter._compute_routing
+    if hasattr(unpatched, "biased"):
+        return
+
+    @functools.wraps(unpatched)
+    def patched(self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any) -> tuple[Any, Any]:
+        without_groups = not self.use_grouped_topk and self.custom_routing_function is None
+        known = self.scoring_func in ("softmax", "sigmoid")
+        if self.e_score_correction_bias is None or not (without_groups and known):
+            routing: tuple[Any, Any] = unpatched(self, hidden_states, router_logits, *arguments, **named)
+            return routing
+        grouped: tuple[Any, Any] = cpu_router._grouped_topk(
+            gating_output=router_logits,
+            topk=self.top_k,
+            renormalize=self.renormalize,
+            num_expert_group=1,
+            topk_group=1,
+            scoring_func=self.scoring_func,
+            routed_scaling_factor=self.routed_scaling_factor,
+            e_score_correction_bias=self.e_score_correction_bias,
+        )
+        return grouped
+
+    vars(patched)["biased"] = True
+    cpu_router.CPURouter._compute_routing = patched
 
 
 def patch_generators() -> None:

@@ -16,6 +16,7 @@ from runner.engines.vllm.worker.cpu_patches import (
     patch_generators,
     patch_lora_kernels,
     patch_rotary_embeddings,
+    patch_routers,
 )
 from runner.engines.vllm.worker.reload_patch import patch_reload
 from runner.engines.vllm.worker.scoring_patches import patch_prompt_scores, patch_sampler
@@ -117,5 +118,7 @@ def _register_file_transfer() -> None:
 if parent_watch.started_by_engine():  # not in a process that only imports this module
     with suppress(ImportError):  # this vLLM has no weight transfer
         _register_file_transfer()
+    with suppress(ImportError):
+        patch_routers()
     with suppress(ImportError):
         patch_rotary_embeddings()  # before the model: its layers keep the method that they find
