@@ -145,7 +145,12 @@ def _request(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
     turns = [each for each in trajectory.turns if each.segment == turn.segment]
     place = reply_places(segment, turns)[turns.index(turn)]
     messages = [arguments_as_text(each) for each in segment.messages[:place]]
-    return {"messages": messages, **({"tools": [*segment.tools]} if segment.tools else {})}
+    ignores_stops = turn.sampling is not None and turn.sampling.ignore_eos
+    return {
+        "messages": messages,
+        **({"tools": [*segment.tools]} if segment.tools else {}),
+        **({"ignore_eos": True} if ignores_stops else {}),
+    }
 
 
 def _versions(turn: Turn) -> list[str]:
@@ -178,6 +183,7 @@ def _call(number: int, turn: Any, vocabulary: int | None) -> TracedCall:
         reply=_reply(response),
         tools=tuple(request.get("tools") or ()),
         template_options=dict(request.get("chat_template_kwargs") or {}),
+        ignores_stops=request.get("ignore_eos") is True,
     )
 
 

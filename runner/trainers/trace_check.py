@@ -7,15 +7,17 @@ writes: the first prompt of a conversation, and the seam between a turn and the 
 from __future__ import annotations
 
 import enum
+import json
 import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 from runner.errors import BadMessage
 from runner.messages import Message, as_messages, canonical_json
@@ -28,6 +30,8 @@ from runner.tokens.tokenizer import Tokenizer
 from runner.trainers.traced_call import TracedCall
 
 __all__ = ["TraceFault", "TraceFinding", "TraceModel", "TraceReport", "verify_trace"]
+
+_Tools: TypeAlias = list[dict[str, Any]]
 
 
 class TraceFault(enum.StrEnum):
@@ -42,7 +46,7 @@ class TraceFault(enum.StrEnum):
     CONTROL_TEXT = "control_text"
     """Text of a message became control ids, which may end a turn or speak in another role."""
     AFTER_STOP = "after_stop"
-    """Ids stand after the id that ended the turn."""
+    """Ids stand after the id that ended the turn, and the request has no `ignore_eos`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,20 +251,18 @@ class _TraceCheck:
         return sorted(found, key=lambda earlier: -len(self._calls[earlier].messages))
 
     def _compare_prompt(self, number: int, call: TracedCall, bridgers: _Bridgers, messages: list[Message]) -> None:
-        tools = [dict(tool) for tool in call.tools]
-
-        def first_prompt(bridger: Bridger) -> tuple[int, ...]:
-            return tuple(bridger.first_prompt(messages, tools))
-
         made = _Made()
-        made.add(bridgers.exact, first_prompt)
-        if call.prompt_ids in made.ids:
-            return
+        for tools in _tool_lists(call):
+            first_prompt = partial(_first_prompt, messages=messages, tools=tools)
+            made.add(bridgers.exact, first_prompt)
+            if call.prompt_ids in made.ids:
+                return
+            if _or_none(bridgers.unsafe, first_prompt) == call.prompt_ids:
+                expected = (made.ids or [()])[0]
+                self._find(TraceFault.CONTROL_TEXT, number, _CONTROL_TEXT, call.prompt_ids, expected)
+                return
         if not made.ids:
             self._report.unchecked[f"first prompt: {made.refusal}"] += 1
-            return
-        if _or_none(bridgers.unsafe, first_prompt) == call.prompt_ids:
-            self._find(TraceFault.CONTROL_TEXT, number, _CONTROL_TEXT, call.prompt_ids, made.ids[0])
             return
         dated = "strftime_now" in self._model.template.text and self._model.clock(call) is None
         date = ", which has the date of its day; give that" if dated else ""
@@ -279,11 +281,13 @@ class _TraceCheck:
         if not history or not new or not _ends_with(messages[last], before.reply):
             self._report.unchecked["seam: the messages do not continue those of the turn before"] += 1
             return
-        bridgers, tools = self._model._bridgers(call), [dict(tool) for tool in call.tools]
+        bridgers = self._model._bridgers(call)
         made = _Made()
-        for stop, thinking in self._ends(before):
+        for tools, (stop, thinking) in product(_tool_lists(call), self._ends(before)):
 
-            def bridge(bridger: Bridger, stop: int | None = stop, thinking: bool = thinking) -> tuple[int, ...]:
+            def bridge(
+                bridger: Bridger, tools: _Tools = tools, stop: int | None = stop, thinking: bool = thinking
+            ) -> tuple[int, ...]:
                 ids = before.token_ids
                 return tuple(bridger.bridge(history, new, tools, sampled=ids, stop=stop, thinking=thinking).ids)
 
@@ -295,7 +299,8 @@ class _TraceCheck:
                 self._find(TraceFault.CONTROL_TEXT, number, _CONTROL_TEXT, call.prompt_ids, expected)
                 return
         whole = _Made()
-        whole.add(bridgers.exact, lambda bridger: tuple(bridger.first_prompt(messages, tools)))
+        for tools in _tool_lists(call):
+            whole.add(bridgers.exact, partial(_first_prompt, messages=messages, tools=tools))
         if call.prompt_ids in whole.ids:
             return
         if not made.ids:
@@ -318,6 +323,8 @@ class _TraceCheck:
     # --- inside a turn
 
     def _check_stop(self, number: int, call: TracedCall) -> None:
+        if call.ignores_stops:
+            return
         stops, control = self._model.stop_ids, self._model.tokenizer.control_ids
         at = next((place for place, token_id in enumerate(call.token_ids) if token_id in stops), None)
         # Some models write the template's close and then another stop.
@@ -373,6 +380,24 @@ class _Made:
 
     def closest(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return max(self.ids, key=lambda each: first_mismatch(each, ids))
+
+
+def _first_prompt(bridger: Bridger, messages: Sequence[Message], tools: _Tools) -> tuple[int, ...]:
+    return tuple(bridger.first_prompt(messages, tools))
+
+
+def _tool_lists(call: TracedCall) -> list[_Tools]:
+    """The tools as the request has them, and as vLLM's server writes them for a template: its fields in its order."""
+    given = [dict(tool) for tool in call.tools]
+    served = [
+        {"type": "function", "function": _as_served(tool["function"])} if "function" in tool else tool for tool in given
+    ]
+    return [given] if json.dumps(given) == json.dumps(served) else [given, served]
+
+
+def _as_served(function: Mapping[str, Any]) -> dict[str, Any]:
+    optional = {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+    return {**{name: function.get(name) for name in ("name", "description", "parameters")}, **optional}
 
 
 def _or_none(bridger: Bridger, make: Callable[[Bridger], tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner import BadBatch, Outcome, Trajectory
+from runner import BadBatch, Outcome, Sampling, Trajectory
 from runner.testing import call
 from runner.trainers.openenv import read_training_trace, training_trace
 from tests.playing import recording, talked, twice
@@ -45,6 +45,13 @@ async def test_messages_of_each_turn_are_in_the_shape_of_openai() -> None:
     assert [message["role"] for message in first["request"]["messages"]] == ["user"]
     assert [message["role"] for message in second["request"]["messages"]] == ["user", "assistant", "user"]
     assert second["response"]["choices"][0]["message"]["content"] == "42"
+
+
+async def test_ignored_stops_are_in_the_request() -> None:
+    for ignored in (True, False):
+        trajectory = await talked(twice, recording(["21", "42"]), sampling=Sampling(ignore_eos=ignored, max_tokens=9))
+        calls = read_training_trace(json.dumps(checked(trajectory)))
+        assert [each.ignores_stops for each in calls] == [ignored, ignored]
 
 
 async def test_arguments_of_calls_are_text() -> None:

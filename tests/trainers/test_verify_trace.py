@@ -181,6 +181,32 @@ def test_history_that_the_template_shortens_is_no_finding() -> None:
     assert (finding.fault, finding.turn, finding.index) == (TraceFault.FIRST_PROMPT, 1, len(second) - 1)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_tools_as_vllms_server_gives_them_are_no_finding(form: str, tmp_path: Path) -> None:
+    """Its fields in its order, with null for a description that the request left out (vLLM 0.32)."""
+    entry, (talk, stops) = named("Qwen-Qwen2.5-7B-Instruct"), conversation()
+    given: Any = {"type": "function", "function": {"strict": True, "parameters": {"type": "object"}, "name": "f"}}
+    function = {"name": "f", "description": None, "parameters": {"type": "object"}, "strict": True}
+    served = {"type": "function", "function": function}  # as its ChatCompletionToolsParam dumps `given`
+    render = entry.renderer().render
+    prompts = [host().encode(render(talk.messages[: talk.replied], tools=[tool])) for tool in (given, served)]
+    assert prompts[0] != prompts[1]
+    for prompt in prompts:
+        own = replace(talk, prompt=prompt, tools=[given])
+        assert [report.findings for report in reports(tmp_path, entry, form, own, stops=stops)] == [[]]
+    (report,) = reports(tmp_path, entry, form, replace(own, prompt=[*prompt[:-9], *prompt[-8:]]), stops=stops)
+    assert [finding.fault for finding in report.findings] == [TraceFault.FIRST_PROMPT]
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_ids_after_a_stop_that_was_ignored_are_no_finding(ignored: bool) -> None:
+    talk, stops = conversation()
+    trace = FORMS["openenv"](PLANTED["ids stand after the stop"][1](talk))
+    trace["turns"][0]["request"]["ignore_eos"] = ignored
+    found = [finding.fault for finding in checked(trace, named("Qwen-Qwen2.5-7B-Instruct"), stops).findings]
+    assert found == [TraceFault.AFTER_STOP] * (not ignored)
+
+
 def test_messages_that_are_not_text_are_counted_and_not_compared() -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     report = checked({"turns": [turn("a", [1, 2], [3], image, ASSISTANT)]}, named("Qwen-Qwen3-0.6B"), ("<|im_end|>",))
