@@ -240,7 +240,7 @@ class SandboxUnavailable(SandboxFailed):
 
 
 class VerifierFailed(DeltarunnerError):
-    """The verifier of a task wrote no reward, or something else than numbers; the text has its last output."""
+    """The verifier or the scorer of a task gave no reward, or no number; the text has its last output."""
 
 
 class JudgeFailed(DeltarunnerError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -27,7 +27,7 @@ from runner.interop.harbor_tasks import (
     read_task,
     unsupported,
 )
-from runner.interop.terminal import GRACE_SECONDS, TOOL_OUTPUT_BYTES, shell_command
+from runner.interop.terminal import GRACE_SECONDS, TOOL_OUTPUT_BYTES, restored, shell_command
 from runner.options import Limits
 from runner.sandbox.client import last_words
 from runner.sandbox.containers import default_provider
@@ -79,7 +79,7 @@ class Harbor(Environment):
         seconds: float = 120,
         at_once: int = 0,
         skip_unsupported: bool = False,
-        restart_before_tests: bool = False,
+        as_left: bool = False,
         train: bool | None = None,
         system_as_user: bool = False,
         overflow: str = "tell",
@@ -94,8 +94,9 @@ class Harbor(Environment):
             seconds: the time limit of a call of the tool.
             at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
             skip_unsupported: leave out tasks with requirements that are not supported, instead of refusing all.
-            restart_before_tests: end all processes of the sandbox before the verifier runs. Tasks that ask for a
-                running server then fail, and no process can change the reward afterwards.
+            as_left: accept the reward of the sandbox as the play left it. Otherwise a reward above 0 must hold a second
+                time, when all processes have ended and the programs of the image are put back. It need not for a task
+                whose own solution does not pass that either, such as one that asks for a running server.
             train: for an agent program: train all threads or none; None trains those with tools.
             system_as_user: for an agent program: turn later system messages into user messages.
             overflow: for an agent program: if a history does not fit, "tell" it, or "end" the episode.
@@ -109,7 +110,7 @@ class Harbor(Environment):
         """The folder."""
         self.skip_unsupported = skip_unsupported
         """True to leave out tasks that cannot be played."""
-        self._seconds, self._at_once, self._restart_before_tests = seconds, at_once, restart_before_tests
+        self._seconds, self._at_once, self._as_left = seconds, at_once, as_left
         self._serving: dict[str, Any] = {
             "train": train,
             "system_as_user": system_as_user,
@@ -129,7 +130,7 @@ class Harbor(Environment):
         ]
 
     async def lifespan(self) -> AsyncIterator[dict[str, bool]]:
-        """Find the engine. The value says which verifiers work in an untouched sandbox."""
+        """Find the engine. The value holds what is found about tasks."""
         await default_provider().check()
         yield {}
 
@@ -140,8 +141,8 @@ class Harbor(Environment):
             self.limits,
             seconds=task.agent_seconds,
             tool_seconds=self._seconds + GRACE_SECONDS,
-            # Twice, because a verifier without a reward is tried in a second sandbox.
-            reward_seconds=2 * (task.verifier_seconds + GRACE_SECONDS),
+            # The verifier runs here twice, and as often in a second sandbox, after the task's solution.
+            reward_seconds=4 * (task.verifier_seconds + GRACE_SECONDS) + task.agent_seconds,
         )
         options = {name: getattr(task.options, name) for name in task.options.__slots__}
         self.sandbox = await self.episode.sandbox(at_once=self._at_once or None, **options)
@@ -172,33 +173,56 @@ class Harbor(Environment):
     @reward
     async def verified(self) -> float:
         """The reward that the verifier wrote."""
-        if self._restart_before_tests:
-            await self.sandbox.restart()
         try:
             self._scores = await verify(self._harbor, self.sandbox)
         except VerifierFailed:
-            if not await self._verifier_works():
+            if not await self._known("works", self._verifier_works):
                 raise
             self._scores = {"reward": 0.0, "broken": 1.0}
+        first = self._scores["reward"]
+        if first > 0 and not self._as_left:
+            again = await _verified_again(self._harbor, self.sandbox)
+            if again < first and await self._known("holds", self._solution_holds):
+                self._scores = {**self._scores, "reward": again, "first": first}
         return self._scores["reward"]
 
     @metric
     def verifier(self) -> dict[str, float]:
-        """The other numbers that the verifier wrote; `broken` is 1 if the play broke the verifier."""
+        """The other numbers that the verifier wrote.
+
+        `broken` is 1 if the play broke the verifier; `first` is the first reward, if it did not hold a second time.
+        """
         return {name: value for name, value in self._scores.items() if name != "reward"}
+
+    async def _known(self, what: str, find: Callable[[], Awaitable[bool]]) -> bool:
+        """Return a property of the task, which is found once in a run."""
+        known, name = self.shared, f"{what} {self._harbor.folder}"
+        if name not in known:
+            known[name] = await find()
+        return bool(known[name])
 
     async def _verifier_works(self) -> bool:
         """True if the verifier writes a reward in an untouched sandbox of the task."""
-        known, name = self.shared, str(self._harbor.folder)
-        if name not in known:
-            try:
-                async with default_provider().open(self._harbor.options) as untouched:
-                    await _wait_until_healthy(self._harbor, untouched)
-                    await verify(self._harbor, untouched)
-                known[name] = True
-            except VerifierFailed:
-                known[name] = False
-        return bool(known[name])
+        try:
+            async with default_provider().open(self._harbor.options) as untouched:
+                await _wait_until_healthy(self._harbor, untouched)
+                await verify(self._harbor, untouched)
+        except VerifierFailed:
+            return False
+        return True
+
+    async def _solution_holds(self) -> bool:
+        """True if the reward of the task's solution holds a second time, or if it has no solution."""
+        if not self._harbor.has_solution:
+            return True
+        try:
+            async with default_provider().open(self._harbor.options) as other:
+                await _wait_until_healthy(self._harbor, other)
+                await _solve(self._harbor, other)
+                first = (await verify(self._harbor, other))["reward"]
+                return await _verified_again(self._harbor, other) >= first
+        except VerifierFailed:
+            return True
 
 
 def supported_tasks(folder: Path, *, skip: bool = False) -> dict[str, HarborTask]:
@@ -251,6 +275,16 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
         except ValueError as error:
             raise VerifierFailed(f"{LOG_FOLDER}/{name}: {error}; the verifier wrote: {last_words(str(done))}") from None
     raise VerifierFailed(f"the verifier wrote no reward into {LOG_FOLDER}: {last_words(str(done))}")
+
+
+async def _verified_again(task: HarborTask, sandbox: Sandbox) -> float:
+    """Return the reward once all processes have ended and the programs of the image are put back; 0 without one."""
+    if not await restored(sandbox):
+        return 0.0
+    try:
+        return (await verify(task, sandbox))["reward"]
+    except VerifierFailed:
+        return 0.0
 
 
 async def _exists(sandbox: Sandbox, path: str) -> bool:

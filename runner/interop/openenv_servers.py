@@ -129,10 +129,12 @@ class OpenEnv(Environment):
     async def _act(self, action: Mapping[str, Any]) -> str:
         if self._done:
             raise ToolError("The episode is over.")
-        observation = await self._ask("step", action)
+        data = await self._exchange("step", action)
         self._steps += 1
-        self._end_if_done()
-        return observation
+        try:
+            return self._observed(data)
+        finally:  # a call that failed may also be the last one
+            self._end_if_done()
 
     async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         return await self._act({"type": _TOOL_CALL, "tool_name": name, "arguments": dict(arguments)})

@@ -21,6 +21,8 @@ BATCH_ROWS = 256
 """Rows of a Parquet file that are decoded at once."""
 MIN_SHUFFLED_ROWS = 10_000
 """Rows of a Parquet file that are shuffled among each other, if it has so many."""
+MAX_SHUFFLED_BYTES = 256 << 20
+"""Size of a row group that is still shuffled whole; a larger one is shuffled in parts, in its order."""
 READ_BYTES = 1 << 20
 """The read buffer of a Parquet column."""
 
@@ -232,7 +234,8 @@ class _CountedLines:
 class _ParquetRows(_FileRows):
     """A Parquet file. Only the columns in use are read, in small batches.
 
-    A shuffled order draws row groups, collects at least `MIN_SHUFFLED_ROWS` rows of them, and shuffles these rows.
+    A shuffled order draws row groups, collects at least `MIN_SHUFFLED_ROWS` rows of them, and shuffles these rows. A
+    row group above `MAX_SHUFFLED_BYTES` is shuffled in consecutive parts, so that memory stays bounded.
     """
 
     def columns(self) -> Sequence[str]:
@@ -266,19 +269,52 @@ class _ParquetRows(_FileRows):
             raise BadTask(f"{self.name}: this is not a Parquet file ({error!s:.200}).") from None
 
     def _shuffled(self, file: Any, columns: list[str], seed: int) -> Iterator[tuple[int, Row]]:
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        starts = list(itertools.accumulate(sizes, initial=1))
         rng = random.Random(f"shuffle {seed}")
-        groups = list(range(len(sizes)))
-        rng.shuffle(groups)
-        while groups:
-            window: list[int] = []
-            while groups and sum(sizes[group] for group in window) < MIN_SHUFFLED_ROWS:
-                window.append(groups.pop())
-            table = file.read_row_groups(window, columns=columns, use_threads=False)
-            numbers = [number for group in window for number in range(starts[group], starts[group + 1])]
+        for table, numbers in _windows(file, columns, rng):
             for place in _order(len(numbers), rng.random()):
                 yield numbers[place], table.slice(place, 1).to_pylist()[0]
+
+
+def _windows(file: Any, columns: list[str], rng: random.Random) -> Iterator[tuple[Any, Sequence[int]]]:
+    """Tables of rows that are shuffled among each other, with their numbers in the file."""
+    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    sizes = [_bytes_of(file.metadata.row_group(group), columns) for group in range(file.num_row_groups)]
+    starts = list(itertools.accumulate(counts, initial=1))
+    groups = list(range(len(counts)))
+    rng.shuffle(groups)
+    while groups:
+        if sizes[groups[-1]] > MAX_SHUFFLED_BYTES:
+            group = groups.pop()
+            yield from _parts(file, columns, group, starts[group])
+            continue
+        window: list[int] = []
+        while groups and sum(counts[group] for group in window) < MIN_SHUFFLED_ROWS:
+            if sum(sizes[group] for group in (*window, groups[-1])) > MAX_SHUFFLED_BYTES:
+                break
+            window.append(groups.pop())
+        table = file.read_row_groups(window, columns=columns, use_threads=False)
+        yield table, [number for group in window for number in range(starts[group], starts[group + 1])]
+
+
+def _parts(file: Any, columns: list[str], group: int, start: int) -> Iterator[tuple[Any, Sequence[int]]]:
+    """Consecutive parts of a large row group."""
+    import pyarrow as pa
+
+    part: list[Any] = []
+    for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
+        part.append(batch)
+        count = sum(each.num_rows for each in part)
+        if count >= MIN_SHUFFLED_ROWS or sum(each.nbytes for each in part) >= MAX_SHUFFLED_BYTES:
+            yield pa.Table.from_batches(part), range(start, start + count)
+            part, start = [], start + count
+    if part:
+        yield pa.Table.from_batches(part), range(start, start + sum(each.num_rows for each in part))
+
+
+def _bytes_of(group: Any, columns: list[str]) -> int:
+    """The decoded size of the columns of a row group, as the file says."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    return sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in columns)
 
 
 def _order(count: int, seed: float) -> array[int]:

@@ -9,13 +9,14 @@ from runner.endpoint.endpoint import Endpoint
 from runner.endpoint.programs import FinishedProgram
 from runner.environment.program import Program
 from runner.errors import BadOption
+from runner.interop.terminal import restored
 from runner.sandbox.containers import default_provider
 from runner.sandbox.sandbox import Sandbox, SandboxOptions
 
 __all__ = ["SandboxedProgram"]
 
-CHECK_SECONDS = 280.0
-"""Time limit of the check; less than the default of `Limits(reward_seconds=)`."""
+CHECK_SECONDS = 220.0
+"""Time limit of the check; less than the default of `Limits(reward_seconds=)`, since a restart comes before it."""
 
 
 class SandboxedProgram(Program):
@@ -37,6 +38,7 @@ class SandboxedProgram(Program):
         cpus: float = 1,
         processes: int = 512,
         network: str = "none",
+        as_left: bool = False,
         **program: Any,
     ) -> None:
         """Create the environment.
@@ -50,11 +52,14 @@ class SandboxedProgram(Program):
             cpus: processor cores.
             processes: the most processes.
             network: "none", so that the program reaches only its endpoint, or "internet".
+            as_left: check the sandbox as the program left it. Otherwise all its processes are ended, and the programs
+                of the image are put back before the check.
             program: further arguments of `Program`.
         """
         if program.get("wrap"):
             raise BadOption(f"wrap={program['wrap']!r:.80} and sandbox={sandbox!r:.80}: give one of them.")
         super().__init__(agent, check, copy, **program)
+        self._as_left = as_left
         self._options = SandboxOptions(
             image=sandbox, memory_mb=memory_mb, cpus=cpus, processes=processes, network=network
         )
@@ -84,4 +89,6 @@ class SandboxedProgram(Program):
         return await endpoint.run(argv, sandbox=self.sandbox, check=self.code)
 
     async def _is_solved(self) -> bool:
+        if not self._as_left and not await restored(self.sandbox):
+            return False
         return (await self.sandbox.exec(self.checking, seconds=CHECK_SECONDS)).ok

@@ -6,6 +6,7 @@ import enum
 import importlib
 import inspect
 import json
+import logging
 import re
 import signal
 import sys
@@ -21,7 +22,7 @@ import anyio.to_process
 import anyio.to_thread
 
 from runner.concurrency.user_code import describe_error
-from runner.errors import BadOption
+from runner.errors import BadOption, VerifierFailed
 from runner.interop.packages import optional_package
 from runner.scoring import Score
 from runner.tasks import Task
@@ -33,6 +34,8 @@ ScoringFunction: TypeAlias = Callable[[str, Task], float | Awaitable[float | Non
 
 MATH_SECONDS = 10.0
 """Time for one comparison of two mathematical expressions, in a process of its own."""
+REGEX_SECONDS = 5.0
+"""Time for one search with a pattern of the user, in a process of its own."""
 MAX_NUMBER_CHARS = 64
 """Most characters of a number; a longer one equals no other."""
 
@@ -133,11 +136,15 @@ class _RegexScorer:
         return
 
     async def score(self, text: str, task: Task) -> Score:
-        matches = list(self.pattern.finditer(text))
-        if not matches or not task.answer:
-            return float(bool(matches))
-        found = matches[-1]
-        return float((found[1] if self.pattern.groups else found[0]) == task.answer)
+        return await _in_process("regex", _match, REGEX_SECONDS, self.pattern.pattern, text, task.answer)
+
+
+def _match(pattern: str, text: str, answer: str) -> float:
+    matches = list(re.finditer(pattern, text))
+    if not matches or not answer:
+        return float(bool(matches))
+    found = matches[-1]
+    return float((found[1] if found.re.groups else found[0]) == answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,35 +154,58 @@ class _MathScorer:
     def check(self, answer: str) -> None:
         if not answer.strip():
             raise ValueError("the answer is empty")
+        # Text alone is what the library gives back where it can parse nothing.
+        if all(isinstance(each, str) for each in _parsed_answer(_math_library(), answer)):
+            raise ValueError(f"math-verify cannot read the answer {answer!r:.60} as a mathematical expression")
 
     async def score(self, text: str, task: Task) -> Score:
-        # In a process, since an expression of the model may take forever, which ends neither a thread nor this loop.
-        try:
-            return await anyio.to_process.run_sync(_equal_math, text, task.answer, MATH_SECONDS, cancellable=True)
-        except anyio.BrokenWorkerProcess:
-            return 0.0
+        return await _in_process("math", _equal_math, MATH_SECONDS, text, task.answer)
 
 
-def _equal_math(text: str, answer: str, seconds: float) -> float:
-    """Compare in a worker process, which ends itself if that takes too long; imports do not count."""
-    import math_verify
+async def _in_process(score: str, function: Callable[..., float], seconds: float, *arguments: str) -> float:
+    """Call a function in a worker process: a search or an expression may take forever, and block this loop.
 
+    Raises:
+        VerifierFailed: the process ended, at the time limit or for its memory.
+    """
+    call = partial(_timed, function, seconds, *arguments)
+    try:
+        return await anyio.to_process.run_sync(call, cancellable=True)
+    except anyio.BrokenWorkerProcess:
+        raise VerifierFailed(
+            f"score={score}: the process that scores the reply was ended, at its limit of {seconds:g} s or for its "
+            "memory."
+        ) from None
+
+
+def _timed(function: Callable[..., float], seconds: float, *arguments: str) -> float:
+    """Call a function in a worker process, which ends itself if that takes too long."""
+    if function is _equal_math:
+        _math_library()  # its import does not count
     # The default action, because Python's handlers wait for the end of a long computation in C.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return _verified(math_verify, text, answer)
+        return function(*arguments)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _verified(math_verify: Any, text: str, answer: str) -> float:
+def _equal_math(text: str, answer: str) -> float:
     # Without the library's own time limits, which are signals as well.
-    gold = math_verify.parse(answer, parsing_timeout=None)
-    if not gold:
-        gold = math_verify.parse(f"${answer}$", parsing_timeout=None)
-    found = math_verify.parse(text, parsing_timeout=None)
-    return float(math_verify.verify(gold, found, timeout_seconds=None))
+    library = _math_library()
+    found = library.parse(text, parsing_timeout=None)
+    return float(library.verify(_parsed_answer(library, answer), found, timeout_seconds=None))
+
+
+def _math_library() -> Any:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    return importlib.import_module("math_verify")
+
+
+def _parsed_answer(library: Any, answer: str) -> Any:
+    """The expressions of a reference answer; none if it cannot be read."""
+    return library.parse(answer, parsing_timeout=None) or library.parse(f"${answer}$", parsing_timeout=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +240,27 @@ def _function(module: str, name: str, score: str) -> ScoringFunction:
 
 # --- comparisons
 
+_UNITS: Final = (
+    "[kcmµ]?m|[kmµ]?g|lbs?|oz|ft|in|mi|[mµn]?s|sec|min|hrs?|h|[mc]?[lL]|k?Wh?|k?V|m?A|[kMG]?Hz|k?J|k?cal|[kKMGT]?i?B"
+)
+"""Units that stand directly behind a number; "3D" and "2nd" are none."""
+
 _NUMBER: Final = re.compile(
-    r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?![\w])|(?<!\w)-?\.\d+"
+    # A number that begins after "1," would be searched to its end for each of its digits.
+    r"(?<![\w.])(?<!\d,)[-+]?\$?\d[\d,]*+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?"
+    rf"(?=(?:(?:{_UNITS})[²³]?)?(?!\w))|(?<!\w)-?\.\d+"
 )
 _BOXED: Final = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _HASHES: Final = re.compile(r"####\s*([^\n]+)")
 _CHOSEN: Final = re.compile(
     # "a" and "i" are words too, and "Option A is wrong" chooses nothing.
-    r"(?i:answer|choice|option)\b\W*(?i:is|:)?\W*\b([A-Zb-hj-z]\b(?!')|[ai]\b(?=[\s.)*]*$))"
+    r"(?i:answer|choice|option)\b\W*+(?i:is)?\W*+\b([A-Zb-hj-z]\b(?!')|[ai]\b(?=[\s.)*]*$))"
     r"(?!\s+(?i:is|was)\s+(?i:wrong|incorrect|not|false)\b)",
     re.MULTILINE,
 )
 _LETTER: Final = re.compile(r"\(([A-Z])\)|\b([A-Z])\b(?=[.):*]|\s*$)|(?<=\*\*)([A-Z])(?=\*\*)", re.MULTILINE)
 _FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
-_FENCED: Final = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCED: Final = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def _exact(text: str, answer: str) -> bool:

@@ -13,7 +13,7 @@ from runner.sandbox.sandbox import Sandbox, SandboxOptions
 from runner.scoring import reward
 from runner.tools.tool import tool
 
-__all__ = ["TOOL_OUTPUT_BYTES", "Terminal", "shell_command"]
+__all__ = ["TOOL_OUTPUT_BYTES", "Terminal", "restored", "shell_command"]
 
 TOOL_OUTPUT_BYTES: Final = 16 * 1024
 """Bytes of a command's output that the model reads."""
@@ -27,6 +27,15 @@ _BASH_OR_SH: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"
 def shell_command(command: str) -> list[str]:
     """Return the arguments that run a command in bash, or in sh if the sandbox has no bash."""
     return ["sh", "-c", _BASH_OR_SH, "sh", command]
+
+
+async def restored(sandbox: Sandbox) -> bool:
+    """End all processes and put the programs of the image back; False if what was done in the sandbox prevents it."""
+    try:
+        await sandbox.restore()
+    except OSError:
+        return False
+    return True
 
 
 class Terminal(Environment):
@@ -46,6 +55,8 @@ class Terminal(Environment):
         network: str = "none",
         upload: str = "",
         at_once: int = 0,
+        user: str = "",
+        as_left: bool = False,
     ) -> None:
         """Choose the sandbox.
 
@@ -59,6 +70,10 @@ class Terminal(Environment):
             network: "none" or "internet".
             upload: a folder whose contents are copied to the working folder of each sandbox.
             at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
+            user: the user of the model's commands and of the uploaded files; the check is then run by root. Without it
+                both are the user of the image.
+            as_left: check the sandbox as the model left it. Otherwise all its processes are ended, and the programs of
+                the image are put back before the check.
         """
         self._check, self._seconds, self._folder, self._at_once = check, seconds, upload, at_once
         self._image = image
@@ -67,10 +82,12 @@ class Terminal(Environment):
             "cpus": cpus,
             "processes": processes,
             "network": network,
+            "user": user or None,
         }
+        self._check_user, self._as_left = "0" if user else None, as_left
         SandboxOptions(image=image, **self._options)  # refuses invalid ones
         late = seconds + GRACE_SECONDS
-        self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + GRACE_SECONDS)
+        self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + 3 * GRACE_SECONDS)
         self.sandbox: Sandbox
         """The sandbox; set from `setup()` on."""
 
@@ -102,7 +119,10 @@ class Terminal(Environment):
     @reward
     async def solved(self) -> bool:
         """True if the check exits with 0."""
-        return (await self.sandbox.exec(shell_command(self._check_command()), seconds=self._seconds)).ok
+        argv = shell_command(self._check_command())
+        if not self._as_left and not await restored(self.sandbox):
+            return False
+        return (await self.sandbox.exec(argv, seconds=self._seconds, user=self._check_user)).ok
 
     def _check_command(self) -> str:
         return str(self.task.info.get("check") or self._check)

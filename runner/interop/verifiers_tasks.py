@@ -6,9 +6,11 @@ import asyncio
 import functools
 import inspect
 import json
+import os
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic_core import to_json
 
@@ -23,6 +25,9 @@ from runner.tasks import Task
 from runner.tools.tool import Tool
 
 __all__ = ["Verifiers"]
+
+_SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|_KEY(_|$)|_AUTH(_|$)", re.IGNORECASE)
+"""Parts of the names of variables that hold secrets, such as HF_TOKEN."""
 
 
 class Verifiers(Environment):
@@ -94,7 +99,7 @@ class Verifiers(Environment):
         )
         runtimes = _verifiers("verifiers.v1.runtimes")
         self._runtime = runtimes.make_runtime(runtimes.SubprocessConfig(), name=self._trace.id)
-        self._runtime.env = dict(self._task.runtime_env())
+        self._runtime.env = {**_blank_secrets(), **self._task.runtime_env()}
         stack = self.episode.exit_stack
         stack.push_async_callback(self._runtime.stop)
         await self._runtime.start()
@@ -219,6 +224,11 @@ async def _served_tools(toolset: Any, stack: AsyncExitStack, data: Any = None) -
         made = _mcp("tools.base").Tool.from_function(function, name=name, description=description)
         found.append(_ServedTool(toolset, made))
     return found
+
+
+def _blank_secrets() -> dict[str, str]:
+    """Empty values for secrets of this process: verifiers passes on all but names with API_KEY to what tasks start."""
+    return {name: "" for name in os.environ if _SECRET.search(name)}
 
 
 def _refuse_unsupported(task: Any, name: str) -> None:

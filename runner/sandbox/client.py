@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import IO, Final
 
@@ -15,7 +16,7 @@ from anyio.lowlevel import RunVar
 
 from runner.concurrency.child_processes import child_ended
 
-__all__ = ["CallResult", "ContainerClient", "Output", "client_environ", "last_words", "variable_flags"]
+__all__ = ["CallResult", "ContainerClient", "Output", "client_environ", "file_error", "last_words", "variable_flags"]
 
 CALL_SECONDS: Final = 120.0
 """Time limit of a call that manages containers."""
@@ -77,6 +78,22 @@ def last_words(output: bytes | str) -> str:
     return text.strip()[-ERROR_CHARS:] or "it printed nothing"
 
 
+def file_error(result: CallResult, path: str, what: str) -> OSError:
+    """Return the error of a copy of a file that failed, by its cause.
+
+    Args:
+        result: the call.
+        path: the file or folder.
+        what: what failed, as "cannot be read in the sandbox".
+    """
+    words = result.error.lower()
+    if "permission denied" in words:
+        return PermissionError(f"{path!r} {what} ({result.error})")
+    if "no such file" in words or "could not find" in words:
+        return FileNotFoundError(f"{path!r} {what}: it does not exist ({result.error})")
+    return OSError(f"{path!r} {what} ({result.error})")
+
+
 class Output:
     """The first and the last half of an output.
 
@@ -134,6 +151,25 @@ class Output:
         return bytes(self._head) + note + tail
 
 
+class _FileOutput(Output):
+    """An output that a file receives, up to a size.
+
+    Raises:
+        OSError: there is more, or no space.
+    """
+
+    def __init__(self, file: IO[bytes], most_bytes: int) -> None:
+        super().__init__(0)
+        self._file, self._most_bytes = file, most_bytes
+
+    def add(self, chunk: bytes) -> None:
+        """Write the next bytes."""
+        self._most_bytes -= len(chunk)
+        if self._most_bytes < 0:
+            raise OSError("the output of the container engine is larger than expected")
+        self._file.write(chunk)
+
+
 @dataclass(frozen=True, slots=True)
 class CallResult:
     """A call of the client that has ended."""
@@ -180,11 +216,26 @@ class ContainerClient:
         self,
         *arguments: str,
         stdin: IO[bytes] | None = None,
+        into: IO[bytes] | None = None,
         seconds: float = CALL_SECONDS,
         most_bytes: int = 1024 * 1024,
         env: Mapping[str, str] | None = None,
+        while_runs: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> CallResult:
-        """Run a command of the client; its output is limited. Cancelled, the client is ended."""
+        """Run a command of the client; its output is limited. Cancelled, the client is ended.
+
+        Args:
+            arguments: the command and its arguments.
+            stdin: its input.
+            into: the file for its output, in place of the result.
+            seconds: time limit.
+            most_bytes: most bytes of the output; with a file more of them are an error.
+            env: further variables of the client.
+            while_runs: called with the client's process id; its context is left when the client has ended.
+
+        Raises:
+            OSError: the file has no space, or there is more than `most_bytes`.
+        """
         limiter = _limiter.get(None)
         if limiter is None:
             limiter = anyio.CapacityLimiter(CALLS_AT_ONCE_COUNT)
@@ -192,11 +243,12 @@ class ContainerClient:
         owner = object()
         await limiter.acquire_on_behalf_of(owner)
         try:
-            stdout, stderr = Output(most_bytes), Output(CHUNK_BYTES)
+            stdout = Output(most_bytes) if into is None else _FileOutput(into, most_bytes)
+            stderr = Output(CHUNK_BYTES)
             process = self.start(arguments, stdin=stdin, env=env)
             code = -1
             try:
-                with anyio.move_on_after(seconds):
+                with while_runs(process.pid), anyio.move_on_after(seconds):
                     code = await self.finish(process, stdout, stderr)
             finally:
                 await self.end(process)

@@ -18,8 +18,9 @@ import anyio
 
 from runner.concurrency.clocks import loop_time
 from runner.errors import BadOption, SandboxFailed, SandboxGone
-from runner.sandbox.client import ContainerClient, Output, variable_flags
+from runner.sandbox.client import ContainerClient, Output, file_error, variable_flags
 from runner.sandbox.loopback import listen_inside
+from runner.sandbox.programs import restore_programs
 from runner.sandbox.sandbox import EXEC_SECONDS, FILE_BYTES, OUTPUT_BYTES, Executed, SandboxEnd, decoded
 
 __all__ = ["ContainerSandbox"]
@@ -47,6 +48,8 @@ _COMMAND: Final = 'echo $$ >&2; exec "$@"'
 
 _OTHER_CAUSES: Final = ("not found", "no such", "unable to find user", "permission denied")
 """Parts of the client's message where a command cannot be started for another reason than too many processes."""
+
+_STATE: Final = "{{.State.Status}} {{.State.OOMKilled}}"
 
 # Only builtins of sh, and `tr`. Rounds, because a process that was not seen yet may have started another one.
 _KILL: Final = """
@@ -125,9 +128,35 @@ class ContainerSandbox:
     async def restart(self) -> None:
         """End all processes, as in `Sandbox.restart`."""
         result = await self._client.call("restart", "-t", "0", self.name)
-        if not result.ok:
+        if not result.ok or (await self._status())[0] != "running":
+            # Its first process is the shell of the image, which may have been replaced inside.
+            await self.restore()
+
+    async def restore(self) -> None:
+        """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
+        # Stopped first, so that no process can undo it, and started with the shell of the image.
+        stopped = await self._client.call("stop", "-t", "0", self.name)
+        if not stopped.ok:
             await self._check_running()
-            raise SandboxFailed(f"sandbox {self.name} does not restart: {result.error}")
+            raise SandboxFailed(f"sandbox {self.name} does not stop: {stopped.error}")
+        try:
+            await restore_programs(self._client, self.name)
+        finally:
+            started = await self._client.call("start", self.name)
+        if not started.ok or (await self._status())[0] != "running":
+            raise OSError(f"sandbox {self.name} does not start again, since it was damaged inside: {started.error}")
+
+    async def _status(self) -> tuple[str, bool]:
+        """Return the state of the container, and whether it ran out of memory.
+
+        Raises:
+            SandboxGone: it does not exist.
+        """
+        state = await self._client.call("container", "inspect", "--format", _STATE, self.name)
+        if not state.ok:
+            raise SandboxGone(f"sandbox {self.name} was removed from outside")
+        status, _, is_out_of_memory = state.text.partition(" ")
+        return status, is_out_of_memory == "true"
 
     async def _check_running(self) -> None:
         """Start the container again if it ran out of memory.
@@ -135,16 +164,12 @@ class ContainerSandbox:
         Raises:
             SandboxGone: it does not exist, or was stopped from outside.
         """
-        form = "{{.State.Status}} {{.State.OOMKilled}}"
-        state = await self._client.call("container", "inspect", "--format", form, self.name)
-        status, _, is_out_of_memory = state.text.partition(" ")
-        if state.ok and status == "running":
+        status, is_out_of_memory = await self._status()
+        if status == "running":
             return
-        if state.ok and is_out_of_memory == "true":
-            await self._client.call("start", self.name)
-            return
-        what = f"was stopped from outside (it is {status})" if state.ok else "was removed from outside"
-        raise SandboxGone(f"sandbox {self.name} {what}")
+        if not is_out_of_memory:
+            raise SandboxGone(f"sandbox {self.name} was stopped from outside (it is {status})")
+        await self._client.call("start", self.name)
 
     # --- files
 
@@ -156,7 +181,7 @@ class ContainerSandbox:
         result = await self._client.call("cp", *follow, f"{self.name}:{where}", "-", most_bytes=2 * (most_bytes + 4096))
         if not result.ok:
             await self._check_running()
-            raise FileNotFoundError(f"{path!r} does not exist in the sandbox, or cannot be read ({result.error})")
+            raise file_error(result, path, "cannot be read in the sandbox")
         with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
             member = archive.next()
             if member is None or not member.isreg():
@@ -194,7 +219,7 @@ class ContainerSandbox:
         result = await self._client.call("cp", "-", f"{self.name}:/", stdin=file)
         if not result.ok:
             await self._check_running()
-            raise OSError(f"{path!r} cannot be written in the sandbox ({result.error})")
+            raise file_error(result, path, "cannot be written in the sandbox")
 
     async def _absolute(self, path: str) -> str:
         if not isinstance(path, str) or not path or "\0" in path:

@@ -19,7 +19,7 @@ from runner.errors import BadOption, SandboxFailed, SandboxUnavailable
 from runner.sandbox.client import ContainerClient, variable_flags
 from runner.sandbox.container import ContainerSandbox
 from runner.sandbox.images import find_image
-from runner.sandbox.leftovers import OWNER_LABEL, Watcher, owner_of, remove_flags, remove_leftovers
+from runner.sandbox.leftovers import Watcher, own_label, remove_container, remove_leftovers
 from runner.sandbox.sandbox import Sandbox, SandboxOptions
 
 __all__ = ["ENGINE_VARIABLE", "Containers", "default_provider"]
@@ -66,7 +66,8 @@ class Containers:
     async def _image(self, client: ContainerClient, options: SandboxOptions) -> str:
         # Neither the wait for another build nor a build counts against the episode.
         with Waiting():
-            return await find_image(client, str(options.image), options.folder, seconds=options.build_seconds)
+            image, seconds = str(options.image), options.build_seconds
+            return await find_image(client, image, options.folder, seconds=seconds, while_runs=self._watcher.ending)
 
     @asynccontextmanager
     async def open(self, options: SandboxOptions) -> AsyncIterator[Sandbox]:
@@ -83,8 +84,7 @@ class Containers:
                     await _create(client, name, image, options)
                 yield container
             finally:
-                with anyio.CancelScope(shield=True):
-                    await client.call("rm", *remove_flags(client), name)
+                await remove_container(client, name)
 
     async def check(self) -> None:
         """Find the engine. The first call also removes the containers that killed processes left.
@@ -153,16 +153,18 @@ async def _create(client: ContainerClient, name: str, image: str, options: Sandb
         "--workdir": options.workdir,
     }
     flags = [f"{flag}={value}" for flag, value in limits.items() if value is not None]
-    flags += ["--network=none"] if options.network == "none" else []
+    # By name, because the default of an engine's settings may be the network of this machine, with its loopback.
+    internet = "bridge" if client.is_docker else "private"
+    flags.append(f"--network={'none' if options.network == 'none' else internet}")
+    flags += [f"--storage-opt=size={options.disk_mb}m"] if options.disk_mb is not None else []
     # podman copies proxy variables of its own, with their passwords, into containers.
     flags += [] if client.is_docker else ["--http-proxy=false"]
     flags += [f"--tmpfs={path}:rw,exec,size={size},mode=1777" for path, size in options.tmpfs.items()]
     variables, passed = variable_flags(options.env)
     flags += ["--security-opt=no-new-privileges", "--cap-drop=NET_RAW", "--cap-drop=MKNOD", "--no-healthcheck"]
-    labels = [f"--label={OWNER_LABEL}={owner_of(os.getpid())}"]
     command = ["--entrypoint=sh", image, "-c", _FIRST_PROCESS]
     result = await client.call(
-        "run", "-d", f"--name={name}", "--pull=never", *labels, *flags, *variables, *command, env=passed
+        "run", "-d", f"--name={name}", "--pull=never", own_label(), *flags, *variables, *command, env=passed
     )
     if not result.ok:
         raise SandboxFailed(f"image {image!r}: {client.argv[0]} cannot start a sandbox of it: {result.error}")

@@ -7,10 +7,10 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import anyio
 
@@ -26,7 +26,12 @@ BUILD_OUTPUT_BYTES: Final = 64 * 1024
 """Bytes of a build's output that are kept."""
 
 
-async def find_image(client: ContainerClient, image: str, folder: Path | None, *, seconds: float) -> str:
+WhileRuns: TypeAlias = Callable[[int], AbstractContextManager[object]]
+
+
+async def find_image(
+    client: ContainerClient, image: str, folder: Path | None, *, seconds: float, while_runs: WhileRuns
+) -> str:
     """Return the name of an image that exists on this machine.
 
     An image is built or pulled if it is missing, by one caller at a time, also among several processes.
@@ -36,6 +41,7 @@ async def find_image(client: ContainerClient, image: str, folder: Path | None, *
         image: the name of the image.
         folder: the folder with the Dockerfile; it replaces the name.
         seconds: time limit of the build or the pull.
+        while_runs: see `ContainerClient.call`.
 
     Raises:
         ImageBuildFailed: the build fails.
@@ -44,7 +50,7 @@ async def find_image(client: ContainerClient, image: str, folder: Path | None, *
     if folder is None:
         async with _locked(image):
             if not await _exists(client, image):
-                await _pull(client, image, seconds)
+                await _pull(client, image, seconds, while_runs)
         return image
     if not (folder / "Dockerfile").is_file():
         raise SandboxFailed(f"image folder {str(folder)!r}: it has no Dockerfile; give a folder with one.")
@@ -52,7 +58,7 @@ async def find_image(client: ContainerClient, image: str, folder: Path | None, *
     tag = f"localhost/deltarunner:{await anyio.to_thread.run_sync(_hash_of, folder)}"
     async with _locked(tag):
         if not await _exists(client, tag):
-            await _build(client, folder, tag, seconds)
+            await _build(client, folder, tag, seconds, while_runs)
     return tag
 
 
@@ -60,8 +66,8 @@ async def _exists(client: ContainerClient, image: str) -> bool:
     return (await client.call("image", "inspect", "--format", "{{.Id}}", image)).ok
 
 
-async def _pull(client: ContainerClient, image: str, seconds: float) -> None:
-    result = await client.call("pull", "-q", image, seconds=seconds)
+async def _pull(client: ContainerClient, image: str, seconds: float, while_runs: WhileRuns) -> None:
+    result = await client.call("pull", "-q", image, seconds=seconds, while_runs=while_runs)
     if not result.ok:
         raise SandboxFailed(
             f"image {image!r}: it is not on this machine and cannot be pulled; give the name of an image that is, or a "
@@ -69,9 +75,10 @@ async def _pull(client: ContainerClient, image: str, seconds: float) -> None:
         )
 
 
-async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float) -> None:
-    arguments = ["build", "-t", tag, "--label", "deltarunner.image=1", str(folder)]
-    result = await client.call(*arguments, seconds=seconds, most_bytes=BUILD_OUTPUT_BYTES)
+async def _build(client: ContainerClient, folder: Path, tag: str, seconds: float, while_runs: WhileRuns) -> None:
+    # The label is that of docs/sandboxes.md for the removal of all of them.
+    arguments = ["build", "-t", tag, "--label", "deltarunner.image=1", "--force-rm", str(folder)]
+    result = await client.call(*arguments, seconds=seconds, most_bytes=BUILD_OUTPUT_BYTES, while_runs=while_runs)
     if not result.ok:
         late = result.code == -1
         why = f"it took longer than {seconds:g} s" if late else f"{client.argv[0]} build ended with code {result.code}"

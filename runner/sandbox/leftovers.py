@@ -11,28 +11,61 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import anyio
+
+from runner.logs import logger_for
 from runner.sandbox.client import ContainerClient, client_environ
 
-__all__ = ["OWNER_LABEL", "Watcher", "owner_of", "remove_leftovers"]
+__all__ = [
+    "OWNER_LABEL",
+    "Watcher",
+    "own_label",
+    "owner_of",
+    "remove_container",
+    "remove_flags",
+    "remove_leftovers",
+]
+
+REMOVALS_COUNT: Final = 2
+"""Attempts to remove a container."""
 
 OWNER_LABEL: Final = "deltarunner.owner"
 """Label of a container: the process that it belongs to."""
 
-# Ten times: a client that was creating a container when its process was killed still finishes that.
+# Lines that begin with + and - are process ids of clients that build an image, each the leader of a session. Ten
+# times: a client that was creating a container when its process was killed still finishes that.
 _WATCH: Final = """
-read -r _ && exit 0
+clients=
+while read -r line; do
+  case $line in
+    done) exit 0 ;;
+    +*) clients="$clients ${line#+}" ;;
+    -*) left=
+      for id in $clients; do [ "$id" = "${line#-}" ] || left="$left $id"; done
+      clients=$left ;;
+  esac
+done
+for id in $clients; do kill -TERM -- "-$id" 2>/dev/null; done
 label=$1; volumes=$2; shift 2; rounds=0
 while [ $rounds -lt 10 ]; do
   ids=$("$@" ps -aq --filter "label=$label" 2>/dev/null)
   [ -z "$ids" ] || "$@" rm -f $volumes $ids >/dev/null 2>&1
   rounds=$((rounds + 1)); sleep 1
 done
+for id in $clients; do kill -KILL -- "-$id" 2>/dev/null; done
 """
+
+_log = logger_for("sandbox")
 
 
 def owner_of(pid: int) -> str:
     """Return the machine, the boot, the process-id namespace, the id and the start time of a process."""
     return f"{_machine()}:{_boot()}:{_namespace()}:{pid}:{_start_time(pid)}"
+
+
+def own_label() -> str:
+    """Return the option that labels a container as one of this process."""
+    return f"--label={OWNER_LABEL}={owner_of(os.getpid())}"
 
 
 def _machine() -> str:
@@ -82,8 +115,21 @@ async def remove_leftovers(client: ContainerClient) -> list[str]:
     rows = [line.split() for line in listed.text.splitlines()]
     left = [row[0] for row in rows if len(row) == 2 and _is_dead(row[1])]
     if left:
-        await client.call("rm", *remove_flags(client), *left)
+        removed = await client.call("rm", *remove_flags(client), *left)
+        if not removed.ok:
+            _log.warning("sandboxes of earlier runs cannot be removed (%s): %s", " ".join(left), removed.error)
     return left
+
+
+async def remove_container(client: ContainerClient, name: str) -> None:
+    """Remove a container of this process. It is tried twice; a failure is logged, since the play has ended."""
+    with anyio.CancelScope(shield=True):
+        for _ in range(REMOVALS_COUNT):
+            removed = await client.call("rm", *remove_flags(client), name)
+            if removed.ok or "no such container" in removed.error.lower() or "no container with" in removed.error:
+                return
+    command = " ".join([*client.argv, "rm", "-f", name])
+    _log.warning("sandbox %s is left: it cannot be removed (%s). Remove it: %s", name, removed.error, command)
 
 
 def remove_flags(client: ContainerClient) -> list[str]:
@@ -118,6 +164,23 @@ class Watcher:
                 self._used_count -= 1
                 if not self._used_count:
                     self._end()
+
+    @contextmanager
+    def ending(self, pid: int) -> Iterator[None]:
+        """A block during which it also ends this client, with all processes of its session."""
+        with self.watching():
+            self._tell(f"+{pid}")
+            try:
+                yield
+            finally:
+                self._tell(f"-{pid}")
+
+    def _tell(self, line: str) -> None:
+        with self._lock, suppress(OSError):  # it was killed
+            assert self._process is not None
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
 
     def _started(self) -> subprocess.Popen[bytes]:
         flags = " ".join(remove_flags(self._client)[1:])

@@ -141,6 +141,19 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def restore(self) -> None:
+        """End all processes, and put back the programs of the image: the files in the folders of PATH.
+
+        After it a check uses the programs of the image, whatever was done in the sandbox. Programs that were added
+        stay, unless one of the image has the same name. Libraries, and folders at or below the working folder, are
+        not changed.
+
+        Raises:
+            OSError: they cannot be put back; what was done in the sandbox prevents it.
+            SandboxGone: the sandbox does not exist any more.
+        """
+        ...
+
     async def listen(self, port: int) -> socket.socket:
         """Return a socket that listens at 127.0.0.1 and this port inside the sandbox.
 
@@ -164,6 +177,9 @@ class SandboxOptions:
     """Processor cores; None for no limit."""
     processes: int | None = 256
     """Processes and threads; None for no limit."""
+    disk_mb: int | None = None
+    """Space for files that the sandbox writes, in MiB, where the engine can limit it; else it is refused. None for no
+    limit."""
     network: str = "none"
     """"none", or "internet" for the default network of the provider."""
     tmpfs: Mapping[str, str] = field(default_factory=dict)
@@ -181,7 +197,7 @@ class SandboxOptions:
         image: Any = self.image
         if not isinstance(image, str | os.PathLike) or not os.fspath(image):
             raise BadOption(f"sandbox(image={image!r:.60}): give the name of an image, or a folder with a Dockerfile.")
-        for name, least in (("memory_mb", 6), ("processes", 4)):
+        for name, least in (("memory_mb", 6), ("processes", 4), ("disk_mb", 1)):
             value = getattr(self, name)
             if value is not None:
                 checked.whole(f"sandbox({name}={value!r:.60})", value, least=least)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner import BadEnvironment, BadTask, ScriptedEngine, Task
+from runner import BadEnvironment, BadTask, ScriptedEngine, Task, VerifierFailed
 from runner.interop import Dataset
 from runner.interop.scorers import scorer_of
 from runner.testing import play_many_async
@@ -109,8 +110,17 @@ async def test_math_compares_expressions(answer: str, text: str, expected: float
 
 @pytest.mark.anyio
 @pytest.mark.package("math_verify")
-async def test_math_that_never_ends_scores_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_math_that_never_ends_is_a_failure_and_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.interop.scorers.MATH_SECONDS", 2.0)
     scorer = scorer_of("math")
-    assert await scorer.score("$9^{9^{9^{9}}} + x$", Task("t", "?", "$x + 9^{9^{9^{8}}}$")) == 0
+    with pytest.raises(VerifierFailed, match=r"score=math: the process .* at its limit of 2 s or for its memory"):
+        await scorer.score("$9^{9^{9^{9}}} + x$", Task("t", "?", "$x + 9^{9^{9^{8}}}$"))
     assert await scorer.score("$0.5$", Task("t", "?", "$1/2$")) == 1
+
+
+@pytest.mark.package("math_verify")
+def test_a_math_answer_that_cannot_be_read_is_refused_by_row() -> None:
+    rows = [{"question": "?", "answer": "1/2"}, {"question": "??", "answer": "$\\frac{1}{"}]
+    said = re.escape("row 2: math-verify cannot read the answer '$\\\\frac{1}{' as a mathematical expression")
+    with pytest.raises(BadTask, match=said):
+        list(Dataset(rows, prompt="question", answer="answer", score="math").tasks())

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from runner import Task
+from runner import Task, VerifierFailed
 from runner.interop.scorers import scorer_of
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +32,14 @@ CASES: list[tuple[str, str, str, float]] = [
     ("number", "5", "1e999999999", 0),
     ("number", "5", "9" * 10_000, 0),
     ("number", "1000", "1e3", 1),
+    ("number", "5kg", "It weighs 5 kg.", 1),
+    ("number", "5", "so 5kg in 3D, the 2nd time", 1),
+    ("number", "7", "7m² at 80km/h", 0),
+    ("number", "80", "7m² at 80km/h", 1),
+    ("number", "5", "B5kg", 0),
+    ("number", "5", "1," * 100_000 + "a", 0),
+    ("choice", "B", "answer" + " " * 200_000, 0),
+    ("json", "1", "```" + "\n" * 200_000, 0),
     ("choice", "B", "The answer is (B).", 1),
     ("choice", "B", "b", 1),
     ("choice", "B", "The answer is a tricky one, but I pick B", 1),
@@ -56,6 +65,25 @@ async def test_scorer_scores_a_reply(score: str, answer: str, text: str, expecte
     scorer = scorer_of(score)
     scorer.check(answer)
     assert await scorer.score(text, Task("t", "?", answer)) == expected
+
+
+async def test_a_pattern_that_never_ends_fails_and_blocks_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.interop.scorers.REGEX_SECONDS", 1.0)
+    scorer, turns = scorer_of("regex:^(a+)+$"), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.sleep(0.01)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(count)
+        with pytest.raises(VerifierFailed, match=r"score=regex: the process .* at its limit of 1 s or for its memory"):
+            await scorer.score("a" * 60 + "b", Task("t", "?"))
+        group.cancel_scope.cancel()
+    assert turns > 10
+    assert await scorer.score("aaa", Task("t", "?")) == 1
 
 
 async def test_a_function_of_a_module_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,38 @@ async def test_a_daemon_survives_its_command_but_not_a_restart(box: Sandbox) -> 
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("left", ["rm /bin/sh", "rm /bin/sh /bin/cat; ln -s /bin/true /bin/sh", "rm -r /bin"])
+async def test_a_restart_needs_no_program_that_is_left(engine: str, left: str) -> None:
+    async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
+        await sandbox.exec(sh(f"echo kept >/scratch/file; {left}"))
+        await sandbox.restart()
+        assert (await sandbox.exec(sh("cat /scratch/file"))).stdout == "kept\n"
+
+
+@pytest.mark.whole
+async def test_restored_programs_are_those_of_the_image(engine: str) -> None:
+    async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
+        before = (await sandbox.exec(sh("ls -l /bin | cut -c1-10,57-"))).stdout
+        change = (
+            "rm /bin/cat; ln -sf /tmp/x /bin/ls; echo x >/bin/new; echo /x.so >/etc/ld.so.preload; echo 1 >/scratch/a"
+        )
+        await sandbox.exec(sh(f"{change}; sleep 906 & mkdir -p /usr/local/bin; ln -s /bin/true /usr/local/bin/wc"))
+        await sandbox.restore()
+        after = (await sandbox.exec(sh("rm /bin/new; ls -l /bin | cut -c1-10,57-"))).stdout
+        assert after == before
+        seen = await sandbox.exec(sh("cat /etc/ld.so.preload /scratch/a; echo 12 | wc -c; ps | grep -c 'sleep 90[6]'"))
+        assert seen.stdout == "1\n3\n0\n"
+
+
+@pytest.mark.whole
+async def test_a_folder_in_place_of_a_program_is_an_error(engine: str) -> None:
+    async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
+        await sandbox.exec(sh("rm /bin/cat; mkdir /bin/cat"))
+        with pytest.raises(OSError, match="the programs of the image cannot be put back"):
+            await sandbox.restore()
+
+
+@pytest.mark.whole
 async def test_the_first_process_cannot_be_killed_from_inside(box: Sandbox) -> None:
     await box.exec(sh("kill -9 1; kill -TERM 1; kill -9 -1"))
     assert (await box.exec(["echo", "alive"])).ok

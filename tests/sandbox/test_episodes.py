@@ -49,6 +49,26 @@ async def test_a_model_that_breaks_its_sandbox_is_scored() -> None:
     assert "not found" in results(trajectory)[1]
 
 
+@pytest.mark.parametrize("as_left", [False, pytest.param(True, marks=pytest.mark.whole)])
+async def test_a_check_uses_the_programs_of_the_image(as_left: bool) -> None:
+    replies = [
+        [call("bash", command="ln -sf /bin/true /bin/test; ln -sf /bin/true /bin/bash; ls -l /bin/bash")],
+        "done",
+    ]
+    environment = terminal(check="/bin/test -e answer.txt", as_left=as_left)
+    (trajectory,) = await played(replies, environment)
+    assert trajectory.reward == int(as_left), trajectory.error
+
+
+@pytest.mark.whole
+async def test_a_user_of_the_model_is_not_that_of_the_check() -> None:
+    replies = [[call("bash", command="id -un >/tmp/answer.txt; rm /bin/ls")], "done"]
+    environment = terminal(check='test "$(cat /tmp/answer.txt) $(id -u)" = "model 0"', user="model")
+    (trajectory,) = await played(replies, environment)
+    assert trajectory.reward == 1, results(trajectory)
+    assert "Permission denied" in results(trajectory)[0]
+
+
 async def test_a_sandbox_removed_from_outside_is_an_error(default_engine: str) -> None:
     class Removed(Terminal):
         @tool
