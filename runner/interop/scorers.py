@@ -154,7 +154,7 @@ class _MathScorer:
     def check(self, answer: str) -> None:
         if not answer.strip():
             raise ValueError("the answer is empty")
-        # Text alone is what the library gives back where it can parse nothing.
+        # Where the library can parse nothing, it returns text alone.
         if all(isinstance(each, str) for each in _parsed_answer(_math_library(), answer)):
             raise ValueError(f"math-verify cannot read the answer {answer!r:.60} as a mathematical expression")
 
@@ -243,7 +243,7 @@ def _function(module: str, name: str, score: str) -> ScoringFunction:
 _UNITS: Final = (
     "[kcmµ]?m|[kmµ]?g|lbs?|oz|ft|in|mi|[mµn]?s|sec|min|hrs?|h|[mc]?[lL]|k?Wh?|k?V|m?A|[kMG]?Hz|k?J|k?cal|[kKMGT]?i?B"
 )
-"""Units that stand directly behind a number; "3D" and "2nd" are none."""
+"""Units that may follow a number without a space; "3D" and "2nd" do not count."""
 
 _NUMBER: Final = re.compile(
     # A number that begins after "1," would be searched to its end for each of its digits.

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from runner.sandbox.client import ContainerClient
 from runner.sandbox.containers import ENGINE_VARIABLE
-from runner.sandbox.leftovers import OWNER_LABEL, owner_of
+from runner.sandbox.leftovers import OWNER_LABEL, owner_of, remove_flags
 
-__all__ = ["HOME", "IMAGE_FOLDER", "containers_of", "engine_or_reason"]
+__all__ = ["HOME", "IMAGE_FOLDER", "containers_of", "engine_or_reason", "remove_command"]
 
 HOME: Final = Path(tempfile.gettempdir()) / f"deltarunner-test-containers-{os.getuid()}"
 """Images and settings of the tests; not in the checkout, since podman mounts it, and it could not be removed then."""
@@ -78,6 +79,12 @@ def containers_of(command: str, owner: str = "") -> set[str]:
         check=True,
     )
     return set(listed.stdout.split())
+
+
+def remove_command(command: str, name: str) -> list[str]:
+    """The command that removes a container at once."""
+    engine = shlex.split(command)
+    return [*engine, "rm", *remove_flags(ContainerClient(engine)), name]
 
 
 def _candidates() -> list[str]:

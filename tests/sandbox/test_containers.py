@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -22,9 +26,10 @@ from runner import (
     SandboxOptions,
     SandboxUnavailable,
 )
+from runner.logs import log_to_file
 from runner.sandbox.container import ContainerSandbox
 from runner.sandbox.leftovers import owner_of
-from tests.sandbox.engines import IMAGE_FOLDER, containers_of
+from tests.sandbox.engines import IMAGE_FOLDER, containers_of, remove_command
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -90,6 +95,53 @@ async def test_the_network_has_loopback_only(box: Sandbox) -> None:
     assert done.stdout.split() == ["lo"]
     refused = await box.exec(["bash", "-c", "exec 3<>/dev/tcp/192.0.2.1/80"])
     assert "Network is unreachable" in refused.stderr
+    # A listener on all addresses of this machine: it is reached from here by the same words, and not from inside.
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        for address in ("127.0.0.1", *own_addresses()):
+            connect = ["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port} && echo connected"]
+            assert (await anyio.run_process(connect)).stdout == b"connected\n"
+            inside = await box.exec(connect)
+            assert (inside.stdout, inside.ok) == ("", False)
+
+
+def own_addresses() -> set[str]:
+    """The addresses of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # it sends nothing
+        except OSError:  # this machine has no network
+            return set()
+        return {probe.getsockname()[0]}
+
+
+@pytest.mark.whole
+async def test_two_busy_processes_share_the_cores_given(engine: str) -> None:
+    options = SandboxOptions(image=IMAGE_FOLDER, memory_mb=64, cpus=0.5)
+    async with Containers(engine).open(options) as sandbox:
+        assert isinstance(sandbox, ContainerSandbox)
+        pid = int(await sandbox._inspect("{{.State.Pid}}"))
+        await sandbox.exec(sh("while :; do :; done & while :; do :; done"), seconds=3)
+        seen = processor_of(pid)
+    assert seen["quota"] == seen["period"] / 2
+    # State and not time: however long it took, no period had more than its share, and the two wanted more.
+    assert seen["nr_throttled"] > 0
+    assert 0 < seen["used"] <= (seen["nr_periods"] + 2) * seen["quota"] * 1.2
+
+
+def processor_of(pid: int) -> dict[str, int]:
+    """What the control group of a process counts, with its quota and period, in microseconds; version 1 or 2."""
+    rows = [line.split(":") for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    groups = {kind: path for _, kinds, path in rows for kind in kinds.split(",")}
+    if "cpu" in groups:
+        folder = Path(f"/sys/fs/cgroup/cpu{groups['cpu']}")
+        limits = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+        used = int(Path(f"/sys/fs/cgroup/cpuacct{groups['cpuacct']}/cpuacct.usage").read_text()) // 1000
+    else:
+        folder = Path(f"/sys/fs/cgroup{groups['']}")
+        limits, used = (folder / "cpu.max").read_text().split(), 0
+    seen = {name: int(count) for name, count in map(str.split, (folder / "cpu.stat").read_text().splitlines())}
+    return {"used": seen.get("usage_usec", used), **seen, "quota": int(limits[0]), "period": int(limits[1])}
 
 
 @pytest.mark.whole
@@ -199,6 +251,8 @@ async def test_files_are_written_read_and_uploaded(box: Sandbox, tmp_path: Path)
 @pytest.mark.whole
 async def test_only_regular_files_of_the_right_size_are_read(box: Sandbox) -> None:
     await box.exec(sh("mkfifo /tmp/pipe; head -c 2000 /dev/zero >/tmp/big; ln -s /etc/passwd /tmp/link"))
+    with pytest.raises(FileNotFoundError, match="'/tmp/none' cannot be read in the sandbox: it does not exist"):
+        await box.read("/tmp/none")
     for path, said in (("/tmp/none", "does not exist"), ("/tmp/pipe", "regular"), ("/scratch", "regular")):
         with pytest.raises(OSError, match=said):
             await box.read(path)
@@ -225,7 +279,7 @@ async def test_a_removed_sandbox_is_gone_even_in_a_command(engine: str) -> None:
 
         async def remove() -> None:
             await anyio.sleep(0.7)
-            await anyio.run_process([engine, "rm", "-f", "-t", "0", sandbox.name])
+            await anyio.run_process(remove_command(engine, sandbox.name))
 
         async with anyio.create_task_group() as group:
             group.start_soon(remove)
@@ -300,6 +354,81 @@ def test_nothing_is_left_after_a_killed_process(engine: str, phase: str) -> None
     assert containers_of(engine, owner) == set()
 
 
+BUILD_THAT_IS_KILLED = """
+import anyio, sys
+from runner import Containers, SandboxOptions
+anyio.run(Containers(sys.argv[1]).prepare, SandboxOptions(image=sys.argv[2]))
+"""
+
+
+@pytest.mark.whole
+def test_a_build_ends_with_the_process_that_asked_for_it(engine: str, tmp_path: Path) -> None:
+    mark = f"90{os.getpid()}"
+    (tmp_path / "Dockerfile").write_text(f"FROM localhost/deltarunner-tests:probe\nRUN sleep {mark}\n")
+    with subprocess.Popen([sys.executable, "-c", BUILD_THAT_IS_KILLED, engine, str(tmp_path)], cwd=ROOT) as process:
+        wait_until(lambda: is_running(f"sleep {mark}"))
+        os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(f"sleep {mark}") and not is_running(str(tmp_path)))
+
+
+def is_running(part: str) -> bool:
+    """True if a process of this machine has this in its command, other than this test."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        except OSError:
+            continue
+        if part in words and int(path.parent.name) != os.getpid():
+            return True
+    return False
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+@pytest.mark.whole
+def test_built_images_are_removed_by_the_command_of_the_page(engine: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "sandboxes.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^podman (image prune .*)$", page, flags=re.MULTILINE)
+    (tmp_path / "Dockerfile").write_text("FROM localhost/deltarunner-tests:probe\nRUN touch /own\n")
+    anyio.run(Containers(engine).prepare, SandboxOptions(image=tmp_path))
+    listing = [engine, "images", "--quiet", "--filter", "label=deltarunner.image"]
+    assert subprocess.run(listing, capture_output=True, check=True).stdout
+    subprocess.run([engine, *command.split()], check=True, capture_output=True)
+    assert not subprocess.run(listing, capture_output=True, check=True).stdout
+
+
+@pytest.mark.whole
+async def test_a_sandbox_that_cannot_be_removed_is_logged(engine: str, tmp_path: Path) -> None:
+    broken = tmp_path / "podman"
+    broken.write_text(f'#!/bin/sh\ncase $1 in rm) echo the cause >&2; exit 1 ;; esac\nexec {engine} "$@"\n')
+    broken.chmod(0o755)
+    with log_to_file(tmp_path / "log", "warning"):
+        async with Containers(str(broken)).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
+            assert isinstance(sandbox, ContainerSandbox)
+    await anyio.run_process(remove_command(engine, sandbox.name))
+    said = f"sandbox {sandbox.name} is left: it cannot be removed (the cause). Remove it: {broken} rm -f {sandbox.name}"
+    assert said in (tmp_path / "log").read_text()
+
+
+@pytest.mark.whole
+async def test_a_limit_of_the_disk_holds_or_is_refused(engine: str) -> None:
+    provider, options = Containers(engine), SandboxOptions(image=IMAGE_FOLDER, memory_mb=64, disk_mb=64)
+    full = None
+    with suppress(SandboxFailed):
+        async with provider.open(options) as sandbox:
+            full = await sandbox.exec(sh("head -c 100000000 /dev/zero >/big"))
+    if full is not None:
+        assert "No space left" in full.stderr
+    else:
+        with pytest.raises(SandboxFailed, match=r"(?i)cannot start a sandbox of it: .*(storage|quota|size)"):
+            await provider.open(options).__aenter__()
+
+
 @pytest.mark.whole
 async def test_a_run_sweeps_what_dead_processes_left(engine: str) -> None:
     tag = "localhost/deltarunner-tests:probe"
@@ -314,7 +443,7 @@ async def test_a_run_sweeps_what_dead_processes_left(engine: str) -> None:
         assert containers_of(engine, names["dead"]) == set()
     finally:
         for name in names:
-            await anyio.run_process([engine, "rm", "-f", "-t", "0", f"sweep-{name}"], check=False)
+            await anyio.run_process(remove_command(engine, f"sweep-{name}"), check=False)
 
 
 # --- options

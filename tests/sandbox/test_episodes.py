@@ -12,7 +12,7 @@ from runner import BadEnvironment, BadOption, Environment, Limits, Outcome, Sand
 from runner.interop import SandboxedProgram, Terminal
 from runner.sandbox.container import ContainerSandbox
 from runner.testing import call, no_leaks, play_many_async
-from tests.sandbox.engines import IMAGE_FOLDER
+from tests.sandbox.engines import IMAGE_FOLDER, remove_command
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("default_engine")]
 
@@ -51,10 +51,8 @@ async def test_a_model_that_breaks_its_sandbox_is_scored() -> None:
 
 @pytest.mark.parametrize("as_left", [False, pytest.param(True, marks=pytest.mark.whole)])
 async def test_a_check_uses_the_programs_of_the_image(as_left: bool) -> None:
-    replies = [
-        [call("bash", command="ln -sf /bin/true /bin/test; ln -sf /bin/true /bin/bash; ls -l /bin/bash")],
-        "done",
-    ]
+    fake = "printf '#!/bin/sh\\n' >/tmp/fake; chmod 755 /tmp/fake; mv /tmp/fake /bin/test"
+    replies = [[call("bash", command=fake)], "done"]
     environment = terminal(check="/bin/test -e answer.txt", as_left=as_left)
     (trajectory,) = await played(replies, environment)
     assert trajectory.reward == int(as_left), trajectory.error
@@ -75,7 +73,7 @@ async def test_a_sandbox_removed_from_outside_is_an_error(default_engine: str) -
         async def remove(self) -> str:
             """Remove the container from outside."""
             assert isinstance(self.sandbox, ContainerSandbox)
-            await anyio.run_process([default_engine, "rm", "-f", "-t", "0", self.sandbox.name])
+            await anyio.run_process(remove_command(default_engine, self.sandbox.name))
             return "removed"
 
     def reply(model_call: Any) -> Any:
