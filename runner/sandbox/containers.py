@@ -30,6 +30,9 @@ ENGINE_VARIABLE: Final = "DELTARUNNER_CONTAINERS"
 MIN_FREE_BYTES: Final = 1024**3
 """Least free space on the disk of the containers; below it none is made."""
 
+IGNORED_LIMITS: Final = "resource limits are not supported"
+"""Part of podman's warning that it ignores limits."""
+
 # SIGCHLD is ignored where `env` can do that, so that the kernel removes processes whose parents have ended. It never
 # starts another process, and ignores every signal from inside that can be ignored.
 _FIRST_PROCESS: Final = """
@@ -168,3 +171,10 @@ async def _create(client: ContainerClient, name: str, image: str, options: Sandb
     )
     if not result.ok:
         raise SandboxFailed(f"image {image!r}: {client.argv[0]} cannot start a sandbox of it: {result.error}")
+    limits_given = {options.memory_mb, options.cpus, options.processes} != {None}
+    if limits_given and IGNORED_LIMITS in result.stderr.decode("utf-8", "replace").lower():
+        raise SandboxFailed(
+            f"{client.argv[0]} ignores limits of memory, cores and processes here, without root and on cgroups of "
+            "version 1. Use version 2 or root, or open the sandbox without limits: memory_mb=None, cpus=None, "
+            "processes=None."
+        )

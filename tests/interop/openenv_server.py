@@ -63,6 +63,8 @@ class Tools(MCPEnvironment):
             if number == 66:
                 raise ValueError("the counter is broken")
             self.total += number
+            if number == 99:
+                raise ValueError("that was the end")
             return f"it is {self.total}"
 
         @server.tool

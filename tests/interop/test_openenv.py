@@ -85,6 +85,14 @@ async def test_calls_of_tools_are_tools_of_their_own_with_rewards() -> None:
 
 
 @real
+async def test_a_failed_call_that_ends_the_episode_ends_it() -> None:
+    with serving("tools") as own:
+        (each,) = await played(own, [[call("add", number=99)], [call("look")]])
+    assert (each.outcome, each.reason, each.reward, len(each.turns)) == (Outcome.COMPLETED, "done", 99.0, 1), each.error
+    assert "that was the end" in str(each.messages[-1]["content"])
+
+
+@real
 async def test_an_episode_without_a_free_session_fails_alone() -> None:
     with serving("one") as own:
         trajectories = await played(own, add(77), episodes=2)
