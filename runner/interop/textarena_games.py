@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
-from runner.errors import BadEnvironment, BadOption, ContextFull
+from runner.errors import BadEnvironment, BadOption
 from runner.interop.packages import optional_package
 from runner.options import Limits
 from runner.scoring import metric, reward
@@ -59,7 +59,7 @@ class TextArena(Environment):
         self._random: Any = None
         self._names: dict[str, int] = {}
         self._player, self._shown = 0, ""
-        self._over = self._forfeited = False
+        self._over = False
 
     def tasks(self) -> Iterator[Task]:
         """One task for each seed."""
@@ -80,12 +80,7 @@ class TextArena(Environment):
         while not self._over:
             player = conversations[self._player]
             player.add(self._shown)
-            try:
-                turn = await player.generate()
-            except ContextFull:
-                self._forfeited = True
-                raise
-            await self.episode.answer(turn)
+            await self.episode.answer(await player.generate())
 
     def step(self, turn: Turn) -> None:
         """Make the move of a turn, and take the view of the next player."""
@@ -97,13 +92,9 @@ class TextArena(Environment):
     def outcome(self) -> dict[str, float] | float:
         """The game's reward of each player.
 
-        A game that a limit ended is a draw, 0, as at TextArena's own limit of turns. But a player whose context is full
-        loses, as by an invalid move.
+        A game that a limit ended is a draw, 0, as at TextArena's own limit of turns; `finished` is 0 then.
         """
         rewards = self._env.state.rewards or {}
-        if self._forfeited:
-            others = 1 if self._players == 2 else 0
-            rewards = {number: -1 if number == self._player else others for number in range(self._players)}
         if not self._self_play:
             return float(rewards.get(0, 0))
         spoke = self.episode.conversations

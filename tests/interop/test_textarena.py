@@ -81,15 +81,6 @@ async def test_a_game_that_a_limit_ends_is_a_draw() -> None:
         "main": (Outcome.TURN_LIMIT, 0.0),
         "player_1": (Outcome.TURN_LIMIT, 0.0),
     }
-
-
-@real
-async def test_a_player_whose_context_is_full_loses() -> None:
-    engine = ScriptedEngine(by_player(["[0]", "[1] " + "so " * 700], ["[3]", "[4]"]), context=1000)
-    trajectories = await play_many_async(TextArena("TicTacToe-v0", games=1), engine)
-    results = {each.agent: (each.outcome, each.reward) for each in trajectories}
-    assert results["main"] == (Outcome.CONTEXT_LIMIT, -1.0)
-    assert results["player_1"][1] == 1.0
     assert {each.metrics["finished"] for each in trajectories} == {0.0}
 
 

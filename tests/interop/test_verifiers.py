@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner import BadEnvironment, BadOption, BadTask, Outcome, Run, ScriptedEngine, Trajectory
-from runner.interop import Verifiers
+from runner.interop import Verifiers, verifiers_tasks
 from runner.testing import call, play_many_async
 
 pytestmark = [pytest.mark.anyio]
@@ -132,3 +132,13 @@ def test_missing_verifiers_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(verifiers_tasks, "_verifiers", verifiers_tasks._verifiers.__wrapped__)
     with pytest.raises(BadEnvironment, match=r"verifiers .*pip install 'deltarunner\[verifiers\]'"):
         Verifiers("words")
+
+
+def test_secrets_of_this_process_are_blank_for_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "GOOGLE_APPLICATION_CREDENTIALS")
+    for name in (*names, "HF_HOME"):
+        monkeypatch.setenv(name, "value")
+    blank = verifiers_tasks._blank_secrets()
+    assert {name: blank.get(name) for name in names} == dict.fromkeys(names, "")
+    assert "HF_HOME" not in blank
+    assert "PATH" not in blank
