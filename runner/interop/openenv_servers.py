@@ -130,9 +130,10 @@ class OpenEnv(Environment):
         if self._done:
             raise ToolError("The episode is over.")
         data = await self._exchange("step", action)
-        self._steps += 1
         try:
-            return self._observed(data)
+            observation = self._observed(data)
+            self._steps += 1
+            return observation
         finally:  # a call that failed may also be the last one
             self._end_if_done()
 
