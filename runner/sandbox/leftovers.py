@@ -45,14 +45,14 @@ while read -r line; do
       clients=$left ;;
   esac
 done
-for id in $clients; do kill -TERM -- "-$id" 2>/dev/null; done
+for id in $clients; do kill -15 "-$id" 2>/dev/null; done
 label=$1; volumes=$2; shift 2; rounds=0
 while [ $rounds -lt 10 ]; do
   ids=$("$@" ps -aq --filter "label=$label" 2>/dev/null)
   [ -z "$ids" ] || "$@" rm -f $volumes $ids >/dev/null 2>&1
   rounds=$((rounds + 1)); sleep 1
 done
-for id in $clients; do kill -KILL -- "-$id" 2>/dev/null; done
+for id in $clients; do kill -9 "-$id" 2>/dev/null; done
 """
 
 _log = logger_for("sandbox")
