@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from runner.attachments import Attachment, AttachmentKind
+from runner.quantities import counted
 
 __all__ = ["group_html", "summary_html", "trajectory_html"]
 
@@ -50,12 +51,15 @@ def trajectory_html(trajectory: Any) -> str:
     limit = f" ({trajectory.limit})" if trajectory.limit else ""
     facts = f"{trajectory.agent}: {trajectory.outcome.value}{limit}, reward {_number(trajectory.reward)}"
     facts += f" ({named})" if named else ""
-    facts += f", {len(trajectory.turns)} turns, {trajectory.sampled:,} sampled ids, {trajectory.seconds:.1f} s"
+    facts += (
+        f", {counted(len(trajectory.turns), 'turn')}, {trajectory.sampled:,} sampled ids, {trajectory.seconds:.1f} s"
+    )
     parts = [f"<div><b>{_escaped(trajectory.id)}</b> {_escaped(facts)}</div>"]
     if trajectory.error:
         parts.append(f"<pre style='color:#b3261e'>{_escaped(trajectory.error)}</pre>")
     for number, segment in enumerate(trajectory.segments):
-        title = f"segment {number} ({segment.cause}): {len(segment.messages)} messages, {len(segment.log):,} ids"
+        size = f"{counted(len(segment.messages), 'message')}, {counted(len(segment.log), 'id')}"
+        title = f"segment {number} ({segment.cause}): {size}"
         opened = " open" if number == len(trajectory.segments) - 1 else ""
         messages = "".join(map(_message, _shown(segment.messages)))
         parts.append(f"<details{opened}><summary>{_escaped(title)}</summary>{messages}</details>")
@@ -82,7 +86,7 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def _attachment(attachment: Attachment) -> str:
-    name = f"<div>attached {_escaped(attachment.name)}, after {attachment.turn} turns</div>"
+    name = f"<div>attached {_escaped(attachment.name)}, after {counted(attachment.turn, 'turn')}</div>"
     if attachment.kind is AttachmentKind.IMAGE and len(attachment.data) <= MAX_IMAGE_BYTES:
         data = base64.b64encode(attachment.data).decode()
         return f"{name}<img src='data:{_escaped(attachment.media_type)};base64,{data}' style='max-height:20em'>"
@@ -114,4 +118,4 @@ def summary_html(summary: Mapping[str, Any]) -> str:
             for k, value in summary["pass_at"].items()
         ]
     rows += [(f"ids {name}", f"{count:,}") for name, count in summary["tokens"].items()]
-    return f"<div><b>{summary['episodes']:,} episodes</b></div>{_table(rows)}"
+    return f"<div><b>{counted(summary['episodes'], 'episode')}</b></div>{_table(rows)}"

@@ -17,6 +17,7 @@ from runner.cli.settings import HARBOR
 from runner.environment.checks import check_playable
 from runner.environment.loading import construct, construct_named, find_environment
 from runner.errors import BadEnvironment
+from runner.quantities import counted
 from runner.runs.event_loop import exit_now
 from runner.scoring import Scorer, ScorerKind
 from runner.testing.environment_linter.findings import Finding
@@ -68,7 +69,7 @@ def _check_harbor(name: str, settings: Mapping[str, str]) -> int:
 
     found = anyio.run(partial(check_tasks, environment.folder, show, skip=environment.skip_unsupported))
     wrong = sum(not each.ok for each in found)
-    console.print(f"{len(found)} tasks, {wrong} of them wrong (a solution must have reward 1, and no action 0)")
+    console.print(f"{counted(len(found), 'task')}, {wrong} wrong (a solution must have reward 1, and no action 0)")
     return BadEnvironment.exit_code if wrong else 0
 
 
@@ -103,7 +104,7 @@ def _print(check: EnvironmentCheck, findings: Sequence[Finding]) -> None:
     rows = (
         ("tools", ", ".join(tools) or "none"),
         ("scores", ", ".join(scorers)),
-        ("played", f"in groups of two, on a scripted engine: {outcomes or 'nothing'}; {played.turns} turns"),
+        ("played", f"in groups of two, on a scripted engine: {outcomes or 'nothing'}; {counted(played.turns, 'turn')}"),
         *zip(("checked", *[""] * len(CHECKED_ASPECTS)), CHECKED_ASPECTS, strict=False),
     )
     for label, text in rows:

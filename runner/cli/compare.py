@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.report import counted, make_console
+from runner.cli.report import make_console
 from runner.errors import BadOption
+from runner.quantities import counted
 from runner.report.comparison import RunComparison, compare
 from runner.report.paired import Decision, MetricDifference
 from runner.store.json_values import encode_standard_json

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from runner.cli.report import make_console
 from runner.errors import BadOption
+from runner.quantities import counted
 from runner.store.export import Exporter, export_jsonl, export_parquet
 from runner.store.reader import RunFile
 from runner.store.trajectory_filter import TrajectoryFilter
@@ -42,7 +43,7 @@ def export_command(file: Path, *, format: str, output: Path | None, chosen: Traj
         target = output or file.with_suffix(_ENDINGS.get(format, f".{format}"))
         check_target(file, target, named=output is not None)
         count = write(run_file, target, chosen=chosen)
-    make_console().print(f"{escape(str(target))}: {count} trajectories", soft_wrap=True)
+    make_console().print(f"{escape(str(target))}: {counted(count, 'trajectory')}", soft_wrap=True)
     return 0
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from rich.text import Text
 
 from runner.cli.export import check_target
-from runner.cli.report import counted, make_console
+from runner.cli.report import make_console
 from runner.errors import BadOption
+from runner.quantities import counted
 from runner.report.comparison import compare
 from runner.report.page import write_report
 from runner.report.prices import read_prices

@@ -16,12 +16,13 @@ from rich.text import Text
 
 from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor
 from runner.engines.base import FinishReason
+from runner.quantities import counted
 from runner.runs.live_stats import TEMPLATE_ADVICE, as_time, suspect_template
 from runner.runs.reporter import discard
 from runner.tokens.junction import Result
 from runner.transcript import printable, printable_line
 
-__all__ = ["counted", "lag_lines", "make_console", "own_command", "quoted", "summary_table"]
+__all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
 """Faults and causes that are shown; the others are counted."""
@@ -85,7 +86,7 @@ def _rows(summary: Mapping[str, Any], earlier: int, verbose: bool) -> Iterator[t
     if summary.get("stale"):
         yield "dropped", Text(f"{summary['stale']} with weights that were too old; played again")
     if summary.get("flat"):
-        yield "left out", Text(f"{summary['flat']} groups with equal rewards")
+        yield "left out", Text(f"{counted(summary['flat'], 'group')} with equal rewards")
     if summary["faults"]:
         yield "faults", _faults(summary["faults"])
 
@@ -168,11 +169,6 @@ def _mean(mean: Mapping[str, Any]) -> str:
     error, tasks = mean["standard_error"], mean.get("tasks")
     of = counted(mean["count"], "episode") + (f" of {counted(tasks, 'task')}" if tasks is not None else "")
     return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  ({of})"
-
-
-def counted(number: int, what: str) -> str:
-    """A number with its noun, such as "1 task" or "2 tasks"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _calls(calls: int, malformed: int, failed: int) -> Text:

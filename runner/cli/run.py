@@ -36,6 +36,7 @@ from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.interop.mixture import Mixture
 from runner.logs import LEVELS, log_to_file
 from runner.options import Concurrency, Sampling
+from runner.quantities import counted
 from runner.report.row_conditions import check_threshold_names, require_thresholds
 from runner.runs.event_loop import on_event_loop, supervise
 from runner.runs.options import RunOptions
@@ -434,7 +435,7 @@ class ConsoleRun(Reporter):
             self.earlier = sum(n for outcome, n in stored.outcomes().items() if not outcome.played_again(failed=again))
             changes = [str(change) for change in stored.header.changes(header) if change.meaning is OnChange.WARN]
         self._display.before = self.earlier
-        self.say(f"file  {path}: resuming, {self.earlier} episodes done")
+        self.say(f"file  {path}: resuming, {counted(self.earlier, 'episode')} done")
         for change in changes:
             self.say(f"      changed: {change}")
         return path
@@ -446,7 +447,7 @@ class ConsoleRun(Reporter):
         if not summary.episodes or unplayable < summary.episodes:
             return
         last = self._display.last_fault or ", ".join(summary.outcomes)
-        raise TooManyFailures(f"none of the {summary.episodes} episodes could be scored; the last one: {last}")
+        raise TooManyFailures(f"no episode of {summary.episodes} could be scored; the last one: {last}")
 
     # --- afterwards
 

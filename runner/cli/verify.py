@@ -20,6 +20,7 @@ from runner.models import resolve_model
 from runner.options import History
 from runner.parsing.external_reader import ExternalReader
 from runner.parsing.learning.learnt_format import LearntFormat
+from runner.quantities import counted
 from runner.store.codec import episode_row
 from runner.store.header import Header
 from runner.store.json_values import encode_standard_json
@@ -226,18 +227,19 @@ def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
         console.print(Text(printable(text), style=style), soft_wrap=True)
 
     found = verdict.difference
-    looked_at = f"{verdict.trajectories} trajectories, {verdict.turns} turns, {verdict.ids} ids"
+    looked_at = _looked_at(verdict)
     if found is None:
         if verdict.messages < verdict.trajectories or not verdict.trajectories:
             say(f"{file}: {looked_at}: all follow from the messages and the sampled ids")
         if verdict.messages:
-            counted = f"{verdict.messages} trajectories are from chat APIs"
-            say(f"{file}: {counted}: their turns match their messages; they have no prompt ids to rebuild")
+            of_chats = counted(verdict.messages, "trajectory")
+            say(f"{file}: {of_chats} of chat APIs: turns match their messages; there are no prompt ids to rebuild")
         return
     if found.kind is Kind.HEADER:
         say(f"{file}: the trajectories were not checked")
     elif verdict.differing:
-        say(f"{file}: {looked_at}: {verdict.differing} trajectories differ; the first one:")
+        verb = "differs" if verdict.differing == 1 else "differ"
+        say(f"{file}: {looked_at}: {counted(verdict.differing, 'trajectory')} {verb}; the first one:")
         say(_place(found), "bold")
     else:
         say(f"{file}: {looked_at}: each one follows, but as a whole they are not the run's result")
@@ -248,6 +250,11 @@ def _print(console: Console, file: Path, verdict: VerifyResult) -> None:
         say(f"  {name:8} {text!r}")
         if ids:
             say(f"           {' '.join(map(str, ids))}", "dim")
+
+
+def _looked_at(verdict: VerifyResult) -> str:
+    counts = {"trajectory": verdict.trajectories, "turn": verdict.turns, "id": verdict.ids}
+    return ", ".join(counted(count, noun) for noun, count in counts.items())
 
 
 def _place(found: Difference) -> str:

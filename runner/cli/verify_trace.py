@@ -21,6 +21,7 @@ from runner.cli.report import make_console
 from runner.errors import BadOption, DeltarunnerError, RunFileError
 from runner.models import load_language, resolve_model
 from runner.options import Sampling
+from runner.quantities import counted
 from runner.store.json_values import encode_standard_json
 from runner.trainers.trace_check import TraceFinding, TraceModel, verify_trace
 from runner.trainers.trace_files import Trace, read_traces
@@ -173,16 +174,17 @@ def _print(console: Console, file: Path, totals: _Totals) -> None:
         say(finding.shown)
     for where, scored in totals.scored[:MAX_SHOWN]:
         _print_scored(say, where, scored)
-    looked_at = f"{totals.traces} traces, {totals.calls} calls, {totals.ids} ids"
+    counts = {"trace": totals.traces, "call": totals.calls, "id": totals.ids}
+    looked_at = ", ".join(counted(number, noun) for noun, number in counts.items())
     if not totals.is_right:
         kinds = Counter(finding.fault.value for _, finding in totals.findings)
         kinds.update({"logprobs": len(totals.scored)} if totals.scored else {})
-        counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        say(f"{file}: {looked_at}: {kinds.total()} findings ({counted})")
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        say(f"{file}: {looked_at}: {counted(kinds.total(), 'finding')} ({by_kind})")
     else:
         say(f"{file}: {looked_at}: no finding")
     for reason, count in totals.unchecked.most_common():
-        say(f"  not compared in {count} calls: {reason}", "dim")
+        say(f"  not compared in {counted(count, 'call')}: {reason}", "dim")
     if totals.scores is not None:
         _print_scores(say, totals.scores)
 

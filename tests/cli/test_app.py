@@ -175,7 +175,7 @@ def test_json_also_says_why_a_run_failed(folder: Path) -> None:
 
 
 def test_run_of_only_failures_names_the_last_error(folder: Path) -> None:
-    with pytest.raises(TooManyFailures, match=r"none of the 4 episodes .* no luck with t-3 \(in setup, .*mine.py"):
+    with pytest.raises(TooManyFailures, match=r"no episode of 4 .* no luck with t-3 \(in setup, .*mine.py"):
         play("mine.py:Failing", concurrency=1)
 
 

@@ -65,7 +65,7 @@ def test_check_plays_a_solution_and_no_action(deltarunner: Command, tmp_path: Pa
     code, said = deltarunner("check", f"harbor:{tmp_path / 'tasks'}")
     assert code == 0, said
     assert "ok sum: solution 1, no action 0" in said
-    assert "1 tasks, 0 of them wrong" in said
+    assert "1 task, 0 wrong" in said
 
 
 @real
@@ -91,7 +91,7 @@ def test_check_names_wrong_tasks(deltarunner: Command, tmp_path: Path) -> None:
     assert "error wrong: solution -, no action 0" in said
     assert "/solution/solve.sh failed: the cause" in said
     assert "none: solution -, no action 0 it has no solution/solve.sh" in said
-    assert "3 tasks, 3 of them wrong" in said
+    assert "3 tasks, 3 wrong" in said
 
 
 @real

@@ -61,7 +61,7 @@ def test_untouched_file_follows_from_messages_and_sampled_ids(
         rows = list(run_file.rows(trained=None))
     assert {row.agent for row in rows} == {"main", "user", "judge"}
     counts = len(rows), sum(row.turns for row in rows), sum(row.tokens for row in rows)
-    assert "{} trajectories, {} turns, {} ids: all follow".format(*counts) in result.output
+    assert "{} trajectories, {} turns, {:,} ids: all follow".format(*counts) in result.output
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_the_difference_is_printed_with_its_place_and_both_sides(path: Path) -> 
     result = verify(path)
     assert result.exit_code == 7
     lines = result.output.splitlines()
-    assert lines[0].endswith(" ids: 1 trajectories differ; the first one:")
+    assert lines[0].endswith(" ids: 1 trajectory differs; the first one:")
     assert lines[1] == f"t1#0 · agent main · segment 0 · turn {turn.number} · index {begin + 1}"
     assert re.fullmatch(r"bridge: the file has id 126 \('~'\) where id 256 \('<\|im_start\|>'\) follows", lines[2])
     assert lines[3].startswith("  stored   '\\n~tool")

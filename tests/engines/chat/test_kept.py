@@ -84,7 +84,7 @@ async def test_verify_checks_turns_of_messages(tmp_path: Path) -> None:
         await played(Adding, asking(api), file=file)
     told = verify(file)
     assert told.exit_code == 0
-    assert "4 trajectories are from chat APIs" in told.output
+    assert "4 trajectories of chat APIs" in told.output
     assert "follows from" not in told.output
     change(file, "UPDATE turns SET text = 'forged' WHERE episode = 1 AND number = 1")
     told = verify(file)
@@ -105,7 +105,7 @@ async def test_verify_looks_at_the_ids_of_the_others_too(tmp_path: Path) -> None
     told = verify(file)
     assert told.exit_code == 0
     assert "all follow from" in told.output
-    assert "1 trajectories are from chat APIs" in told.output
+    assert "1 trajectory of chat APIs" in told.output
 
 
 async def test_the_summary_adds_up_what_it_took_and_who_answered() -> None:

@@ -82,7 +82,7 @@ async def test_a_whole_run_evaluates_a_real_server_and_is_gone_on_with(server: M
     assert summary["usage"]["completion"] == sum(turn.tokens for turn in turns)
     told = verify(file)
     assert told.exit_code == 0
-    assert "trajectories are from chat APIs" in told.output
+    assert "trajectories of chat APIs" in told.output
 
 
 async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
