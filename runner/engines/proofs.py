@@ -10,13 +10,13 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from runner.errors import BadWeights
 
-__all__ = ["Accepted", "ProofFigures", "ProofTolerance", "WeightProof", "compare_scores"]
+__all__ = ["Accepted", "ProofFigures", "ProofTolerance", "ScoresByRank", "WeightProof", "compare_scores"]
 
 MIN_SCORES: Final = 8
 """Minimum number of log-probabilities of a proof; the median of fewer means little."""
@@ -34,6 +34,11 @@ makes the share look smaller than it is."""
 _PRECISE: Final = frozenset({"float32", "float64"})
 UNMOVED_NATS: Final = 1e-7
 """Scores that differ by less count as equal."""
+NOISE_FACTOR: Final = 2.0
+"""Scores count as changed above this multiple of the difference between two passes with the same weights."""
+
+ScoresByRank: TypeAlias = Mapping[int, Sequence[float]]
+"""Log-probability of each id but the first, by data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,14 @@ class Accepted:
     """The proof."""
     scores: Sequence[float]
     """Engine's log-probability of each id but the first."""
+    version: str = ""
+    """Version of the weights that it scored."""
+    by_rank: ScoresByRank | None = None
+    """Scores of every data-parallel rank; None if turns ran beside them, whose batch changes the rounding."""
+
+    def is_of(self, proof: WeightProof, version: str) -> bool:
+        """Return whether its scores are of the ids of a proof, with the weights of a version."""
+        return self.version == version and self.proof.ids == proof.ids
 
 
 def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures | None) -> ProofTolerance:
@@ -237,6 +250,27 @@ def compare_scores(
         error,
         outliers=int((differences > tolerance.largest).sum()),
     )
+
+
+def largest_differences(before: ScoresByRank, now: ScoresByRank) -> dict[int, float]:
+    """Return the largest difference between the scores of two passes, by data-parallel rank."""
+    largest = {}
+    for rank in now:
+        old, new = np.asarray(before[rank]), np.asarray(now[rank])
+        difference = np.abs(np.subtract(new, old, out=np.zeros(len(new)), where=old != new))  # infinity may stay
+        largest[rank] = float(np.where(np.isnan(difference), np.inf, difference).max())
+    return largest
+
+
+def has_moved(before: ScoresByRank, now: ScoresByRank, noise: float) -> bool:
+    """Return whether the scores of every data-parallel rank changed by more than noise."""
+    return min(largest_differences(before, now).values()) > NOISE_FACTOR * noise + UNMOVED_NATS
+
+
+def shows_arrival(figures: ProofFigures) -> bool:
+    """Return whether a part of the trainer's change certainly shows: the share is above 0 by more than its error."""
+    share, error = figures.arrived, figures.arrived_error
+    return share is not None and error is not None and share > MISSING_STANDARD_ERRORS * error
 
 
 def number_types(proof: WeightProof) -> tuple[str | None, str | None]:

@@ -18,19 +18,25 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import (
     Accepted,
     ProofFigures,
+    ScoresByRank,
     WeightProof,
     compare_scores,
     failure_reason,
+    has_moved,
     number_types,
     tolerance_of,
 )
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
+from runner.logs import logger_for
 
 __all__ = ["EngineRuntime", "ModelRuntime", "OpenRequest"]
 
 UNDO_SECONDS = 10.0
 """Time limit for undoing a failed pause, in seconds; nothing can cancel it."""
+
+
+_log = logger_for("engines")
 
 
 class OpenRequest(Protocol):
@@ -204,17 +210,16 @@ class EngineRuntime(ABC, Generic[RequestT]):
         figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
         return figures, failure_reason(figures, proof, scores, self._accepted)
 
-    def keep_proof(self, proof: WeightProof, scores: Sequence[float], baseline: ProofFigures | None) -> None:
+    def keep_proof(self, accepted: Accepted, baseline: ProofFigures | None) -> None:
         """Keep a proof that held, as the reference for the next one.
 
         Args:
-            proof: the proof.
-            scores: the engine's log-probabilities of the same ids.
+            accepted: the proof, with the engine's scores.
             baseline: its figures, if they are of the starting weights.
         """
-        self._accepted = Accepted(proof, scores)
+        self._accepted = accepted
         if baseline is not None and len(self.versions) == 1:
-            self._baseline, self._baseline_types = baseline, number_types(proof)
+            self._baseline, self._baseline_types = baseline, number_types(accepted.proof)
 
     async def fall_asleep(self, level: int) -> None:
         """Change from running or paused to asleep; turns that are being sampled are cut."""
@@ -330,6 +335,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
 class ModelRuntime(EngineRuntime[RequestT]):
     """The runtime of an engine with one model in it, whose weights it exchanges itself."""
 
+    score_noise = 0.0
+    """Largest difference between two passes over the same ids with the same weights, in nats."""
+
     @property
     def open_requests(self) -> int:
         """Number of requests that the engine still samples."""
@@ -371,10 +379,15 @@ class ModelRuntime(EngineRuntime[RequestT]):
         self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
     ) -> None:
         before, self.state = self.state, EngineState.UPDATING
+        last = self._accepted
+        if proof is None or last is None or not last.is_of(proof, self.version):
+            last = None
         try:
-            self.moved = await self.load_and_compare(checked, version, compares=proof is None)
+            # The scores of the last proof show the movement at no cost. Otherwise the engine's own ones cost a pass
+            # over a few ids, and three at the first update.
+            self.moved = await self.load_and_compare(checked, version, compares=last is None or last.by_rank is None)
             if proof is not None:
-                figures.append(await self._prove(proof, version))
+                figures.append(await self._prove(proof, version, last))
             self.proof_figures = figures[0] if figures else None
             self._add_version(version)
         finally:
@@ -382,8 +395,14 @@ class ModelRuntime(EngineRuntime[RequestT]):
         await self._release_unless_paused()
         self.notify_listeners()
 
-    async def _prove(self, proof: WeightProof, version: str) -> ProofFigures:
-        """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ."""
+    async def _prove(self, proof: WeightProof, version: str, last: Accepted | None) -> ProofFigures:
+        """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ.
+
+        Args:
+            proof: the proof.
+            version: name of the new weights.
+            last: proof of the weights before, if it has the same ids.
+        """
         worst: ProofFigures | None = None
         try:
             by_rank = await self.score_while_paused(proof.ids)
@@ -399,8 +418,34 @@ class ModelRuntime(EngineRuntime[RequestT]):
                 )
             worst = figures if worst is None or figures.median > worst.median else worst
         assert worst is not None, "an engine has a rank"
-        self.keep_proof(proof, next(iter(by_rank.values())), None)
+        self.keep_proof(Accepted(proof, next(iter(by_rank.values())), version, by_rank), None)
+        if last is not None and self.moved is None:
+            self._compare_with_last(proof, version, by_rank, last)
         return worst
+
+    def _compare_with_last(self, proof: WeightProof, version: str, now: ScoresByRank, last: Accepted) -> None:
+        """Set `moved` from the scores of two proofs of the same ids.
+
+        Scores that stay end no engine, since the change may be smaller than its rounding.
+        """
+        before = last.by_rank or {0: last.scores}
+        if before.keys() != now.keys():
+            return
+        self.moved = has_moved(before, now, self.score_noise)
+        if not self.moved and has_moved({0: last.proof.logprobs}, {0: proof.logprobs}, 0.0):
+            self.warn_unmoved(version)
+
+    def warn_unmoved(self, version: str) -> None:
+        """Warn that an update changed no score."""
+        ranks = " or of one of its data-parallel ranks" if len(self.gate.ranks) > 1 else ""
+        _log.warning(
+            "the weights %r change no score of the engine%s: they are the old ones, they differ by less than "
+            "the rounding of %s, or they did not arrive. `deltarunner check-weights MODEL` lists the tensors that "
+            "arrive",
+            version,
+            ranks,
+            self.dtype,
+        )
 
     # --- operations of each kind of engine
 
@@ -422,10 +467,13 @@ class ModelRuntime(EngineRuntime[RequestT]):
         Args:
             checked: the result of `check_weights`.
             version: name of the new weights.
-            compares: False if a proof replaces the comparison.
+            compares: False if the scores of two proofs replace the comparison.
 
         Returns:
-            False if no score changed, None if they were not compared.
+            False if the scores of a data-parallel rank did not change, None if they were not compared.
+
+        Raises:
+            EngineDead: the engine computes NaN or infinity with the new weights.
         """
         await self.load_weights(checked, version)
         return None

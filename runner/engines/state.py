@@ -79,5 +79,5 @@ class WeightUpdate:
     proof: ProofFigures | None = None
     """Figures of the proof; of several engines those with the largest median. None without a proof."""
     moved: bool | None = None
-    """False if no score of a sample of ids changed: the same weights, a change below rounding, or a change that did not
-    arrive. None if scores were not compared, or with a proof."""
+    """False if no score of a sample of ids changed, on a data-parallel rank or on all: the same weights, a change below
+    rounding, or a change that did not arrive. None if scores were not compared."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, Literal, TypeAlias
 
@@ -29,9 +29,6 @@ __all__ = ["FailedEpisodes", "episode_reward", "rollout_func"]
 
 RolloutFunction: TypeAlias = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's type: prompts and the trainer in, lists with one entry for each prompt out."""
-
-_HALF_TYPES: Final = {"bf16": "bfloat16", "fp16": "float16"}
-"""Number types of mixed precision, by their arguments of the trainer."""
 
 _PROBE: Final = "two tokenizers: 12 + 30 = 42, naïve\n\tÅngström <tag> 東京"
 
@@ -182,10 +179,7 @@ class _Rollouts:
         except BadControl:
             return None
         size = min(PROOF_SIZE, engine.context - 1)
-        proof = weight_proof(_model_of(trainer), engine.tokenizer, size=size, dtype=dtype)
-        half = next((name for name in ("bf16", "fp16") if getattr(trainer.args, name, False)), None)
-        # Mixed precision computes in half precision and returns logits in float32.
-        return proof if half is None else replace(proof, dtype=_HALF_TYPES[half])
+        return weight_proof(_model_of(trainer), engine.tokenizer, size=size, dtype=dtype)
 
     def _task(self, prompt: Any) -> Task:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]

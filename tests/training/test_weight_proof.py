@@ -61,6 +61,38 @@ def test_a_wider_dtype_changes_nothing(model: Any) -> None:
     assert proof.weights_dtype == own.weights_dtype == "bfloat16"
 
 
+def float32_logits(model: Any) -> Any:
+    """The model with an output in float32, whatever it computes in."""
+    return model.register_forward_hook(lambda _, __, output: output.logits.float())
+
+
+def test_number_type_is_the_weights_where_the_logits_are_finer(model: Any) -> None:
+    float32_logits(model.bfloat16())
+    assert weight_proof(model, ids=range(40)).dtype == "bfloat16"
+
+
+def test_number_type_is_that_of_the_coarsest_weights(model: Any) -> None:
+    model.model.layers[0].mlp.to(torch.bfloat16)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, given: (given[0].bfloat16(),))
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: output.float())
+    assert weight_proof(model, ids=range(40)).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inside", [False, True])
+def test_number_type_is_that_of_autocast(model: Any, dtype: Any, inside: bool) -> None:
+    autocast = torch.autocast("cpu", dtype=dtype)
+    float32_logits(model)
+    if inside:  # as accelerate wraps a model
+        model.forward = autocast(model.forward)
+        proof = weight_proof(model, ids=range(40))
+    else:
+        with autocast:
+            proof = weight_proof(model, ids=range(40))
+    assert (proof.dtype, proof.weights_dtype) == (str(dtype).removeprefix("torch."), "float32")
+    assert not any(module._forward_pre_hooks for module in model.modules()), "the model is as before"
+
+
 @pytest.mark.parametrize("dtype", ["bf17", "int8", "nn"])
 def test_a_dtype_that_torch_does_not_compute_in_is_refused(model: Any, dtype: str) -> None:
     with pytest.raises(BadModel, match=rf"weight_proof\(dtype='{dtype}'\): torch has no such floating-point type"):

@@ -1,16 +1,28 @@
 """Comparison of an engine's scores of the same ids before and after it loads weights.
 
-This finds two faults without a proof from a trainer. An engine whose scores change after a reload of its own weights
-computes garbage after every update. Scores that do not change at all mean that no weights arrived.
+This finds three faults without a proof from a trainer. An engine whose scores change after a reload of its own weights
+computes garbage after every update. Scores that do not change at all mean that no weights arrived. Scores of NaN mean
+that the new weights are broken.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from runner.engines.proofs import MIN_SCORES, UNMOVED_NATS, ProofFigures, WeightProof, compare_scores, tolerance_of
+import numpy as np
+
+from runner.engines.proofs import (
+    MIN_SCORES,
+    ProofFigures,
+    ScoresByRank,
+    WeightProof,
+    compare_scores,
+    has_moved,
+    largest_differences,
+    tolerance_of,
+)
 from runner.errors import RequestRejected
 from runner.logs import logger_for
 
@@ -18,11 +30,6 @@ __all__ = ["OwnScores"]
 
 SAMPLE_SIZE: Final = 64
 """Number of scored ids; a few are enough to find both faults."""
-NOISE_FACTOR: Final = 2.0
-"""Scores count as changed above this multiple of the difference between two passes with the same weights."""
-
-Scores = Mapping[int, Sequence[float]]
-"""Log-probability of each id but the first, by data-parallel rank."""
 
 _log = logger_for("engines")
 
@@ -38,15 +45,18 @@ class OwnScores:
     """
 
     def __init__(
-        self, score: Callable[[Sequence[int]], Awaitable[Scores]], *, vocabulary: int, context: int, dtype: str
+        self, score: Callable[[Sequence[int]], Awaitable[ScoresByRank]], *, vocabulary: int, context: int, dtype: str
     ) -> None:
         drawn = random.Random(0)
         size = min(SAMPLE_SIZE, context - 1)
         self._score = score
         self._ids = [drawn.randrange(vocabulary) for _ in range(size)] if size > MIN_SCORES else []
         self._dtype = dtype
-        self._last: Scores | None = None
-        self._noise: float | None = None
+        self.noise: float | None = None
+        """Largest difference between two passes with the same weights; None before the first `take`."""
+        self.broken: list[int] = []
+        """Data-parallel ranks whose scores became NaN or infinity with the last weights."""
+        self._last: ScoresByRank | None = None
 
     def forget(self) -> None:
         """Drop the last scores, after other weights were loaded."""
@@ -60,17 +70,22 @@ class OwnScores:
         """
         if self._last is None:
             self._last = await self._scores()
-        if self._last is not None and self._noise is None:
+        if self._last is not None and self.noise is None:
             again = await self._scores()
-            self._noise = None if again is None else _largest(self._last, again)
+            self.noise = None if again is None else max(largest_differences(self._last, again).values())
         return self._last is not None
 
     async def moved(self) -> bool | None:
-        """Score the ids again. Return False if no score changed since `take`, None if the engine refuses."""
+        """Score the ids again, and set `broken`.
+
+        Returns:
+            True if the scores of every data-parallel rank changed since `take`, None if the engine refuses.
+        """
         before, self._last = self._last, await self._scores()
         if before is None or self._last is None:
             return None
-        return _largest(before, self._last) > NOISE_FACTOR * (self._noise or 0.0) + UNMOVED_NATS
+        self.broken = [rank for rank, now in self._last.items() if _became_broken(before[rank], now)]
+        return has_moved(before, self._last, self.noise or 0.0)
 
     async def compare(self) -> ProofFigures:
         """Score the ids again, compare them with those of `take`, and return the figures of the worst rank."""
@@ -83,7 +98,7 @@ class OwnScores:
         proof = WeightProof(self._ids, before, self._dtype)
         return compare_scores(proof, now, tolerance_of(proof, self._dtype, None), engine_dtype=self._dtype)
 
-    async def _scores(self) -> Scores | None:
+    async def _scores(self) -> ScoresByRank | None:
         if not self._ids:
             return None
         try:
@@ -94,7 +109,7 @@ class OwnScores:
             return None
 
 
-def _largest(before: Scores, now: Scores) -> float:
-    # NaN counts as a change: broken scores must not be reported as unchanged.
-    differences = [abs(a - b) for rank in before for a, b in zip(before[rank], now[rank], strict=True)]
-    return max((each if each == each else float("inf") for each in differences), default=0.0)
+def _became_broken(before: Sequence[float], now: Sequence[float]) -> bool:
+    # Infinity that was there before is the model's own: some models mask ids.
+    new = np.asarray(now)
+    return bool((~np.isfinite(new) & (new != np.asarray(before))).any())

@@ -182,14 +182,15 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             own.forget()
             return None
         moved = await own.moved()
-        if moved is False:
-            _log.warning(
-                "the weights %r change no score of the engine: they are the old ones, they differ by less than "
-                "the rounding of %s, or they did not arrive. `deltarunner check-weights MODEL` lists the tensors that "
-                "arrive",
-                version,
-                self.dtype,
+        self.score_noise = own.noise or 0.0
+        if own.broken:
+            where = f"of data-parallel rank {own.broken[0]} " if len(self.gate.ranks) > 1 else ""
+            raise self.ended_by(
+                f"the engine {where}computes NaN or infinity with the weights {version!r}. Nothing was sampled with "
+                "them. `deltarunner check-weights MODEL` lists the tensors that do not arrive"
             )
+        if moved is False:
+            self.warn_unmoved(version)
         return moved
 
     async def _load_own_weights(self, own: OwnScores) -> None:

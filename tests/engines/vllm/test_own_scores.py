@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from runner import BadControl, EngineDead, VllmEngine, WeightProof
+from runner.engines.gate import AdmissionGate
 from runner.engines.vllm.own_scores import SAMPLE_SIZE, OwnScores
+from runner.engines.vllm.runtime import VllmRuntime
 from runner.errors import RequestRejected
 from runner.testing.engine_pool import PooledEngine
 from tests.engines.stale_worker import GARBLED
@@ -72,20 +75,71 @@ async def test_noise_between_two_passes_is_no_movement() -> None:
     assert await own.moved() is True
 
 
-async def test_a_rank_that_moves_alone_is_movement_and_nan_is_too() -> None:
-    class Ranks(Engine):
-        value = -1.0
+class Ranks(Engine):
+    """Two ranks, of which the second has a value of its own."""
 
-        async def __call__(self, ids: Sequence[int]) -> dict[int, list[float]]:
-            scores = await super().__call__(ids)
-            return {**scores, 1: [self.value] * (len(ids) - 1)}
+    value = -1.0
 
-    for value in (-1.1, float("nan")):
-        engine = Ranks(2)
-        own = engine.own_scores()
-        await own.take()
-        engine.value = value
-        assert await own.moved() is True
+    async def __call__(self, ids: Sequence[int]) -> dict[int, list[float]]:
+        scores = await super().__call__(ids)
+        return {**scores, 1: [self.value] * (len(ids) - 1)}
+
+
+@pytest.mark.parametrize(("offset", "value", "moved"), [(0.1, -1.0, False), (0.0, -1.1, False), (0.1, -1.1, True)])
+async def test_every_rank_has_to_move(offset: float, value: float, moved: bool) -> None:
+    engine = Ranks(2)
+    own = engine.own_scores()
+    await own.take()
+    engine.offset, engine.value = offset, value
+    assert await own.moved() is moved
+    assert own.broken == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_rank_whose_scores_become_nan_or_infinity_is_broken(value: float) -> None:
+    engine = Ranks(2)
+    own = engine.own_scores()
+    await own.take()
+    engine.value = value
+    await own.moved()
+    assert own.broken == [1]
+
+
+class Updated(VllmRuntime):
+    """A runtime with the scores of `Ranks`, which each load of weights changes."""
+
+    def __init__(self, scores: Ranks) -> None:
+        self.own_scores, self.scores, self.dtype = scores.own_scores(), scores, "float32"
+        self.asleep, self.weights_discarded, self.reload_check = frozenset(), False, False
+        self.gate = AdmissionGate(8, 1000, ranks=scores.ranks)
+
+    async def load_weights(self, checked: Any, version: str) -> None:
+        self.scores.offset, self.scores.value = checked
+
+    def ended_by(self, why: str) -> EngineDead:
+        return EngineDead(why)
+
+
+async def test_weights_with_which_a_rank_computes_nan_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Updated(Ranks(2))
+    assert await runtime.load_and_compare((0.1, -1.1), "1", compares=True) is True
+    assert not caplog.records
+    assert await runtime.load_and_compare((0.2, -1.1), "2", compares=True) is False
+    assert "the weights '2' change no score of the engine or of one of its data-parallel ranks" in caplog.text
+    with pytest.raises(
+        EngineDead, match="the engine of data-parallel rank 1 computes NaN or infinity with the weights"
+    ):
+        await runtime.load_and_compare((0.3, math.nan), "3", compares=True)
+
+
+async def test_infinity_that_stays_is_not_broken_and_no_movement() -> None:
+    engine = Ranks(2)
+    engine.value = -math.inf  # a model that masks ids
+    own = engine.own_scores()
+    await own.take()
+    engine.offset = 0.1
+    assert await own.moved() is False
+    assert own.broken == []
 
 
 async def test_an_engine_that_refuses_to_score_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +194,8 @@ def test_an_update_that_moves_no_score_is_noticed_and_said(
             assert other.moved is True
             assert not caplog.records
         proof = WeightProof(range(20, 40), await engine.score(range(20, 40)))
-        assert (await engine.update_weights(changed.state_dict(), proof=proof)).moved is None
+        assert (await engine.update_weights(changed.state_dict(), proof=proof)).moved is False
+        assert (await engine.update_weights(changed.state_dict(), proof=proof)).moved is False
         assert (await engine.update_weights(hugging_face_model.state_dict())).moved is True
 
     float32_engine.home.call(main)
