@@ -14,7 +14,7 @@ from typing import Any
 from anyio.lowlevel import current_token
 
 from runner.concurrency.clocks import Progress, Standstill
-from runner.engines.proofs import Accepted, ProofFigures, WeightProof
+from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, BadWeights
@@ -205,7 +205,7 @@ class Controllable:
             figures, why = runtime.compare_proof(proof, scores)
             if why:
                 raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
-            runtime.keep_proof(Accepted(proof, scores, version), figures)
+            runtime.keep_proof(proof, {0: scores}, version, figures)
         return figures
 
     async def score(self, ids: Sequence[int]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
@@ -210,16 +210,24 @@ class EngineRuntime(ABC, Generic[RequestT]):
         figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
         return figures, failure_reason(figures, proof, scores, self._accepted)
 
-    def keep_proof(self, accepted: Accepted, baseline: ProofFigures | None) -> None:
+    def keep_proof(
+        self,
+        proof: WeightProof,
+        scores: Mapping[int, Sequence[float]],
+        version: str,
+        baseline: ProofFigures | None = None,
+    ) -> None:
         """Keep a proof that held, as the reference for the next one.
 
         Args:
-            accepted: the proof, with the engine's scores.
-            baseline: its figures, if they are of the starting weights.
+            proof: the proof.
+            scores: the engine's log-probabilities of the same ids, by data-parallel rank.
+            version: version of the weights that it scored.
+            baseline: figures by `prove`, beside whose scores turns ran; they count if they are of the starting weights.
         """
-        self._accepted = accepted
+        self._accepted = Accepted(proof, next(iter(scores.values())), version, None if baseline else scores)
         if baseline is not None and len(self.versions) == 1:
-            self._baseline, self._baseline_types = baseline, number_types(accepted.proof)
+            self._baseline, self._baseline_types = baseline, number_types(proof)
 
     async def fall_asleep(self, level: int) -> None:
         """Change from running or paused to asleep; turns that are being sampled are cut."""
@@ -418,7 +426,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
                 )
             worst = figures if worst is None or figures.median > worst.median else worst
         assert worst is not None, "an engine has a rank"
-        self.keep_proof(Accepted(proof, next(iter(by_rank.values())), version, by_rank), None)
+        self.keep_proof(proof, by_rank, version)
         if last is not None and self.moved is None:
             self._compare_with_last(proof, version, by_rank, last)
         return worst
