@@ -66,8 +66,13 @@ class _Totals:
 
     @property
     def is_right(self) -> bool:
-        """True without a finding."""
-        return not self.findings and not self.scored
+        """True without a finding, and if some log-probability was compared where that was asked for."""
+        return not self.findings and not self.scored and not self.is_unscored
+
+    @property
+    def is_unscored(self) -> bool:
+        """True if log-probabilities were asked for and none could be compared."""
+        return self.scores is not None and not self.scores.differences
 
 
 def verify_trace_command(
@@ -81,7 +86,9 @@ def verify_trace_command(
     score_options: ScoreOptions | None = None,
     as_json: bool = False,
 ) -> int:
-    """Check the traces of a file, print what differs, and return the exit code: 7 if something does.
+    """Check the traces of a file, print what differs, and return the exit code.
+
+    It is 7 if something differs, or if no log-probability could be compared with `score`.
 
     Args:
         file: traces of OpenEnv or verifiers, or rows like TRL's, as JSON or JSON Lines.
@@ -176,13 +183,15 @@ def _print(console: Console, file: Path, totals: _Totals) -> None:
         _print_scored(say, where, scored)
     counts = {"trace": totals.traces, "call": totals.calls, "id": totals.ids}
     looked_at = ", ".join(counted(number, noun) for noun, number in counts.items())
-    if not totals.is_right:
+    if totals.findings or totals.scored:
         kinds = Counter(finding.fault.value for _, finding in totals.findings)
         kinds.update({"logprobs": len(totals.scored)} if totals.scored else {})
         by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         say(f"{file}: {looked_at}: {counted(kinds.total(), 'finding')} ({by_kind})")
     else:
         say(f"{file}: {looked_at}: no finding")
+    if totals.is_unscored:
+        say("  not verified: no log-probability was compared with the engine", "red")
     for reason, count in totals.unchecked.most_common():
         say(f"  not compared in {counted(count, 'call')}: {reason}", "dim")
     if totals.scores is not None:

@@ -135,6 +135,29 @@ def test_sampling_of_scores_has_known_fields(tmp_path: Path, demo_model_folder: 
     assert (done.exit_code, "--sampling heat: Sampling has no such field" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize("reason", ["no log-probabilities", "the engine refuses it"])
+def test_a_file_of_which_nothing_was_scored_is_not_verified(
+    reason: str, tmp_path: Path, demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def engine(*_: Any, **__: Any) -> ScriptedEngine:
+        return ScriptedEngine("unused", scores=Model(), context=20)
+
+    monkeypatch.setattr("runner.engines.vllm.engine.VllmEngine", engine)
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt_ids": [1, 43, 198], "completion_ids": [52] * 40}
+    Path("trace.json").write_text(
+        json.dumps(row if reason == "no log-probabilities" else {**row, "logprobs": [-0.5] * 40})
+    )
+    command = ("trace.json", "--model", str(demo_model_folder), "--template", "pythonic")
+    assert deltarunner(*command).exit_code == 0
+    done = deltarunner(*command, "--score")
+    assert done.exit_code == 7, done.output
+    assert "not verified: no log-probability was compared" in done.output
+    assert f"not scored in 1 calls: {reason}" in done.output
+    shown = json.loads(deltarunner(*command, "--score", "--json").stdout)
+    assert (shown["exit_code"], shown["verified"], shown["scores"]["ids"]) == (7, False, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.apart
