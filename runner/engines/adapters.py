@@ -62,6 +62,11 @@ class Adapters:
         """Folder of each adapter that requests can name; None for an adapter that was given as tensors."""
         return {name: version.given for name, version in self._current.items()}
 
+    def stamp(self, adapter: str | None) -> str:
+        """Return what a turn with this adapter adds to its weight version: "+poet@2"; "" without one."""
+        version = self._current.get(adapter or "")
+        return "" if version is None else f"+{version.label}"
+
     # --- for requests
 
     def check(self, request: str, adapter: str | None) -> None:

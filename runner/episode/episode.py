@@ -98,6 +98,10 @@ class Episode:
         """Return the name or the folder of the model that plays an agent; "" if its engine has none."""
         return str(self._state.shared.chat_of(agent).engine.describe().get("model", ""))
 
+    def _weights_of(self, agent: str, sampling: Sampling | None) -> list[str]:
+        """Return the weights of an agent without training, as a key for its answers; internal."""
+        return self._state.shared.weights_of(agent, sampling, self._state.environment.sampling)
+
     def end(self, reason: str = "") -> None:
         """End the episode: it takes no further turn, finishes requests that are being answered, and is scored.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import anyio
 
@@ -19,6 +21,8 @@ from runner.scoring import Scorer
 from runner.tasks import Task
 
 __all__ = ["EnvironmentPart", "Limiter", "RunShared"]
+
+_LIVES: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # ids of engines' lives, by runtime
 
 
 class Limiter(Protocol):
@@ -101,6 +105,32 @@ class RunShared:
         """Return the model of an agent."""
         self._asked.add(agent)
         return self.other_models.get(agent, self.chat)
+
+    def weights_of(self, agent: str, sampling: Sampling | None, environment: Sampling) -> list[str]:
+        """Return the weights that an agent without training samples with, as a key for its answers.
+
+        A name of new weights or of an adapter is one of this engine's life only, and other runs may use it again.
+
+        Args:
+            agent: the agent's name.
+            sampling: its sampling.
+            environment: the environment's sampling.
+
+        Returns:
+            The weight version, and an id of the engine's life if they are not its starting weights; nothing for an
+            engine without versions.
+        """
+        engine = self.chat_of(agent).engine
+        runtime = getattr(engine, "runtime", None)
+        if runtime is None:  # an API, or an engine in another process
+            version = engine.stats().weight_version
+            return [version] if version else []
+        if not runtime.version:
+            return []
+        adapter = self.sampling_of(counted=False, conversation=sampling, environment=environment).adapter
+        stamp = runtime.adapters.stamp(adapter)
+        life = [_LIVES.setdefault(runtime, uuid4().hex)] if stamp or len(runtime.versions) > 1 else []
+        return [runtime.version + stamp, *life]
 
     def heard_of(self, agent: str) -> None:
         """Record that an episode that was played elsewhere opened this agent."""

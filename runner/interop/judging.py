@@ -142,17 +142,21 @@ class Judge:
             BadControl: choices are given, and the judge's engine has no scores.
         """
         question = self._question(task, episode.text)
-        how = repr(self._sampling) if self._choices is None else dict(self._choices)
-        asked = json.dumps([episode.model_of(JUDGE), self._instructions(), question, how])
-        key = hashlib.sha256(asked.encode()).hexdigest()
+        key = self._key(episode, question)
         known = self._scores.get(key)
         if known is not None:
             cost.cached = 1
             return known
         ask = self._ask if self._choices is None else self._weigh
         score = await ask(episode, question, cost)
-        self._scores.put(key, score, cost)
+        if key == self._key(episode, question):  # otherwise it is partly of newer weights
+            self._scores.put(key, score, cost)
         return score
+
+    def _key(self, episode: Episode, question: str) -> str:
+        sampling, how = (self._sampling, repr(self._sampling)) if self._choices is None else (None, dict(self._choices))
+        asked = [episode.model_of(JUDGE), self._instructions(), question, how, *episode._weights_of(JUDGE, sampling)]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     async def _ask(self, episode: Episode, question: str, cost: JudgeCost) -> float:
         conversation = episode.conversation(
@@ -243,7 +247,7 @@ def judge(
             need an engine of token ids, and a model that replies without reasoning.
         sampling: the judge's sampling; greedy with 512 tokens by default.
         cache: a file that keeps the scores for later runs, as JSON lines with their cost; made if it is missing. A
-            score counts for the same model, rubric, range, sampling, task and reply.
+            score counts for the same model, weights, rubric, range, sampling, task and reply.
 
     Raises:
         BadOption: an argument is invalid.

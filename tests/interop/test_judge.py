@@ -125,6 +125,30 @@ async def test_judge_without_an_engine_is_the_engine_of_the_run() -> None:
     assert (main.turns[0].text, main.reward) == ("a reply", 0.25)
 
 
+async def test_scores_of_other_weights_or_adapters_are_not_used(tmp_path: Path) -> None:
+    def says(call: Any) -> str:
+        return "Score: 1" if "You grade replies" in call.prompt else "a reply"
+
+    async def calls(engine: ScriptedEngine, **options: Any) -> float:
+        score = judge("Is it polite?", cache=tmp_path / "scores.jsonl", **options)
+        async with Run(Dataset([{"prompt": "hello"}], score=score), engine) as run:
+            (main,) = [each async for each in run if each.agent == "main"]
+        assert main.reward == 1
+        return main.metrics["judged.calls"]
+
+    poet = {"sampling": Sampling(adapter="poet")}
+    for first in (1, 0):
+        async with ScriptedEngine(says) as engine:
+            assert [await calls(engine), await calls(engine)] == [first, 0]
+            await engine.update_weights({})
+            assert [await calls(engine), await calls(engine)] == [1, 0], (
+                "also in a second run, whose weights are others"
+            )
+            for _ in range(2):
+                await engine.add_adapter("poet", {}, config={})
+                assert [await calls(engine, **poet), await calls(engine, **poet), await calls(engine)] == [1, 0, 0]
+
+
 async def test_engine_of_the_run_overrides_that_of_the_judge() -> None:
     environment = Dataset([{"prompt": "hello"}], score=judge("Polite?", engine=ScriptedEngine("Score: 0")))
     async with Run(environment, ScriptedEngine("hi"), engines={"judge": ScriptedEngine("Score: 1")}) as run:
