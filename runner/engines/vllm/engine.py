@@ -50,6 +50,8 @@ __all__ = ["VllmEngine"]
 _STREAM_INTERVAL_IDS = 8
 """Default number of ids in a delta. At 1,000 streams an id then costs 14 us, and 25 us if each is a delta
 (docs/benchmarks.md)."""
+_FILE_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer", "safetensors")
+"""Load formats of vLLM whose weights are the safetensors of the model's folder; those of "dummy" are random."""
 
 
 class VllmEngine(ModelEngine):
@@ -229,7 +231,8 @@ class VllmEngine(ModelEngine):
         )
         config = llm.vllm_config.model_config
         derived = config.is_moe or config.has_inner_state  # models with packed or fused copies, which a reload may miss
-        self.vllm.reload_check = derived if self._reload_check is None else self._reload_check
+        wanted = derived if self._reload_check is None else self._reload_check
+        self.vllm.reload_check = wanted and llm.vllm_config.load_config.load_format in _FILE_FORMATS
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False

@@ -75,7 +75,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         self.own_scores: OwnScores | None = None
         """The engine's scores around an update; None if it cannot score while turns are held."""
         self.reload_check = False
-        """True if the engine's own weights are loaded again before its first update."""
+        """True if the next update is the first one and loads the engine's own weights before, from their files."""
         self._as_vllm = as_vllm
         self._stopped = False
         self._death: EngineDead | None = None
@@ -167,14 +167,13 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             await self.reset_prefix_cache()
 
     async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
-        own = self.own_scores
+        own, reloads, self.reload_check = self.own_scores, self.reload_check, False
         if own is None or self.asleep or self.weights_discarded:
             if own is not None:
                 own.forget()
             await self.load_weights(checked, version)
             return None
-        if self.reload_check:
-            self.reload_check = False
+        if reloads:
             await self._load_own_weights(own)
         compares = compares and await own.take()
         await self.load_weights(checked, version)

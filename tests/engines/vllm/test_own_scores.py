@@ -7,7 +7,8 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -18,6 +19,7 @@ from runner.engines.vllm.runtime import VllmRuntime
 from runner.errors import RequestRejected
 from runner.testing.engine_pool import PooledEngine
 from tests.engines.stale_worker import GARBLED
+from tests.engines.vllm.test_runtime import Llm, Weights, engine_of
 
 pytestmark = pytest.mark.anyio
 
@@ -166,6 +168,76 @@ async def test_ids_fit_the_context(context: int) -> None:
     own = OwnScores(score, vocabulary=50, context=context, dtype="float32")
     assert await own.take() == (context > 9)
     assert not seen or seen[0] == min(context - 1, SAMPLE_SIZE)
+
+
+# --- the reload of its own weights, on a vLLM that does what the test says
+
+
+class Loaded(Weights):
+    """Weights with files of their own, and scores that follow what was loaded last."""
+
+    def __init__(self, llm: Llm) -> None:
+        super().__init__(llm)
+        self.loads: list[str] = []
+
+    async def check_own(self) -> str:
+        return "own"
+
+    async def load(self, checked: str) -> None:
+        self.loads.append(checked)
+        await super().load(checked)
+
+    async def score(self, ids: Sequence[int]) -> dict[int, list[float]]:
+        last = ["own", "new", "newer"].index(self.loads[-1]) if self.loads else 0
+        return {0: [-1.0 - last - each / 1e6 for each in ids[1:]]}
+
+
+def engine_with(weights: Loaded) -> VllmEngine:
+    engine = engine_of(weights.llm)
+    runtime = engine.vllm
+    runtime.weights = weights  # type: ignore[assignment]  # has the methods that count
+    runtime.own_scores = OwnScores(weights.score, vocabulary=1000, context=4096, dtype="float32")
+    runtime.reload_check = True
+    return engine
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_own_weights_are_not_loaded_over_newer_ones(level: Literal[1, 2]) -> None:
+    weights = Loaded(Llm())
+    engine = engine_with(weights)
+    await engine.sleep(level)
+    await engine.wake(["weights"])
+    await engine.update_weights("new")
+    await engine.wake(["kv_cache"])
+    await engine.update_weights("newer")
+    assert weights.loads == ["new", "newer"]
+
+
+async def test_own_weights_are_loaded_again_after_a_sleep_that_kept_them() -> None:
+    weights = Loaded(Llm())
+    engine = engine_with(weights)
+    await engine.sleep(1)
+    await engine.wake()
+    await engine.update_weights("new")
+    await engine.update_weights("newer")
+    assert weights.loads == ["own", "new", "newer"]
+
+
+@pytest.mark.parametrize(("load_format", "checked"), [("auto", True), ("safetensors", True), ("dummy", False)])
+async def test_own_weights_are_loaded_again_only_from_files(load_format: str, checked: bool) -> None:
+    llm = Llm()
+    llm.vllm_config.model_config = SimpleNamespace(is_moe=True, has_inner_state=False)
+    llm.vllm_config.load_config = SimpleNamespace(load_format=load_format)
+    engine = engine_of(llm)
+    engine.vocabulary, engine.context = 1000, 100
+
+    async def answer(name: str) -> bool:
+        return True
+
+    llm.engine_core.call_utility_async = answer
+    await engine._compare_updates(llm)
+    assert engine.vllm.own_scores is not None
+    assert engine.vllm.reload_check == checked
 
 
 # --- the real engine
