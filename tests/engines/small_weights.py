@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import torch
@@ -15,7 +15,21 @@ from safetensors.torch import save_file
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker.extension import WeightWorker
 
-__all__ = ["EMBEDDING", "NORM", "OURS", "UP", "Llm", "Tensors", "llm_of", "load", "same", "saved", "tensors", "without"]
+__all__ = [
+    "EMBEDDING",
+    "NORM",
+    "OURS",
+    "UP",
+    "Llm",
+    "Source",
+    "Tensors",
+    "llm_of",
+    "load",
+    "same",
+    "saved",
+    "tensors",
+    "without",
+]
 
 OURS = "runner.engines.vllm.worker.extension.WeightWorker"
 EMBEDDING, UP, NORM = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
@@ -98,6 +112,27 @@ class Llm:
 
     async def finish_weight_update(self) -> None:
         await self._ask("finish")
+
+
+class Listed(NamedTuple):
+    """A tensor's form, as vLLM's `ParamMeta`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source:
+    """A trainer's model, as vLLM's `WeightSource`."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
+        self.given = given
+
+    def metadata(self) -> list[Any]:
+        return [Listed(name, one.dtype, tuple(one.shape)) for name, one in self.given.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.given.items())
 
 
 def without(name: str) -> Tensors:

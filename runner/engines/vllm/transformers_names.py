@@ -12,7 +12,9 @@ from typing import Any
 
 from runner.engines.weights import Checkpoint
 
-__all__ = ["CheckpointSource", "to_checkpoint_names"]
+__all__ = ["CheckpointSource", "tied_names", "to_checkpoint_names"]
+
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # of most models
 
 
 def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -32,6 +34,23 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
     given = {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
     converted: dict[str, Any] = revert_weight_conversion(model, dict(given))
     return None if converted.keys() == given.keys() else converted
+
+
+def tied_names(config: Any) -> list[tuple[str, str]]:
+    """Return the names of an output layer and its embedding, by the model's own names and by those of its checkpoint.
+
+    Args:
+        config: transformers' configuration of a model that ties them.
+    """
+    import torch
+
+    tied = getattr(_skeleton(_Once(config)), "_tied_weights_keys", None)
+    pairs = list((tied if isinstance(tied, dict) and tied else _TIED).items())
+
+    def saved(name: str) -> str:
+        return next(iter(to_checkpoint_names(config, {name: torch.empty(1, 1, device="meta")}) or (name,)))
+
+    return list(dict.fromkeys([*pairs, *((saved(head), saved(embedding)) for head, embedding in pairs)]))
 
 
 class CheckpointSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer
 from runner.engines.vllm.shared_weights import SharedWeights, form_of
+from runner.engines.vllm.tied_weights import compare_tied, equal_in_folder, equal_in_memory
 from runner.engines.vllm.trainer_endpoint import worker_error
 from runner.engines.vllm.transformers_names import to_checkpoint_names
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
@@ -170,10 +172,16 @@ class VllmWeights:
     def _check_folder(self, given: str | os.PathLike[str], model: Checkpoint) -> CheckedWeights:
         found: WeightFolder = read_folder(given)
         compare(found.forms, model, given_as=str(found.folder))
+        self._compare_tied(found.forms, model, partial(equal_in_folder, found), str(found.folder))
         files = tuple(map(str, found.files))
         # The model computes them itself, or has them under another name.
         ignored = tuple(name for name in found.forms if name not in model.forms)
         return CheckedWeights(found.folder, files, ignored)
+
+    def _compare_tied(
+        self, forms: Mapping[str, TensorForm], model: Checkpoint, equal: Callable[[str, str], bool], given_as: str
+    ) -> None:
+        compare_tied(forms, model, self._llm.vllm_config.model_config.hf_config, equal, given_as=given_as)
 
     def _check_tensors(self, given: Mapping[str, Any], model: Checkpoint) -> CheckedWeights:
         if not self.extended:
@@ -186,7 +194,7 @@ class VllmWeights:
             given = to_checkpoint_names(self._llm.vllm_config.model_config.hf_config, given) or given
         forms = {name: form_of(name, tensor) for name, tensor in given.items()}
         compare(forms, model, given_as="the state dict")
-        _compare_tied(given, model)
+        self._compare_tied(forms, model, lambda one, other: equal_in_memory(given[one], given[other]), "the state dict")
         loaded = {name: given[name] for name in model.forms if name in given}
         dtypes = {name: self._written(forms[name], model.forms[name]) for name in loaded}
         memory = SharedWeights.of(loaded, dtypes)
@@ -230,20 +238,3 @@ def _model_folder(config: Any) -> Path:
             local_files_only=True,
         )
     )
-
-
-def _compare_tied(given: Mapping[str, Any], model: Checkpoint) -> None:
-    """Check that the output layer of a tied model equals the embedding, since vLLM would ignore it."""
-    import torch
-
-    embedding = next((name for name in given if name.endswith("embed_tokens.weight")), None)
-    for name in given:
-        if embedding is None or not model.is_tied(name):
-            continue
-        head, wanted = torch.as_tensor(given[name]), torch.as_tensor(given[embedding])
-        same = head.data_ptr() == wanted.data_ptr()
-        if not same and (head.shape != wanted.shape or not torch.equal(head.to(wanted), wanted)):
-            raise BadWeights(
-                f"the state dict's {name!r} differs from {embedding!r}, and in {model.name} both are one tensor: leave "
-                "it out, or tie them in the trainer too."
-            )

@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer, TransferStep, send_parts
 from runner.engines.vllm.parallel import call_all_workers
+from runner.engines.vllm.tied_weights import compare_tied, equal_in_source
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.vllm.transformers_names import CheckpointSource
 from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, compare, forms_of_transfer
@@ -61,11 +62,14 @@ class VllmTransfers:
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
             source = transfer.source
-            forms = await anyio.to_thread.run_sync(forms_of_source, source)
+            forms = given = await anyio.to_thread.run_sync(forms_of_source, source)
+            config = self._llm.vllm_config.model_config.hf_config
             if not forms.keys() <= model.forms.keys():
-                source = CheckpointSource(self._llm.vllm_config.model_config.hf_config, source, model)
+                source = CheckpointSource(config, source, model)
                 forms = await anyio.to_thread.run_sync(forms_of_source, source)
             compare(forms, model, given_as=name)
+            equal = partial(equal_in_source, transfer.source)
+            await anyio.to_thread.run_sync(partial(compare_tied, given, model, config, equal, given_as=name))
             if self._trainer is None or not self._trainer.is_for(transfer):
                 if getattr(transfer.info, "backend", None) == "nccl":
                     await self._check_devices(name)

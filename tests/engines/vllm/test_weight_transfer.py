@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from runner.engines.vllm import weight_transfer
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.weights import LocalTransfer, WeightTransfer
 from runner.errors import BadWeights, EngineError
-from tests.engines.small_weights import EMBEDDING, NORM, UP, Llm, load, saved, tensors, without
+from tests.engines.small_weights import EMBEDDING, NORM, UP, Llm, Source, load, saved, tensors, without
 
 pytestmark = pytest.mark.anyio
 
@@ -103,19 +103,6 @@ async def test_a_trainer_that_goes_away_is_a_failure_and_no_wait_for_ever(model:
     llm.hangs = at
     with pytest.raises(EngineError, match=r"trainer sent nothing for 0.01 s"):
         await weights.load(checked)
-
-
-class Source:
-    """A trainer's model, as vLLM's `WeightSource`."""
-
-    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
-        self.given = given
-
-    def metadata(self) -> list[Any]:
-        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self.given.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.given.items())
 
 
 async def test_both_ends_in_one_process_meet_once_and_send_in_one_call(model: Path, tmp_path: Path) -> None:
