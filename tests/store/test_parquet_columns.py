@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from runner import Run, RunFile, Task
 from runner.cli.app import app
 from runner.errors import BadOption
+from runner.quantities import counted
 from runner.store.export import export_jsonl, export_parquet
 from runner.store.trajectory_filter import TrajectoryFilter
 from runner.testing import ScriptedEngine
@@ -206,7 +207,7 @@ def test_filters_choose_the_same_in_every_form(
     for form in ("jsonl", "parquet"):
         target = mixed.with_name(f"by-command.{form}")
         done = CliRunner().invoke(app, ["export", str(mixed), "--format", form, "-o", str(target), *options])
-        assert (done.exit_code, f"{len(expected)} trajectories" in done.output) == (0, True), done.output
+        assert (done.exit_code, counted(len(expected), "trajectory") in done.output) == (0, True), done.output
     assert parquet.read_table(target).column("id").to_pylist() == [each.partition("/")[0] for each in expected]
     assert target.with_suffix(".jsonl").read_text() == lines.read_text()
 
