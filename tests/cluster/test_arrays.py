@@ -65,7 +65,9 @@ async def test_a_state_dict_is_stored_once_however_many_workers_read_it(monkeypa
         stored.append(value)
         return len(stored) - 1
 
-    monkeypatch.setattr(ray_launcher, "ray_module", lambda: SimpleNamespace(put=put, get=stored.__getitem__))
+    ray = SimpleNamespace(put=put, get=stored.__getitem__)
+    monkeypatch.setattr(ray_launcher, "ray_module", lambda: ray)
+    monkeypatch.setattr(ray_launcher.RayLauncher, "_require_session", lambda launcher: None)  # as if connected
     launcher = ray_launcher.RayLauncher("RayEngines", address=None, cpus=1, gpus=0, runtime_env=None)
     weights = {"w": torch.ones(3, 4)}
     given = await launcher.put(weights)

@@ -120,9 +120,9 @@ def test_file_that_was_cut_off_is_refused_in_words(sums: Path, tmp_path: Path, c
 
 
 def test_pictures_of_the_docs_are_small_and_shown() -> None:
-    pages = (DOCS / "report.md").read_text() + (DOCS.parent / "README.md").read_text()
+    pages = "".join(page.read_text() for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")])
     pictures = sorted((DOCS / "images").glob("*.png"))
-    assert [each.name for each in pictures] == ["report.png", "tokens.png"]
+    assert {"report.png", "tokens.png"} <= {each.name for each in pictures}
     for each in pictures:
         assert each.stat().st_size <= MAX_BYTES
         assert f"images/{each.name})" in pages
