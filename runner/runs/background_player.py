@@ -8,6 +8,7 @@ import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -70,6 +71,7 @@ class BackgroundPlayer:
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._over = False
+        self._cancelled = self._is_started = False
 
     @property
     def error(self) -> BaseException | None:
@@ -117,7 +119,8 @@ class BackgroundPlayer:
             return
         self._stop(cancel=cancel)
         try:
-            self._thread.join()
+            # A blocked event loop may never end; then its thread ends with the process.
+            self._thread.join(EXIT_SECONDS if isinstance(self._error, RunStuck) else None)
         except BaseException:  # Ctrl-C
             self._stop(cancel=True)
             raise
@@ -242,7 +245,7 @@ class BackgroundPlayer:
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            if self._loop is not None and not self._over:
+            if self._loop is not None and self._is_started and not self._over:
                 future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
                 self._calls.add(future)
                 future.add_done_callback(self._calls.discard)
@@ -270,15 +273,22 @@ class BackgroundPlayer:
                 started.set_exception(self._error or RunStopped("the player's thread ended before it had started"))
 
     async def _live(self, started: Future[None]) -> None:
-        # Here, since a run is made on its event loop.
+        with self._lock:
+            self._loop, self._starting = asyncio.get_running_loop(), anyio.CancelScope()
+            if self._cancelled:
+                self._starting.cancel()
         try:
-            self._player = Player(self.environment, self.engine, **self._given)
-            self._player.run.lag.on_stuck = self._stuck
-            await self._player.start()
+            with self._starting:
+                # Here, since a run is made on its event loop.
+                self._player = Player(self.environment, self.engine, **self._given)
+                self._player.run.lag.on_stuck = self._stuck
+                await self._player.start()
         except Exception as error:
             started.set_exception(error)
             return
-        self._loop = asyncio.get_running_loop()
+        if self._starting.cancelled_caught:
+            return
+        self._is_started = True
         started.set_result(None)
         try:
             await self._end.wait()
@@ -306,12 +316,16 @@ class BackgroundPlayer:
     def _stop(self, *, cancel: bool) -> None:
         def stop() -> None:
             if cancel:
-                self.player.cancel()
+                self._starting.cancel()
+                if self._is_started:
+                    self.player.cancel()
             self._end.set()
 
         with self._lock:
-            if self._loop is not None and not self._over:
-                self._loop.call_soon_threadsafe(stop)
+            self._cancelled = self._cancelled or cancel
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(stop)
 
     def _close_at_exit(self) -> None:
         self._stop(cancel=True)

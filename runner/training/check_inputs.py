@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from runner.engines.weights import LocalTransfer, read_folder
 from runner.errors import BadOption, BadWeights
 from runner.training.tiny_model import tensor_kind
@@ -48,6 +46,8 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     references = 2 if size == _FLOAT32_BYTES else 3
     in_transformers = values * references * _FLOAT32_BYTES
     of_engine = values * size * (3 if on_cpu else 1)
+    import psutil  # of the extras with an engine
+
     available = psutil.virtual_memory().available
     if in_transformers + of_engine > available:
         raise BadOption(

@@ -217,6 +217,36 @@ def test_blocked_event_loop_is_an_error_of_a_waiting_call() -> None:
     Waits.release.set()
 
 
+def test_close_after_a_blocked_loop_was_noticed_ends_the_player() -> None:
+    player = BackgroundPlayer(Plain, recording("Yes")).start()
+    stuck = player.player.run.lag.on_stuck
+    assert stuck is not None
+    stuck(Blocker("busy (env.py:3)", 60.0, thread=False))
+    player.close(cancel=True)
+    assert player._thread is not None
+    assert not player._thread.is_alive()
+
+
+def test_interrupt_during_the_start_ends_the_player() -> None:
+    begun = threading.Event()
+
+    class Slow(ScriptedEngine):
+        async def __aenter__(self) -> Any:
+            begun.set()
+            await anyio.sleep_forever()
+
+    class Interrupted(BackgroundPlayer):
+        def _run_thread(self, started: Any) -> None:
+            threading.Thread(target=lambda: (begun.wait(), started.set_exception(KeyboardInterrupt()))).start()
+            super()._run_thread(started)
+
+    player = Interrupted(Plain, Slow("Yes"))
+    with no_leaks(), pytest.raises(KeyboardInterrupt):
+        player.start()
+    assert player._thread is not None
+    assert not player._thread.is_alive()
+
+
 def test_engine_that_does_not_start_is_the_error_of_start() -> None:
     class Broken(ScriptedEngine):
         async def __aenter__(self) -> Any:
