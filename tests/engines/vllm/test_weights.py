@@ -96,7 +96,7 @@ def assert_nothing_is_left(engine: VllmEngine) -> None:
     processes = [
         process for pid in engine.processes() for process in (psutil.Process(pid), *psutil.Process(pid).children(True))
     ]
-    assert len(processes) > 1, "a core and its worker"
+    assert processes, "the core, whose worker may be inside of it"
     for process in processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "deltarunner-weights" not in maps
