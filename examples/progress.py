@@ -102,12 +102,12 @@ class TrainingStep:
     """The number of groups that had spread, and so were learnt from."""
     ids: int
     """The number of sampled ids that were trained on."""
-    saving: float
-    """Number of ids of rows per computed node."""
-    gap: float
+    saving: float | None
+    """Number of ids of rows per computed node; None if the trainer computes no trees."""
+    gap: float | None
     """The difference of an id's log-probability in the trainer from the recorded one, in nats, mean over ids.
 
-    It is rounding, and what older weights sampled.
+    It is rounding, and what older weights sampled. None if the trainer does not compare them.
     """
     seconds: Mapping[str, float]
     """The seconds of each phase."""
@@ -125,9 +125,11 @@ class TrainingStep:
             seconds: the time of training so far, this step included.
         """
         phases = " ".join(f"{self.seconds.get(phase, 0.0):>9.1f}" for phase in PHASES)
+        saving = "-" if self.saving is None else f"{self.saving:.1f}x"
+        gap = "-" if self.gap is None else f"{self.gap:.3f}"
         return (
             f"{self.number:>4} {self.reward:>7.3f} {self.exact:>6.3f} {self.groups:>6} {self.ids:>6} "
-            f"{self.saving:>5.1f}x {self.gap:>6.3f} {phases} {seconds:>8.0f}  {self.version}"
+            f"{saving:>6} {gap:>6} {phases} {seconds:>8.0f}  {self.version}"
         )
 
 

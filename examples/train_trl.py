@@ -29,8 +29,9 @@ from examples.train_grpo import CLIP_NORM, HELD_OUT, TURNS, WARM_UP, Settings, q
 from runner import BackgroundPlayer, Limits, Sampling, VllmEngine
 from runner.models import resolve_model
 from runner.trainers.trl import episode_reward, rollout_func
-from runner.training import TokenTree
+from runner.training import TokenTree, weight_proof
 from runner.training.rows import TrainingRow
+from runner.training.tree import Saving
 from runner.training.tree_attention import TREE_ATTENTION
 from runner.training.tree_torch import tree_logits, tree_logprobs
 
@@ -40,6 +41,8 @@ COMPLETION = TURNS * 48  # ids that a completion may have
 
 class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
     """GRPOTrainer that computes the log-probabilities of a batch as one token tree, without the rows of flat groups."""
+
+    saving: float | None = None  # ids of the last batch's rows per computed node
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         learns = inputs["advantages"] != 0
@@ -55,6 +58,7 @@ class OneTree(GRPOTrainer):  # type: ignore[misc]  # trl is not installed here
         seen, prompt = attention_mask.bool().numpy(), input_ids.size(1) - logits_to_keep
         rows = [row_of(ids[here], here[:prompt].sum()) for ids, here in zip(input_ids.numpy(), seen, strict=True)]
         tree = TokenTree.of(rows)
+        self.saving = Saving.of([tree]).ratio
         with self.accelerator.autocast():
             logits = tree_logits(model, tree)
         left = prompt - seen[:, :prompt].sum(1)  # padding before each prompt
@@ -90,10 +94,11 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # trl is not installed h
         self.settings, self.rollouts, self.progress = settings, rollouts, progress
         self.began = self.played = 0.0
         self.output: dict[str, list[Any]] = {}
+        self.trainer: Any = None
 
     def play(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """The rollout function that TRL is given."""
-        began = time.monotonic()
+        began, self.trainer = time.monotonic(), trainer
         self.output = self.rollouts(prompts, trainer)
         self.played = time.monotonic() - began
         return self.output
@@ -111,8 +116,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # trl is not installed h
             exact=fmean(reward >= 1 for reward in scored),
             groups=sum(len({*rewards[at : at + size]}) > 1 for at in range(0, len(rewards), size)),
             ids=sum(map(sum, self.output["env_mask"])),
-            saving=1.0,
-            gap=0.0,  # TRL does not compare log-probabilities here
+            saving=getattr(self.trainer, "saving", None),
+            gap=None,  # TRL compares log-probabilities for its own engine alone
             seconds={"rollout": self.played, "train": now - self.began - self.played},
             version=self.output["version"][0] or "",
         )
@@ -186,7 +191,7 @@ def train(settings: Settings, console: Console, plain: bool = False) -> Training
             callbacks=[watch],
         )
         trainer.train()
-        player.update_weights(model.state_dict())
+        player.update_weights(model.state_dict(), proof=weight_proof(model, dtype=engine_dtype(engine)))
         after = evaluate(player, held_out)
         progress.say(f"held out, after {progress.seconds:.0f} s of training: {after:.3f}")
         model.to(getattr(torch, engine_dtype(engine)))

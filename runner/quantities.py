@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["counted"]
 
 
@@ -9,4 +11,5 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 task", "2 tasks", "1,000 trajectories"."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("y") else f"{number:,} {noun}s"
+    plural = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
+    return f"{number:,} {plural}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def test_each_step_is_one_line_under_the_names_of_its_columns() -> None:
     assert len(lines) == 3
     assert " ".join(lines[2].split()) == "2 0.950 0.750 7 1987 6.0x 0.010 3.0 0.5 5.0 0.5 18 2"
     assert len(lines[1]) < 120
+
+
+def test_figures_that_a_trainer_does_not_have_are_not_shown() -> None:
+    line = dataclasses.replace(step(1, 0.5), saving=None, gap=None).line(9.0)
+    assert line.split()[5:8] == ["-", "-", "3.0"]
+    assert len(line) == len(step(1, 0.5).line(9.0))
 
 
 def test_a_curve_is_drawn_on_a_terminal_only() -> None:

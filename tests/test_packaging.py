@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tomllib
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,34 @@ def test_the_closure_follows_extras_of_this_project_and_of_others() -> None:
 def test_a_distribution_that_is_not_here_is_named() -> None:
     with pytest.raises(PackageNotFoundError, match="no-such-thing"):
         closure("no-such-thing")
+
+
+IMPORTS = """
+import importlib, importlib.abc, json, sys
+
+refused = set(json.loads(sys.argv[1]))
+
+class Refuses(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuses())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+
+
+def test_public_packages_import_with_the_least_that_is_installed() -> None:
+    least = closure("deltarunner")
+    refused = [
+        module
+        for module, names in packages_distributions().items()
+        if "deltarunner" not in names and least.isdisjoint(map(canonicalize_name, names))
+    ]
+    assert {"torch", "vllm", "psutil"} <= set(refused)
+    public = ["runner", "runner.training", "runner.training.sample_rows", "runner.generation", "runner.interop"]
+    public += ["runner.trainers.trl", "runner.trainers.openenv", "runner.cli.app", "runner.cli.verify_trace"]
+    command = [sys.executable, "-c", IMPORTS, json.dumps(refused), *public]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

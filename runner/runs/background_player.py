@@ -71,6 +71,7 @@ class BackgroundPlayer:
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._over = False
+        self._starting: anyio.CancelScope  # of the start; made on the event loop, as `_loop`
         self._cancelled = self._is_started = False
 
     @property

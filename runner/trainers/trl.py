@@ -215,11 +215,13 @@ class _Rollouts:
                 "With failed='mask' it is left out of the training."
             )
         computed = trainer.args.temperature
-        if not np.allclose(row.temperatures[row.mask], computed, rtol=1e-5):
-            sampled = row.temperatures[row.mask].min()
+        sampled = {float(each) for each in row.temperatures[row.mask]}
+        # A greedy turn has log-probabilities at temperature 1, and is not a sample of them.
+        sampled |= {0.0 for turn in trajectory.turns if turn.sampling is not None and turn.sampling.temperature == 0}
+        if row.mask.any() and not np.allclose(list(sampled), computed, rtol=1e-5):
             raise BadBatch(
-                f"{name_of(trajectory)} was sampled at temperature {sampled:g}, but the trainer's log-probabilities "
-                f"are at {computed:g}. Give GRPOConfig and Sampling the same temperature."
+                f"{name_of(trajectory)} was sampled at temperature {min(sampled):g}, but the trainer's "
+                f"log-probabilities are at {computed:g}. Give GRPOConfig and Sampling the same temperature."
             )
         if any(math.isnan(value) for value in row.logprobs.tolist()) and trainer.args.use_vllm:
             raise BadBatch(f"{name_of(trajectory)}: the engine gave no log-probabilities, which use_vllm=True needs.")

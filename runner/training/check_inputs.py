@@ -37,6 +37,8 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     Raises:
         BadOption: the memory does not suffice.
     """
+    import psutil  # an engine's extra has it
+
     try:
         forms = read_folder(folder).forms.values()
     except BadWeights:
@@ -46,8 +48,6 @@ def check_memory(folder: Path, dtype: str, *, on_cpu: bool) -> None:
     references = 2 if size == _FLOAT32_BYTES else 3
     in_transformers = values * references * _FLOAT32_BYTES
     of_engine = values * size * (3 if on_cpu else 1)
-    import psutil  # of the extras with an engine
-
     available = psutil.virtual_memory().available
     if in_transformers + of_engine > available:
         raise BadOption(

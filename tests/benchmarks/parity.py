@@ -25,7 +25,7 @@ ANSWER = "Go on, and say what comes next. " * 2
 
 
 class Work(NamedTuple):
-    """What both ways have to do in a round, and the number of rounds."""
+    """Size of the work that both ways do in a round, and the number of rounds."""
 
     episodes: int
     turns: int

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import statsmodels  # type: ignore[import-not-found]  # in an environment of its own
-import statsmodels.api as sm  # type: ignore[import-not-found]
+import statsmodels.api as sm  # type: ignore[import-not-found]  # as above
 
 draw = random.Random(7)
 

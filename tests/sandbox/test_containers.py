@@ -129,7 +129,7 @@ async def test_two_busy_processes_share_the_cores_given(engine: str) -> None:
 
 
 def processor_of(pid: int) -> dict[str, int]:
-    """What the control group of a process counts, with its quota and period, in microseconds; version 1 or 2."""
+    """Processor time and periods of a process's control group (version 1 or 2), and its quota, in microseconds."""
     rows = [line.split(":") for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     groups = {kind: path for _, kinds, path in rows for kind in kinds.split(",")}
     if "cpu" in groups:

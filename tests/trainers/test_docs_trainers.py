@@ -29,6 +29,20 @@ def test_script_beside_the_environment_is_short() -> None:
         assert len(code) <= 15
 
 
+def test_lines_of_the_table_are_those_of_the_sections() -> None:
+    counted = 0
+    for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]:
+        anchor = re.sub(r"[^\w-]", "", section.splitlines()[0].lower().replace(" ", "-"))
+        row = re.search(rf"^\| \[[^\]]*\]\(#{anchor}\) \|[^|]*\|[^|]*\| (\d+) \|", PAGE, flags=re.MULTILINE)
+        if blocks := re.findall(r"^```python\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE) if row else []:
+            (block,) = blocks
+            code = [line for line in block.splitlines() if line.strip() and not re.match(r"(from|import)\b", line)]
+            assert row is not None
+            assert (anchor, int(row[1])) == (anchor, len(code))
+            counted += 1
+    assert counted == 7
+
+
 def test_each_section_fits_on_one_screen() -> None:
     for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]:
         assert len(section.splitlines()) <= 62, section.splitlines()[0]

@@ -98,14 +98,17 @@ def test_failed_episode_has_no_reward_and_mask_zero() -> None:
     assert output["outcome"] == ["env_error", "env_error", "completed", "completed"]
 
 
-def test_another_temperature_than_the_trainers_is_refused() -> None:
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_another_temperature_than_the_trainers_is_refused(temperature: float) -> None:
     engine = recording("Yes")
     trainer = Trainer(engine)
-    with BackgroundPlayer(Rewarded, engine, sampling=Sampling(temperature=0.7)) as player:
+    with BackgroundPlayer(Rewarded, engine, sampling=Sampling(temperature=temperature)) as player:
         rollouts = rollout_func(player, tasks=TASKS)
-        with pytest.raises(BadBatch, match=r"sampled at temperature 0.7, but .* are at 1\. Give GRPOConfig"):
+        with pytest.raises(BadBatch, match=rf"sampled at temperature {temperature:g}, but .* are at 1\. Give GRPOConf"):
             rollouts(["t0"], trainer)
-        trainer.args.temperature = 0.7
+        if not temperature:
+            return
+        trainer.args.temperature = temperature
         assert rollouts(["t0"], trainer)["reward"] == [0.0]
 
 
