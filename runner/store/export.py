@@ -287,14 +287,18 @@ def _table(rows: Sequence[Trajectory], schema: pa.Schema) -> pa.Table:
 
     nested: Any = pa.ListArray.from_arrays  # its types lack numpy arrays, which it accepts
 
-    def joined(kind: str, parts: Iterable[array[Any]], **options: Any) -> Any:
+    def joined(kind: str, parts: Iterable[array[Any]]) -> Any:
         # An empty part first: rows may have no segments, and np.concatenate refuses an empty list.
-        return pa.array(np.concatenate([np.empty(0, kind), *parts]), **options)
+        return np.concatenate([np.empty(0, kind), *parts])
+
+    def finite(values: Any) -> Any:
+        """NaN and infinity become null, as in JSON."""
+        return pa.array(values, mask=~np.isfinite(values))
 
     per_token: dict[str, Callable[[], Any]] = {
-        "token_ids": lambda: joined("int32", (log.ids for log in logs)),
-        "logprobs": lambda: joined("float32", (log.logprobs for log in logs), from_pandas=True),  # NaN becomes null
-        "mask": lambda: joined("int8", (log.mask() for log in logs)),
+        "token_ids": lambda: pa.array(joined("int32", (log.ids for log in logs))),
+        "logprobs": lambda: finite(joined("float32", (log.logprobs for log in logs))),
+        "mask": lambda: pa.array(joined("int8", (log.mask() for log in logs))),
         "weight_versions": lambda: pa.DictionaryArray.from_arrays(numbers, pa.array(list(names), pa.string())),
         "top_ids": lambda: _lists(logs, "int32", _top_parts, lambda top: top.ids),
         "top_logprobs": lambda: _lists(logs, "float32", _top_parts, lambda top: top.logprobs),

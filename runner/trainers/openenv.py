@@ -119,8 +119,8 @@ def _turn(trajectory: Trajectory, turn: Turn, *, trains: bool) -> dict[str, Any]
     if not turn.has_ids:
         raise BadBatch(f"turn {name} was sampled by a message engine: it has no token ids.")
     logprobs = turn.logprobs.tolist()
-    if any(math.isnan(value) for value in logprobs):
-        raise BadBatch(f"turn {name} of {name_of(trajectory)} has no log-probabilities, which a trace needs.")
+    if not all(map(math.isfinite, logprobs)):
+        raise BadBatch(f"turn {name} of {name_of(trajectory)} has no finite log-probabilities, which a trace needs.")
     trained = int(trains and not turn.retried and not turn.left_out)
     kept = turn.log.mask()[turn.start : turn.end]
     return {

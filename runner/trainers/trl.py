@@ -6,7 +6,6 @@ Checked with TRL 1.16.0. Nothing of TRL is imported here: its trainer is passed 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,8 +26,8 @@ from runner.trajectory import Trajectory
 
 __all__ = ["FailedEpisodes", "episode_reward", "rollout_func"]
 
-RolloutFunction: TypeAlias = Callable[[list[Any], Any], dict[str, list[Any]]]
-"""TRL's type: prompts and the trainer in, lists with one entry for each prompt out."""
+RolloutFunction: TypeAlias = Callable[[list[Any], Any], dict[str, Any]]
+"""TRL's type: prompts and the trainer in, lists with one entry for each prompt out, or None for `logprobs`."""
 
 _PROBE: Final = "two tokenizers: 12 + 30 = 42, naïve\n\tÅngström <tag> 東京"
 
@@ -75,15 +74,16 @@ def rollout_func(
         proof: False to send weights without a proof, as to an engine without scores or number type.
         failed: treatment of episodes without a reward.
         segments: the segment that is kept where a history was rewritten: TRL takes one row for each prompt.
-        length: the most ids of a row; a longer one is refused. None for any length.
+        length: the most ids of a row; a longer one is treated as `failed`. None for any length.
 
     Raises:
         BadOption: an argument is invalid.
 
     Raises (from the function):
         BadOption: a prompt has no task; or the model is a PEFT model, whose adapter has to be merged first.
-        BadModel: the trainer's tokenizer is another one than the engine's, or it starts with other weights.
-        BadBatch: a row is too long, was sampled at another temperature than the trainer's, or its episode failed with
+        BadModel: the trainer's tokenizer is another one than the engine's, or it starts with other weights; or the
+            engine returns no log-probabilities, and the trainer has `use_vllm=True`.
+        BadBatch: a row was sampled at another temperature than the trainer's, or its episode failed with
             `failed="raise"`.
         RunStopped, EngineError, BadWeights: as the player raises them; `EngineDead` if a proof does not hold.
     """
@@ -121,7 +121,7 @@ class _Rollouts:
     """The optimizer step whose weights the engine has: it starts with the weights that training starts with."""
     _checked: bool = field(default=False)
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         step = int(trainer.state.global_step)
         if not self._checked:
             self._check(trainer)
@@ -135,7 +135,8 @@ class _Rollouts:
         return {
             "prompt_ids": [row.prompt_ids.tolist() for row in rows],
             "completion_ids": [row.response_ids.tolist() for row in rows],
-            "logprobs": [row.logprobs.tolist() for row in rows],
+            # Without all of them, TRL computes its own.
+            "logprobs": [row.logprobs.tolist() for row in rows] if all(map(_has_logprobs, rows)) else None,
             "env_mask": [row.mask.astype(int).tolist() for row in rows],
             "reward": [row.reward for row in rows],
             "version": [row.version for row in rows],
@@ -153,6 +154,11 @@ class _Rollouts:
             raise BadModel(
                 f"the trainer's tokenizer encodes a text as {list(theirs)[:8]}, the engine's as {list(ours)[:8]}: ids "
                 "of one model mean nothing to the other. Give both the same model."
+            )
+        if trainer.args.use_vllm and engine.describe().get("logprobs") in (None, "none"):
+            raise BadModel(
+                f"{type(engine).__name__} returns no log-probabilities, and GRPOConfig(use_vllm=True) needs them for "
+                "its ratios. Leave use_vllm out, or give an engine with log-probabilities."
             )
 
     def _prove_start(self, trainer: Any) -> None:
@@ -207,9 +213,15 @@ class _Rollouts:
     def _row(self, trajectory: Trajectory, trainer: Any) -> SampleRow:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        (row,) = sample_rows(trajectory, segments=self.segments, length=self.length, pad_id=int(pad or 0))
+        (row,) = sample_rows(
+            trajectory,
+            segments=self.segments,
+            length=self.length,
+            pad_id=int(pad or 0),
+            needs_logprobs=trainer.args.use_vllm,
+        )
         if row.failed and self.failed is FailedEpisodes.RAISE:
-            cause = trajectory.error or trajectory.reason or "no cause is known"
+            cause = trajectory.error or trajectory.reason or "see the log"
             raise BadBatch(
                 f"{name_of(trajectory)} has no reward ({row.failed}): {cause}. "
                 "With failed='mask' it is left out of the training."
@@ -223,9 +235,11 @@ class _Rollouts:
                 f"{name_of(trajectory)} was sampled at temperature {min(sampled):g}, but the trainer's "
                 f"log-probabilities are at {computed:g}. Give GRPOConfig and Sampling the same temperature."
             )
-        if any(math.isnan(value) for value in row.logprobs.tolist()) and trainer.args.use_vllm:
-            raise BadBatch(f"{name_of(trajectory)}: the engine gave no log-probabilities, which use_vllm=True needs.")
         return row
+
+
+def _has_logprobs(row: SampleRow) -> bool:
+    return bool(np.isfinite(row.logprobs).all())
 
 
 def _model_of(trainer: Any) -> Any:

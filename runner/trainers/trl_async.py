@@ -23,6 +23,7 @@ from runner.tasks import Task
 from runner.trainers.openenv import training_trace
 from runner.training.advantages import AdvantageRule, grpo
 from runner.training.sample_rows import SampleRow, sample_rows
+from runner.training.selection import refusal
 from runner.trajectory import Group, Trajectory
 
 __all__ = ["EpisodeSession", "EpisodeSessions", "RolloutWorker", "WeightSender"]
@@ -34,9 +35,9 @@ _STOP_SECONDS: Final = 30.0
 class RolloutWorker:
     """Plays groups in the background, for `AsyncGRPOTrainer(rollout_worker=)`.
 
-    Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes, and groups
-    with fewer than two scored episodes, give none. Groups are played ahead up to the player's width, with weights that
-    are older when they are trained on: give the player `Concurrency(episodes=)`.
+    Each segment of a trajectory is a sample, with the oldest weight version of its ids. Failed episodes, those without
+    finite log-probabilities, and groups with fewer than two others give none. Groups are played ahead up to the
+    player's width, with weights that are older when they are trained on: give the player `Concurrency(episodes=)`.
 
     Args:
         player: a started player, whose `group_size` is the trainer's `num_generations`.
@@ -122,7 +123,7 @@ class RolloutWorker:
 
     def _samples(self, group: Group, number: int) -> Iterator[dict[str, Any]]:
         """The fields of TRL's `RolloutSample` for each row of a group."""
-        scored = [each for each in group.trajectories if each.reward is not None and each.turns]
+        scored = [each for each in group.trajectories if not refusal(each)]
         if len(scored) < 2:
             return
         rewards = np.array([each.reward for each in scored], np.float32)

@@ -13,6 +13,7 @@ from runner.engines.base import FinishReason
 from runner.errors import BadBatch
 from runner.messages import Message
 from runner.trainers.turn_messages import reply_of, reply_places
+from runner.training.selection import NO_LOGPROBS, lacks_logprobs
 from runner.trajectory import Outcome, Segment, Trajectory, Turn
 
 __all__ = ["VERIFIERS", "episode_head", "trace_delta", "trace_summary"]
@@ -25,6 +26,8 @@ _FINISH: Final[Mapping[FinishReason, str]] = {FinishReason.STOP: "stop", FinishR
 
 def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
     """Return a trajectory as one delta of an episode stream, which opens its trace and has all of it.
+
+    If a sampled id has no finite log-probability, nothing is trained, and the trace has an error "no_logprobs".
 
     Args:
         trajectory: the trajectory.
@@ -52,7 +55,7 @@ def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Map
             "metrics": {name: float(value) for name, value in trajectory.metrics.items() if value is not None},
             "info": _info(trajectory),
             "is_completed": True,
-            "ok": outcome.scored,
+            "ok": not _errors(trajectory),
             "stop_condition": trajectory.reason or trajectory.limit or outcome.value,
             "is_timeout": outcome is Outcome.TIME_LIMIT,
         },
@@ -79,9 +82,9 @@ def episode_head(
         "id": number,
         "env": {"id": environment},
         "task": _task(task),
-        "ok": all(each.outcome.scored for each in trajectories),
+        "ok": not any(map(_errors, trajectories)),
         "is_timeout": any(each.outcome is Outcome.TIME_LIMIT for each in trajectories),
-        "errors": _errors(trajectories[0]) if trajectories else [],
+        "errors": next(filter(None, map(_errors, trajectories)), []),
     }
 
 
@@ -95,7 +98,8 @@ def _task(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _errors(trajectory: Trajectory) -> list[dict[str, Any]]:
     if trajectory.outcome.scored:
-        return []
+        cause = "the engine gave no finite log-probability for an id that it sampled"
+        return [{"type": NO_LOGPROBS, "message": cause}] if lacks_logprobs(trajectory) else []
     return [{"type": trajectory.outcome.value, "message": trajectory.error or trajectory.outcome.value}]
 
 
@@ -117,26 +121,32 @@ def _nodes(trajectory: Trajectory) -> tuple[list[dict[str, Any]], list[dict[str,
     """The nodes of all segments, each a path from a root of its own, and the calls."""
     nodes: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
+    trained = not lacks_logprobs(trajectory)
     for number, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == number and turn.tokens]
         if any(not turn.has_ids for turn in turns):
             raise BadBatch(f"{trajectory.id}: its turns were sampled by a message engine and have no token ids.")
-        _add_path(nodes, calls, segment, turns)
+        _add_path(nodes, calls, segment, turns, trained=trained)
     return nodes, calls
 
 
 def _add_path(
-    nodes: list[dict[str, Any]], calls: list[dict[str, Any]], segment: Segment, turns: Sequence[Turn]
+    nodes: list[dict[str, Any]],
+    calls: list[dict[str, Any]],
+    segment: Segment,
+    turns: Sequence[Turn],
+    *,
+    trained: bool,
 ) -> None:
     mask, ids = segment.log.mask(), segment.log.ids
     parent: int | None = None
     told, end = 0, 0  # messages and ids that have a node
 
-    def add(message: dict[str, Any], own: Sequence[int], trained: Sequence[bool], logprobs: Sequence[float]) -> None:
+    def add(message: dict[str, Any], own: Sequence[int], trains: Sequence[bool], logprobs: Sequence[float]) -> None:
         nonlocal parent
         root = {"tools": [_tool(tool) for tool in segment.tools]} if parent is None and segment.tools else {}
         node = {"parent": parent, "message": message, "sampled": bool(logprobs), "token_ids": [*own]}
-        nodes.append({**node, "mask": [*trained], "logprobs": [*logprobs], **root})
+        nodes.append({**node, "mask": [*trains], "logprobs": [*logprobs], **root})
         parent = len(nodes) - 1
 
     for turn, place in zip(turns, reply_places(segment, turns), strict=True):
@@ -146,7 +156,7 @@ def _add_path(
             own = scaffold if position == len(before) - 1 else []
             add(_message(message), own, [False] * len(own), [])
         lead = [] if before else scaffold
-        trains = [not turn.left_out and bool(each) for each in mask[turn.start : turn.end]]
+        trains = [trained and not turn.left_out and bool(each) for each in mask[turn.start : turn.end]]
         sampled = turn.token_ids.tolist()
         logprobs = turn.logprobs.tolist()
         add(_message(reply_of(turn)), [*lead, *sampled], [*([False] * len(lead)), *trains], logprobs)

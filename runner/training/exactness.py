@@ -14,6 +14,8 @@ from runner.trajectory import Turn
 
 __all__ = ["constrained_ids", "inexact_reason", "reason_counts", "temperatures"]
 
+NO_FINITE_LOGPROB: Final = "no finite log-probability from the engine"
+
 _TRUNCATING: Final = frozenset({"top_p", "top_k", "min_p", "min_tokens", "bad_words"})
 """Fields of `Sampling` that only exclude ids: the ids that could be sampled are all that a trainer needs."""
 
@@ -50,7 +52,7 @@ def reason_counts(
     ids = Counter(
         {
             "a grammar without its masks": 0 if masked else constrained_ids(rows, recorded=recorded),
-            "no log-probability from the engine": sum(int(np.isnan(row.logprobs).sum()) for row in rows),
+            NO_FINITE_LOGPROB: sum(int((~np.isfinite(row.logprobs)).sum()) for row in rows),
         }
     )
     return turns, +ids  # without those that are 0

@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,15 @@ from runner.logs import logger_for
 from runner.tokens.side_data import SamplingMasks
 from runner.training.exactness import reason_counts, temperatures
 from runner.training.rows import TrainingRow, row_experts, rows_of, version_table
-from runner.training.selection import absence, name_of
+from runner.training.selection import NO_LOGPROBS, absence, name_of, refusal
 from runner.trajectory import Trajectory, Turn
 
 __all__ = ["InexactRows", "SampleRow", "SegmentChoice", "sample_rows"]
 
 log = logger_for("training")
+
+TOO_LONG: Final = "too_long"
+"""Reason for a row that is not trained: it has more ids than the trainer takes."""
 
 
 class SegmentChoice(enum.StrEnum):
@@ -73,7 +76,10 @@ class SampleRow:
     mask: NDArray[np.bool_]
     """True if the id was sampled in this segment and is trained, bool; all False in a failed episode."""
     logprobs: NDArray[np.float32]
-    """Log-probability of each id's sampling in nats, float32; 0 where `mask` is False, NaN without a value."""
+    """Log-probability of each id's sampling in nats, float32; 0 where `mask` is False.
+
+    It is NaN without a value, which occurs with `needs_logprobs=False` only.
+    """
     versions: tuple[str, ...]
     """Weight version of each id; "" where `mask` is False."""
     constrained: NDArray[np.bool_]
@@ -95,7 +101,11 @@ class SampleRow:
     reward: float | None
     """Reward of the trajectory; None in a failed episode."""
     failed: str
-    """Reason why the episode is not trained on: its outcome, "no_turn", "no_reward" or "untrained"; "" if it is."""
+    """Reason why the episode is not trained on: its outcome, "no_turn", "no_reward", "untrained", "no_logprobs"
+    or "too_long".
+
+    It is "" if the episode is trained on.
+    """
 
     @property
     def version(self) -> str:
@@ -115,6 +125,7 @@ class InexactRows:
     def __init__(self) -> None:
         self._turns: Counter[str] = Counter()
         self._ids: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
 
     @property
     def turns(self) -> Mapping[str, int]:
@@ -123,8 +134,25 @@ class InexactRows:
 
     @property
     def ids(self) -> Mapping[str, int]:
-        """Number of ids by reason: "a grammar without its masks", "no log-probability from the engine"."""
+        """Number of ids by reason: "a grammar without its masks", "no finite log-probability from the engine"."""
         return dict(self._ids)
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Number of rows that are not trained although their episode has a reward: "no_logprobs", "too_long"."""
+        return dict(self._left_out)
+
+    def leave_out(self, trajectory: Trajectory, reason: str, cause: str) -> None:
+        """Count a row that is not trained."""
+        if reason not in self._left_out:
+            log.warning(
+                "%s is not trained on (%s): %s. This is said once; INEXACT.left_out of runner.training.sample_rows has "
+                "the counts",
+                name_of(trajectory),
+                reason,
+                cause,
+            )
+        self._left_out[reason] += 1
 
     def add(self, rows: Sequence[TrainingRow]) -> None:
         """Count rows."""
@@ -148,41 +176,74 @@ def sample_rows(
     *,
     segments: Segments = SegmentChoice.EACH,
     advantages: float | Sequence[float] | None = None,
-    length: int | None = None,
+    length: int | tuple[int, int] | None = None,
     pad_id: int = 0,
+    needs_logprobs: bool = True,
     counts: InexactRows = INEXACT,
 ) -> list[SampleRow]:
     """Return a trajectory as rows, at least one.
 
-    A failed episode has its ids, no trained position and reward None. A trajectory without a trained id has one row
-    whose response is one padding id.
+    A failed episode has its ids, no trained position and reward None. So has one with a trained id whose
+    log-probability is not finite, and a row that is too long, whose ids are cut to the length; these two are counted
+    and logged once. A trajectory without a trained id has one row whose response is one padding id.
 
     Args:
         trajectory: a trajectory of a trained agent.
         segments: the segments that become rows.
         advantages: one number for the trajectory, or one for each of its turns.
-        length: the most ids of prompt and response together; a longer row is refused, never cut.
+        length: the most ids of prompt and response together, or a pair: the most of each.
         pad_id: the id of a response without ids.
-        counts: where reasons of inexact ratios are counted.
+        needs_logprobs: False for a trainer that ignores `logprobs`: ids without one are trained, too.
+        counts: where reasons of inexact ratios, and rows that are left out, are counted.
 
     Raises:
-        BadBatch: a row is too long, there are several and `segments` is "refuse", the turns have no ids, or the
-            advantages do not fit.
-        BadOption: `segments` is not a choice.
+        BadBatch: there are several rows and `segments` is "refuse", the turns have no ids, or the advantages do not
+            fit.
+        BadOption: `segments` is not a choice, or a length is out of its range.
     """
     choice = SegmentChoice.of(segments)
-    if length is not None:
-        whole(f"length={length!r:.60}", length, least=2)
+    limit = _Limit.of(length)
     if trajectory.turns and not any(turn.has_ids for turn in trajectory.turns):
         raise BadBatch(f"{name_of(trajectory)} was run on a message engine: it has no token ids to train on.")
     credit = _by_turn(trajectory, advantages)
     table = version_table([trajectory])
     rows = _chosen(rows_of(trajectory, table), choice, trajectory)
-    failed = absence(trajectory)
+    failed = refusal(trajectory) if needs_logprobs else absence(trajectory)
     if not failed:
         counts.add(rows)
-    made = [_row(row, tuple(table), credit, failed=failed, last=row is rows[-1], length=length) for row in rows]
-    return made or [_empty(trajectory, failed, pad_id)]
+    if failed == NO_LOGPROBS:
+        counts.leave_out(trajectory, failed, "the engine gave no finite log-probability for an id that it sampled")
+    made = [_row(row, tuple(table), credit, failed=failed, last=row is rows[-1], limit=limit) for row in rows]
+    for row in made:
+        if row.failed == TOO_LONG:
+            cause = f"a row is longer than length={length}. Play with Limits(context=...) or a smaller max_tokens"
+            counts.leave_out(trajectory, TOO_LONG, cause)
+    return made or [_empty(trajectory, failed, pad_id, limit)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The most ids of a row."""
+
+    whole: int | None = None
+    prompt: int | None = None
+    response: int | None = None
+
+    @classmethod
+    def of(cls, length: Any) -> _Limit:
+        if length is None:
+            return cls()
+        given = f"length={length!r:.60}"
+        if isinstance(length, tuple | list) and len(length) == 2:
+            return cls(None, *(whole(given, each, least=1) for each in length))
+        return cls(whole(given, length, least=2, otherwise=", or a pair of the most ids of prompt and of response"))
+
+    def kept(self, prompt: int, response: int) -> tuple[int, int]:
+        """The numbers of ids of prompt and response that fit; the prompt keeps its last ones."""
+        if self.whole is not None:
+            response = min(response, max(1, self.whole - prompt))
+            return min(prompt, self.whole - response), response
+        return min(prompt, self.prompt or prompt), min(response, self.response or response)
 
 
 def _chosen(rows: list[TrainingRow], choice: SegmentChoice, trajectory: Trajectory) -> list[TrainingRow]:
@@ -205,15 +266,14 @@ def _row(
     *,
     failed: str,
     last: bool,
-    length: int | None,
+    limit: _Limit,
 ) -> SampleRow:
     trained = np.flatnonzero(row.loss_mask)
     first, end = int(trained[0]), int(trained[-1]) + 1
-    if length is not None and end > length:
-        raise BadBatch(
-            f"{name_of(row.trajectory)}, segment {row.segment}: the row has {end} ids, more than length={length}; rows "
-            "are never cut. Play with Limits(context=...) or a smaller max_tokens, or leave the episode out."
-        )
+    before, after = limit.kept(first, end - first)
+    if (before, after) != (first, end - first):
+        failed = failed or TOO_LONG
+    start, end = first - before, first + after
     part = slice(first, end)
     constrained, advantages = np.zeros(len(row), np.bool_), np.zeros(len(row), np.float32)
     for turn in row.turns:
@@ -225,7 +285,7 @@ def _row(
         trajectory=row.trajectory,
         segment=row.segment,
         last=last,
-        prompt_ids=row.ids[:first],
+        prompt_ids=row.ids[start:first],
         response_ids=row.ids[part],
         mask=mask[part],
         logprobs=np.where(mask, row.logprobs, np.float32(0))[part],
@@ -234,7 +294,7 @@ def _row(
         temperatures=np.where(mask, temperatures(row), np.float32(1))[part],
         advantages=np.where(mask, advantages, np.float32(0))[part],
         sampling_masks=_masks(row, mask, first, end),
-        routed_experts=None if (experts := row_experts(row)) is None else experts[:end],
+        routed_experts=None if (experts := row_experts(row)) is None else experts[start:end],
         reward=None if failed else row.trajectory.reward,
         failed=failed,
     )
@@ -251,9 +311,10 @@ def _masks(row: TrainingRow, mask: NDArray[np.bool_], first: int, end: int) -> S
     return SamplingMasks.of(ids if trains else () for ids, trains in zip(rows[first:end], mask[first:end], strict=True))
 
 
-def _empty(trajectory: Trajectory, failed: str, pad_id: int) -> SampleRow:
+def _empty(trajectory: Trajectory, failed: str, pad_id: int, limit: _Limit) -> SampleRow:
     """The row of a trajectory without a trained id: its last segment as the prompt, and one padding id."""
     ids = list(trajectory.segments[-1].log.ids) if trajectory.segments else []
+    ids = ids[len(ids) - limit.kept(len(ids), 1)[0] :]
     return SampleRow(
         trajectory=trajectory,
         segment=len(trajectory.segments) - 1,

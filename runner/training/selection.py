@@ -19,6 +19,7 @@ from runner.training.rows import TrainingRow, rows_of, version_table
 from runner.trajectory import Group, Trajectory
 
 __all__ = [
+    "NO_LOGPROBS",
     "NO_REWARD",
     "NO_TURN",
     "UNTRAINED",
@@ -27,7 +28,9 @@ __all__ = [
     "Selection",
     "absence",
     "grouped",
+    "lacks_logprobs",
     "name_of",
+    "refusal",
 ]
 
 GroupsOrTrajectories: TypeAlias = Iterable[Group | Trajectory]
@@ -35,6 +38,9 @@ GroupsOrTrajectories: TypeAlias = Iterable[Group | Trajectory]
 
 NO_TURN: Final = "no_turn"
 """Reason for an absent trajectory: it was scored, but its agent had no turn."""
+
+NO_LOGPROBS: Final = "no_logprobs"
+"""Reason for a refused trajectory: the engine gave no finite log-probability for an id that would be trained."""
 
 NO_REWARD: Final = "no_reward"
 """Reason for an absent trajectory: it was scored, but one of its rewards is missing."""
@@ -208,6 +214,25 @@ def absence(trajectory: Trajectory) -> str:
     if not trajectory.turns:
         return NO_TURN
     return NO_REWARD if trajectory.reward is None else ""
+
+
+def refusal(trajectory: Trajectory) -> str:
+    """Return why a trajectory is not passed to trainers of other libraries: `absence` or "no_logprobs"; "" if it is.
+
+    A `TrainingBatch` keeps ids without a log-probability, and names them in its `inexact_reason`. Other libraries
+    compute with the value.
+    """
+    return absence(trajectory) or (NO_LOGPROBS if lacks_logprobs(trajectory) else "")
+
+
+def lacks_logprobs(trajectory: Trajectory) -> bool:
+    """Return True if a sampled id that is trained has no finite log-probability."""
+    logs = [segment.log for segment in trajectory.segments]
+    masks = (np.frombuffer(log.mask(), np.int8).astype(np.bool_) for log in logs)
+    return any(
+        bool((trained & ~np.isfinite(np.array(log.logprobs, np.float32))).any())
+        for log, trained in zip(logs, masks, strict=True)
+    )
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import functools
 import importlib
+import math
 import re
 import sys
 import types
@@ -37,10 +38,12 @@ TOP_K = Sampling(top_k=3)
 
 
 class Weather(Environment):
-    """Two turns; one task fails."""
+    """Two turns; one task fails, and the engine has no log-probability in another."""
 
     async def rollout(self, conversation: Conversation) -> None:
-        await conversation.generate()
+        turn = await conversation.generate()
+        if "gap?" in str(self.task.prompt):
+            turn.log.logprobs[turn.start] = math.nan
         if "fail?" in str(self.task.prompt):
             raise OSError("no disk")
         conversation.add("And now?")
@@ -142,16 +145,17 @@ def test_verl_takes_what_the_page_returns(modules: Any) -> None:
         loop = object.__new__(page["EpisodeLoop"])
         loop.loop, loop.server_manager = asyncio.get_running_loop(), None
         loop.tokenizer = types.SimpleNamespace(name_or_path="model")
-        prompts = [[{"role": "user", "content": text}] for text in ("Oslo?", "Rome?", "fail?")]
+        prompts = [[{"role": "user", "content": text}] for text in ("Oslo?", "gap?", "fail?")]
         played = await asyncio.gather(
             *(loop.run({}, index=number, raw_prompt=prompt) for number, prompt in enumerate(prompts))
         )
-        for output, failed in zip(played, (False, False, True), strict=True):
+        for output, failed in zip(played, (False, True, True), strict=True):
             assert isinstance(output, own.AgentLoopOutput)
             fields = output.as_dict()
             assert len(fields["response_mask"]) == len(fields["responses"]) == len(fields["rollout_log_probs"])
             assert fields["routed_experts"].shape[0] == len(fields["prompts"]) + len(fields["responses"])
             assert (fields["response_mask"].sum() == 0) == failed
+            assert fields["rollout_log_probs"].isfinite().all()
             assert output.reward_score == (0.0 if failed else 0.5)
         await closed(page["players"][loop.loop])
 
@@ -171,14 +175,15 @@ def test_skyrl_takes_what_the_page_returns(modules: Any) -> None:
     async def play() -> None:
         page = run_page("GeneratorInterface")
         async with Player(Weather, engine(), sampling=TOP_K) as player:
-            tasks = {text: Task(id=text, prompt=text) for text in ("Oslo?", "fail?")}
+            tasks = {text: Task(id=text, prompt=text) for text in ("Oslo?", "gap?", "fail?")}
             generator = page["Episodes"](player, tasks)
             batch = {"prompts": [[{"role": "user", "content": text}] for text in tasks], "trajectory_ids": None}
             output = await generator.generate(batch)
         assert output.keys() == own.GeneratorOutput.__annotations__.keys()
         assert batch.keys() <= own.GeneratorInput.__annotations__.keys()
-        assert output["rewards"] == [0.5, 0.0]
-        assert [sum(mask) > 0 for mask in output["loss_masks"]] == [True, False]
+        assert output["rewards"] == [0.5, 0.0, 0.0]
+        assert [sum(mask) > 0 for mask in output["loss_masks"]] == [True, False, False]
+        assert all(np.isfinite(row).all() for row in output["rollout_logprobs"])
         for ids, rows in zip(output["response_ids"], output["rollout_sample_support"], strict=True):
             assert support.validate_sample_support(rows).shape[0] == len(ids)
         for routed in output["rollout_expert_indices"]:
@@ -201,7 +206,7 @@ def test_openrlhf_takes_what_the_page_returns(modules: Any) -> None:
         page["VllmEngine"] = types.SimpleNamespace(over=lambda llm: llm)
         executor = page["AgentExecutor"]()
         llm = types.SimpleNamespace(llm=engine())
-        for prompt, failed in (("Oslo?", False), ("fail?", True)):
+        for prompt, failed in (("Oslo?", False), ("gap?", True), ("fail?", True)):
             said = await executor.execute(
                 prompt=prompt,
                 label="x",
@@ -213,6 +218,7 @@ def test_openrlhf_takes_what_the_page_returns(modules: Any) -> None:
             )
             assert said.keys() == final_response_keys(source("openrlhf", "utils", "agent.py"))
             assert len(said["observation_tokens"]) == len(said["rollout_log_probs"])
+            assert np.isfinite(said["rollout_log_probs"]).all()
             text = [
                 llm.llm.tokenizer.decode(said["observation_tokens"][slice(*span)]) for span in said["action_ranges"]
             ]
@@ -282,10 +288,13 @@ def test_torchtitan_takes_what_the_page_returns(modules: Any) -> None:
             first, second = rollout.turns
             assert second.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
             assert len(second.completion_token_ids) == len(second.completion_logprobs)
+        arguments["sample"] = {"id": 2, "prompt": "fail?"}
+        failed = await page["Episodes"]().run_group_rollouts(**arguments)
+        assert {(each.status.is_error(), each.reward, len(each.turns)) for each in failed.rollouts} == {(True, None, 0)}
         await closed(page["Episodes"].player)
 
     asyncio.run(play())
-    assert len(set(asked)) == 3
+    assert len(set(asked)) == 6
 
 
 def parameters(path: Path, function: str) -> list[str]:
@@ -325,11 +334,12 @@ def test_slime_sample_takes_what_the_page_sets(modules: Any, monkeypatch: pytest
         args = types.SimpleNamespace(
             sglang_router_ip="127.0.0.1", sglang_router_port=1, hf_checkpoint="model", rollout_temperature=0.7
         )
-        for number, (text, failed) in enumerate((("Oslo?", False), ("fail?", True))):
+        for number, (text, failed) in enumerate((("Oslo?", False), ("gap?", True), ("fail?", True))):
             sample: Any = sample_class()
             sample.group_index, sample.prompt, sample.label = number, text, "x"
             assert await page["generate"](args, sample, {}) is sample
             assert sample.response_length == len(sample.loss_mask) == len(sample.rollout_log_probs)
+            assert np.isfinite(sample.rollout_log_probs).all()
             assert (sample.status, sample.remove_sample) == (Status.FAILED if failed else Status.COMPLETED, failed)
             assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1
             offsets = sample.rollout_top_p_token_offsets

@@ -74,7 +74,7 @@ def test_failed_episode_has_mask_zero_in_each_turn(fields: dict[str, Any]) -> No
 
 
 def test_turn_without_log_probabilities_is_refused() -> None:
-    with pytest.raises(BadBatch, match=r"t0#0/main/0 .* has no log-probabilities"):
+    with pytest.raises(BadBatch, match=r"t0#0/main/0 .* has no finite log-probabilities"):
         training_trace(made([prompt(1), said(2, logprobs=[float("nan")])]))
 
 

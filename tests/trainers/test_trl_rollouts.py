@@ -256,8 +256,8 @@ def test_unusable_trainers_and_prompts_are_refused_by_name() -> None:
         peft.state.global_step = 1
         with pytest.raises(BadOption, match="a PEFT model"):
             rollouts(["t0"], peft)
-        with pytest.raises(BadBatch, match=r"more than length=3"):
-            rollout_func(player, tasks=TASKS, length=3)(["t0"], Trainer(engine))
+        with pytest.raises(BadBatch, match=r"has no reward \(too_long\)"):
+            rollout_func(player, tasks=TASKS, length=3, failed="raise")(["t0"], Trainer(engine))
         with pytest.raises(BadOption, match="failed='drop'"):
             rollout_func(player, tasks=TASKS, failed="drop")  # type: ignore[arg-type]  # on purpose
         with pytest.raises(BadTask, match="no id"):

@@ -97,7 +97,7 @@ def test_turns_that_are_not_trained_are_no_reason() -> None:
 
 def test_ids_without_a_log_probability_are_counted() -> None:
     trajectory = made([prompt(1), said(2, 3, logprobs=[float("nan"), -1.0])])
-    assert inexact_reason(rows(trajectory)) == "no log-probability from the engine (1 id)"
+    assert inexact_reason(rows(trajectory)) == "no finite log-probability from the engine (1 id)"
 
 
 def test_temperatures_stand_where_their_turns_were_sampled() -> None:

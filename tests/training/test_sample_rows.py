@@ -119,10 +119,56 @@ def test_advantages_are_of_the_trajectory_or_of_each_turn() -> None:
             sample_rows(made(TWO_TURNS), advantages=wrong)
 
 
-def test_row_longer_than_its_limit_is_refused_and_never_cut() -> None:
-    assert len(only(made(TWO_TURNS), length=7).response_ids) == 4
-    with pytest.raises(BadBatch, match=r"'t0#0'.*segment 0: the row has 7 ids, more than length=6"):
-        sample_rows(made(TWO_TURNS), length=6)
+@pytest.mark.parametrize(
+    ("length", "prompt_ids", "response_ids"),
+    [
+        (6, [1, 2, 3], [4, 5, 6]),
+        (3, [2, 3], [4]),
+        (2, [3], [4]),
+        ((3, 3), [1, 2, 3], [4, 5, 6]),
+        ((2, 9), [2, 3], [4, 5, 6, 7]),
+        ((1, 1), [3], [4]),
+    ],
+)
+def test_row_longer_than_its_limit_is_cut_and_not_trained(
+    length: Any, prompt_ids: list[int], response_ids: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = InexactRows()
+    routed = made(TWO_TURNS)
+    for _ in range(2):
+        row = only(routed, length=length, advantages=1.0, counts=counts)
+        assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == (prompt_ids, response_ids)
+        assert (row.failed, row.reward, bool(row.mask.any()), bool(row.advantages.any())) == (
+            "too_long",
+            None,
+            False,
+            False,
+        )
+        assert len(row.mask) == len(row.logprobs) == len(row.versions) == len(row.temperatures) == len(response_ids)
+    assert counts.left_out == {"too_long": 2}
+    (record,) = caplog.records
+    assert f"'t0#0' of agent 'main' is not trained on (too_long): a row is longer than length={length}" in (
+        record.message
+    )
+
+
+@pytest.mark.parametrize("length", [7, (3, 4), [9, 9]])
+def test_row_within_its_limit_is_whole(length: Any) -> None:
+    row = only(made(TWO_TURNS), length=length)
+    assert (len(row.prompt_ids), len(row.response_ids), row.failed, row.mask.sum()) == (3, 4, "", 3)
+
+
+def test_failed_episode_longer_than_the_limit_is_cut_too() -> None:
+    row = only(made(TWO_TURNS, outcome=Outcome.ENV_ERROR, reward=None), length=5)
+    assert (len(row.prompt_ids) + len(row.response_ids), row.failed) == (5, "env_error")
+    nothing = only(made([prompt(*range(9))], outcome=Outcome.CONTEXT_LIMIT), length=5, pad_id=7)
+    assert (nothing.prompt_ids.tolist(), nothing.response_ids.tolist()) == ([5, 6, 7, 8], [7])
+
+
+@pytest.mark.parametrize("length", [1, 0, -3, "9", 2.5, True, (1, 0), (1, 2, 3), ("a", 1)])
+def test_length_that_is_no_length_is_refused(length: Any) -> None:
+    with pytest.raises(BadOption, match=r"length=.*: give a whole number"):
+        only(made(TWO_TURNS), length=length)
 
 
 def test_reasons_are_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,10 +177,10 @@ def test_reasons_are_counted_and_reported_once(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="deltarunner.training"):
         for _ in range(3):
             sample_rows(made(TWO_TURNS, sampling=cut), counts=counts)
-        sample_rows(made([prompt(1), said(2, logprobs=[float("nan")])]), counts=counts)
+        sample_rows(made([prompt(1), said(2, logprobs=[float("nan")])]), counts=counts, needs_logprobs=False)
         sample_rows(made(TWO_TURNS, sampling=cut, outcome=Outcome.ENV_ERROR, reward=None), counts=counts)
     assert counts.turns == {"top_p=0.9": 6}
-    assert counts.ids == {"no log-probability from the engine": 1}
+    assert counts.ids == {"no finite log-probability from the engine": 1}
     assert len(caplog.records) == 2
     assert "rows are not exact: top_p=0.9" in caplog.text
 

@@ -158,7 +158,7 @@ async def test_raw_logprobs_are_kept_only_for_unchanged_sampling(
         played = [await play_async(Plain(), engine, sampling=Sampling(temperature=0.7))]
     batch = TrainingBatch.padded(played, pad_id=0)
     assert not batch.exact
-    assert "no log-probability from the engine" in batch.inexact_reason
+    assert "no finite log-probability from the engine" in batch.inexact_reason
 
 
 async def test_processed_logprobs_are_kept_as_they_are(tmp_path: Path) -> None:
