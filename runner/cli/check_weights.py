@@ -22,7 +22,7 @@ from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightRepo
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
 WRONG_WEIGHTS_CODE = 7
-"""Exit code if new weights are wrong."""
+"""Exit code if new weights are wrong, or the check ended early."""
 LOG = Path("runs/check-weights.log")
 _STYLES = {Verdict.RIGHT: "green", Verdict.WRONG: "bold red", Verdict.UNSEEN: "yellow", Verdict.REFUSED: "yellow"}
 
@@ -31,7 +31,7 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
     """Check the weights of a model, and print a row for each kind of tensor and way of updating.
 
     Returns:
-        `WRONG_WEIGHTS_CODE` if a row is wrong, else 0.
+        `WRONG_WEIGHTS_CODE` if a row is wrong or rows are missing, else 0.
     """
     wrong = [way for way in ways if way not in list(Way)]
     if wrong:
@@ -50,7 +50,7 @@ def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], option
             terminal.stdout.write(json.dumps(report.as_dict()) + "\n")
         else:
             show(report, make_console(terminal.stdout))
-    return WRONG_WEIGHTS_CODE if report.wrong else 0
+    return WRONG_WEIGHTS_CODE if report.wrong or report.failure else 0
 
 
 def show(report: WeightReport, console: Console) -> None:
@@ -63,3 +63,5 @@ def show(report: WeightReport, console: Console) -> None:
     counts = Counter(row.verdict for row in report.rows)
     counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     console.print(f"\n{report.model} in {report.dtype}: {counted}; with its first weights {report.baseline}")
+    if report.failure:
+        console.print(Text(f"ended early: {report.failure}", style="bold red"))

@@ -206,7 +206,11 @@ class FleetEngine(PlayingEngine):
 
     async def prove(self, proof: WeightProof) -> ProofFigures:
         """Compare the weights of every worker with a proof. The figures are the worst ones."""
-        figures: Mapping[Any, ProofFigures] = await self._fleet_runtime.control("prove", proof)
+        runtime, driver = self._fleet_runtime, self.driver
+        async with driver.settled:
+            figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof)
+            if not driver.snapshot.version:  # workers that start later measure it too
+                driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
         return max(figures.values(), key=lambda each: each.median)
 
     @property

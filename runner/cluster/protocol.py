@@ -99,6 +99,8 @@ class FleetSnapshot:
     """A reference to the weights, from `Launcher.put`."""
     proof: WeightProof | None = None
     """The proof that came with them; None for none."""
+    first_proofs: tuple[WeightProof, ...] = ()
+    """The proofs of the weights that the engines start with, from which the tolerance of later ones follows."""
     readable: bool = True
     """True if the weights can be read: those of a transfer are not kept anywhere."""
     adapters: tuple[tuple[str, int, Any, Mapping[str, Any] | None], ...] = ()
@@ -110,9 +112,9 @@ class FleetSnapshot:
     paused: bool = False
 
     def has_weights_of(self, newer: FleetSnapshot) -> bool:
-        """True if a worker in this state has the weights and adapters of a newer one."""
+        """True if a worker in this state has the weights, proofs and adapters of a newer one."""
         same_weights = self.version == newer.version or not newer.readable
-        return same_weights and self.adapters == newer.adapters
+        return same_weights and (self.adapters, self.first_proofs) == (newer.adapters, newer.first_proofs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         self.driver = driver
         self.transfers = FleetTransfers(driver)
         """The connection to trainers that send weights to all workers at once."""
+        self._proof_waits = False
 
     def require_alive(self) -> None:
         self.driver.require_alive()
@@ -102,8 +103,14 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
         await driver.until(
             lambda: sum(handle.version == checked.version for handle in driver.handles) >= driver.fleet.least
         )
-        self.notify_listeners()
+        self._notify(checked)
         return update
+
+    def _notify(self, checked: CheckedUpdate) -> None:
+        """Call the listeners, now or with the figures of a proof that waits for the cache."""
+        self._proof_waits = checked.proof is not None and bool(self.asleep)
+        if not self._proof_waits:
+            self.notify_listeners()
 
     async def _apply_transfer(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         def took(handle: WorkerHandle) -> None:
@@ -117,7 +124,7 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
             update = _slowest(checked, updates)
             self.proof_figures = update.proof
         finally:
-            self.notify_listeners()
+            self._notify(checked)
         return update
 
     async def reset_prefix_cache(self) -> None:
@@ -130,12 +137,16 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
     async def wake(self, tags: Collection[str]) -> None:
         async with self.driver.settled:
-            await self._control("wake", sorted(tags))
+            figures = await self.driver.ask_all("wake", sorted(tags))
             left = self.asleep - set(tags)
             if left:
                 self.driver.change_snapshot(awake=tuple(tag for tag in SLEEP_TAGS if tag not in left))
             else:
                 self.driver.change_snapshot(asleep=0, awake=())
+        if self._proof_waits and not left:
+            self._proof_waits = False
+            self.proof_figures = _worst(figures.values())
+            self.notify_listeners()
 
     async def profile(self, *, on: bool) -> None:
         await self._control("start_profile" if on else "stop_profile")
@@ -155,17 +166,19 @@ class FleetRuntime(EngineRuntime[OpenRequest]):
 
 def _slowest(checked: CheckedUpdate, updates: Iterable[WeightUpdate]) -> WeightUpdate:
     """Combine the updates of many engines into one, with the times of the slowest."""
-    pauses, loads, proofs, moved = [0.0], [0.0], list[ProofFigures](), list[bool | None]()
+    pauses, loads, proofs, moved = [0.0], [0.0], list[ProofFigures | None](), list[bool | None]()
     for update in updates:
         pauses.append(update.pause_seconds)
         loads.append(update.load_seconds)
-        if update.proof is not None:
-            proofs.append(update.proof)
+        proofs.append(update.proof)
         moved.append(update.moved)
-    worst = max(proofs, key=lambda each: each.median, default=None)
     # False if the scores of one worker did not move: it may have kept its weights.
     all_moved = None if None in moved or not moved else all(moved)
-    return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads), worst, all_moved)
+    return WeightUpdate(checked.version, checked.seconds, max(pauses), max(loads), _worst(proofs), all_moved)
+
+
+def _worst(proofs: Iterable[ProofFigures | None]) -> ProofFigures | None:
+    return max((each for each in proofs if each is not None), key=lambda each: each.median, default=None)
 
 
 class FleetAdapters(Adapters):

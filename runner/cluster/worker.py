@@ -32,14 +32,14 @@ from runner.cluster.protocol import (
 from runner.concurrency.loop_lag import Blocker, LagMonitor
 from runner.concurrency.threads import Workers
 from runner.engines.base import BaseEngine, Engine
-from runner.engines.proofs import WeightProof
+from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.state import CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, RelayedTransfer, TransferStep
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.limits import Ending
 from runner.episode.shared import RunShared
-from runner.errors import BadControl, BadEnvironment, BadInput, BadTask
+from runner.errors import BadControl, BadEnvironment, BadInput, BadTask, BadWeights
 from runner.runs.event_loop import exit_now
 from runner.runs.run_setup import RunSetup
 from runner.runs.staleness import Staleness
@@ -395,6 +395,11 @@ class Worker(EngineProcess):
         """Call one of the engine's other methods for its trainer."""
         return await getattr(self.engine, call)(*arguments, **named)
 
+    async def wake(self, tags: Sequence[str]) -> ProofFigures | None:
+        """Wake the engine, and return the figures of the proof of its weights; None without one."""
+        await self.engine.wake(tags)
+        return self.engine.proof_figures
+
     async def score(self, ids: Sequence[int], named: Mapping[str, Any]) -> list[float]:
         """Return the engine's log-probabilities of given ids; `named` has the keyword arguments of its `score`."""
         return await cast("Engine", self.engine).score(ids, **named)
@@ -402,6 +407,8 @@ class Worker(EngineProcess):
     async def catch_up(self, snapshot: FleetSnapshot) -> None:
         """Bring the engine to the fleet's weights and adapters. May be called again if these have changed."""
         engine, caught = self.engine, self._caught
+        if not caught.version:
+            await self._prove_first_weights(snapshot)
         if snapshot.readable and snapshot.version != caught.version:
             await engine.update_weights(await _read(snapshot.weights), version=snapshot.version, proof=snapshot.proof)
         for name in {adapter[0] for adapter in caught.adapters} - {adapter[0] for adapter in snapshot.adapters}:
@@ -410,6 +417,20 @@ class Worker(EngineProcess):
             if adapter not in caught.adapters:
                 await self.add_adapter(*adapter)
         self._caught = snapshot
+
+    async def _prove_first_weights(self, snapshot: FleetSnapshot) -> None:
+        """Measure the difference by rounding as the others did, before new weights are loaded.
+
+        Raises:
+            BadWeights: the engine started with other weights than theirs, and would play with them.
+        """
+        for proof in snapshot.first_proofs:
+            try:
+                await self.engine.prove(proof)
+            except BadWeights:
+                if not snapshot.version:
+                    raise
+                # The trainer may have saved over the folder since. Then the tolerances of the table hold.
 
     async def stand(self, snapshot: FleetSnapshot) -> None:
         """Pause the engine, or put it to sleep, as the others are."""

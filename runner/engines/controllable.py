@@ -138,11 +138,12 @@ class Controllable:
             version: name of the new weights; counted by default: "1", "2", ...
             mode: handling of turns that are being sampled; with `keep` a turn can have two versions.
             proof: log-probabilities by the trainer's model. The engine scores the same ids before any turn continues.
-                If the scores differ, the engine is ended, so that no id of unknown weights is trained on.
+                If the scores differ, the engine is ended, so that no id of unknown weights is trained on. While the
+                cache sleeps the proof waits for it: `wake` scores it, before it resumes.
 
         Raises:
             BadWeights: the weights or the proof do not fit; the message names the tensor. The old weights stay.
-            BadControl: the memory of the weights is asleep, or, with a proof, that of the cache.
+            BadControl: the memory of the weights is asleep.
             BadOption: the version was used before.
             EngineDead: the exchange failed midway, or the proof does not hold.
             EngineError: too few engines of a fleet received the weights; the message names the lost ones.
@@ -188,7 +189,8 @@ class Controllable:
         """Compare the engine's current weights with a proof; turns continue during this.
 
         Call it before the first update, with a proof of the starting weights, to measure the difference by rounding
-        alone. Later proofs then have three times that difference as their tolerance, instead of a table by number type.
+        alone. Later proofs of the same ids and number types then have three times that difference as their tolerance,
+        instead of a table by number type.
 
         Args:
             proof: log-probabilities by a model with the expected weights.
@@ -232,8 +234,6 @@ class Controllable:
     async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         runtime = self._controlled()
         runtime.require_weights_awake("update_weights()")
-        if checked.proof is not None and runtime.asleep:
-            raise BadControl("update_weights(proof=): the memory of the cache is asleep: wake() first.")
         return await runtime.apply_update(checked, mode)
 
     async def add_adapter(
@@ -309,7 +309,8 @@ class Controllable:
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Allocate memory again, all of it or the named parts; after the last part the engine resumes.
 
-        It stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`.
+        It stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`. The proof of
+        weights that came during the sleep is scored before it resumes; its figures are in `proof_figures`.
 
         Args:
             tags: "weights", "kv_cache" or both; None for both.
@@ -317,6 +318,7 @@ class Controllable:
         Raises:
             BadControl: the engine does not sleep.
             BadOption: a tag is unknown.
+            EngineDead: the proof does not hold.
         """
         if not await self._wake(tags):
             raise BadControl(f"wake(): the engine is {self.state.value}, not asleep.")

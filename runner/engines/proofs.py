@@ -197,7 +197,7 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
     Args:
         proof: the proof.
         engine_dtype: number type of the engine's computation.
-        baseline: figures of a proof of the starting weights; they replace the table of types.
+        baseline: figures of a proof of the starting weights, of the same ids and number types; they replace the table.
 
     Returns:
         The tolerance of the coarser type. With a baseline: three times its median, and the larger of three times its

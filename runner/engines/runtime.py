@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
@@ -94,9 +94,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.dtype = "float32"
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
-        self._baseline: ProofFigures | None = None
-        self._baseline_types: tuple[str | None, ...] = ()
+        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # by ids and number types
         self._accepted: Accepted | None = None
+        self._waiting_proof: Callable[[], Awaitable[ProofFigures]] | None = None
 
     # --- requests
 
@@ -205,8 +205,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof; return figures and the reason of a failure, or ""."""
-        baseline = self._baseline if number_types(proof) == self._baseline_types else None
-        tolerance = tolerance_of(proof, self.dtype, baseline)
+        tolerance = tolerance_of(proof, self.dtype, self._baselines.get((proof.ids, *number_types(proof))))
         figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
         return figures, failure_reason(figures, proof, scores, self._accepted)
 
@@ -227,7 +226,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """
         self._accepted = Accepted(proof, next(iter(scores.values())), version, None if baseline else scores)
         if baseline is not None and len(self.versions) == 1:
-            self._baseline, self._baseline_types = baseline, number_types(proof)
+            self._baselines[proof.ids, *number_types(proof)] = baseline
 
     async def fall_asleep(self, level: int) -> None:
         """Change from running or paused to asleep; turns that are being sampled are cut."""
@@ -250,9 +249,14 @@ class EngineRuntime(ABC, Generic[RequestT]):
     async def _wake_up(self, parts: frozenset[str]) -> None:
         await self.wake(sorted(parts & self.asleep))
         self.asleep -= parts
-        if not self.asleep:
-            self.state = EngineState.PAUSED
-            await self._release_unless_paused()
+        if self.asleep:
+            return
+        self.state = EngineState.PAUSED
+        if self._waiting_proof is not None:
+            prove, self._waiting_proof = self._waiting_proof, None
+            self.proof_figures = await prove()
+            self.notify_listeners()
+        await self._release_unless_paused()
 
     async def _release_unless_paused(self) -> None:
         """Resume, unless the trainer paused the engine or a part of its memory is missing."""
@@ -373,7 +377,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         """Load new weights and return to the earlier state, or to running after a pause for the weights only.
 
         Returns:
-            The figures of the proof; None without a proof.
+            The figures of the proof; None without a proof, and if it waits until the cache is awake.
 
         Raises:
             EngineDead: the weights could not be loaded, or their proof does not hold.
@@ -387,21 +391,24 @@ class ModelRuntime(EngineRuntime[RequestT]):
         self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
     ) -> None:
         before, self.state = self.state, EngineState.UPDATING
-        last = self._accepted
+        last, self._waiting_proof = self._accepted, None
         if proof is None or last is None or not last.is_of(proof, self.version):
             last = None
         try:
             # The scores of the last proof show the movement at no cost. Otherwise the engine's own ones cost a pass
             # over a few ids, and three at the first update.
             self.moved = await self.load_and_compare(checked, version, compares=last is None or last.by_rank is None)
-            if proof is not None:
+            if proof is not None and self.asleep:  # without a cache nothing can be scored, and nothing is sampled
+                self._waiting_proof = partial(self._prove, proof, version, last)
+            elif proof is not None:
                 figures.append(await self._prove(proof, version, last))
             self.proof_figures = figures[0] if figures else None
             self._add_version(version)
         finally:
             self.state = before
         await self._release_unless_paused()
-        self.notify_listeners()
+        if self._waiting_proof is None:  # else listeners are notified with its figures
+            self.notify_listeners()
 
     async def _prove(self, proof: WeightProof, version: str, last: Accepted | None) -> ProofFigures:
         """Score a proof's ids on every rank while no turn runs; end the engine if its scores differ.

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from runner.errors import BadModel, one_line
 
-__all__ = ["random_model", "save_tiny_model", "tensor_kind", "tiny_config"]
+__all__ = ["float_tensors", "random_model", "save_tiny_model", "tensor_kind", "tiny_config"]
 
 HIDDEN_SIZE: Final = 256
 HEAD_COUNT: Final = 4
@@ -41,6 +41,16 @@ def tensor_kind(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
+def float_tensors(model: Any) -> dict[str, Any]:
+    """Return a torch model's parameters and persistent buffers of floating-point numbers, by name; tied ones once.
+
+    Buffers of a checkpoint are weights too, such as the bias by which DeepSeek V3 chooses experts.
+    """
+    named = model.state_dict(keep_vars=True).items()
+    first: dict[int, str] = {id(tensor): name for name, tensor in reversed(list(named)) if tensor.is_floating_point()}
+    return {name: tensor for name, tensor in named if first.get(id(tensor)) == name}
+
+
 def tiny_config(config: Any, *, vocabulary: int | None = None) -> Any:
     """Return the configuration with few layers, small sizes and few experts, but every kind of tensor.
 
@@ -68,7 +78,7 @@ def _tensor_kinds(config: Any) -> set[str]:
     import torch
 
     with torch.device("meta"):
-        return {tensor_kind(name) for name, _ in _created(copy.deepcopy(config)).named_parameters()}
+        return set(map(tensor_kind, float_tensors(_created(copy.deepcopy(config)))))
 
 
 def _created(config: Any) -> Any:
@@ -147,11 +157,11 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = _created(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2 and parameter.count_nonzero():
-                parameter.mul_(3.0)
+        for tensor in float_tensors(model).values():
+            if tensor.ndim >= 2 and tensor.count_nonzero():
+                tensor.mul_(3.0)
             else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+                tensor.add_(torch.randn_like(tensor) * 0.2)
     return model
 
 

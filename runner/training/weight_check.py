@@ -38,7 +38,7 @@ from runner.training.check_inputs import (
     linear_kinds,
     local_transfer,
 )
-from runner.training.tiny_model import save_tiny_model, tensor_kind
+from runner.training.tiny_model import float_tensors, save_tiny_model, tensor_kind
 from runner.training.weight_proof import weight_proof
 
 __all__ = ["CheckedTensor", "Verdict", "Way", "WeightReport", "check_weights", "check_weights_async"]
@@ -53,6 +53,9 @@ EVERYTHING: Final = "all tensors"
 ADAPTER: Final = "checked"
 TURN_COUNT: Final = 4
 """Number of turns that are sampled during an exchange of weights."""
+TURN_PROMPT_SIZE: Final = 16
+MAX_TURN_IDS: Final = 4096
+"""Maximum number of ids of such a turn; it ends after the exchange."""
 
 
 class Way(enum.StrEnum):
@@ -63,13 +66,14 @@ class Way(enum.StrEnum):
     STATE_DICT = "state-dict"
     """The model's state dict."""
     TWICE = "twice"
-    """Two state dicts in a row, the second one with the change."""
+    """Two state dicts in a row, with different changes."""
     UNDER_TURNS = "under-turns"
-    """A state dict while turns are sampled, which then continue."""
+    """A state dict while turns are sampled, which then continue with the new weights."""
     AFTER_SLEEP = "after-sleep"
-    """A state dict after `sleep(2)`."""
+    """A state dict after `sleep(2)`. On a CPU vLLM only pauses, which the row's reason says."""
     TRANSFER = "transfer"
-    """A `LocalTransfer`, twice: through a file, or through the backend of `weight_transfer_config`."""
+    """A `LocalTransfer`, twice with different changes: through a file, or through the backend of
+    `weight_transfer_config`."""
     SAME = "same"
     """The engine's current weights."""
     ADAPTER = "adapter"
@@ -78,6 +82,8 @@ class Way(enum.StrEnum):
 
 BY_TENSOR: Final = (Way.FOLDER, Way.STATE_DICT, Way.ADAPTER)
 """Ways that change one kind of tensor at a time. The others change all kinds at once."""
+IN_A_ROW: Final = (Way.TWICE, Way.TRANSFER)
+"""Ways that update twice with different changes, each of which is checked."""
 
 
 class Verdict(enum.StrEnum):
@@ -108,7 +114,7 @@ class CheckedTensor:
     largest: float | None = None
     """Largest difference, in nats; None if refused."""
     reason: str = ""
-    """Reason for a refusal or a wrong result."""
+    """Reason for a refusal or a wrong result, or a limit of a right one."""
 
 
 @dataclass(slots=True)
@@ -123,6 +129,8 @@ class WeightReport:
     """Difference between engine and transformers with the starting weights."""
     rows: list[CheckedTensor] = field(default_factory=list)
     """Results, one for each kind of tensor and way."""
+    failure: str = ""
+    """Reason for the early end of the check; empty if it has all rows."""
 
     @property
     def wrong(self) -> list[CheckedTensor]:
@@ -132,7 +140,13 @@ class WeightReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON."""
         rows = [asdict(row) for row in self.rows]
-        return {"model": self.model, "dtype": self.dtype, "baseline": asdict(self.baseline), "rows": rows}
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "baseline": asdict(self.baseline),
+            "rows": rows,
+            "failure": self.failure,
+        }
 
 
 def check_weights(
@@ -174,11 +188,17 @@ async def check_weights_async(
         async with trial.engine_running():
             assert trial.baseline is not None, "measured at the start"
             report = WeightReport(str(model), trial.dtype, trial.baseline)
-            for way in sorted(chosen, key=Way.ADAPTER.__eq__):  # adapters need another engine, so they are last
-                for kind in trial.kinds_of(way):
+            # Adapters need another engine, so they are last.
+            planned = [(kind, way) for way in sorted(chosen, key=Way.ADAPTER.__eq__) for kind in trial.kinds_of(way)]
+            for kind, way in planned:
+                try:
                     row = await trial.checked(kind, way)
-                    report.rows.append(row)
-                    on_row(row)
+                except (DeltarunnerError, OSError) as error:  # an engine that does not start again, a full disk
+                    left = len(planned) - len(report.rows)
+                    report.failure = f"the last {left} rows are missing, from {kind} ({way}) on: {one_line(error)}"
+                    break
+                report.rows.append(row)
+                on_row(row)
         return report
 
 
@@ -228,7 +248,8 @@ class _Trial:
         self._takes_adapters = False
         self._adapters_refused = ""
         self._first = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
-        self._kinds = tuple(dict.fromkeys(tensor_kind(name) for name, _ in reference.named_parameters()))
+        self._kinds = tuple(dict.fromkeys(map(tensor_kind, float_tensors(reference))))
+        self._is_broken = False
         self.engine: VllmEngine
         self.baseline: ProofFigures | None = None
         self.dtype = ""
@@ -277,45 +298,49 @@ class _Trial:
         return await anyio.to_thread.run_sync(partial(weight_proof, model, ids=ids, dtype=self.dtype))
 
     async def checked(self, kind: str, way: Way) -> CheckedTensor:
-        """Change one kind of tensor, update the engine and compare; then restore the first weights."""
-        if way is Way.ADAPTER:
-            return await self._checked_adapter(kind)
+        """Change one kind of tensor, update the engine and compare; then restore the first weights.
+
+        Raises:
+            DeltarunnerError: an engine that an earlier row broke does not start again, or the model computes NaN.
+        """
+        if self._is_broken:
+            await self._start()
+            self._is_broken = False
         try:
-            self._change(kind if way is not Way.SAME else "")
-            proof = await self._proof()
-            try:
-                await self._give(way)
-                scores = await self.engine.score(proof.ids)
-            except EngineError as error:
-                await self._start_again()
-                return CheckedTensor(kind, way, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
-            except BadInput as error:
-                if self.engine.state is not EngineState.RUNNING:  # it is asleep or has no weights
-                    await self._start_again()
-                return CheckedTensor(kind, way, Verdict.REFUSED, reason=one_line(error))
-            row = self._judged(kind, way, proof, scores)
+            row = await (self._checked_adapter(kind) if way is Way.ADAPTER else self._checked_update(kind, way))
+        except EngineError as error:
+            row = CheckedTensor(kind, way, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
+        except BadInput as error:
+            row = CheckedTensor(kind, way, Verdict.REFUSED, reason=one_line(error))
         finally:
             self.reference.load_state_dict(self._first)
-        if row.verdict is Verdict.WRONG:
-            await self._start_again()
+        # A refusal may come while it is asleep or has no weights.
+        self._is_broken = row.verdict is Verdict.WRONG or self.engine.state is not EngineState.RUNNING
+        return row
+
+    async def _checked_update(self, kind: str, way: Way) -> CheckedTensor:
+        for seed in range(1, 3 if way in IN_A_ROW else 2):
+            self.reference.load_state_dict(self._first)
+            self._change(kind if way is not Way.SAME else "", seed)
+            proof = await self._proof()
+            await self._give(way)
+            row = self._judged(kind, way, proof, await self.engine.score(proof.ids))
+            if row.verdict is not Verdict.RIGHT:
+                break
+        if way is Way.AFTER_SLEEP and not row.reason and "cpu" in await self.engine.devices():
+            row = replace(row, reason="on a CPU vLLM only pauses in sleep, and keeps its memory")
         return row
 
     async def _checked_adapter(self, kind: str) -> CheckedTensor:
         """Add an adapter on one kind of layer, compare scores under it with PEFT, and remove it."""
+        await self._start_with_adapters()
+        with adapter_on(self.reference, kind) as (adapted, tensors, config):
+            proof = await self._proof(adapted)
+        await self.engine.add_adapter(ADAPTER, tensors, config=config)
         try:
-            await self._start_with_adapters()
-            with adapter_on(self.reference, kind) as (adapted, tensors, config):
-                proof = await self._proof(adapted)
-            await self.engine.add_adapter(ADAPTER, tensors, config=config)
-            try:
-                scores = await self.engine.score(proof.ids, sampling=Sampling(adapter=ADAPTER))
-            finally:
-                await self.engine.remove_adapter(ADAPTER)
-        except EngineError as error:
-            await self._start_again()
-            return CheckedTensor(kind, Way.ADAPTER, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
-        except BadInput as error:
-            return CheckedTensor(kind, Way.ADAPTER, Verdict.REFUSED, reason=one_line(error))
+            scores = await self.engine.score(proof.ids, sampling=Sampling(adapter=ADAPTER))
+        finally:
+            await self.engine.remove_adapter(ADAPTER)
         return self._judged(kind, Way.ADAPTER, proof, scores)
 
     async def _start_with_adapters(self) -> None:
@@ -333,10 +358,6 @@ class _Trial:
         if self._adapters_refused:
             raise BadOption(self._adapters_refused)
 
-    async def _start_again(self) -> None:
-        self.reference.load_state_dict(self._first)
-        await self._start()
-
     def _judged(self, kind: str, way: Way, proof: WeightProof, scores: Sequence[float]) -> CheckedTensor:
         figures = self._compared(proof, scores, self._accepted)
         why = failure_reason(figures, proof, scores, self._accepted)
@@ -353,18 +374,18 @@ class _Trial:
         tolerance = tolerance_of(proof, self.dtype, self.baseline)
         return compare_scores(proof, scores, tolerance, before, engine_dtype=self.dtype)
 
-    def _change(self, kind: str) -> None:
+    def _change(self, kind: str, seed: int) -> None:
         """Change all tensors of a kind, or of all kinds, by a share of their standard deviation."""
         import torch
 
         size = WHOLE_CHANGE_SIZE if kind == EVERYTHING else CHANGE_SIZE
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in self.reference.named_parameters():
+            for name, tensor in float_tensors(self.reference).items():
                 if kind in (EVERYTHING, tensor_kind(name)):
-                    spread = max(float(parameter.float().std()) if parameter.numel() > 1 else 0.0, 0.02)
-                    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                    parameter.add_(noise * spread * size)
+                    spread = max(float(tensor.float().std()) if tensor.numel() > 1 else 0.0, 0.02)
+                    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+                    tensor.add_(noise * spread * size)
 
     async def _give(self, way: Way) -> None:
         """Update the engine to the reference's weights."""
@@ -380,30 +401,45 @@ class _Trial:
                 raise unwrapped(error) from None
         elif way is Way.TRANSFER:
             self._transfer = self._transfer or local_transfer(self._arguments, self.reference, self._scratch)
-            for _ in range(2):  # both ends connect once
-                await engine.update_weights(self._transfer)
+            await engine.update_weights(self._transfer)  # both ends connect once
         elif way is Way.AFTER_SLEEP:
             await engine.sleep(2)
             await engine.wake(["weights"])
             await engine.update_weights(self.reference.state_dict())
             await engine.wake(["kv_cache"])
         else:
-            if way is Way.TWICE:
-                await engine.update_weights(self._first)
             await engine.update_weights(self.reference.state_dict())
 
     async def _give_under_turns(self) -> None:
+        """Update while turns are sampled, which end once they have ids of the new weights.
+
+        Raises:
+            BadOption: no turn has ids of both weights.
+        """
+        begun, updated, crossed = anyio.Event(), anyio.Event(), list[bool]()
         async with anyio.create_task_group() as turns:
             for number in range(TURN_COUNT):
-                turns.start_soon(_turn, self.engine, number)
-            while self.engine.stats().running < 1:  # noqa: ASYNC110  # no event for the begin of a turn
-                await anyio.sleep(0.01)
+                turns.start_soon(_take_turn, self.engine, number, begun, updated, crossed)
+            await begun.wait()
             await self.engine.update_weights(self.reference.state_dict(), mode=PauseMode.KEEP)
+            updated.set()
+        if not any(crossed):
+            raise BadOption(
+                f"no turn had ids of the old and the new weights: all ended within the {self.engine.context} ids of "
+                "the context before the update; give a larger max_model_len."
+            )
 
 
-async def _turn(engine: Engine, number: int) -> None:
-    sampling = replace(Sampling.defaults(), max_tokens=64, ignore_eos=True)
-    request = GenerationRequest(name=f"turn {number}/main/0", prompt=[number + 5] * 16, sampling=sampling)
+async def _take_turn(
+    engine: Engine, number: int, begun: anyio.Event, updated: anyio.Event, crossed: list[bool]
+) -> None:
+    """Sample until ids of the updated weights arrive; note whether the turn has ids of both."""
+    size = min(MAX_TURN_IDS, engine.context - TURN_PROMPT_SIZE)
+    sampling = replace(Sampling.defaults(), max_tokens=size, ignore_eos=True)
+    request = GenerationRequest(name=f"turn {number}/main/0", prompt=[number + 5] * TURN_PROMPT_SIZE, sampling=sampling)
     async with engine.stream(request) as deltas:
-        async for _ in deltas:
-            pass
+        async for delta in deltas:
+            if updated.is_set() and delta.token_ids:
+                break
+            begun.set()
+    crossed.append(deltas.finish is not None and len(deltas.finish.versions) > 1)

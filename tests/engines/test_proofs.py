@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from runner import BadControl, BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
+from runner import BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
 from runner.engines.proofs import tolerance_of
 from runner.engines.state import EngineState, PauseMode
@@ -80,14 +80,67 @@ async def test_a_proof_longer_than_the_context_is_refused() -> None:
             await engine.update_weights("any", proof=WeightProof(IDS, [-1.0] * 39))
 
 
-async def test_a_proof_is_refused_while_the_cache_sleeps() -> None:
-    async with ScriptedEngine("Yes", scores=(model := Model())) as engine:
+@pytest.mark.parametrize("level", [1, 2])
+async def test_proof_waits_for_a_sleeping_cache_and_then_holds(level: int) -> None:
+    model, told = Model(), list[Any]()
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        with engine.on_update(lambda: told.append(engine.proof_figures)):
+            await engine.sleep(level)
+            await engine.wake(["weights"])
+            model.offset = 0.25
+            update = await engine.update_weights("any", proof=model.proof())
+            assert (update.proof, engine.proof_figures, told) == (None, None, [])
+            await engine.wake(["kv_cache"])
+        assert engine.proof_figures is not None
+        assert (engine.proof_figures.median, engine.state) == (0.0, EngineState.RUNNING)
+        assert told == [engine.proof_figures], "listeners get the update with its figures"
+
+
+async def test_waiting_proof_that_does_not_hold_ends_the_engine_first() -> None:
+    model = Model()
+    async with ScriptedEngine("Yes", scores=model) as engine:
         await engine.sleep()
         await engine.wake(["weights"])
-        with pytest.raises(BadControl, match="the memory of the cache is asleep"):
-            await engine.update_weights("any", proof=model.proof())
+        wrong = replace(model.proof(), logprobs=[each - 0.3 for each in model(IDS)])
+        await engine.update_weights("any", proof=wrong)
+        with pytest.raises(
+            EngineDead, match=r"the proof of the weights '1' does not hold.*median difference 0\.3 nats"
+        ):
+            await engine.wake(["kv_cache"])
+        assert not engine.is_alive()
+
+
+async def test_waiting_proof_is_not_that_of_newer_weights() -> None:
+    model = Model()
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        await engine.pause()
+        await engine.sleep()
+        await engine.wake(["weights"])
+        old = model.proof()
+        await engine.update_weights("any", proof=old)
+        model.offset = 0.3
+        await engine.update_weights("newer")
         await engine.wake(["kv_cache"])
-        await engine.update_weights("any", proof=model.proof())
+        assert (engine.proof_figures, engine.state) == (None, EngineState.PAUSED)
+
+
+async def test_fleet_proves_after_its_caches_are_awake() -> None:
+    async with fleet(3, dice_engine(scores=Model())) as (engine, launcher), engine:
+        told = list[Any]()
+        with engine.on_update(lambda: told.append(engine.proof_figures)):
+            await engine.sleep()
+            await engine.wake(["weights"])
+            odd, kept = launcher.workers[1].worker.engine, Model()
+            kept.offset = 0.5
+            object.__setattr__(odd._planner, "scores", kept)
+            update = await engine.update_weights("new", proof=Model().proof())
+            assert (update.proof, told) == (None, [])
+            await engine.wake(["kv_cache"])
+        assert engine.proof_figures is not None
+        assert (engine.proof_figures.median, told) == (0.0, [engine.proof_figures])
+        await until(lambda: launcher.workers[1] not in launcher.alive)
+        (lost,) = [event for event in engine.events if "the proof of the weights" in event]
+        assert "worker 1" in lost
 
 
 # --- an engine
@@ -199,6 +252,33 @@ async def test_tolerance_of_the_first_proof_is_of_its_number_type_alone() -> Non
             await engine.update_weights("any", proof=WeightProof(IDS, far, dtype="float32"))
 
 
+async def test_tolerance_of_the_first_proof_is_of_its_ids_alone() -> None:
+    model = Model()
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        other = IDS[::-1]
+        await engine.prove(model.proof(dtype="bfloat16"))
+        far = WeightProof(other, [each + 0.05 for each in model(other)], dtype="bfloat16")
+        held = await engine.update_weights("any", proof=far)
+        assert held.proof is not None
+        assert held.proof.tolerance.median == 0.08, "rounding on other ids is unknown"
+        close = WeightProof(IDS, [each + 0.05 for each in model(IDS)], dtype="bfloat16")
+        with pytest.raises(EngineDead, match=r"median difference 0\.05 nats \(at most 0\.0001\)"):
+            await engine.update_weights("any", proof=close)
+
+
+async def test_first_proofs_of_several_sets_of_ids_count() -> None:
+    model, other = Model(), IDS[::-1]
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        await engine.prove(model.proof())
+        await engine.prove(WeightProof(other, [each + 1e-4 for each in model(other)]))
+        tolerances = []
+        for ids in (IDS, other):
+            update = await engine.update_weights("any", proof=WeightProof(ids, model(ids)))
+            assert update.proof is not None
+            tolerances.append(update.proof.tolerance.median)
+        assert tolerances == pytest.approx([1e-4, 3e-4])
+
+
 async def play(engine: ScriptedEngine, outcomes: list[Outcome]) -> None:
     async with Run(Plain, engine, tasks=tasks(3)) as run:
         outcomes += [trajectory.outcome async for trajectory in run]
@@ -268,6 +348,38 @@ async def test_a_worker_that_joins_later_has_to_pass_the_proof_too() -> None:
         assert {each.version for each in engine.workers()} == {"1"}
 
 
+@pytest.mark.parametrize("updates", [False, True])
+async def test_worker_that_joins_later_has_the_first_proof(updates: bool) -> None:
+    """Its tolerance follows from its own weights at its start, as that of the others."""
+    model, noise = Model(), [0.02, -0.02]
+    noisy = WeightProof(IDS, [each + noise[n % 2] for n, each in enumerate(model(IDS))], dtype="bfloat16")
+    async with fleet(2, dice_engine(scores=model)) as (engine, launcher), engine:
+        await engine.prove(noisy)
+        if updates:
+            await engine.update_weights("new", proof=noisy)
+        launcher.workers[0].kill()
+        await until(lambda: [each.number for each in engine.workers()] == [1, 2])
+        for number in (1, 2):
+            update = await launcher.workers[number].worker.engine.update_weights("newer", proof=noisy)
+            assert update.proof is not None
+            assert update.proof.tolerance.median == pytest.approx(0.06)
+
+
+async def test_worker_with_other_first_weights_does_not_play() -> None:
+    def plant(worker: InProcessWorker) -> None:
+        launcher.on_start = lambda _: None
+        object.__setattr__(worker.worker.engine._planner, "scores", lambda ids: [-9.0] * (len(ids) - 1))
+
+    async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
+        await engine.prove(Model().proof())
+        launcher.on_start = plant
+        launcher.workers[0].kill()
+        await until(lambda: [each.number for each in engine.workers()] == [1, 3])
+        assert any(
+            "worker 2" in event and "prove(): the engine's log-probabilities" in event for event in engine.events
+        )
+
+
 async def test_fleet_refuses_a_proof_of_another_vocabulary_first() -> None:
     async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
         with pytest.raises(BadWeights, match="does not have the id 1000000"):
@@ -326,6 +438,26 @@ def test_a_right_update_under_turns_is_proven_and_loses_none(
         assert len(ended) == 24
         if mode is not PauseMode.ABORT:
             assert ended == [64] * 24
+        await engine.update_weights(hugging_face_model.state_dict())
+
+    float32_engine.home.call(main)
+
+
+@pytest.mark.engine
+def test_proof_waits_for_the_cache_of_the_real_engine(
+    float32_engine: PooledEngine, trainer: Any, hugging_face_model: Any
+) -> None:
+    async def main() -> None:
+        engine = float32_engine
+        step(trainer)
+        await engine.sleep(2)
+        await engine.wake(["weights"])
+        proof = weight_proof(trainer, engine.tokenizer)
+        assert (await engine.update_weights(trainer.state_dict(), proof=proof)).proof is None
+        await engine.wake(["kv_cache"])
+        assert engine.proof_figures is not None
+        assert (engine.proof_figures.ids, engine.state) == (255, EngineState.RUNNING)
+        assert engine.proof_figures.median < 1e-4
         await engine.update_weights(hugging_face_model.state_dict())
 
     float32_engine.home.call(main)

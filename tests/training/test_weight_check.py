@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,10 @@ from runner import BadModel, BadOption, ProofFigures, ProofTolerance, WeightProo
 from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.engines.proofs import Accepted
-from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights
+from runner.testing import Latency, ScriptedEngine
+from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights, weight_check, weight_proof
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
-from runner.training.tiny_model import random_model, tensor_kind, tiny_config
+from runner.training.tiny_model import float_tensors, random_model, tensor_kind, tiny_config
 from runner.training.weight_check import _Trial
 from tests.engines.stale_worker import STALE
 
@@ -75,10 +79,32 @@ def test_tiny_model_has_the_experts_after_dense_layers() -> None:
 
 
 def test_tiny_model_has_no_tensor_of_zeros() -> None:
-    """A bias of zeros hides that an engine ignores it: Ernie 4.5 has one with two axes."""
-    config = transformers.Ernie4_5_MoeConfig(num_hidden_layers=4, moe_layer_start_index=1, moe_layer_end_index=3)
-    for name, parameter in random_model(tiny_config(config, vocabulary=100)).named_parameters():
-        assert parameter.abs().max() > 0, name
+    """A bias of zeros hides that an engine ignores it: Ernie 4.5 has one with two axes, GLM 4 MoE has a buffer."""
+    ernie = transformers.Ernie4_5_MoeConfig(num_hidden_layers=4, moe_layer_start_index=1, moe_layer_end_index=3)
+    for config in (ernie, transformers.Glm4MoeConfig(**GROUPED, head_dim=128)):
+        for name, tensor in random_model(tiny_config(config, vocabulary=100)).state_dict().items():
+            assert tensor.abs().max() > 0, name
+
+
+def test_persistent_buffers_are_tensors_to_check() -> None:
+    model = random_model(tiny_config(transformers.Glm4MoeConfig(**GROUPED, head_dim=128), vocabulary=100))
+    tensors = float_tensors(model)
+    (buffer,) = {tensor_kind(name) for name in tensors} - {tensor_kind(name) for name, _ in model.named_parameters()}
+    assert buffer == "model.layers.*.mlp.gate.e_score_correction_bias"
+    assert not {name for name in tensors if "inv_freq" in name}, "the model computes them"
+    trial = _Trial(Path(), model, Path(), {})
+    assert buffer in trial.kinds_of(Way.STATE_DICT)
+    first = {name: tensor.clone() for name, tensor in tensors.items()}
+    trial._change(buffer, 1)
+    assert {tensor_kind(name) for name, tensor in tensors.items() if not tensor.equal(first[name])} == {buffer}
+    proof = weight_proof(model, ids=range(20))
+    trial._change(buffer, 2)
+    assert weight_proof(model, ids=range(20)).logprobs != proof.logprobs
+
+
+def test_tied_tensors_are_checked_once() -> None:
+    model = random_model(tiny_config(transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True)))
+    assert list(float_tensors(model)) == [name for name, _ in model.named_parameters()]
 
 
 def test_tiny_model_without_some_tensors_is_refused() -> None:
@@ -137,6 +163,9 @@ def test_every_way_in_is_right_on_the_command_line(
     report = json.loads(capfd.readouterr().out)
     assert {row["way"] for row in report["rows"]} == set(Way)
     assert {row["verdict"] for row in report["rows"]} == {"right"}
+    assert {(row["way"], row["reason"]) for row in report["rows"] if row["reason"]} == {
+        ("after-sleep", "on a CPU vLLM only pauses in sleep, and keeps its memory")
+    }
 
 
 @pytest.mark.engine
@@ -264,3 +293,110 @@ def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, t
         verdicts.add(trial._judged("norm", Way.FOLDER, proof, scores.tolist()).verdict)
     assert Verdict.WRONG not in verdicts if seen else Verdict.RIGHT not in verdicts
     assert (Verdict.RIGHT if seen else Verdict.UNSEEN) in verdicts
+
+
+# --- an engine without vLLM, whose weights are those of a torch model
+
+
+class TorchEngine(ScriptedEngine):
+    """Takes the weights of `source` at its first updates, and none later."""
+
+    def __init__(self, source: Any, *, takes: int, between: int = 0) -> None:
+        super().__init__(
+            "Yes",
+            context=512,
+            latency=Latency(between=between),
+            scores=lambda ids: weight_proof(self.loaded, ids=ids).logprobs,
+        )
+        self.trained, self.loaded, self._takes = source, copy.deepcopy(source), takes
+        self.vllm = SimpleNamespace(llm=None)
+
+    async def update_weights(self, given: Any, **options: Any) -> Any:
+        if self._takes:
+            self._takes -= 1
+            self.loaded.load_state_dict(self.trained.state_dict())
+        return await super().update_weights(given, **options)
+
+
+@pytest.fixture
+def small_llama() -> Any:
+    return random_model(tiny_config(transformers.LlamaConfig(**GROUPED), vocabulary=250))
+
+
+def check_with(
+    engines: Iterable[Any], model: Any, ways: Sequence[Way], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> WeightReport:
+    """Check a model with the next of these engines at each start; an error among them is raised there."""
+    given = iter(engines)
+
+    def start(*_: Any, **__: Any) -> Any:
+        engine = next(given)
+        if isinstance(engine, Exception):
+            raise engine
+        return engine
+
+    monkeypatch.setattr(weight_check, "VllmEngine", start)
+    monkeypatch.setattr(weight_check, "dtype_of", lambda _: "float32")
+    monkeypatch.setattr(weight_check, "_load", lambda *_, **__: (folder, model))
+    return check_weights(folder, ways=ways)
+
+
+def test_rows_stay_where_an_engine_does_not_start_again(
+    small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [TorchEngine(small_llama, takes=2), BadModel("no memory is left")]
+    report = check_with(engines, small_llama, [Way.STATE_DICT], tmp_path, monkeypatch)
+    verdicts = [(row.tensor, row.verdict) for row in report.rows]
+    assert verdicts == [
+        ("model.embed_tokens.weight", Verdict.RIGHT),
+        ("model.layers.*.self_attn.q_proj.weight", Verdict.RIGHT),
+        ("model.layers.*.self_attn.k_proj.weight", Verdict.WRONG),
+    ]
+    assert report.failure == (
+        "the last 9 rows are missing, from model.layers.*.self_attn.v_proj.weight (state-dict) on: BadModel: no memory "
+        "is left"
+    )
+    assert report.as_dict()["failure"] == report.failure
+    written = io.StringIO()
+    show(report, Console(file=written, width=200))
+    assert f"ended early: {report.failure}" in written.getvalue()
+
+
+def test_check_that_ended_early_has_the_exit_code_of_wrong_weights(
+    small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_llama.save_pretrained(tmp_path / "model")
+
+    def run_out(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(small_llama, "save_pretrained", run_out)
+    engine = TorchEngine(small_llama, takes=1)
+    monkeypatch.setattr(weight_check, "VllmEngine", lambda *_, **__: engine)
+    monkeypatch.setattr(weight_check, "dtype_of", lambda _: "float32")
+    monkeypatch.setattr(weight_check, "_load", lambda *_, **__: (tmp_path, small_llama))
+    with pytest.raises(SystemExit) as left:
+        app.app(["check-weights", "model", "--way", "state-dict", "--way", "folder", "--json"])
+    assert left.value.code == WRONG_WEIGHTS_CODE
+
+
+@pytest.mark.parametrize("way", [Way.TWICE, Way.TRANSFER])
+@pytest.mark.parametrize(("takes", "verdict"), [(0, Verdict.WRONG), (1, Verdict.WRONG), (2, Verdict.RIGHT)])
+def test_each_of_two_updates_in_a_row_is_checked(
+    way: Way, takes: int, verdict: Verdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check_with([TorchEngine(small_llama, takes=takes)], small_llama, [way], tmp_path, monkeypatch)
+    assert [row.verdict for row in report.rows] == [verdict]
+
+
+@pytest.mark.parametrize(("between", "verdict"), [(1, Verdict.RIGHT), (0, Verdict.REFUSED)])
+def test_update_under_turns_needs_turns_with_ids_of_both_weights(
+    between: int, verdict: Verdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn without ticks between its ids is over before the update."""
+    engine = TorchEngine(small_llama, takes=1, between=between)
+    report = check_with([engine], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch)
+    (row,) = report.rows
+    assert row.verdict is verdict
+    assert ("no turn had ids of the old and the new weights" in row.reason) == (verdict is Verdict.REFUSED)
