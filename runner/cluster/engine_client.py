@@ -19,7 +19,7 @@ from anyio.lowlevel import current_token
 
 from runner.cluster.engine_host import STATS_SECONDS, Ended, SentRequest, StreamEvent, each_of
 from runner.cluster.protocol import EngineKnown, WorkerInfo, WorkerLost, WorkerProcess
-from runner.concurrency.clocks import Progress
+from runner.concurrency.clocks import FIRST_STEP_FACTOR, Progress
 from runner.engines.base import Delta, DeltaStream, Engine, EngineStats, Finish, FinishReason, GenerationRequest
 from runner.engines.gate import Session, affinity_beside
 from runner.errors import DeltarunnerError, EngineDead, EngineError
@@ -55,7 +55,7 @@ class HostedEngine(Engine):
         """Number of ids received here."""
         self._stats = EngineStats(open=0)
         self._death: EngineDead | None = None
-        self._progress = Progress()
+        self._progress = Progress(first=FIRST_STEP_FACTOR)
         self._exit = AsyncExitStack()
 
     @abstractmethod

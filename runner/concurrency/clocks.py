@@ -7,13 +7,14 @@ import math
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import anyio
 
 from runner.concurrency.task_scope import TaskScope
 
 __all__ = [
+    "FIRST_STEP_FACTOR",
     "Asking",
     "Clock",
     "Progress",
@@ -24,6 +25,9 @@ __all__ = [
     "loop_time",
     "on_asyncio",
 ]
+
+FIRST_STEP_FACTOR: Final = 10.0
+"""Factor of the limits until an engine of a model has made its first step, which may compile."""
 
 _running: ContextVar[tuple[Clock, ...]] = ContextVar("running_clocks", default=())
 
@@ -287,30 +291,36 @@ class Progress:
 
     An engine that reads the prompts of some turns lets others wait for their first id, and is not silent. Clocks
     restart at an eighth of their limit and not at every step: moving a deadline costs a timer.
+
+    Args:
+        first: factor of the limits until the first progress.
     """
 
-    __slots__ = ("_clocks", "_next")
+    __slots__ = ("_clocks", "_factor", "_next")
 
-    def __init__(self) -> None:
-        self._clocks: dict[Clock, None] = {}
+    def __init__(self, *, first: float = 1.0) -> None:
+        self._clocks: dict[Clock, float | None] = {}  # with their limits
+        self._factor = first
         self._next = 0.0  # nothing to do before this time
 
     def note(self, now: float | None = None) -> None:
         """Report progress; `now` is the event loop's time if known already."""
         now = loop_time() if now is None else now
+        if self._factor != 1.0:
+            self._factor, self._next = 1.0, now
         if now < self._next or not self._clocks:
             return
-        for clock in self._clocks:
-            clock.start(clock.seconds)
-        self._next = now + min(_patience(clock) for clock in self._clocks) / 8
+        for clock, seconds in self._clocks.items():
+            clock.start(seconds)
+        self._next = now + min(map(_patience, self._clocks.values())) / 8
 
     def watched(self, clock: Clock) -> AbstractContextManager[None]:
         """A block in which each progress restarts the clock."""
         return _Noted(self, clock)
 
 
-def _patience(clock: Clock) -> float:
-    return math.inf if clock.seconds is None else clock.seconds
+def _patience(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
 
 
 class _Noted:
@@ -322,10 +332,12 @@ class _Noted:
         self._progress, self._clock = progress, clock
 
     def __enter__(self) -> None:
-        progress = self._progress
-        progress._clocks[self._clock] = None
+        progress, seconds = self._progress, self._clock.seconds
+        progress._clocks[self._clock] = seconds
+        if progress._factor != 1.0 and seconds is not None:
+            self._clock.start(seconds * progress._factor)
         # Due no later than an eighth of the shortest limit: this one may be shorter than those before.
-        progress._next = min(progress._next, loop_time() + _patience(self._clock) / 8)
+        progress._next = min(progress._next, loop_time() + _patience(seconds) / 8)
 
     def __exit__(self, *_: object) -> None:
         del self._progress._clocks[self._clock]

@@ -225,7 +225,7 @@ async def _sample_once(
         into.error = error
     finally:
         if silence.fired:
-            into.error = EngineStalled(f"{request.name}: the engine sent nothing for {stall_seconds:g} s")
+            into.error = EngineStalled(f"{request.name}: the engine sent nothing for {silence.seconds:g} s")
         into.close(stream)
     aborted = ended and into.error is None and into.finish is FinishReason.ABORT
     if aborted and engine.cuts == cuts:  # else it could be sampled again without end

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from runner import Environment, Limits, Outcome, Run, Task, TokenEngine, TokenOutput, TokenSampling, reward
-from runner.concurrency.clocks import Clock, Progress
+from runner.concurrency.clocks import FIRST_STEP_FACTOR, Clock, Progress
 from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.testing import VirtualClock
 from runner.tokens.byte_tokenizer import ByteTokenizer
@@ -93,6 +93,43 @@ async def test_a_retry_says_of_what() -> None:
 
 
 # --- steps without ids
+
+
+@pytest.mark.parametrize("turns", [1, 64])
+async def test_first_step_may_take_ten_times_as_long(turns: int) -> None:
+    progress = Progress(first=FIRST_STEP_FACTOR)
+    async with anyio.create_task_group() as group:
+        clocks = [Clock(STALL) for _ in range(turns)]
+
+        async def wait(clock: Clock, done: anyio.Event) -> None:
+            with clock, progress.watched(clock):
+                await done.wait()
+
+        done = anyio.Event()
+        for clock in clocks:
+            group.start_soon(wait, clock, done)
+        await anyio.sleep(9 * STALL)
+        progress.note()
+        await anyio.sleep(STALL - 1)
+        assert not any(clock.fired for clock in clocks)
+        await anyio.sleep(2)  # from the first step on the limit is as given
+        assert all(clock.fired for clock in clocks)
+
+
+async def test_engine_without_a_first_step_has_stalled() -> None:
+    progress = Progress(first=FIRST_STEP_FACTOR)
+    with Clock(STALL) as clock, progress.watched(clock):
+        await anyio.sleep(11 * STALL)
+    assert clock.fired
+    assert clock.seconds == 10 * STALL  # the message has the true time
+
+
+async def test_later_turn_has_its_own_limit() -> None:
+    progress = Progress(first=FIRST_STEP_FACTOR)
+    progress.note()
+    with Clock(STALL) as clock, progress.watched(clock):
+        await anyio.sleep(1.1 * STALL)
+    assert clock.fired
 
 
 async def test_steps_that_compute_prompts_restart_clocks() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from runner.concurrency.clocks import FIRST_STEP_FACTOR, Progress
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
@@ -65,8 +66,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     ) -> None:
         super().__init__(gate, VllmAdapters(llm, process.model, self.answered), context=context, version=version)
         self.process = process
-        if self.progress is not None:
-            process.stats.on_progress = self.progress.note
+        self.progress = Progress(first=FIRST_STEP_FACTOR)
+        process.stats.on_progress = self.progress.note
         self.llm = llm
         """The `AsyncLLM`; None after the engine was left."""
         self.weights = weights
