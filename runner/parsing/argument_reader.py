@@ -6,7 +6,7 @@ import html
 import itertools
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +26,9 @@ MAX_UNDECIDED: Final = 6
 _END: Final = r"\s*\Z"
 WORD: Final = r"""[^\s<>{}()\[\]"'`,=|]"""
 """A character of the name of a tool or of an argument."""
+MAX_NAMED: Final = 256
+"""Sets of unusual argument names whose patterns are cached."""
+_USUAL: Final = re.compile(f"{WORD}+")
 
 
 class Undecided(Exception):
@@ -39,6 +42,20 @@ class TaggedArgumentReader:
     format: TaggedArguments
     ends: Sequence[str]
     """Patterns of the text after the last value: the close of the calls, or the next call."""
+    names: tuple[str, ...] = ()
+    """Names of arguments with characters that end a name elsewhere, such as `page[size]`."""
+
+    def for_schema(self, schema: Mapping[str, Any]) -> TaggedArgumentReader:
+        """Return the reader that also knows the unusual names of a tool's arguments; cached."""
+        found = {name for shape in shapes_for(schema).arguments() for name in shape.named if _is_unusual(name)}
+        if not found:
+            return self
+        names = tuple(sorted(found, key=lambda name: (-len(name), name)))
+        if names not in self._named:
+            if len(self._named) == MAX_NAMED:
+                self._named.clear()
+            self._named[names] = replace(self, names=names)
+        return self._named[names]
 
     def read(self, text: str, at: int, schema: Mapping[str, Any], *, whole: bool) -> tuple[Mapping[str, Any], int]:
         """Return the arguments that begin at `at`, and the position after them.
@@ -71,6 +88,10 @@ class TaggedArgumentReader:
         if tail is None:
             raise Unreadable(f"{self.format.tail.strip()!r} is missing after {name}")
         return _settled(arguments, schema), tail.end()
+
+    @cached_property
+    def _named(self) -> dict[tuple[str, ...], TaggedArgumentReader]:
+        return {}
 
     def _without(self, text: str, at: int, *, begun: bool) -> tuple[Mapping[str, Any], int]:
         none = None if self._none is None else self._none.match(text, at)
@@ -164,7 +185,8 @@ class TaggedArgumentReader:
     @cached_property
     def _key(self) -> re.Pattern[str]:
         openings = sorted({lenient(style.open) for style in self.format.styles.values()}, key=len, reverse=True)
-        return compiled(rf"""\s*(?P<key>{WORD}+?)(?={"|".join(openings)})""")
+        names = "|".join([*map(re.escape, self.names), f"{WORD}+?"])
+        return compiled(rf"""\s*(?P<key>{names})(?={"|".join(openings)})""")
 
     @cached_property
     def _openings(self) -> Sequence[tuple[re.Pattern[str], Sequence[ValueStyle], Nested | None]]:
@@ -191,6 +213,10 @@ class TaggedArgumentReader:
             own = after_raw(close + form.tail)
             patterns[close] = compiled("|".join([another, *last])), compiled(own if own else _END)
         return patterns
+
+
+def _is_unusual(name: str) -> bool:
+    return bool(name) and _USUAL.fullmatch(name) is None
 
 
 class _Typed(NamedTuple):

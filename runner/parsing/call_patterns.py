@@ -170,7 +170,7 @@ class CallPatterns:
         if self.format.between is not None:
             ends.append(f"{lenient(self.format.between)}{WORD}+(?:{'|'.join(self._after_name(form))})")
         tagged = TaggedArgumentReader(form, ends)
-        return lambda text, at, schema, whole: tagged.read(text, at, schema, whole=whole)
+        return lambda text, at, schema, whole: tagged.for_schema(schema).read(text, at, schema, whole=whole)
 
     @cached_property
     def line_start(self) -> re.Pattern[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,11 +16,7 @@ from runner.tools.schema_shapes import SchemaShapes, shapes_for, types_of
 from runner.tools.tool import Tool, is_tool_name
 from runner.tools.value_shapes import ValueShape
 
-__all__ = ["SUPPORTED_NAME", "Ambiguity", "Loss", "ambiguities", "losses", "supports_name"]
-
-SUPPORTED_NAME: Final = re.compile(r"[\w.$-]+")
-"""Argument names that every format supports; in some formats other characters end a name."""
-
+__all__ = ["Ambiguity", "Loss", "ambiguities", "losses", "supports_name"]
 
 # --- calls that change in a round trip
 
@@ -115,9 +110,7 @@ def _lost_arguments(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:
 
 
 def _fix(argument: str) -> str:
-    if SUPPORTED_NAME.fullmatch(argument):
-        return f"Give it another type, or {_ANOTHER}."
-    return "Rename it: letters, digits and _ are read in every format."
+    return f"Give it another {'type' if argument else 'name'}, or {_ANOTHER}."
 
 
 def _lost_calls(trial: _RoundtripTrial, tool: Tool) -> Iterator[Loss]:

@@ -6,6 +6,7 @@ reports errors to the model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -269,6 +270,8 @@ class SchemaRules:
                 pairs.append(
                     f"{self._key_of_pattern(pattern, shape, path)} {self._signs(self._dialect.colon)} {written}"
                 )
+            if any(self._is_written_twice(name, shape) for name in shape.named):
+                self._left_out.add(path, ("patternProperties",))
         if not pairs:
             return None
         return Rest(self._rules.add("pair", either(pairs)))
@@ -323,6 +326,11 @@ class SchemaRules:
         if rule is None or len(shape.of_patterns) > 1:
             self._left_out.add(path, ("patternProperties",))
         return rule or self._dialect.key(self._rules, self._dialect.after_strings)
+
+    def _is_written_twice(self, name: str, shape: ValueShape) -> bool:
+        """Return whether a pattern lets a named member be written once more, with values that the name forbids."""
+        own = self._shapes.key(shape.member(name))
+        return any(re.search(pattern, name) and self._shapes.key(each) != own for pattern, each in shape.of_patterns)
 
     def _anything(self, depth: int) -> str:
         def any_value() -> str:

@@ -44,11 +44,6 @@ BAD = {
     def bad(self, word: int | str) -> None:
         "Say it."
 """,
-    "name with a space": """
-    async def setup(self):
-        given = {"properties": {"first name": {"type": "string"}}, "type": "object"}
-        self.tools.append(Tool(lambda given: "", name="bad", description="Say.", parameters=given, raw=True))
-""",
     # --- rewards
     "raising reward": """
     @reward
@@ -241,11 +236,6 @@ SAYS = {
         0,
         "warning  bad(word: string | integer) takes strings and other values. Many chat templates write strings "
         "without quotes (untyped), so a text that looks like such a value is not read as a string. Give it one type",
-    ),
-    "name with a space": (
-        0,
-        "warning  bad() has an argument 'first name', which many chat templates write without quotes, so it "
-        "cannot be read back: rename it",
     ),
     "raising reward": (3, "error    env_error: reward bad(): ZeroDivisionError: division by zero"),
     "raising reward after a limit": (3, "error    reward bad(): KeyError: 'score'"),

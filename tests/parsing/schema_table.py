@@ -109,7 +109,7 @@ PROBES: Final[dict[str, Probe]] = {
     "patternProperties": Probe(
         {**_OBJECT, "patternProperties": {"^b": {"type": "integer"}}, "additionalProperties": False},
         {"b": True},
-        "several, or beside others: names are checked",
+        "several, beside others, or one that matches a named member with a schema of its own: names are checked",
     ),
     "propertyNames": Probe({**_OBJECT, "propertyNames": {"pattern": "^[a-c]+$"}}, {"d": 1}),
     "minProperties": Probe(

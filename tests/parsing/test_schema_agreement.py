@@ -27,6 +27,7 @@ from tests.parsing.schema_cases import PUBLIC, SUITE, SuiteCase, schemas
 from tests.parsing.test_call_grammar import holds_its_end, walk
 
 public = pytest.mark.parametrize("name", PUBLIC)
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 
 
 def as_json(value: Any) -> str:
@@ -129,6 +130,25 @@ def test_grammar_of_a_public_schema_allows_only_valid_values(name: str) -> None:
 )
 def test_what_is_not_enforced_has_the_name_in_the_schema(schema: Any, named: str) -> None:
     assert not_enforced(schema) == [named]
+
+
+OVERLAPS: list[tuple[dict[str, Any], list[str]]] = [
+    # A member that a pattern matches too could be written a second time, with a value that only the pattern allows.
+    ({"properties": {"ab": {"minimum": 3}}, "patternProperties": {"^a": {"type": "number"}}}, ["patternProperties"]),
+    ({"properties": {"ab": False}, "patternProperties": {"b$": {}}}, ["patternProperties"]),
+    ({"properties": {"ab": {}}, "allOf": [{"patternProperties": {"^a": INTEGER}}]}, []),
+    ({"properties": {"ab": INTEGER}, "patternProperties": {"^a": INTEGER}}, []),
+    ({"properties": {"ab": {}}, "patternProperties": {"^a": INTEGER}}, []),
+    ({"properties": {"ab": {"minimum": 3}}, "patternProperties": {"^x": INTEGER}}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "named"), OVERLAPS, ids=str)
+def test_pattern_of_a_named_member_is_enforced_or_reported(schema: dict[str, Any], named: list[str]) -> None:
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    assert not_enforced(schema) == named
+    for text in walks(schema, range(20)):
+        assert named or fits(schema, json.loads(text)), text
 
 
 def test_unsatisfiable_schema_is_refused_by_name() -> None:
@@ -256,7 +276,6 @@ def test_bare_text_is_converted_by_all_keywords_together(schema: Any, value: Any
     assert type(call.arguments["a"]) is type(value)
 
 
-STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 DEPENDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Schema, and arguments whose types depend on one another; another one of them would make 5 of "5".
     ({"oneOf": [{"properties": {"page": STRING}, "required": ["page"]}, {"required": ["base"]}]}, {"page": "5"}),

@@ -16,7 +16,7 @@ from runner.environment.uncalled_methods import uncalled_methods
 from runner.episode.key import MAIN
 from runner.errors import BadTask
 from runner.messages import as_messages
-from runner.parsing.roundtrip import SUPPORTED_NAME, ambiguities
+from runner.parsing.roundtrip import ambiguities
 from runner.parsing.schema_grammar import not_enforced
 from runner.scoring import ScorerKind
 from runner.store.storable import TaskCheck, tuples_in
@@ -96,13 +96,6 @@ def lifespan_findings(environment: Environment[Any], before: Mapping[str, Any]) 
 def tool_findings(tools: Sequence[Tool]) -> Iterator[Finding]:
     """Arguments that some models cannot write, or that may be read back as another value."""
     for tool in tools:
-        for name in tool.parameters["properties"]:
-            if not SUPPORTED_NAME.fullmatch(name):
-                yield Finding(
-                    f"{tool.name}() has an argument {name!r}, which many chat templates write without quotes, so "
-                    "it cannot be read back: rename it; use letters, digits and _.",
-                    fatal=False,
-                )
         for name, reference in unresolved(tool.parameters):
             yield Finding(
                 f"{tool.name}({name}=) refers to {reference!r}, which is not in its schema, so the model is not shown "
