@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, Final
 
 from runner.checked import is_number
 from runner.errors import BadOption, BadTask
+from runner.interop.variables import filled
 from runner.sandbox.sandbox import SandboxOptions
 
 __all__ = ["HarborTask", "Healthcheck", "find_task_folders", "interpreter_of", "read_task", "unsupported"]
@@ -29,7 +29,6 @@ DEFAULT_MEMORY_MB_SIZE: Final = 2048
 
 MEGABYTES_BY_UNIT: Final = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
-_REFERENCE: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 
 
@@ -119,8 +118,8 @@ def read_task(folder: Path) -> HarborTask:
             agent_user=_user(agent),
             verifier_seconds=_seconds(verifier, "timeout_sec"),
             verifier_user=_user(verifier) or "0",
-            verifier_env=_variables(verifier),
-            solution_env=_variables(solution),
+            verifier_env=filled(verifier.get("env") or {}, "env"),
+            solution_env=filled(solution.get("env") or {}, "env"),
             healthcheck=_healthcheck(environment),
             metadata={"task": _table(configuration, "task"), "metadata": _table(configuration, "metadata")},
         )
@@ -187,7 +186,7 @@ def _sandbox(folder: Path, environment: Mapping[str, Any]) -> SandboxOptions:
         cpus=environment.get("cpus") or 1,
         processes=1024,
         network="none" if is_offline else "internet",
-        env=_variables(environment),
+        env=filled(environment.get("env") or {}, "env"),
         workdir=environment.get("workdir"),
         build_seconds=_seconds(environment, "build_timeout_sec"),
     )
@@ -212,18 +211,6 @@ def _seconds(table: Mapping[str, Any], name: str) -> float:
 def _user(table: Mapping[str, Any]) -> str | None:
     user = table.get("user")
     return None if user in (None, "") else str(user)
-
-
-def _variables(table: Mapping[str, Any]) -> dict[str, str]:
-    """The table `env`, in which `${NAME}` and `${NAME:-default}` are variables of this process."""
-
-    def value(match: re.Match[str]) -> str:
-        found = os.environ.get(match[1], match[2])
-        if found is None:
-            raise ValueError(f"env needs the variable {match[1]}, which is not set: export it")
-        return found
-
-    return {str(name): _REFERENCE.sub(value, str(text)) for name, text in (table.get("env") or {}).items()}
 
 
 def _healthcheck(environment: Mapping[str, Any]) -> Healthcheck | None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeAlias
@@ -15,13 +16,15 @@ from typing import Any, Final, TextIO, TypeAlias
 from runner.errors import BadEnvironment, ServerFailed, ToolError, first_line, unwrapped
 from runner.interop.dataset import Dataset, ScoreOption
 from runner.interop.packages import optional_package
+from runner.interop.variables import filled
 from runner.options import Limits
 from runner.tools.tool import Tool
 
 __all__ = ["McpDataset", "McpServers", "ServerOption"]
 
 ServerOption: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
-"""A command or a URL; a list of them; or a dict of them by name. In Python also what `mcp.Client` takes."""
+"""A command or a URL; a list of them; or a dict of them by name. Each may be a dict as in the configuration files of
+clients, and all of them such a file. In Python also what `mcp.Client` takes."""
 
 MAX_PAGES_COUNT = 1000
 """Most pages of tools that are read of one server."""
@@ -45,7 +48,9 @@ class McpServers:
     its late answer is dropped.
 
     Args:
-        servers: a command or a URL, a list of them, or a dict of them by name.
+        servers: a command or a URL, a list of them, or a dict of them by name. Each may also be a dict with `command`,
+            `args`, `env` and `cwd`, or with `url` and `headers`. A file or a dict with `mcpServers`, as clients have
+            it, gives all of them. `${NAME}` in `env` and `headers` is a variable of this process.
         prefix: begin each tool's name with the server's name and an underscore. Without it, two tools of the same name
             are refused. Servers of a list are called "1", "2", ...
 
@@ -87,30 +92,93 @@ class McpServers:
         return [tools[name] for name in sorted(tools)]
 
     def _checked(self, name: str, server: Any) -> Any:
-        """The server as `mcp.Client` takes it; a command is split."""
-        if not isinstance(server, str):
-            return server
-        if server.startswith(("http://", "https://")):
-            return server
+        """The server as `mcp.Client` takes it, or with headers."""
         try:
-            argv = shlex.split(server)
+            if isinstance(server, Mapping):
+                return self._configured(server)
+            if isinstance(server, str) and not server.startswith(_SCHEMES):
+                argv = _split(server)
+                return self._process({"command": argv[0], "args": argv[1:]})
         except ValueError as error:
-            raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: invalid shell syntax ({error}).") from None
-        if not argv or shutil.which(argv[0]) is None:
-            raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: the program is not on PATH: install it.")
-        return self._mcp.StdioServerParameters(command=argv[0], args=argv[1:], cwd=str(Path.cwd()))
+            shown = "" if isinstance(server, Mapping) else f"{server!r:.80}: "  # a mapping may have keys
+            raise BadEnvironment(f"MCP server {name!r}: {shown}{error}.") from None
+        if server is None or isinstance(server, bool | int | float | list | tuple):
+            raise BadEnvironment(f"MCP server {name!r}: {server!r:.80}: give a command or a URL.")
+        return server
+
+    def _configured(self, given: Mapping[str, Any]) -> Any:
+        """A server as in a configuration file."""
+        allowed = _PROCESS_FIELDS if "command" in given else _HTTP_FIELDS
+        if unknown := [key for key in given if key not in allowed]:
+            raise ValueError(f"{unknown[0]!r} is unknown: give {', '.join(_PROCESS_FIELDS)}, or url and headers")
+        for key, kind in allowed.items():
+            if key in given and not isinstance(given[key], kind):
+                raise ValueError(f"{key} is {given[key]!r:.40}; it must be {_KINDS[kind]}")
+        if "command" in given:
+            return self._process(given)
+        if given.get("type", "http") not in _HTTP_TYPES or not str(given.get("url", "")).startswith(_SCHEMES):
+            raise ValueError("give a command, or the url of a server of streamable HTTP")
+        return _HttpServer(given["url"], filled(given.get("headers", {}), "headers"))
+
+    def _process(self, given: Mapping[str, Any]) -> Any:
+        command = given["command"]
+        if shutil.which(command) is None:
+            raise ValueError("the program is not on PATH: install it")
+        return self._mcp.StdioServerParameters(
+            command=command,
+            args=[str(each) for each in given.get("args", ())],
+            env=filled(given["env"], "env") if given.get("env") else None,
+            cwd=given.get("cwd") or str(Path.cwd()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _HttpServer:
+    """A server over HTTP that needs headers."""
+
+    url: str
+    headers: Mapping[str, str] = field(repr=False)
+
+
+_SCHEMES: Final = ("http://", "https://")
+_HTTP_TYPES: Final = ("http", "streamable-http", "streamable_http", "streamableHttp")
+_PROCESS_FIELDS: Final[Mapping[str, type]] = {"command": str, "args": list, "env": Mapping, "cwd": str, "type": str}
+_HTTP_FIELDS: Final[Mapping[str, type]] = {"url": str, "headers": Mapping, "type": str}
+_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", Mapping: "an object"}
+
+
+def _split(command: str) -> list[str]:
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"invalid shell syntax ({error})") from None
+    if not argv:
+        raise ValueError("give a command or a URL")
+    return argv
 
 
 def _named(servers: ServerOption) -> dict[str, Any]:
-    if isinstance(servers, str) and servers.lstrip()[:1] in ("{", "["):
-        try:
-            servers = json.loads(servers)
-        except ValueError as error:
-            raise BadEnvironment(f"servers={servers!r:.80}: not JSON ({error}).") from None
+    if isinstance(servers, str):
+        servers = _parsed(servers)
     if isinstance(servers, Mapping):
+        servers = servers.get("mcpServers", servers)
+    if isinstance(servers, Mapping) and not servers.keys() & {"command", "url"}:
         return dict(servers)
     several = servers if isinstance(servers, list | tuple) else [servers]
     return {str(number): each for number, each in enumerate(several, 1)}
+
+
+def _parsed(servers: str) -> Any:
+    """The JSON of a text or of a file; another text as it is."""
+    text = servers
+    if servers.endswith(".json") and Path(servers).is_file():
+        text = Path(servers).read_text(encoding="utf-8")
+    if text is servers and not servers.lstrip().startswith(("{", "[")):
+        return servers
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadEnvironment(f"servers={servers!r:.80}: not JSON ({error}).") from None
 
 
 class _Connection:
@@ -125,17 +193,25 @@ class _Connection:
     async def opened(self) -> AsyncIterator[None]:
         """Connect until the block is left. What a process writes to standard error goes to a temporary file."""
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._errors:
-            transport = self._server
-            if isinstance(transport, self._mcp.StdioServerParameters):
-                from mcp.client.stdio import stdio_client
-
-                transport = stdio_client(transport, errlog=self._errors)
             async with AsyncExitStack() as stack:
                 try:
+                    transport = await self._transport(stack)
                     self._client = await stack.enter_async_context(self._mcp.Client(transport))
                 except Exception as error:
                     raise self._failed("cannot be connected", error) from error
                 yield
+
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        if isinstance(self._server, self._mcp.StdioServerParameters):
+            from mcp.client.stdio import stdio_client
+
+            return stdio_client(self._server, errlog=self._errors)
+        if isinstance(self._server, _HttpServer):
+            from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+            client = await stack.enter_async_context(create_mcp_http_client(dict(self._server.headers)))
+            return streamable_http_client(self._server.url, http_client=client)
+        return self._server
 
     async def tools(self, prefix: str) -> list[Tool]:
         """The tools of all pages."""
@@ -222,7 +298,7 @@ class McpDataset(Dataset):
         """Choose the servers and the questions.
 
         Args:
-            servers: a command or a URL, a list of them, or a dict of them by name; as text, also JSON.
+            servers: as in `McpServers`; as text, also JSON or a JSON file.
             tasks: as in `Dataset`, like the arguments up to `cache`.
             prompt: the prompt.
             answer: the reference answer.
@@ -246,9 +322,15 @@ class McpDataset(Dataset):
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[list[Tool]]:
-        """The tools of the shared connections; none if each episode has its own."""
+        """The tools of the shared connections; none if each episode has its own.
+
+        Connects in both cases, so that servers that do not start are found before the first episode.
+        """
         async with AsyncExitStack() as stack:
-            yield await self._connections.connect(stack) if self._is_shared else []
+            tools = await self._connections.connect(stack)
+            if not self._is_shared:
+                await stack.aclose()
+            yield tools if self._is_shared else []
 
     async def setup(self) -> None:
         """Add the tools."""

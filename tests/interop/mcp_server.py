@@ -1,6 +1,8 @@
 """A server of the Model Context Protocol with every trouble that a test asks for, by the real SDK.
 
-usage: python mcp_server.py [http] [NAME]
+usage: python mcp_server.py [http [KEY]]
+
+With a key, requests without it are refused.
 """
 
 from __future__ import annotations
@@ -8,11 +10,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
+from typing import Any
 
 import anyio
 import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 
 server = MCPServer("troubles", log_level="CRITICAL")
 calls = 0
@@ -30,6 +37,12 @@ def count() -> int:
     global calls
     calls += 1
     return calls
+
+
+@server.tool()
+def variable(name: str) -> str:
+    """Read a variable of this process."""
+    return os.environ.get(name, "unset")
 
 
 @server.tool()
@@ -65,11 +78,21 @@ async def slow() -> str:
     return "late"
 
 
+async def with_key(key: str, request: Request, answer: Any) -> Response:
+    if request.headers.get("authorization") != f"Bearer {key}":
+        return Response("no key", status_code=401)
+    answered: Response = await answer(request)
+    return answered
+
+
 def main() -> None:
     if "http" in sys.argv:
         listening = socket.create_server(("127.0.0.1", 0))
         print(listening.getsockname()[1], flush=True)
-        uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error")).run(sockets=[listening])
+        app = server.streamable_http_app()
+        if key := "".join(sys.argv[2:]):
+            app.add_middleware(BaseHTTPMiddleware, dispatch=partial(with_key, key))
+        uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
     else:
         server.run("stdio")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from runner import BadEnvironment, Environment, Limits, Outcome, ScriptedEngine, Task, Trajectory, reward
+from runner import BadEnvironment, Environment, Limits, Outcome, ScriptedEngine, ServerFailed, Task, Trajectory, reward
 from runner.interop import McpDataset, McpServers
 from runner.testing import call, play_many_async
 
@@ -45,10 +46,10 @@ def children() -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server over HTTP."""
-    command = [sys.executable, str(HERE / "mcp_server.py"), "http"]
+@pytest.fixture(scope="module", params=[""])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server over HTTP; the parameter is the key that it wants."""
+    command = [sys.executable, str(HERE / "mcp_server.py"), "http", *([request.param] if request.param else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}/mcp"
@@ -90,9 +91,8 @@ async def test_several_servers_play_together(url: str) -> None:
 
 async def test_equal_names_are_refused_or_get_a_prefix(url: str) -> None:
     servers = {"near": SERVER, "far": url}
-    (refused,) = await played("done", servers)
-    assert refused.outcome is Outcome.ENV_ERROR
-    assert "'near' and 'far' both have a tool 'add': give prefix=True" in refused.error
+    with pytest.raises(BadEnvironment, match="'near' and 'far' both have a tool 'add': give prefix=True"):
+        await played("done", servers)
     (trajectory,) = await played([[call("near_add", a=1, b=1)], [call("far_count")], "done"], servers, prefix=True)
     assert results(trajectory)[0] == "2"
 
@@ -145,23 +145,61 @@ async def test_a_late_answer_is_not_that_of_the_next_call() -> None:
         ("'open", "invalid shell syntax"),
         ('{"a": ', "not JSON"),
         ([], "give a command or a URL"),
+        ([3], "MCP server '1': 3: give a command or a URL"),
+        ({"a": {"command": "no-such-program"}}, "MCP server 'a': the program is not on PATH"),
+        ({"a": {"command": "python", "args": "x.py"}}, "args is 'x.py'; it must be a list"),
+        ({"a": {"command": "python", "header": {}}}, "'header' is unknown: give command, args, env, cwd, type, or url"),
+        ({"a": {"url": "http://x/sse", "type": "sse"}}, "give a command, or the url of a server of streamable HTTP"),
+        ({"a": {"url": "http://x", "headers": {"Key": "${NO_SUCH}"}}}, "headers needs the variable NO_SUCH"),
     ],
-    ids=["missing", "quotes", "JSON", "none"],
+    ids=["missing", "quotes", "JSON", "none", "number", "program", "args", "field", "sse", "variable"],
 )
 def test_a_server_that_cannot_be_started_is_refused(server: Any, said: str) -> None:
     with pytest.raises(BadEnvironment, match=said):
         McpServers(server)
 
 
-async def test_a_server_that_ends_at_once_or_is_not_there_is_named() -> None:
+async def test_a_server_that_does_not_start_ends_the_run_by_name() -> None:
     gone = f"{sys.executable} -c \"import sys; sys.exit('no licence')\""
-    (trajectory,) = await played("done", gone)
+    with pytest.raises(ServerFailed, match=r"MCP server '1' cannot be connected .*no licence"):
+        await played("done", gone)
+    with pytest.raises(ServerFailed, match="MCP server '1' cannot be connected"):
+        await played("done", "http://127.0.0.1:9/mcp")
+
+
+async def test_a_server_that_starts_once_fails_each_episode(tmp_path: Path) -> None:
+    once = f"test -e {tmp_path}/was && echo no licence >&2 && exit 1; touch {tmp_path}/was; exec {SERVER}"
+    (trajectory,) = await played("done", {"one": {"command": "sh", "args": ["-c", once]}})
     assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "MCP server '1' cannot be connected" in trajectory.error
+    assert "MCP server 'one' cannot be connected" in trajectory.error
     assert "no licence" in trajectory.error
-    (trajectory,) = await played("done", "http://127.0.0.1:9/mcp")
-    assert trajectory.outcome is Outcome.ENV_ERROR
-    assert "MCP server '1' cannot be connected" in trajectory.error
+
+
+@pytest.mark.parametrize("given", ["dict", "JSON", "file"])
+async def test_a_configuration_of_clients_gives_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    script = str(HERE / "mcp_server.py")
+    one = {"command": sys.executable, "args": [script], "env": {"KEY": "${TOKEN}"}, "type": "stdio"}
+    servers: Any = {"mcpServers": {"one": one}}
+    if given != "dict":
+        servers = json.dumps(servers)
+    if given == "file":
+        (tmp_path / "mcp.json").write_text(servers)
+        servers = str(tmp_path / "mcp.json")
+    (trajectory,) = await played([[call("variable", name="KEY"), call("variable", name="TOKEN")], "done"], servers)
+    assert results(trajectory) == ["secret", "unset"]
+
+
+@pytest.mark.parametrize("url", ["abc"], indirect=True)
+async def test_a_server_over_http_gets_its_headers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "abc")
+    server = {"url": url, "headers": {"Authorization": "Bearer ${TOKEN}"}}
+    (trajectory,) = await played([[call("add", a=2, b=3)], "done"], {"one": server})
+    assert results(trajectory) == ["5"]
+    with pytest.raises(ServerFailed, match="cannot be connected"):
+        await played("done", url)
 
 
 async def test_servers_add_tools_to_an_own_environment() -> None:

@@ -1,0 +1,28 @@
+"""Variables of this process in texts of configuration files, so that these need not contain keys."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["filled"]
+
+_REFERENCE: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+def filled(table: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return the texts of a table, in which `${NAME}` and `${NAME:-default}` are variables of this process.
+
+    Raises:
+        ValueError: a variable is not set; the message names it and the table.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match[1], match[2])
+        if found is None:
+            raise ValueError(f"{name} needs the variable {match[1]}, which is not set: export it")
+        return found
+
+    return {str(key): _REFERENCE.sub(value, str(text)) for key, text in table.items()}
