@@ -72,6 +72,9 @@ class Dataset(Environment):
         for name, count in (("skip", skip), ("take", take), ("shuffle", shuffle)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
                 raise BadOption(f"{name}={count!r:.60}: give a whole number from 0.")
+        for name, texts in (("where", where), ("info", info)):
+            if isinstance(texts, str):
+                raise BadOption(f"{name}={texts!r:.60}: give a list of texts.")
         self._tasks = tasks
         self._prompt = RowTemplate.of(prompt, "prompt")
         self._answer = RowTemplate.of(answer, "answer") if answer else None

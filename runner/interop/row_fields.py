@@ -171,6 +171,13 @@ _ORDER: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
 }
 
 
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class RowCondition:
     """A condition on a row: FIELD, one of = != < <= > >= ~, and a value; ~ searches a regular expression."""
@@ -204,7 +211,7 @@ class RowCondition:
         return self._path.column
 
     def holds(self, row: Row) -> bool:
-        """Return True if the row fulfils the condition; null fulfils only `!=`.
+        """Return True if the row fulfils the condition; null fulfils only `!=`; an empty text is neither above nor below a number.
 
         Raises:
             RowValueError: the field is missing.
@@ -215,14 +222,21 @@ class RowCondition:
         if self._operator == "~":
             return self._value.search(_plain(value)) is not None
         if self._operator in _ORDER:
-            other: Any = self._value
-            if isinstance(value, int | float):
-                try:
-                    other = float(self._value)
-                except ValueError:
-                    raise RowValueError(f"has a number in {self._path.text!r}, compared with {self._value!r}") from None
-            return _ORDER[self._operator](value if isinstance(value, int | float) else _plain(value), other)
+            found, wanted = self._ordered(value)
+            return found is not None and _ORDER[self._operator](found, wanted)
         return self._equals(value) == (self._operator == "=")
+
+    def _ordered(self, value: Any) -> tuple[Any, Any]:
+        """Both values as numbers if the condition's is one, else as texts; numbers of CSV files are texts."""
+        wanted = _number(self._value)
+        if wanted is None:
+            if isinstance(value, int | float):
+                raise RowValueError(f"has a number in {self._path.text!r}, compared with {self._value!r}")
+            return _plain(value), self._value
+        found = _number(value)
+        if found is None and value != "":
+            raise RowValueError(f"has {_plain(value)!r:.60} in {self._path.text!r}, compared with a number")
+        return found, wanted
 
     def _equals(self, value: Any) -> bool:
         if isinstance(value, int | float) and not isinstance(value, bool):

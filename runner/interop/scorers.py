@@ -231,8 +231,7 @@ def _function(module: str, name: str, score: str) -> ScoringFunction:
     try:
         function = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        known = f"{_NAMES}, or module:function"
-        raise BadOption(f"score={score!r:.80} cannot be loaded ({describe_error(error)}): give {known}.") from error
+        raise BadOption(f"score={score!r:.80} cannot be loaded ({describe_error(error)}): give {_NAMES}.") from error
     if not callable(function):
         raise BadOption(f"score={score!r:.80}: {name} is not a function.")
     return function  # type: ignore[no-any-return]  # its result is checked
@@ -358,4 +357,4 @@ _COMPARED: Final[dict[ScoreName, tuple[Callable[[str, str], bool], Callable[[str
     ScoreName.CHOICE: (_equal_choices, _reference_letter, "a letter; for a number, write {answer:letter}"),
     ScoreName.JSON: (_equal_json, _json_text, "JSON"),
 }
-_NAMES: Final = "exact, contains, number, choice, math, json, regex:PATTERN or module:function"
+_NAMES: Final = "exact, contains, number, choice, math, json, regex:PATTERN, judge:RUBRIC or module:function"

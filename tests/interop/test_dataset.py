@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from runner import BadOption, BadTask, Outcome, Run, ScriptedEngine, Task, Trajectory
-from runner.interop import Dataset
+from runner.interop import Dataset, row_sources
 from runner.testing import play_many_async
 from tests.playing import until_end
 
@@ -69,14 +69,38 @@ def test_shuffle_keeps_all_rows_and_follows_its_seed(tmp_path: Path, kind: str) 
     assert sorted(first) == sorted(plain)
 
 
+@pytest.mark.parametrize(("rows", "size"), [(8, 1 << 30), (8, 1)], ids=["groups", "parts"])
+def test_shuffled_parquet_has_each_row_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, size: int
+) -> None:
+    monkeypatch.setattr(row_sources, "MIN_SHUFFLED_ROWS", rows)
+    monkeypatch.setattr(row_sources, "MAX_SHUFFLED_BYTES", size)
+    monkeypatch.setattr(row_sources, "BATCH_ROWS", 3)
+    path = tmp_path / "sums.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=10)  # 4 row groups
+    source = row_sources.source_of(path)
+    first, again, other = (list(source.rows(["level"], seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    for order in (first, other):
+        assert all(row["level"] == number - 1 for number, row in order)  # rows of ROWS, with their numbers
+        assert sorted(number for number, _ in order) == list(range(1, 41))
+        groups = [(number - 1) // 10 for number, _ in order]
+        # A group above the size is shuffled in consecutive parts, others in windows of whole groups.
+        window = 20 if size > 1 else 10
+        assert all(len(set(groups[start : start + window])) == window // 10 for start in range(0, 40, window))
+        parts = [{number for number, _ in order[start : start + 3]} for start in (0, 3, 6)]
+        begins = min(parts[0])
+        assert (size == 1) == (parts == [set(range(begins + 3 * n, begins + 3 * n + 3)) for n in range(3)])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_skip_and_take_select_rows(tmp_path: Path, kind: str) -> None:
     path = written(tmp_path, kind)
-    # Values of CSV are text, which is ordered as text.
     chosen = listed(path, where=["kind=odd", "question~[0-9] [+]", "level!=3"], skip=1, take=2)
     assert [str(task.prompt) for task in chosen] == ["What is 5 + 5?", "What is 7 + 7?"]
-    if kind != "csv":
-        assert [task.prompt for task in listed(path, where=["level>=38"])] == ["What is 38 + 38?", "What is 39 + 39?"]
+    assert [task.prompt for task in listed(path, where=["level>=38"])] == ["What is 38 + 38?", "What is 39 + 39?"]
+    assert len(listed(path, where=["level<10"])) == 10
+    assert len(listed(path, where=["kind>e"])) == 20
 
 
 def test_ids_are_hashes_or_a_field(tmp_path: Path) -> None:
@@ -95,11 +119,7 @@ def test_templates_format_lists_and_letters() -> None:
     rows = [{"q": {"text": "Which?"}, "choices": ["red", "blue"], "gold": 1}]
     (task,) = Dataset(rows, "{q.text}\n{choices:letters}", "{gold:letter}", "choice").tasks()
     assert (task.prompt, task.answer) == ("Which?\nA. red\nB. blue", "B")
-    (task,) = (
-        Dataset(rows, "{{{choices[0]}}} {choices:lines}").tasks()
-        if False
-        else Dataset(rows, "{{{choices[0]}}} {choices:lines}", "{gold}").tasks()
-    )
+    (task,) = Dataset(rows, "{{{choices[0]}}} {choices:lines}", "{gold}").tasks()
     assert task.prompt == "{red} red\nblue"
 
 
@@ -160,6 +180,9 @@ BAD_ROWS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no rows": ([], {}, "the list: no rows"),
     "none left": ([ROWS[0]], {"where": ["level>3"]}, "no row is left after where, skip and take"),
     "where of a missing field": ([ROWS[0]], {"where": ["size=1"]}, "row 1 has no field 'size'"),
+    "where of text with a number": ([{**ROWS[0], "level": "high"}], {"where": ["level>3"]}, "has 'high' in 'level', comp"),
+    "where of a number with text": ([ROWS[0]], {"where": ["level>b"]}, "has a number in 'level', compared with 'b'"),
+    "none above an empty text": ([{**ROWS[0], "level": ""}], {"where": ["level<3"]}, "no row is left after where"),
     "missing info": ([ROWS[0]], {"info": ["hint"]}, "has no field 'hint'"),
     "index past the end": (
         [{"question": ["a"], "answer": "1"}],
@@ -188,6 +211,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "not a function": ({"score": "os:sep"}, "sep is not a function"),
     "broken condition": ({"where": ["level"]}, "--where 'level': write a field"),
     "broken condition pattern": ({"where": ["level~("]}, "not a regular expression"),
+    "one condition as text": ({"where": "level>3"}, "where='level>3': give a list of texts"),
     "negative take": ({"take": -1}, "take=-1: give a whole number from 0"),
 }
 
