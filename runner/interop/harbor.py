@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import anyio
 
 from runner.checked import is_number
+from runner.concurrency.clocks import loop_time
 from runner.environment.environment import Environment
 from runner.environment.program import PROMPT, fill_names, split_command
 from runner.episode.conversation import Conversation
@@ -80,6 +81,7 @@ class Harbor(Environment):
         at_once: int = 0,
         skip_unsupported: bool = False,
         as_left: bool = False,
+        storage: bool = False,
         train: bool | None = None,
         system_as_user: bool = False,
         overflow: str = "tell",
@@ -97,6 +99,7 @@ class Harbor(Environment):
             as_left: accept the reward of the sandbox as the play left it. Otherwise a reward above 0 must hold a second
                 time, when all processes have ended and the programs of the image are put back. It need not for a task
                 whose own solution does not pass that either, such as one that asks for a running server.
+            storage: limit the disk of each sandbox to the task's `storage_mb`; refused where the engine cannot do that.
             train: for an agent program: train all threads or none; None trains those with tools.
             system_as_user: for an agent program: turn later system messages into user messages.
             overflow: for an agent program: if a history does not fit, "tell" it, or "end" the episode.
@@ -110,7 +113,7 @@ class Harbor(Environment):
         """The folder."""
         self.skip_unsupported = skip_unsupported
         """True to leave out tasks that cannot be played."""
-        self._seconds, self._at_once, self._as_left = seconds, at_once, as_left
+        self._seconds, self._at_once, self._as_left, self._storage = seconds, at_once, as_left, storage
         self._serving: dict[str, Any] = {
             "train": train,
             "system_as_user": system_as_user,
@@ -136,7 +139,7 @@ class Harbor(Environment):
 
     async def setup(self) -> None:
         """Open the sandbox."""
-        self._harbor = task = read_task(Path(self.task.info["folder"]))
+        self._harbor = task = read_task(Path(self.task.info["folder"]), storage=self._storage)
         self.limits = replace(
             self.limits,
             seconds=task.agent_seconds,
@@ -332,13 +335,16 @@ async def _wait_until_healthy(task: HarborTask, sandbox: Sandbox) -> None:
     check = task.healthcheck
     if check is None:
         return
-    for attempt in range(check.retries + 1):
+    failures, start_ends = 0, loop_time() + check.start_seconds
+    while True:
+        is_start = loop_time() < start_ends
         done = await sandbox.exec(["sh", "-c", check.command], seconds=check.timeout_seconds)
         if done.ok:
             return
-        if attempt < check.retries:
-            await anyio.sleep(check.interval_seconds)
-    raise SandboxFailed(f"the health check {check.command!r:.80} fails: {last_words(str(done))}")
+        failures += not is_start
+        if failures >= check.retries:
+            raise SandboxFailed(f"the health check {check.command!r:.80} fails: {last_words(str(done))}")
+        await anyio.sleep(check.start_interval_seconds if is_start else check.interval_seconds)
 
 
 # --- a check of the tasks themselves

@@ -29,6 +29,22 @@ DEFAULT_MEMORY_MB_SIZE: Final = 2048
 
 MEGABYTES_BY_UNIT: Final = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
+_NETWORK: Final = frozenset({"network_mode", "allowed_hosts"})
+_FIELDS: Final[Mapping[str, frozenset[str]]] = {
+    "": frozenset(
+        {"version", "schema_version", "source", "task", "metadata", "environment", "agent", "verifier", "solution"}
+        | {"steps", "multi_step_reward_strategy", "artifacts"}
+    ),
+    "environment": _NETWORK
+    | {"docker_image", "custom_docker_compose", "build_timeout_sec", "os", "cpus", "memory", "memory_mb", "storage"}
+    | {"storage_mb", "gpus", "gpu_types", "tpu", "workdir", "env", "healthcheck", "mcp_servers", "skills_dir"}
+    | {"allow_internet"},
+    "agent": _NETWORK | {"timeout_sec", "user"},
+    "verifier": _NETWORK | {"timeout_sec", "user", "env", "environment_mode", "environment", "collect"},
+    "solution": frozenset({"env"}),
+}
+"""The fields of each table in Harbor 0.26, with those that are refused for themselves; "" is the whole file."""
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 
 
@@ -39,9 +55,13 @@ class Healthcheck:
     command: str
     """The command, for a shell."""
     retries: int
-    """Attempts after the first one."""
+    """Failures after which it has failed."""
     interval_seconds: float
     """Time between two attempts."""
+    start_seconds: float
+    """Time at the beginning in which failures do not count."""
+    start_interval_seconds: float
+    """Time between two attempts in it."""
     timeout_seconds: float
     """Time limit of an attempt."""
 
@@ -95,8 +115,12 @@ def find_task_folders(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
-def read_task(folder: Path) -> HarborTask:
+def read_task(folder: Path, *, storage: bool = False) -> HarborTask:
     """Return the task of a folder.
+
+    Args:
+        folder: the folder.
+        storage: True to limit the disk to the task's `storage_mb`.
 
     Raises:
         BadTask: a file is missing or invalid, a variable has no value, or a requirement is not supported.
@@ -113,7 +137,7 @@ def read_task(folder: Path) -> HarborTask:
         return HarborTask(
             folder=folder,
             prompt=(folder / INSTRUCTION).read_text(encoding="utf-8").strip(),
-            options=_sandbox(folder, environment),
+            options=_sandbox(folder, environment, storage=storage),
             agent_seconds=_seconds(agent, "timeout_sec"),
             agent_user=_user(agent),
             verifier_seconds=_seconds(verifier, "timeout_sec"),
@@ -134,28 +158,35 @@ def unsupported(folder: Path) -> list[str]:
 
 
 def _unsupported(folder: Path, configuration: Mapping[str, Any], environment: Mapping[str, Any]) -> Iterator[str]:
+    files = ("docker-compose.yaml", "docker-compose.yml")
+    compose = next((name for name in files if (folder / "environment" / name).exists()), "custom_docker_compose")
+    network = "no-network" if _is_offline(environment) else "public"
+    own_network = [name for name in ("agent", "verifier") if _network(configuration, name) not in (None, network)]
     verifier = _table(configuration, "verifier")
-    compose = [
-        name for name in ("docker-compose.yaml", "docker-compose.yml") if (folder / "environment" / name).exists()
-    ]
-    if compose or environment.get("custom_docker_compose"):
-        yield f"compose ({compose[0] if compose else 'custom_docker_compose'})"
-    if environment.get("network_mode") == "allowlist" or environment.get("allowed_hosts"):
-        yield "a network allow-list (network_mode)"
-    if environment.get("gpus") or environment.get("gpu_types"):
-        yield "GPUs (gpus)"
-    if environment.get("tpu"):
-        yield "TPUs (tpu)"
-    if str(environment.get("os", "linux")).lower() != "linux":
-        yield f"{environment['os']} (os)"
-    if configuration.get("steps") or (folder / "steps").is_dir():
-        yield "several steps (steps)"
-    if environment.get("mcp_servers"):
-        yield "MCP servers (mcp_servers)"
-    if environment.get("skills_dir"):
-        yield "skills (skills_dir)"
-    if verifier.get("environment_mode") == "separate" or verifier.get("environment"):
-        yield "a separate verifier (environment_mode)"
+    needed = {
+        f"compose ({compose})": compose in files or environment.get(compose),
+        "a network allow-list (network_mode)": environment.get("network_mode") == "allowlist"
+        or environment.get("allowed_hosts"),
+        **{f"another network for the {name} ({name}.network_mode)": True for name in own_network},
+        "GPUs (gpus)": environment.get("gpus") or environment.get("gpu_types"),
+        "TPUs (tpu)": environment.get("tpu"),
+        f"{environment.get('os')} (os)": str(environment.get("os", "linux")).lower() != "linux",
+        "several steps (steps)": configuration.get("steps") or (folder / "steps").is_dir(),
+        "MCP servers (mcp_servers)": environment.get("mcp_servers"),
+        "skills (skills_dir)": environment.get("skills_dir"),
+        "a separate verifier (environment_mode)": verifier.get("environment_mode") == "separate"
+        or verifier.get("environment"),
+        "commands before the verifier (collect)": verifier.get("collect"),
+        "an earlier conversation (trajectory.json)": (folder / "trajectory.json").exists(),
+    }
+    yield from (name for name, is_needed in needed.items() if is_needed)
+    for name, known in _FIELDS.items():
+        given = _table(configuration, name) if name else configuration
+        yield from (f"an unknown field ({name + '.' if name else ''}{each})" for each in sorted(given.keys() - known))
+
+
+def _network(configuration: Mapping[str, Any], name: str) -> Any:
+    return _table(configuration, name).get("network_mode")
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
@@ -172,32 +203,39 @@ def _table(configuration: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _sandbox(folder: Path, environment: Mapping[str, Any]) -> SandboxOptions:
+def _sandbox(folder: Path, environment: Mapping[str, Any], *, storage: bool) -> SandboxOptions:
     image: str | Path | None = environment.get("docker_image")
     if not image:
         image = folder / "environment"
         if not (image / "Dockerfile").is_file():
             raise ValueError("there is neither docker_image nor environment/Dockerfile")
-    memory = environment.get("memory_mb") or _megabytes(environment.get("memory"))
-    is_offline = environment.get("network_mode") == "no-network" or environment.get("allow_internet") is False
+    memory = environment.get("memory_mb") or _megabytes(environment, "memory")
+    disk = environment.get("storage_mb") or _megabytes(environment, "storage")
     return SandboxOptions(
         image=image,
         memory_mb=memory or DEFAULT_MEMORY_MB_SIZE,
         cpus=environment.get("cpus") or 1,
         processes=1024,
-        network="none" if is_offline else "internet",
+        disk_mb=disk if storage else None,
+        network="none" if _is_offline(environment) else "internet",
         env=filled(environment.get("env") or {}, "env"),
         workdir=environment.get("workdir"),
         build_seconds=_seconds(environment, "build_timeout_sec"),
     )
 
 
-def _megabytes(size: Any) -> int | None:
+def _is_offline(environment: Mapping[str, Any]) -> bool:
+    mode = environment.get("network_mode")
+    return mode == "no-network" or (mode is None and environment.get("allow_internet") is False)
+
+
+def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
+    size = environment.get(name)
     if size is None:
         return None
     match = _SIZE.fullmatch(str(size))
     if match is None:
-        raise ValueError(f"memory = {size!r}: give a size such as '2G'")
+        raise ValueError(f"{name} = {size!r}: give a size such as '2G'")
     return int(float(match[1]) * MEGABYTES_BY_UNIT[match[2].upper()])
 
 
@@ -221,6 +259,8 @@ def _healthcheck(environment: Mapping[str, Any]) -> Healthcheck | None:
         command=str(given["command"]) if "command" in given else "true",
         retries=int(given.get("retries", 3)),
         interval_seconds=float(given.get("interval_sec", 5)),
+        start_seconds=float(given.get("start_period_sec", 0)),
+        start_interval_seconds=float(given.get("start_interval_sec", 5)),
         timeout_seconds=float(given.get("timeout_sec", 30)),
     )
 

@@ -211,7 +211,9 @@ class RowCondition:
         return self._path.column
 
     def holds(self, row: Row) -> bool:
-        """Return True if the row fulfils the condition; null fulfils only `!=`; an empty text is neither above nor below a number.
+        """Return True if the row fulfils the condition.
+
+        Null fulfils only `!=`. An empty text is neither above nor below a number.
 
         Raises:
             RowValueError: the field is missing.

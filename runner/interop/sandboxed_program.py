@@ -37,6 +37,7 @@ class SandboxedProgram(Program):
         memory_mb: int = 2048,
         cpus: float = 1,
         processes: int = 512,
+        disk_mb: int | None = None,
         network: str = "none",
         as_left: bool = False,
         **program: Any,
@@ -51,6 +52,7 @@ class SandboxedProgram(Program):
             memory_mb: memory in MiB.
             cpus: processor cores.
             processes: the most processes.
+            disk_mb: space for files in MiB; refused where the engine cannot limit it.
             network: "none", so that the program reaches only its endpoint, or "internet".
             as_left: check the sandbox as the program left it. Otherwise all its processes are ended, and the programs
                 of the image are put back before the check.
@@ -61,13 +63,13 @@ class SandboxedProgram(Program):
         super().__init__(agent, check, copy, **program)
         self._as_left = as_left
         self._options = SandboxOptions(
-            image=sandbox, memory_mb=memory_mb, cpus=cpus, processes=processes, network=network
+            image=sandbox, memory_mb=memory_mb, cpus=cpus, processes=processes, disk_mb=disk_mb, network=network
         )
         self.sandbox: Sandbox
         """The sandbox; set from `setup()` on."""
 
     async def lifespan(self) -> AsyncIterator[None]:
-        """Find or build the image before the first episode."""
+        """Find or build the image, and open a sandbox of it, before the first episode."""
         await default_provider().prepare(self._options)
         yield
 
@@ -80,6 +82,7 @@ class SandboxedProgram(Program):
             memory_mb=options.memory_mb,
             cpus=options.cpus,
             processes=options.processes,
+            disk_mb=options.disk_mb,
             network=options.network,
         )
         if self.copy is not None:

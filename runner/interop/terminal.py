@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Final
 
 from runner.environment.environment import Environment
@@ -52,6 +53,7 @@ class Terminal(Environment):
         memory_mb: int = 1024,
         cpus: float = 1,
         processes: int = 256,
+        disk_mb: int | None = None,
         network: str = "none",
         upload: str = "",
         at_once: int = 0,
@@ -67,6 +69,7 @@ class Terminal(Environment):
             memory_mb: memory in MiB.
             cpus: processor cores.
             processes: the most processes.
+            disk_mb: space for files in MiB; refused where the engine cannot limit it.
             network: "none" or "internet".
             upload: a folder whose contents are copied to the working folder of each sandbox.
             at_once: the most episodes that have sandboxes at the same time; 0 for 4 per core.
@@ -81,18 +84,21 @@ class Terminal(Environment):
             "memory_mb": memory_mb,
             "cpus": cpus,
             "processes": processes,
+            "disk_mb": disk_mb,
             "network": network,
             "user": user or None,
         }
         self._check_user, self._as_left = "0" if user else None, as_left
         SandboxOptions(image=image, **self._options)  # refuses invalid ones
+        if upload and not Path(upload).exists():
+            raise BadEnvironment(f"upload={upload!r:.80}: the folder does not exist.")
         late = seconds + GRACE_SECONDS
         self.limits = Limits(turns=50, seconds=3600, tool_seconds=late, reward_seconds=late + 3 * GRACE_SECONDS)
         self.sandbox: Sandbox
         """The sandbox; set from `setup()` on."""
 
     async def lifespan(self) -> AsyncIterator[None]:
-        """Find or build the image before the first episode."""
+        """Find or build the image, and open a sandbox of it, before the first episode."""
         await default_provider().prepare(SandboxOptions(image=self._image, **self._options))
         yield
 

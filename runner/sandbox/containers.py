@@ -63,8 +63,9 @@ class Containers:
         self._root = ""
 
     async def prepare(self, options: SandboxOptions) -> None:
-        """Find or build the image, as in `SandboxProvider.prepare`."""
-        await self._image(await self._found_client(), options)
+        """Find or build the image, as in `SandboxProvider.prepare`. One sandbox is opened, and removed."""
+        async with self.open(options):
+            return
 
     async def _image(self, client: ContainerClient, options: SandboxOptions) -> str:
         # Neither the wait for another build nor a build counts against the episode.

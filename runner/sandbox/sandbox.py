@@ -145,8 +145,8 @@ class Sandbox(Protocol):
         """End all processes, and put back the programs of the image: the files in the folders of PATH.
 
         After it a check uses the programs of the image, whatever was done in the sandbox. Programs that were added
-        stay, unless one of the image has the same name. Libraries, and folders at or below the working folder, are
-        not changed.
+        stay, unless one of the image has the same name. Libraries, packages of languages, and folders at or below the
+        working folder are not changed: a user that may not write them cannot forge a check with these.
 
         Raises:
             OSError: they cannot be put back; what was done in the sandbox prevents it.
@@ -223,7 +223,7 @@ class SandboxProvider(Protocol):
     """Opens sandboxes. `Containers` is the provider for podman and docker; others may be passed to `sandbox()`."""
 
     async def prepare(self, options: SandboxOptions) -> None:
-        """Find or build the image, so that a mistake is found before any episode.
+        """Find or build the image and try the options, so that a mistake is found before any episode.
 
         Raises:
             SandboxFailed: no sandbox with these options can be made.

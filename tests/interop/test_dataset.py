@@ -180,7 +180,11 @@ BAD_ROWS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no rows": ([], {}, "the list: no rows"),
     "none left": ([ROWS[0]], {"where": ["level>3"]}, "no row is left after where, skip and take"),
     "where of a missing field": ([ROWS[0]], {"where": ["size=1"]}, "row 1 has no field 'size'"),
-    "where of text with a number": ([{**ROWS[0], "level": "high"}], {"where": ["level>3"]}, "has 'high' in 'level', comp"),
+    "where of text with a number": (
+        [{**ROWS[0], "level": "high"}],
+        {"where": ["level>3"]},
+        "has 'high' in 'level', comp",
+    ),
     "where of a number with text": ([ROWS[0]], {"where": ["level>b"]}, "has a number in 'level', compared with 'b'"),
     "none above an empty text": ([{**ROWS[0], "level": ""}], {"where": ["level<3"]}, "no row is left after where"),
     "missing info": ([ROWS[0]], {"info": ["hint"]}, "has no field 'hint'"),

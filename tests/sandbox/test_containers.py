@@ -218,6 +218,18 @@ async def test_restored_programs_are_those_of_the_image(engine: str) -> None:
 
 
 @pytest.mark.whole
+async def test_libraries_are_not_those_of_the_image_after_it(engine: str) -> None:
+    async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
+        library = (await sandbox.exec(sh("ls /lib/*/libtinfo.so.6"))).stdout.strip()
+        refused = await sandbox.exec(sh(f"echo x >>{library}"), user="model")
+        assert "ermission denied" in refused.stderr
+        await sandbox.exec(sh(f"echo x >>{library}; echo y >/lib/added.so; mkdir /etc/new"))
+        await sandbox.restore()
+        left = await sandbox.exec(sh(f"tail -c 2 {library}; cat /lib/added.so; ls -d /etc/new"))
+        assert left.stdout == "x\ny\n/etc/new\n"
+
+
+@pytest.mark.whole
 async def test_a_folder_in_place_of_a_program_is_an_error(engine: str) -> None:
     async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
         await sandbox.exec(sh("rm /bin/cat; mkdir /bin/cat"))
@@ -425,7 +437,7 @@ async def test_a_limit_of_the_disk_holds_or_is_refused(engine: str) -> None:
         assert "No space left" in full.stderr
     else:
         with pytest.raises(SandboxFailed, match=r"(?i)cannot start a sandbox of it: .*(storage|quota|size)"):
-            await provider.open(options).__aenter__()
+            await provider.prepare(options)
 
 
 @pytest.mark.whole

@@ -99,6 +99,10 @@ async def test_a_terminal_without_image_or_check_is_refused() -> None:
     assert "task 'file' has no check" in trajectory.error
     with pytest.raises(BadOption, match="network='host'"):
         terminal(network="host")
+    with pytest.raises(BadEnvironment, match="upload='none': the folder does not exist"):
+        terminal(upload="none")
+    with pytest.raises(Exception, match="unable to find user nobody-here"):
+        await played("done", terminal(user="nobody-here"))
 
 
 class Own(Environment):

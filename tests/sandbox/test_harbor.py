@@ -231,18 +231,17 @@ async def test_a_task_that_needs_its_server_keeps_its_reward(tmp_path: Path) -> 
 @pytest.mark.anyio
 @pytest.mark.whole
 async def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
-    command = "test $(cat /tmp/tries | wc -l) -ge 3 || {{ echo x >>/tmp/tries; exit 1; }}"
+    command = "test $(cat /tmp/tries | wc -l) -ge 3 || {{ echo x >>/tmp/tries; exit 1; }}"  # three failures
     check = f'[environment.healthcheck]\ncommand = "{command}"\n'
-    configuration = CONFIGURATION + check + "interval_sec = 0.1\nretries = {retries}\n"
+    configuration = CONFIGURATION + check + "interval_sec = 0.1\n{more}\n"
     image = f'docker_image = "{IMAGE}"'
-    for retries in (1, 5):
-        files = {**TASKS["sum"], "task.toml": configuration.format(image=image, retries=retries)}
-        write_task(
-            tmp_path / str(retries), {**files, "tests/test.sh": "#!/bin/sh\necho 0 >/logs/verifier/reward.txt\n"}
-        )
+    start = "retries = 1\nstart_period_sec = 900\nstart_interval_sec = 0.1"
+    for name, more in {"three": "retries = 3", "four": "retries = 4", "start": start}.items():
+        files = {**TASKS["sum"], "task.toml": configuration.format(image=image, more=more)}
+        write_task(tmp_path / name, {**files, "tests/test.sh": "#!/bin/sh\necho 0 >/logs/verifier/reward.txt\n"})
     outcomes = {each.task.id: each for each in await played(tmp_path)}
-    assert "the health check 'test $(cat" in outcomes["1"].error
-    assert outcomes["5"].reward == 0
+    assert "the health check 'test $(cat" in outcomes["three"].error
+    assert [outcomes["four"].reward, outcomes["start"].reward] == [0, 0], outcomes
 
 
 # --- refused
@@ -260,6 +259,12 @@ async def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
         ('[[environment.mcp_servers]]\nname = "x"', "", "MCP servers (mcp_servers)"),
         ('[[steps]]\nname = "one"', "", "several steps (steps)"),
         ('[verifier]\nenvironment_mode = "separate"', "", "a separate verifier (environment_mode)"),
+        ('[[verifier.collect]]\ncommand = "x"', "", "commands before the verifier (collect)"),
+        ('[agent]\nnetwork_mode = "no-network"', "", "another network for the agent (agent.network_mode)"),
+        ('[verifier]\nnetwork_mode = "allowlist"', "", "another network for the verifier (verifier.network_mode)"),
+        ("", "trajectory.json", "an earlier conversation (trajectory.json)"),
+        ("memroy_mb = 8192", "", "an unknown field (environment.memroy_mb)"),
+        ("[sandbox]", "", "an unknown field (sandbox)"),
     ],
 )
 def test_unsupported_tasks_are_refused_by_name(tmp_path: Path, change: str, file: str, needed: str) -> None:
@@ -271,6 +276,21 @@ def test_unsupported_tasks_are_refused_by_name(tmp_path: Path, change: str, file
     assert f"1 of 2 tasks need what is not supported: odd needs {needed}" in str(refused.value)
     assert "--set skip_unsupported=true" in str(refused.value)
     assert [task.id for task in Harbor(str(tmp_path), skip_unsupported=True).tasks()] == ["good"]
+
+
+def test_a_phase_may_name_the_network_of_the_environment(tmp_path: Path) -> None:
+    head = f'[environment]\ndocker_image = "{IMAGE}"\n'
+    for own, mode in (("allow_internet = false", "no-network"), ("", "public")):
+        phases = f'{own}\n[agent]\nnetwork_mode = "{mode}"\n[verifier]\nnetwork_mode = "{mode}"\n'
+        write_task(tmp_path, {"task.toml": head + phases, **_small()})
+        assert read_task(tmp_path).options.network == ("none" if own else "internet")
+
+
+def test_storage_is_a_limit_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    for field, size in (("storage_mb = 300", 300), ('storage = "2G"', 2048), ("", None)):
+        text = f'[environment]\ndocker_image = "{IMAGE}"\n{field}\n'
+        write_task(tmp_path, {"task.toml": text, **_small()})
+        assert [read_task(tmp_path, storage=each).options.disk_mb for each in (False, True)] == [None, size]
 
 
 def _small() -> dict[str, str]:
