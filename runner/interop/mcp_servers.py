@@ -205,9 +205,11 @@ class _Connection:
         if isinstance(self._server, self._mcp.StdioServerParameters):
             from mcp.client.stdio import stdio_client
 
+            assert self._errors is not None
             return stdio_client(self._server, errlog=self._errors)
         if isinstance(self._server, _HttpServer):
-            from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+            from mcp.client.streamable_http import streamable_http_client
+            from mcp.shared._httpx_utils import create_mcp_http_client
 
             client = await stack.enter_async_context(create_mcp_http_client(dict(self._server.headers)))
             return streamable_http_client(self._server.url, http_client=client)
