@@ -7,6 +7,7 @@ import enum
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from runner import checked
@@ -111,6 +112,13 @@ class _LayeredOptions:
         otherwise = ", or None for no limit" if lifted else ""
         check(f"{type(self).__name__}({name}={value!r})", value, otherwise=otherwise, **bounds)
 
+
+_NAMES_IN_REQUESTS: Final = {
+    **{row.sglang: name for name, row in SAMPLING_FIELDS.items() if row.sglang is not None},
+    **{name: name for name, row in SAMPLING_FIELDS.items() if row.vllm and name != "logprobs"},
+    "stop": "stop",
+    "stop_token_ids": "stop_ids",
+}
 
 _NUMBERS: Final = {name: row for name, row in SAMPLING_FIELDS.items() if row.number is not None}
 
@@ -271,6 +279,27 @@ class Sampling(_LayeredOptions):
     def defaults(cls) -> Self:
         """Return the default values, with every field set."""
         return cls(**{name: row.default for name, row in SAMPLING_FIELDS.items()})
+
+    @classmethod
+    def of_request(cls, request: Any) -> Self:
+        """Return the sampling of a trainer's request.
+
+        Args:
+            request: a mapping, or an object with attributes, in the names of vLLM or SGLang. Fields that are None, and
+                those that concern the client's own request, such as `n` and `logprobs`, are ignored.
+
+        Raises:
+            BadOption: a value is out of its range.
+        """
+        read = request.get if isinstance(request, Mapping) else partial(getattr, request)
+        found = [(name, read(theirs, None)) for theirs, name in _NAMES_IN_REQUESTS.items()]
+        given: dict[str, Any] = {name: value for name, value in found if value is not None}
+        if given.get("top_k") == -1:  # off, as vLLM writes it
+            given["top_k"] = 0
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**given)
 
     def changes(self) -> dict[str, Any]:
         """Return the fields that change probabilities and that trainers do not apply; every field is set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,3 +112,24 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_min_tokens_shrinks_with_the_available_room() -> None:
     short = Sampling(min_tokens=50).over(Sampling.defaults()).shortened(8)
     assert (short.min_tokens, short.max_tokens) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": 0.5, "top_k": -1, "n": 4, "logprobs": 1, "seed": 3}, {"temperature": 0.5, "top_k": 0}),
+        ({"max_new_tokens": 9, "min_new_tokens": 2, "stop": "x"}, {"max_tokens": 9, "min_tokens": 2, "stop": ("x",)}),
+        ({"stop": ["x", "y"], "stop_token_ids": [1]}, {"stop": ("x", "y"), "stop_ids": (1,)}),
+        ({"max_tokens": None, "ignore_eos": True, "top_p": 0.9}, {"ignore_eos": True, "top_p": 0.9}),
+        (SimpleNamespace(temperature=0, max_tokens=7, logprobs=2), {"temperature": 0, "max_tokens": 7}),
+    ],
+    ids=["nothing", "vLLM", "SGLang", "lists", "None", "attributes"],
+)
+def test_request_of_a_trainer_is_read_as_sampling(request_fields: Any, expected: dict[str, Any]) -> None:
+    assert Sampling.of_request(request_fields).given() == expected
+
+
+def test_request_with_a_value_out_of_range_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"Sampling\(temperature=-1\)"):
+        Sampling.of_request({"temperature": -1})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from runner.options import Sampling
 from runner.tasks import Task
 from runner.trajectory import Trajectory
 
@@ -26,6 +27,8 @@ class TaskRequest:
     """The task."""
     indices: Sequence[int]
     """The indices of the episodes within the task's group."""
+    sampling: Sampling | None = None
+    """The sampling of these episodes, over that of the run."""
     visit: int = 0
     """The visit of the task; set when the episodes begin."""
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -69,6 +72,10 @@ class TaskRequests:
     """
 
     def __init__(self) -> None:
+        self.first_visit = 0
+        """The first visit of each task."""
+        self.visit_step = 1
+        """The distance of two visits: processes that share tasks play every n-th."""
         self._waiting: deque[TaskRequest] = deque()
         self._changed = anyio.Event()
         self._closed = False
@@ -104,13 +111,13 @@ class TaskRequests:
 
     def next_visit(self, request: TaskRequest) -> int:
         """The first visit of the task in which none of the requested episodes was played."""
-        return max(self._visits.get((request.task.id, index), 0) for index in request.indices)
+        return max(self._visits.get((request.task.id, index), self.first_visit) for index in request.indices)
 
     def begin(self, request: TaskRequest, visit: int) -> None:
         """Note that the episodes of a request begin, as this visit."""
         request.visit = visit
         for index in request.indices:
-            self._visits[request.task.id, index] = visit + 1
+            self._visits[request.task.id, index] = visit + self.visit_step
             self._playing[request.task.id, visit, index] = request
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from runner.options import Sampling
 from runner.seeds import derive_seed
 from runner.tasks import Task
 
@@ -26,6 +27,8 @@ class EpisodeKey:
     """Number of earlier visits to the task, for a source that repeats its tasks."""
     attempt: int = 0
     """Number of earlier attempts, after an engine failed or its weights became too old."""
+    sampling: Sampling | None = None
+    """Sampling of the trained agents of this episode, over that of the run."""
 
     @property
     def id(self) -> str:

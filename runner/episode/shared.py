@@ -151,18 +151,26 @@ class RunShared:
         """Return the agents with their own engines that no episode opened; mostly misspelt names."""
         return sorted(self.other_models.keys() - self._asked)
 
-    def sampling_of(self, *, counted: bool, conversation: Sampling | None, environment: Sampling) -> Sampling:
+    def sampling_of(
+        self,
+        *,
+        counted: bool,
+        conversation: Sampling | None,
+        environment: Sampling,
+        episode: Sampling | None = None,
+    ) -> Sampling:
         """Return the sampling of a conversation, with every field set.
 
-        A field comes from the conversation; else from the run, for agents that are trained or evaluated; else from the
-        environment; else it is the default.
+        A field comes from the conversation; else from the episode or the run, for agents that are trained or evaluated;
+        else from the environment; else it is the default.
         """
         of_the_class = environment is self.environment.sampling or environment == self.environment.sampling
-        base = self._sampling.get(counted) if of_the_class else None
+        shared = of_the_class and episode is None
+        base = self._sampling.get(counted) if shared else None
         if base is None:
-            run = self.sampling if counted else Sampling()
+            run = (episode or Sampling()).over(self.sampling) if counted else Sampling()
             base = run.over(environment).over(Sampling.defaults())
-        if of_the_class:
+        if shared:
             self._sampling[counted] = base
         return base if conversation is None else conversation.over(base)
 

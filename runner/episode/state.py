@@ -329,7 +329,7 @@ class ConversationState:
             if not isinstance(given, Sampling):
                 raise BadOption(f"self.sampling = {given!r:.60}: give Sampling(...).")
             self._sampling = episode.shared.sampling_of(
-                counted=self.counted, conversation=self.own_sampling, environment=given
+                counted=self.counted, conversation=self.own_sampling, environment=given, episode=episode.key.sampling
             )
             self._environment_sampling = given
         episode.check_limits()

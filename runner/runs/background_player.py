@@ -25,6 +25,7 @@ from runner.environment.checks import as_environment
 from runner.environment.environment import Environment
 from runner.environment.task_feed import environment_tasks
 from runner.errors import BadOption, RunStopped, RunStuck
+from runner.options import Sampling
 from runner.runs.event_loop import on_event_loop
 from runner.runs.options import RunKeywords, RunOptions, check_engine, check_full
 from runner.runs.task_player import Player
@@ -136,17 +137,17 @@ class BackgroundPlayer:
 
     # --- playing
 
-    def play(self, task: Task, *, index: int = 0) -> list[Trajectory]:
+    def play(self, task: Task, *, index: int = 0, sampling: Sampling | None = None) -> list[Trajectory]:
         """Play one episode of a task, as `Player.play` does."""
-        return self._call(self.player.play(task, index=index))
+        return self._call(self.player.play(task, index=index, sampling=sampling))
 
-    def play_groups(self, tasks: Iterable[Task]) -> list[Group]:
+    def play_groups(self, tasks: Iterable[Task], *, sampling: Sampling | None = None) -> list[Group]:
         """Play a group for each task, concurrently, and return the groups in the order of the tasks.
 
         A task that occurs twice is played twice. Errors are those of `Player.play_group`; the first one cancels the
         other groups.
         """
-        return self._call(self._play_groups(list(tasks)))
+        return self._call(self._play_groups(list(tasks), sampling))
 
     def play_many(self, episodes: Iterable[tuple[Task, int]]) -> list[list[Trajectory]]:
         """Play single episodes, each by its task and index, concurrently, and return their trajectories in this order.
@@ -258,8 +259,8 @@ class BackgroundPlayer:
             raise _not_begun()
         raise RunStopped("the player was closed: play before close(), or make another BackgroundPlayer(...)")
 
-    async def _play_groups(self, tasks: list[Task]) -> list[Group]:
-        played = await at_once([partial(self.player.play_group, task) for task in tasks])
+    async def _play_groups(self, tasks: list[Task], sampling: Sampling | None) -> list[Group]:
+        played = await at_once([partial(self.player.play_group, task, sampling=sampling) for task in tasks])
         return [group for groups in played for group in groups]
 
     def _run_thread(self, started: Future[None]) -> None:

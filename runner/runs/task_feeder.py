@@ -154,11 +154,17 @@ class TaskFeeder:
         self._check_system_prompt(request.task)
         visit = requests.next_visit(request)
         while (claimed := await self._claim(request.task, visit)).finished.intersection(request.indices):
-            visit += 1
+            visit += requests.visit_step
         requests.begin(request, visit)
         self.scoring.open(request.task, visit, len(request.indices))
         keys = [
-            EpisodeKey(task=request.task, index=index, visit=visit, attempt=claimed.attempts.get(index, 0))
+            EpisodeKey(
+                task=request.task,
+                index=index,
+                visit=visit,
+                attempt=claimed.attempts.get(index, 0),
+                sampling=request.sampling,
+            )
             for index in request.indices
         ]
         request.cancel_begun = partial(self.state.cancel_episodes, keys)

@@ -17,8 +17,10 @@ from runner.environment.environment import Environment
 from runner.environment.task_checks import TaskChecks
 from runner.environment.task_requests import TaskRequest, TaskRequests
 from runner.errors import BadOption, RunStopped
+from runner.options import Sampling
 from runner.runs.groups import by_agent
 from runner.runs.options import RunKeywords
+from runner.runs.preflight import require_sampling
 from runner.runs.run import Run
 from runner.scoring import ScorerKind
 from runner.tasks import Task
@@ -88,16 +90,18 @@ class Player:
             raise self.error
         return self
 
-    async def play(self, task: Task, *, index: int = 0) -> list[Trajectory]:
+    async def play(self, task: Task, *, index: int = 0, sampling: Sampling | None = None) -> list[Trajectory]:
         """Play one episode of a task and return the trajectories of its trained agents, `main` first.
 
         Args:
             task: the task.
             index: the number of the episode within the task's group; its seeds follow from it.
+            sampling: the sampling of this episode, over that of the player, such as a validation's.
 
         Raises:
             BadTask: the task cannot be played.
-            BadOption: the index is not one of the group; or rewards compare the group, which needs `play_group`.
+            BadOption: the engine does not support the sampling; or the index is not one of the group; or rewards
+                compare the group, which needs `play_group`.
             RunStopped, EngineError, StorageFailed: the run has ended, or ended before the episode did.
         """
         size = self.run.options.group_size
@@ -106,18 +110,36 @@ class Player:
             raise BadOption(f"index={index}: a group has the episodes 0 to {size - 1}; set group_size=.")
         if size > 1 and any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in self.run.scorers):
             raise BadOption("play(): the environment has a group_reward, which compares a group: use play_group().")
-        return await self._played(task, (index,))
+        return await self._played(task, (index,), sampling)
 
-    async def play_group(self, task: Task) -> list[Group]:
+    async def play_group(self, task: Task, *, sampling: Sampling | None = None) -> list[Group]:
         """Play `group_size` episodes of a task and return a group for each trained agent.
+
+        Args:
+            task: the task.
+            sampling: the sampling of these episodes, over that of the player.
 
         Raises:
             BadTask: the task cannot be played.
+            BadOption: the engine does not support the sampling.
             RunStopped, EngineError, StorageFailed: the run has ended, or ended before the group did.
         """
         options = self.run.options
-        trajectories = await self._played(task, range(options.group_size))
+        trajectories = await self._played(task, range(options.group_size), sampling)
         return by_agent(trajectories, seed=options.seed, group_size=options.group_size)
+
+    def share_visits(self, number: int, of: int, *, skip: int = 0) -> None:
+        """Play every n-th visit of each task, so that processes which play the same tasks have other seeds.
+
+        Args:
+            number: the number of this process, from 0.
+            of: the number of processes.
+            skip: the number of visits that are left out, as they were played by an earlier run.
+        """
+        checked.whole(f"share_visits(of={of!r:.60})", of, least=1)
+        checked.whole(f"share_visits(number={number!r:.60})", number, least=0, most=of - 1)
+        checked.whole(f"share_visits(skip={skip!r:.60})", skip, least=0)
+        self._requests.first_visit, self._requests.visit_step = skip * of + number, of
 
     def cancel(self) -> None:
         """Cancel every episode in flight and end the run; calls that wait get partial trajectories or an error."""
@@ -147,9 +169,11 @@ class Player:
             self.cancel()
         await self.aclose()
 
-    async def _played(self, task: Task, indices: Sequence[int]) -> list[Trajectory]:
+    async def _played(self, task: Task, indices: Sequence[int], sampling: Sampling | None) -> list[Trajectory]:
         self._require_running()
-        request = TaskRequest(self._checks.checked(task), indices)
+        if sampling is not None:
+            self._check_sampling(sampling)
+        request = TaskRequest(self._checks.checked(task), indices, sampling)
         self._requests.add(request)
         try:
             await request.done.wait()
@@ -159,6 +183,12 @@ class Player:
         if request.error is not None:
             raise request.error
         return request.trajectories
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if not isinstance(sampling, Sampling):
+            raise BadOption(f"sampling={sampling!r:.60}: give Sampling(...).")
+        for part in self.run.environment.parts().values():
+            require_sampling(self.run.engine, sampling.over(self.run.options.sampling).over(part.sampling))
 
     def _require_running(self) -> None:
         if self.error is not None:

@@ -61,6 +61,8 @@ def rollout_func(
             )
             trainer.train()
 
+    Each rank of a distributed training, and each step, plays other visits of a task, with other seeds.
+
     New weights are sent to the engine before the first rollout after an optimizer step, with a proof that they arrive:
     one forward pass of the trainer's model over 256 ids. Besides ids, log-probabilities
     and `env_mask`, a reward function receives `reward`, `version` (the oldest of the row), `outcome` and `constrained`,
@@ -125,6 +127,9 @@ class _Rollouts:
         step = int(trainer.state.global_step)
         if not self._checked:
             self._check(trainer)
+            # A resumed training has played at most so many visits of a task.
+            ranks = trainer.accelerator
+            self.player.player.share_visits(ranks.process_index, ranks.num_processes, skip=step * len(prompts))
             if self.sends_weights and step == self._sent_step:
                 self._prove_start(trainer)
             self._checked = True

@@ -28,6 +28,7 @@ from runner.messages import as_messages
 from runner.options import Sampling
 from runner.runs.options import RunKeywords
 from runner.runs.task_player import Player
+from runner.seeds import derive_seed
 from runner.tasks import Task, TaskBuilder
 from runner.trainers.verifiers_traces import episode_head, trace_delta, trace_summary
 
@@ -36,18 +37,10 @@ __all__ = ["VerifiersServer"]
 log = logger_for("trainers")
 
 MAX_PLAYERS: Final = 8
-"""The most players that are kept: one for each engine, model and sampling that a trainer names."""
+"""The most players that are kept: one for each engine, model and `chat_template_kwargs` that a trainer names."""
 
 MAX_OWN_TASKS: Final = 100_000
 """The most tasks of the environment that are looked up by id."""
-
-_SAMPLING: Final = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "ignore_eos")},
-    **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "stop")},
-    "stop_token_ids": "stop_ids",
-}
-"""The fields of a request's sampling that are used, and their names here. Others concern the client's own requests,
-such as `logprobs`, which are always there."""
 
 
 class VerifiersServer:
@@ -91,6 +84,7 @@ class VerifiersServer:
         self._own: dict[str, Task] | None = None
         self._players: dict[str, asyncio.Task[Player]] = {}
         self._playing: dict[str, int] = {}
+        self._started = 0  # players
         self._running: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._socket: Any = None
         self._context: Any = None
@@ -173,8 +167,8 @@ class VerifiersServer:
         data, where, sampling = (_map(given, name) for name in ("task_data", "client", "sampling"))
         url, model = _engine_of(where, given.get("model"))
         task = self._task(data)
-        async with self._player(url, model, sampling) as player:
-            trajectories = await player.play(task)
+        async with self._player(url, model, sampling.get("chat_template_kwargs") or {}) as player:
+            trajectories = await player.play(task, sampling=Sampling.of_request(sampling))
             weights = {scorer.name: scorer.weight for scorer in player.run.scorers}
         deltas = [trace_delta(each, task=data, weights=weights) for each in trajectories]
         for delta in deltas:
@@ -226,13 +220,13 @@ class VerifiersServer:
     # --- players
 
     @asynccontextmanager
-    async def _player(self, url: str, model: str, sampling: Mapping[str, Any]) -> AsyncIterator[Player]:
-        """The player for an engine, a model and a sampling; it is kept for later requests."""
-        key = json.dumps([url, model, sampling], sort_keys=True, default=str)
+    async def _player(self, url: str, model: str, template: Mapping[str, Any]) -> AsyncIterator[Player]:
+        """The player for an engine, a model and options of the template; it is kept for later requests."""
+        key = json.dumps([url, model, template], sort_keys=True, default=str)
         if key not in self._players:
             await self._make_room()
         if key not in self._players:
-            self._players[key] = asyncio.create_task(self._start_player(url, model, sampling))
+            self._players[key] = asyncio.create_task(self._start_player(url, model, template))
         self._playing[key] = self._playing.get(key, 0) + 1
         starting = self._players[key]
         try:
@@ -248,12 +242,12 @@ class VerifiersServer:
             if not self._playing[key]:
                 del self._playing[key]
 
-    async def _start_player(self, url: str, model: str, sampling: Mapping[str, Any]) -> Player:
+    async def _start_player(self, url: str, model: str, template: Mapping[str, Any]) -> Player:
         options: dict[str, Any] = {**self._options}
-        own = options.get("sampling") or Sampling()
-        options["sampling"] = Sampling(**{**own.given(), **_sampling_of(sampling)})
-        template = sampling.get("chat_template_kwargs") or {}
         options["template_options"] = {**(options.get("template_options") or {}), **template}
+        if self._started:  # another engine's visits of a task begin again, and need other seeds
+            options["seed"] = derive_seed(options.get("seed", 0), "player", self._started)
+        self._started += 1
         return await Player(self.environment, self._make_engine(url, model), **options).start()
 
     async def _make_room(self) -> None:
@@ -293,15 +287,6 @@ def _engine_of(client: Mapping[str, Any], model: Any) -> tuple[str, str]:
     if not isinstance(url, str) or not isinstance(model, str):
         raise BadOption(f"run: base_url is {url!r:.60} and model {model!r:.60}: give the engine's address and model.")
     return url, model
-
-
-def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    changes = {name: given[theirs] for theirs, name in _SAMPLING.items() if given.get(theirs) is not None}
-    if changes.get("top_k") == -1:  # off, as vLLM writes it
-        changes["top_k"] = 0
-    if isinstance(changes.get("stop"), str):
-        changes["stop"] = [changes["stop"]]
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 
 def _hash(data: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Checked with verifiers 0.4.0, which is not imported.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ def trace_delta(trajectory: Trajectory, *, task: Mapping[str, Any], weights: Map
     Raises:
         BadBatch: a turn has no ids.
     """
-    trace_id = _trace_id(trajectory)
+    trace_id = uuid.uuid4().hex  # ids of episodes are those of one player, and may occur again
     nodes, calls = _nodes(trajectory)
     outcome = trajectory.outcome
     return {
@@ -86,10 +87,6 @@ def episode_head(
         "is_timeout": any(each.outcome is Outcome.TIME_LIMIT for each in trajectories),
         "errors": next(filter(None, map(_errors, trajectories)), []),
     }
-
-
-def _trace_id(trajectory: Trajectory) -> str:
-    return f"{trajectory.id}/{trajectory.agent}"
 
 
 def _task(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ pytestmark = pytest.mark.server("wheels")
 WHEELS = HOME / "wheels"
 PAGE = (DOCS / "trainers.md").read_text(encoding="utf-8")
 TOP_K = Sampling(top_k=3)
+TRAINING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+"""What verl's agent loop passes to each episode of a training."""
 
 
 class Weather(Environment):
@@ -140,14 +142,16 @@ def test_verl_takes_what_the_page_returns(modules: Any) -> None:
     modules(verl__experimental__agent_loop__agent_loop=own)
 
     async def play() -> None:
-        page = run_page("EpisodeLoop", verl_engine=lambda manager, *, model, context: engine())
+        scripted = ScriptedEngine(["Sunny.", "Rainy."], routed_experts=(2, 3), record=True)
+        page = run_page("EpisodeLoop", verl_engine=lambda manager, *, model, context: scripted)
         assert own._agent_loop_registry["deltarunner"]["_target_"].endswith("EpisodeLoop")
         loop = object.__new__(page["EpisodeLoop"])
         loop.loop, loop.server_manager = asyncio.get_running_loop(), None
         loop.tokenizer = types.SimpleNamespace(name_or_path="model")
+        loop.rollout_config = types.SimpleNamespace(prompt_length=100, response_length=100)
         prompts = [[{"role": "user", "content": text}] for text in ("Oslo?", "gap?", "fail?")]
         played = await asyncio.gather(
-            *(loop.run({}, index=number, raw_prompt=prompt) for number, prompt in enumerate(prompts))
+            *(loop.run(TRAINING, index=number, raw_prompt=prompt) for number, prompt in enumerate(prompts))
         )
         for output, failed in zip(played, (False, True, True), strict=True):
             assert isinstance(output, own.AgentLoopOutput)
@@ -157,6 +161,24 @@ def test_verl_takes_what_the_page_returns(modules: Any) -> None:
             assert (fields["response_mask"].sum() == 0) == failed
             assert fields["rollout_log_probs"].isfinite().all()
             assert output.reward_score == (0.0 if failed else 0.5)
+        assert {(call.sampling.temperature, call.sampling.top_k) for call in scripted.calls} == {(0.7, 0)}
+        begun = len(scripted.calls)
+        validation = {"temperature": 0, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.0, "logprobs": False}
+        repeated = [await loop.run(validation, index=0, raw_prompt=prompts[0]) for _ in range(2)]  # val_kwargs.n
+        assert [output.reward_score for output in repeated] == [0.5, 0.5]
+        used = scripted.calls[begun:]
+        assert {(call.sampling.temperature, call.sampling.top_p, call.sampling.top_k) for call in used} == {(0, 0.9, 5)}
+        assert len({call.seed for call in scripted.calls}) == len(scripted.calls)
+        for name, prompt in (("response_length", prompts[0]), ("prompt_length", prompts[0])):
+            loop.rollout_config = types.SimpleNamespace(prompt_length=100, response_length=100)
+            setattr(loop.rollout_config, name, 5)
+            output = await loop.run(TRAINING, index=9, raw_prompt=prompt)
+            assert len(getattr(output, name.replace("length", "ids"))) == 5
+            assert (output.extra_fields["outcome"], output.reward_score, sum(output.response_mask)) == (
+                "too_long",
+                0,
+                0,
+            )
         await closed(page["players"][loop.loop])
 
     asyncio.run(play())
@@ -177,7 +199,8 @@ def test_skyrl_takes_what_the_page_returns(modules: Any) -> None:
         async with Player(Weather, engine(), sampling=TOP_K) as player:
             tasks = {text: Task(id=text, prompt=text) for text in ("Oslo?", "gap?", "fail?")}
             generator = page["Episodes"](player, tasks)
-            batch = {"prompts": [[{"role": "user", "content": text}] for text in tasks], "trajectory_ids": None}
+            prompts = [[{"role": "user", "content": text}] for text in tasks]
+            batch = {"prompts": prompts, "trajectory_ids": None, "sampling_params": {"temperature": 0.25}}
             output = await generator.generate(batch)
         assert output.keys() == own.GeneratorOutput.__annotations__.keys()
         assert batch.keys() <= own.GeneratorInput.__annotations__.keys()
@@ -196,6 +219,8 @@ _DTYPES = frozenset({np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32)}
 
 
 def test_openrlhf_takes_what_the_page_returns(modules: Any) -> None:
+    from vllm import SamplingParams
+
     own = taken(
         source("openrlhf", "utils", "agent.py"), "AgentExecutorBase", ABC=abc.ABC, abstractmethod=abc.abstractmethod
     )
@@ -205,13 +230,13 @@ def test_openrlhf_takes_what_the_page_returns(modules: Any) -> None:
         page = run_page("AgentExecutorBase")
         page["VllmEngine"] = types.SimpleNamespace(over=lambda llm: llm)
         executor = page["AgentExecutor"]()
-        llm = types.SimpleNamespace(llm=engine())
-        for prompt, failed in (("Oslo?", False), ("gap?", True), ("fail?", True)):
+        llm = types.SimpleNamespace(llm=ScriptedEngine(["Sunny.", "Rainy."], record=True))
+        for prompt, failed in (("Oslo?", False), ("gap?", True), ("fail?", True), ("Rome?", True)):
             said = await executor.execute(
                 prompt=prompt,
                 label="x",
-                sampling_params=None,
-                max_length=4096,
+                sampling_params=SamplingParams(temperature=0.6, top_p=0.9, max_tokens=50),
+                max_length=5 if prompt == "Rome?" else 4096,
                 hf_tokenizer=None,
                 llm_engine=llm,
                 images=None,
@@ -223,6 +248,9 @@ def test_openrlhf_takes_what_the_page_returns(modules: Any) -> None:
                 llm.llm.tokenizer.decode(said["observation_tokens"][slice(*span)]) for span in said["action_ranges"]
             ]
             assert [each.partition("<")[0] for each in text] == ([] if failed else ["Sunny.", "Rainy."])
+            assert said["truncated"] == (prompt == "Rome?")
+        used = {(call.sampling.temperature, call.sampling.top_p, call.sampling.max_tokens) for call in llm.llm.calls}
+        assert used == {(0.6, 0.9, 50)}
         await closed(executor.started)
 
     asyncio.run(play())
@@ -308,7 +336,7 @@ def parameters(path: Path, function: str) -> list[str]:
     return [each.arg for each in (*arguments.args, *arguments.kwonlyargs) if each.arg != "self"]
 
 
-def test_slime_sample_takes_what_the_page_sets(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slime_sample_takes_what_the_page_sets(modules: Any) -> None:
     class Status(enum.Enum):
         COMPLETED = "completed"
         FAILED = "failed"
@@ -319,7 +347,15 @@ def test_slime_sample_takes_what_the_page_sets(modules: Any, monkeypatch: pytest
         *("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
     ]
     sample_class = type("Sample", (), {"__slots__": fields, "Status": Status})  # any other field is an error
-    monkeypatch.setattr(Weather, "sampling", TOP_K, raising=False)
+    request = {"temperature": 0.7, "top_k": 3, "max_new_tokens": 40, "stop": None, "no_stop_trim": True}
+    used: list[Sampling | None] = []
+
+    class Noted(Weather):
+        async def rollout(self, conversation: Conversation) -> None:
+            try:
+                await super().rollout(conversation)
+            finally:
+                used.extend(turn.sampling for turn in self.episode.turns)
 
     async def get(url: str) -> Any:
         assert url == "http://127.0.0.1:1/workers"
@@ -331,13 +367,12 @@ def test_slime_sample_takes_what_the_page_sets(modules: Any, monkeypatch: pytest
         page = run_page("slime.utils.types")
         engines = {f"http://127.0.0.1:{port}": engine() for port in (2, 3)}
         page["RemoteEngine"] = lambda url, model: engines.pop(url)
-        args = types.SimpleNamespace(
-            sglang_router_ip="127.0.0.1", sglang_router_port=1, hf_checkpoint="model", rollout_temperature=0.7
-        )
+        page["Weather"] = Noted
+        args = types.SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=1, hf_checkpoint="model")
         for number, (text, failed) in enumerate((("Oslo?", False), ("gap?", True), ("fail?", True))):
             sample: Any = sample_class()
             sample.group_index, sample.prompt, sample.label = number, text, "x"
-            assert await page["generate"](args, sample, {}) is sample
+            assert await page["generate"](args, sample, request) is sample
             assert sample.response_length == len(sample.loss_mask) == len(sample.rollout_log_probs)
             assert np.isfinite(sample.rollout_log_probs).all()
             assert (sample.status, sample.remove_sample) == (Status.FAILED if failed else Status.COMPLETED, failed)
@@ -349,9 +384,8 @@ def test_slime_sample_takes_what_the_page_sets(modules: Any, monkeypatch: pytest
         players = await page["started"][0]
         assert not engines
         for player in players:
-            ((turn, *_), *_) = [each.turns for each in await player.play(Task(id="Rome", prompt="Rome?"))]
-            assert turn.sampling.temperature == 0.7
             await player.aclose()
+        assert {(each.temperature, each.max_tokens) for each in used if each is not None} == {(0.7, 40)}
 
     asyncio.run(play())
 

@@ -40,6 +40,8 @@ async def test_own_client_plays_and_its_traces_are_exact(demo_model_folder: Path
     assert "no disk" in said["failed"]["errors"][0]
     assert ["type train" in said["refused"][0], "has no prompt" in said["refused"][1]] == [True, True]
     assert said["healthy"]
+    assert said["again"] == ["t0@1#0", "t0@2#0", "t0@3#0"]
+    assert len(set(said["ids"])) == len(said["ids"]) == 11
     path = tmp_path / "traces.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in said["records"]))
     model = TraceModel.of(demo_model_folder, template="pythonic")

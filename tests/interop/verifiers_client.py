@@ -7,6 +7,7 @@ usage: python verifiers_client.py ADDRESS BASE_URL MODEL
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 
@@ -19,12 +20,15 @@ async def main(address, base_url, model):
     client = EnvClient(address)
     await client.wait_for_server_startup(60)
     config = TrainClientConfig(base_url=base_url)
-    sampling = SamplingConfig(temperature=1.0, max_tokens=40)
+    salts = itertools.count()
 
     def run(data, **changes):
+        # prime-rl sends a salt of each weight version; here there are more than players are kept.
+        sampling = SamplingConfig(temperature=1.0, max_tokens=40, cache_salt=str(next(salts)))
         return client.run(**{"client": config, "model": model, "sampling": sampling, "task_data": data, **changes})
 
     episodes = await asyncio.gather(*(run({"id": f"t{n}", "prompt": f"Add {n}.", "answer": "3"}) for n in range(8)))
+    again = [await run({"id": "t0", "prompt": "Add 0.", "answer": "3"}) for _ in range(3)]
     failed = await run({"id": "t8", "prompt": "fail", "answer": "3"})
     refused = []
     for changes in ({"client": EvalClientConfig(base_url=base_url)}, {"task_data": {}}):
@@ -55,6 +59,8 @@ async def main(address, base_url, model):
                 "trainable": [trace.agent.trainable for episode in episodes for trace in episode.traces],
                 "failed": {"ok": failed.ok, "errors": [error.message for error in failed.errors]},
                 "refused": refused,
+                "again": [trace.info["episode"] for episode in again for trace in episode.traces],
+                "ids": [trace.id for episode in [*episodes, *again] for trace in episode.traces],
                 "healthy": healthy,
                 "records": [json.loads(episode.model_dump_json(exclude_none=True)) for episode in episodes],
             }

@@ -23,6 +23,7 @@ from runner import (
     Run,
     RunFile,
     RunStopped,
+    Sampling,
     Task,
     Trajectory,
     group_reward,
@@ -206,6 +207,55 @@ async def test_bad_task_is_an_error_of_its_call_alone(task: Any, said: str) -> N
         with pytest.raises(BadTask, match=said):
             await player.play(task)
         assert (await player.play(FIRST))[0].reward == 1.0
+
+
+class Cool(Plain):
+    sampling = Sampling(max_tokens=30, top_p=0.5)
+
+
+async def test_sampling_of_a_call_overrides_that_of_the_player() -> None:
+    engine = recording("Yes")
+    async with Player(Cool, engine, group_size=2, sampling=Sampling(temperature=0.5, top_k=4)) as player:
+        await player.play(FIRST, sampling=Sampling(temperature=0, max_tokens=7))
+        await player.play(FIRST)
+        await player.play_group(SECOND, sampling=Sampling(top_p=0.9))
+    used = [(c.sampling.temperature, c.sampling.max_tokens, c.sampling.top_k, c.sampling.top_p) for c in engine.calls]
+    assert used == [(0, 7, 4, 0.5), (0.5, 30, 4, 0.5), (0.5, 30, 4, 0.9), (0.5, 30, 4, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fault"),
+    [(Sampling(adapter="none"), "no adapter of that name"), ({"temperature": 0}, "sampling={'temperature': 0}: give")],
+)
+async def test_unusable_sampling_is_an_error_of_its_call(sampling: Any, fault: str) -> None:
+    async with Player(Plain, recording("Yes")) as player:
+        with pytest.raises(BadOption, match=fault):
+            await player.play(FIRST, sampling=sampling)
+        assert (await player.play(FIRST))[0].id == "t0#0"
+
+
+async def test_processes_that_share_visits_have_other_seeds(tmp_path: Path) -> None:
+    ids: list[str] = []
+    seeds: set[int] = set()
+    for number, skip in ((0, 0), (1, 0), (2, 0), (1, 5)):
+        async with Player(Plain, recording("Yes"), group_size=2, file=tmp_path / f"{number}.db") as player:
+            player.share_visits(number, 3, skip=skip)
+            played = [t for _ in range(2) for group in await player.play_group(FIRST) for t in group.trajectories]
+        ids += [t.id for t in played]
+        seeds |= {t.seed for t in played}
+    visits = ["", "@3", "@1", "@4", "@2", "@5", "@16", "@19"]
+    assert ids == [f"t0{visit}#{index}" for visit in visits for index in range(2)]
+    assert len(seeds) == len(ids)
+    async with Player(Plain, recording("Yes"), group_size=2, file=tmp_path / "1.db") as player:
+        player.share_visits(1, 3)  # goes on after those of the file
+        assert [t.id for group in await player.play_group(FIRST) for t in group.trajectories] == ["t0@7#0", "t0@7#1"]
+
+
+@pytest.mark.parametrize(("number", "of", "skip"), [(2, 2, 0), (-1, 2, 0), (0, 0, 0), (0, 1, -1), ("a", 2, 0)])
+async def test_shares_that_cannot_be_are_refused(number: Any, of: int, skip: int) -> None:
+    async with Player(Plain, recording("Yes")) as player:
+        with pytest.raises(BadOption, match=r"share_visits\(.*: give a whole number"):
+            player.share_visits(number, of, skip=skip)
 
 
 async def test_index_outside_the_group_is_refused() -> None:

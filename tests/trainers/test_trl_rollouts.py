@@ -62,7 +62,7 @@ class Trainer:
         self.state = SimpleNamespace(global_step=0)
         self.args = SimpleNamespace(use_vllm=False, temperature=1.0)
         self.model = SimpleNamespace(state_dict=lambda: {"weight": self.state.global_step}, **model)
-        self.accelerator = SimpleNamespace(unwrap_model=lambda given: given)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda given: given, process_index=0, num_processes=1)
 
 
 def test_rows_come_in_the_order_of_the_prompts() -> None:
@@ -110,6 +110,21 @@ def test_another_temperature_than_the_trainers_is_refused(temperature: float) ->
             return
         trainer.args.temperature = temperature
         assert rollouts(["t0"], trainer)["reward"] == [0.0]
+
+
+def test_ranks_and_steps_have_other_seeds() -> None:
+    seeds: list[int | None] = []
+    for rank, first_step in ((0, 0), (1, 0), (0, 2), (1, 2)):  # of two ranks, and again after a checkpoint
+        engine = recording("Yes")
+        trainer = Trainer(engine)
+        trainer.accelerator.process_index, trainer.accelerator.num_processes = rank, 2
+        with BackgroundPlayer(Rewarded, engine, group_size=2) as player:
+            rollouts = rollout_func(player, tasks=TASKS, weights=False)
+            for step in range(first_step, first_step + 2):
+                trainer.state.global_step = step
+                rollouts(["t0", "t0", "t0", "t0"], trainer)
+        seeds += [played.seed for played in engine.calls]
+    assert len(set(seeds)) == len(seeds) == 4 * 2 * 4
 
 
 def test_weights_are_sent_once_for_each_step() -> None:

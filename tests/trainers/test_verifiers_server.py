@@ -16,7 +16,18 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from runner import BadOption, Conversation, EngineDead, Environment, ScriptedEngine, Task, ToolError, reward, tool
+from runner import (
+    BadOption,
+    Conversation,
+    EngineDead,
+    Environment,
+    Sampling,
+    ScriptedEngine,
+    Task,
+    ToolError,
+    reward,
+    tool,
+)
 from runner.cli.serve import serve_command
 from runner.cli.settings import ServeSettings
 from runner.testing import Fault, call
@@ -163,7 +174,7 @@ async def test_traces_have_no_finding_when_they_are_verified(tmp_path: Any) -> N
     assert (report.calls, report.findings, dict(report.unchecked)) == (2, [], {})
 
 
-async def test_engine_is_kept_for_requests_with_the_same_settings() -> None:
+async def test_one_engine_serves_all_salts_and_samplings() -> None:
     made: list[str] = []
 
     def make(url: str, model: str) -> ScriptedEngine:
@@ -174,14 +185,47 @@ async def test_engine_is_kept_for_requests_with_the_same_settings() -> None:
         for model in ("m", "m", "other", "m"):
             answer, _ = await client.ask("run", run_request(model=model))
             assert answer["success"]
-        await client.ask("run", run_request(sampling={"temperature": 1.0}))
-    assert made == ["m", "other", "m"]
+        for salt in range(2 * verifiers_server.MAX_PLAYERS):  # of each weight version, as prime-rl sends them
+            sampling = {"temperature": 1.0, "cache_salt": str(salt), "extra_body": {"cache_salt": str(salt)}}
+            assert (await client.ask("run", run_request(sampling=sampling)))[0]["success"]
+    assert made == ["m", "other"]
 
 
-async def test_the_same_task_is_played_with_other_seeds() -> None:
-    async with serving(lambda *_: recording("3")) as (_, client):
-        infos = [(await client.ask("run", run_request()))[1][0]["set"]["info"] for _ in range(3)]
-    assert [info["episode"] for info in infos] == ["t#0", "t@1#0", "t@2#0"]
+async def test_request_is_played_with_its_own_sampling() -> None:
+    engine = recording("3")
+    given = [
+        {"temperature": 0.5, "top_k": -1, "stop": "x", "stop_token_ids": [7], "n": 4, "logprobs": 1},
+        {"temperature": 0.0, "max_tokens": 9, "min_tokens": 2},
+        {"top_p": 0.9},
+    ]
+    async with serving(lambda *_: engine, sampling=Sampling(temperature=0.25, max_tokens=77)) as (_, client):
+        for sampling in given:
+            assert (await client.ask("run", run_request(sampling=sampling)))[0]["success"]
+    names = ("temperature", "max_tokens", "min_tokens", "top_k", "top_p", "stop", "stop_ids", "logprobs")
+    assert [tuple(getattr(played.sampling, name) for name in names) for played in engine.calls] == [
+        (0.5, 77, 0, 0, 1.0, ("x",), (7,), 0),
+        (0.0, 9, 2, 0, 1.0, (), (), 0),
+        (0.25, 77, 0, 0, 0.9, (), (), 0),
+    ]
+
+
+async def test_the_same_task_is_played_with_other_seeds_and_ids() -> None:
+    engines: list[Any] = []
+
+    def make(*_: str) -> ScriptedEngine:
+        engines.append(recording("3"))
+        return engines[-1]  # type: ignore[no-any-return]  # of a list of anything
+
+    async with serving(make) as (_, client):
+        deltas = [(await client.ask("run", run_request()))[1][0] for _ in range(3)]
+        # Each server of several of a trainer has a player, whose visits begin again.
+        other = {"type": "train", "base_url": "http://127.0.0.1:2/v1"}
+        deltas += [(await client.ask("run", run_request(client=other)))[1][0] for _ in range(2)]
+    episodes = ["t#0", "t@1#0", "t@2#0", "t#0", "t@1#0"]
+    assert [delta["set"]["info"]["episode"] for delta in deltas] == episodes
+    assert len({delta["trace"] for delta in deltas}) == 5
+    assert [delta["open"]["id"] for delta in deltas] == [delta["trace"] for delta in deltas]
+    assert len({played.seed for engine in engines for played in engine.calls}) == 5
 
 
 async def test_task_of_the_environment_is_found_by_its_id() -> None:
