@@ -200,7 +200,7 @@ class FleetEngine(PlayingEngine):
 
     # --- for its trainer
 
-    async def check_proof(self, proof: WeightProof) -> None:
+    async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Refuse a proof that a worker's engine could not score."""
         await self._fleet_runtime.control("check_proof", proof)
 

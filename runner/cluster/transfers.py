@@ -22,6 +22,7 @@ from runner.concurrency.cancellation import to_its_end
 from runner.engines.proofs import WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, TransferStep, send_parts
+from runner.engines.vllm.tied_weights import equal_pairs
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.weights import LocalTransfer, WeightTransfer, forms_of_transfer
 from runner.errors import BadInput, BadWeights, DeltarunnerError, EngineError
@@ -253,7 +254,8 @@ class FleetTransfers:
     async def _announced(self, transfer: WeightTransfer | LocalTransfer) -> Announced:
         if isinstance(transfer, LocalTransfer):
             forms = await anyio.to_thread.run_sync(forms_of_source, transfer.source)
-            return Announced("LocalTransfer", forms, transfer.seconds)
+            equal = await anyio.to_thread.run_sync(equal_pairs, transfer.source, forms)
+            return Announced("LocalTransfer", forms, transfer.seconds, equal)
         return Announced("WeightTransfer(update=...)", forms_of_transfer(transfer), transfer.seconds)
 
     def _is_met(self, transfer: WeightTransfer | LocalTransfer, handles: Collection[WorkerHandle]) -> bool:

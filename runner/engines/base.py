@@ -353,10 +353,12 @@ class Engine(BaseEngine):
         request = GenerationRequest(name="score", prompt=prompt, sampling=one, scores_prompt=True)
         return list((await self._score_prompt(request))[start - 1 :])
 
-    async def check_proof(self, proof: WeightProof) -> None:
+    async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that the engine can score a proof."""
         self.check_scoring(as_sampled=False)
         proof.check(vocabulary=vocabulary_size(self), context=self.context)
+        if self.runtime is not None and not measures:
+            self.runtime.require_tolerance(proof)
 
     async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
         deltas, _ = await self._streamed(request)

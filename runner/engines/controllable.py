@@ -143,7 +143,7 @@ class Controllable:
 
         Raises:
             BadWeights: the weights or the proof do not fit; the message names the tensor. The old weights stay.
-            BadControl: the memory of the weights is asleep.
+            BadControl: the memory of the weights is asleep, or the engine is quantized and `prove` was not called.
             BadOption: the version was used before.
             EngineDead: the exchange failed midway, or the proof does not hold.
             EngineError: too few engines of a fleet received the weights; the message names the lost ones.
@@ -200,7 +200,7 @@ class Controllable:
             BadControl: the engine cannot score.
         """
         runtime = self._controlled()
-        await self.check_proof(proof)
+        await self.check_proof(proof, measures=True)
         version = runtime.version
         scores = await self.score(proof.ids)
         async with runtime.lock:
@@ -214,12 +214,16 @@ class Controllable:
         """Return the log-probability of each id but the first; only for engines of token ids."""
         raise BadControl(f"score(): {type(self).__name__} does not take token ids.")
 
-    async def check_proof(self, proof: WeightProof) -> None:
+    async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that the engine can score a proof.
+
+        Args:
+            proof: the proof.
+            measures: True if it measures the difference by rounding, False if it is compared with that.
 
         Raises:
             BadWeights: it has ids outside of the vocabulary, or too many ids.
-            BadControl: the engine cannot score.
+            BadControl: the engine cannot score, or it is quantized and the difference by that was not measured.
         """
         raise BadControl(f"a proof of weights is scored token by token, and {type(self).__name__} takes messages.")
 

@@ -55,6 +55,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
     operations of its kind: pause, update weights, release memory. They run one at a time, under `lock`.
     """
 
+    quantization: str = ""
+    """Quantization of the weights or the cache, which changes scores by more than rounding; "" without one."""
+
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
         self.gate = gate
         """Gate of the engine; closed while the engine is paused."""
@@ -205,9 +208,26 @@ class EngineRuntime(ABC, Generic[RequestT]):
 
     def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof; return figures and the reason of a failure, or ""."""
-        tolerance = tolerance_of(proof, self.dtype, self._baselines.get((proof.ids, *number_types(proof))))
-        figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=self.dtype)
+        computed_in = self.quantization or self.dtype
+        tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
+        figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=computed_in)
         return figures, failure_reason(figures, proof, scores, self._accepted)
+
+    def _baseline_of(self, proof: WeightProof) -> ProofFigures | None:
+        return self._baselines.get((proof.ids, *number_types(proof)))
+
+    def require_tolerance(self, proof: WeightProof) -> None:
+        """Check that the usual difference of an engine from a trainer is known for a proof.
+
+        Raises:
+            BadControl: quantization causes a difference that was not measured.
+        """
+        if self.quantization and self._baseline_of(proof) is None:
+            raise BadControl(
+                f"update_weights(proof=): the engine computes with {self.quantization}, whose difference from the "
+                "trainer was not measured for these ids: before the first update, call prove() with a proof of the "
+                "starting weights, the same ids and number types."
+            )
 
     def keep_proof(
         self,

@@ -273,7 +273,8 @@ def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str
     missing = [name for name in model.forms if name not in given and not model.optional(name)]
     unknown = [name for name in given if name not in model.forms and not model.optional(name)]
     if missing or unknown:
-        raise BadWeights(f"{given_as}: {_misnamed(missing, unknown, given, model)}")
+        buffers = ", also its buffers: vLLM's ModuleSource has parameters alone" if "Transfer" in given_as else ""
+        raise BadWeights(f"{given_as}: {_misnamed(missing, unknown, given, model)}{'' if unknown else buffers}.")
     wrong = list(_misfits(given, model))
     if wrong:
         raise BadWeights(f"{given_as}: {_first(wrong, '; ')}. The model is {model.name}.")
@@ -287,7 +288,7 @@ def _misnamed(missing: list[str], unknown: list[str], given: Mapping[str, Tensor
         named = [f"{name!r}{_in_file(given[name])}" for name in unknown]
         problems.append(f"no tensor of the model is called {_first(named)}")
     hint = _naming_hint(missing, unknown)
-    return f"{'; '.join(problems)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}."
+    return f"{'; '.join(problems)}. The model is {model.name}, with {len(model.forms)} tensors. {hint}"
 
 
 _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

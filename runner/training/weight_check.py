@@ -252,7 +252,7 @@ class _Trial:
         self._is_broken = False
         self.engine: VllmEngine
         self.baseline: ProofFigures | None = None
-        self.dtype = ""
+        self.dtype = self._computed_in = ""
         self._accepted: Accepted
         self._exit = AsyncExitStack()
 
@@ -283,7 +283,8 @@ class _Trial:
         adapters = {"enable_lora": True, "max_lora_rank": DEFAULT_ADAPTER_RANK} if self._takes_adapters else {}
         self.engine = engine = VllmEngine(self.folder, **{**adapters, **self._arguments})
         await self._exit.enter_async_context(engine)
-        self.dtype = dtype_of(self.engine.vllm.llm)
+        self.dtype = dtype_of(engine.vllm.llm)
+        self._computed_in = engine.vllm.quantization or self.dtype
         proof = await self._proof()
         scores = await self.engine.score(proof.ids)
         self.baseline = self._compared(proof, scores, None)
@@ -371,8 +372,8 @@ class _Trial:
         return not self._compared(proof, self._accepted.scores, None).holds
 
     def _compared(self, proof: WeightProof, scores: Sequence[float], before: Accepted | None) -> ProofFigures:
-        tolerance = tolerance_of(proof, self.dtype, self.baseline)
-        return compare_scores(proof, scores, tolerance, before, engine_dtype=self.dtype)
+        tolerance = tolerance_of(proof, self._computed_in, self.baseline)
+        return compare_scores(proof, scores, tolerance, before, engine_dtype=self._computed_in)
 
     def _change(self, kind: str, seed: int) -> None:
         """Change all tensors of a kind, or of all kinds, by a share of their standard deviation."""

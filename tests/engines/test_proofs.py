@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from runner import BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
+from runner import BadControl, BadOption, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
 from runner.engines.proofs import tolerance_of
 from runner.engines.state import EngineState, PauseMode
@@ -141,6 +141,37 @@ async def test_fleet_proves_after_its_caches_are_awake() -> None:
         await until(lambda: launcher.workers[1] not in launcher.alive)
         (lost,) = [event for event in engine.events if "the proof of the weights" in event]
         assert "worker 1" in lost
+
+
+@pytest.mark.parametrize("measured", [False, True])
+async def test_quantized_engine_needs_the_proof_of_its_first_weights(measured: bool) -> None:
+    """Quantization changes scores by an amount that only a measurement shows."""
+    model, first = Model(), [each + 0.12 for each in Model()(IDS)]
+    async with ScriptedEngine("Yes", scores=model) as engine:
+        engine.runtime.quantization = "weights in fp8"
+        if not measured:
+            with pytest.raises(BadControl, match=r"computes with weights in fp8.*call prove\(\) with a proof"):
+                await engine.update_weights("any", proof=model.proof())
+            assert (engine.weight_version, engine.state) == ("scripted", EngineState.RUNNING)
+            return
+        await engine.prove(WeightProof(IDS, first, dtype="bfloat16"))
+        update = await engine.update_weights("any", proof=WeightProof(IDS, first, dtype="bfloat16"))
+        assert update.proof is not None
+        assert (update.proof.tolerance.median, update.proof.arrived) == (pytest.approx(0.36), None)
+        far = WeightProof(IDS, [each + 0.4 for each in model(IDS)], dtype="bfloat16")
+        with pytest.raises(EngineDead, match=r"median difference 0\.4 nats \(at most 0\.36\)"):
+            await engine.update_weights("any", proof=far)
+
+
+async def test_quantized_fleet_needs_the_proof_of_its_first_weights() -> None:
+    async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
+        for worker in launcher.workers.values():
+            worker.worker.engine.runtime.quantization = "weights in fp8"
+        with pytest.raises(BadControl, match="computes with weights in fp8"):
+            await engine.update_weights("new", proof=Model().proof())
+        await engine.prove(Model().proof())
+        await engine.update_weights("new", proof=Model().proof())
+        assert len(launcher.alive) == 2
 
 
 # --- an engine

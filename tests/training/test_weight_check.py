@@ -281,7 +281,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, tiny_llama: Any, tmp_path: Path) -> None:
     """Random movement within rounding correlates with the change of the trainer by chance."""
     trial, verdicts = _Trial(tmp_path, tiny_llama, tmp_path, {}), set()
-    trial.dtype = "bfloat16"
+    trial.dtype = trial._computed_in = "bfloat16"
     for seed in range(200):
         rng, size = np.random.default_rng(seed), 95
         first: Any = -4 - np.abs(rng.normal(size=size))
@@ -309,7 +309,7 @@ class TorchEngine(ScriptedEngine):
             scores=lambda ids: weight_proof(self.loaded, ids=ids).logprobs,
         )
         self.trained, self.loaded, self._takes = source, copy.deepcopy(source), takes
-        self.vllm = SimpleNamespace(llm=None)
+        self.vllm = SimpleNamespace(llm=None, quantization="")
 
     async def update_weights(self, given: Any, **options: Any) -> Any:
         if self._takes:

@@ -52,6 +52,8 @@ _STREAM_INTERVAL_IDS = 8
 (docs/benchmarks.md)."""
 _FILE_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer", "safetensors")
 """Load formats of vLLM whose weights are the safetensors of the model's folder; those of "dummy" are random."""
+_PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
+"""Number types of the cache without quantization."""
 
 
 class VllmEngine(ModelEngine):
@@ -214,7 +216,7 @@ class VllmEngine(ModelEngine):
             as_vllm=RequestConverter(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
-        self.runtime.dtype = dtype_of(llm)
+        self.runtime.dtype, self.runtime.quantization = dtype_of(llm), quantization_of(llm)
         if self._external is None:
             await self._compare_updates(llm)
 
@@ -274,14 +276,14 @@ class VllmEngine(ModelEngine):
         if self.vllm.llm.vllm_config.speculative_config is not None:
             raise BadControl("score(): speculative decoding does not support sampling and constraint; leave them out.")
 
-    async def check_proof(self, proof: WeightProof) -> None:
+    async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that a proof can be scored before any turn continues."""
         if self._external is None and self.vllm.own_scores is None:
             raise BadControl(
                 "update_weights(proof=): this version of vLLM cannot hold its turns while ids are scored; update "
                 "without a proof, and compare `await engine.score(proof.ids)` with it afterwards."
             )
-        await super().check_proof(proof)
+        await super().check_proof(proof, measures=measures)
 
     def stats(self) -> EngineStats:
         """Return the current counts; open requests as counted by the scheduler after its last step."""
@@ -357,6 +359,15 @@ class VllmEngine(ModelEngine):
 def dtype_of(llm: Any) -> str:
     """Return the dtype of an `AsyncLLM`'s computation, by torch's name without its prefix."""
     return str(llm.vllm_config.model_config.dtype).removeprefix("torch.")
+
+
+def quantization_of(llm: Any) -> str:
+    """Return the quantization of an `AsyncLLM`'s weights or cache, for people; "" without one."""
+    config = llm.vllm_config
+    if weights := config.model_config.quantization:
+        return f"weights in {weights}"
+    cache = str(config.cache_config.cache_dtype)
+    return "" if cache in _PLAIN_CACHES else f"a cache in {cache}"
 
 
 def _recorded(values: Mapping[str, Any]) -> dict[str, Any]:

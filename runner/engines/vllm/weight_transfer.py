@@ -58,28 +58,35 @@ class VllmTransfers:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
             compare(transfer.announced.forms, model, given_as=name)
+            if (same := transfer.announced.equal) is not None:
+                config = self._llm.vllm_config.model_config.hf_config
+                equal = lambda one, other: frozenset((one, other)) in same  # noqa: E731
+                compare_tied(transfer.announced.forms, model, config, equal, given_as=name)
             if transfer.init is not None:  # otherwise the relay joined them before
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
-            source = transfer.source
-            forms = given = await anyio.to_thread.run_sync(forms_of_source, source)
-            config = self._llm.vllm_config.model_config.hf_config
-            if not forms.keys() <= model.forms.keys():
-                source = CheckpointSource(config, source, model)
-                forms = await anyio.to_thread.run_sync(forms_of_source, source)
-            compare(forms, model, given_as=name)
-            equal = partial(equal_in_source, transfer.source)
-            await anyio.to_thread.run_sync(partial(compare_tied, given, model, config, equal, given_as=name))
-            if self._trainer is None or not self._trainer.is_for(transfer):
-                if getattr(transfer.info, "backend", None) == "nccl":
-                    await self._check_devices(name)
-                await self._meet(name, transfer.seconds, partial(self._join_here, transfer, source))
+            await self._check_local(name, transfer, model)
         else:
             compare(forms_of_transfer(transfer), model, given_as=f"{name}(update=...)")
             if transfer.init is not None and transfer.init != self._joined:
                 await self._meet(name, transfer.seconds, partial(self._join, transfer.init))
             elif self._joined is None:
                 raise BadWeights(f"{name}(init=...) is not given, and engine and trainer are not joined yet.")
+
+    async def _check_local(self, name: str, transfer: LocalTransfer, model: Checkpoint) -> None:
+        source = transfer.source
+        forms = given = await anyio.to_thread.run_sync(forms_of_source, source)
+        config = self._llm.vllm_config.model_config.hf_config
+        if not forms.keys() <= model.forms.keys():
+            source = CheckpointSource(config, source, model)
+            forms = await anyio.to_thread.run_sync(forms_of_source, source)
+        compare(forms, model, given_as=name)
+        equal = partial(equal_in_source, transfer.source)
+        await anyio.to_thread.run_sync(partial(compare_tied, given, model, config, equal, given_as=name))
+        if self._trainer is None or not self._trainer.is_for(transfer):
+            if getattr(transfer.info, "backend", None) == "nccl":
+                await self._check_devices(name)
+            await self._meet(name, transfer.seconds, partial(self._join_here, transfer, source))
 
     async def receive(self, transfer: Transfer) -> None:
         """Exchange the weights while vLLM is paused.

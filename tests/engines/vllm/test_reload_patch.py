@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from runner.engines.base import GenerationRequest
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.weight_loading import VllmWeights
+from runner.engines.vllm.worker.reload_patch import _Copies
 from runner.errors import BadWeights, EngineDead
 from runner.options import Sampling
 from runner.training import weight_proof
@@ -169,3 +172,96 @@ async def test_cpu_engine_without_our_extension_is_refused(tmp_path: Path) -> No
     weights = VllmWeights(Llm(model, device="cpu", extension=""), "the model")
     with pytest.raises(BadWeights, match="own reload leaves packed copies of the old weights"):
         await weights.check(model)
+
+
+# --- functions that hold packed copies
+
+
+def layer_with(function: Any, **attributes: Any) -> Any:
+    """A layer with a function of vLLM's, made of it and a tensor, as `attributes` name it."""
+    import torch
+
+    layer = torch.nn.Linear(2, 2)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    layer.kernel = function(layer, torch.randn(2, 2))
+    return layer
+
+
+def closure(layer: Any, packed: Any) -> Any:
+    def kernel(value: Any, scale: Any = packed) -> Any:
+        return value @ packed + scale.sum() + layer.bias
+
+    kernel.__module__ = "vllm.planted"
+    return kernel
+
+
+def closure_in_a_closure(layer: Any, packed: Any) -> Any:
+    inner = closure(layer, packed)
+
+    def kernel(value: Any) -> Any:
+        return 2 * inner(value)
+
+    kernel.__module__ = "vllm.planted"
+    return kernel
+
+
+def apply(layer: Any, packed: Any, value: Any) -> Any:
+    return value @ packed + layer.bias
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        closure,
+        closure_in_a_closure,
+        lambda layer, packed: functools.partial(apply, layer, packed),
+        lambda layer, packed: functools.partial(closure(layer, packed), scale=packed),
+        lambda _, packed: functools.partial(apply, SimpleNamespace(bias=0), packed),
+    ],
+)
+def test_packed_copy_beside_a_layer_is_renewed(made: Any) -> None:
+    """The function computes with the new copy, and refers to the running model's layer."""
+    import torch
+
+    old, new = layer_with(made), layer_with(made)
+    copies = _Copies()
+    copies.add("layer", old, new)
+    copies.apply()
+    given = torch.randn(3, 2)
+    wanted = new.kernel(given)
+    assert torch.equal(old.kernel(given), wanted)
+    with torch.no_grad():
+        new.bias.add_(1.0)
+    assert torch.equal(old.kernel(given), wanted), "the second model is not used"
+
+
+def test_other_function_with_a_layer_is_refused() -> None:
+    old, new = layer_with(closure), layer_with(closure_in_a_closure)
+    with pytest.raises(RuntimeError, match=r"layer.kernel is another function in the running model"):
+        _Copies().add("layer", old, new)
+
+
+def test_handle_of_packed_weights_is_renewed_with_its_scales() -> None:
+    """The kernel has the addresses of scales that belong to the second model."""
+    import torch
+
+    kinds: dict[str, Any] = {}
+
+    def of_vllm(name: str, module: str) -> Any:
+        return kinds.setdefault(name, type(name, (), {"__module__": module}))()
+
+    def layer() -> Any:
+        made = torch.nn.Linear(2, 2)
+        made.kernel = of_vllm("Kernel", "vllm.planted")
+        made.kernel.handler = of_vllm("CPUDNNLGEMMHandler", "vllm._custom_ops")
+        return made
+
+    old, new = layer(), layer()
+    handle, kernel = new.kernel.handler, old.kernel
+    copies = _Copies()
+    copies.add("layer", old, new)
+    copies.apply()
+    assert old.kernel is kernel
+    assert old.kernel.handler is handle
+    assert handle.tensors == [new.weight, new.bias]

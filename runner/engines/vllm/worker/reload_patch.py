@@ -13,7 +13,8 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 __all__ = ["patch_reload"]
@@ -92,6 +93,8 @@ class _Copies:
 
     _planned: list[Callable[[], None]] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
+    _tensors: list[Any] = field(default_factory=list)
+    """Tensors of the layer whose attributes are planned."""
 
     def add(self, place: str, old: Any, new: Any) -> None:
         """Plan copies of all tensors, numbers and packed copies of an object into another of its class."""
@@ -101,6 +104,7 @@ class _Copies:
         import torch
 
         if isinstance(new, torch.nn.Module):
+            self._tensors = [*new._parameters.values(), *new._buffers.values()]
             for held, given in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
                 for name, tensor in given.items():
                     self._add_value(f"{place}.{name}", held, name, tensor)
@@ -122,8 +126,10 @@ class _Copies:
             self._add_tensor(place, held, key, new)
         elif isinstance(new, torch.nn.Module) or old is new:
             return  # modules are copied separately
-        elif isinstance(new, float) or _is_packed(new):
-            self._planned.append(lambda: held.__setitem__(key, new))
+        elif isinstance(new, float) or _is_function(new) or _is_handle(new):
+            renewed = _renewed(place, old, new)
+            self._planned.append(lambda: held.__setitem__(key, renewed))
+            self._keep_tensors(new)
         elif isinstance(new, dict) and isinstance(old, dict):
             for name, value in new.items():
                 if name in old:
@@ -134,6 +140,11 @@ class _Copies:
                 self._add_value(f"{place}[{index}]", items, index, value)
         elif type(new) is type(old) and _is_part(new):
             self.add(place, old, new)
+
+    def _keep_tensors(self, new: Any) -> None:
+        """Keep the tensors of the second model's layer as long as a handle of it: it has addresses of its scales."""
+        if _is_handle(new):
+            new.tensors = self._tensors
 
     def _add_tensor(self, place: str, held: Any, key: Any, new: Any) -> None:
         import torch
@@ -161,13 +172,64 @@ def _is_part(value: Any) -> bool:
     )
 
 
-def _is_packed(value: Any) -> bool:
-    """Return whether a function holds a packed copy of weights, such as `cpu_linear` of vLLM's linear layers."""
+def _is_function(value: Any) -> bool:
+    """Return whether an object may hold packed copies of weights, as `cpu_linear` of vLLM's linear layers does."""
+    return isinstance(value, partial) or (isinstance(value, FunctionType) and value.__module__.startswith("vllm."))
+
+
+def _is_handle(value: Any) -> bool:
+    """Return whether an object is a handle of packed weights, such as `dnnl_handler` of int8 layers."""
+    return type(value).__module__ == "vllm._custom_ops" and not isinstance(value, enum.Enum)
+
+
+def _renewed(place: str, old: Any, new: Any) -> Any:
+    """Return a number, function or handle of the second model for the running one: without the second one's layers.
+
+    Raises:
+        RuntimeError: it refers to layers of the second model, and the running model's function is another one.
+    """
+    if not _is_function(new) or not any(map(_has_layer, _contents(new))):
+        return new
+    mine, made = _contents(old) if type(old) is type(new) else [], _contents(new)
+    same_code = isinstance(new, partial) or getattr(old, "__code__", None) is new.__code__
+    if not same_code or len(mine) != len(made):
+        raise RuntimeError(f"{place} is another function in the running model, and refers to layers")
+    kept = [_kept(place, *pair) for pair in zip(mine, made, strict=True)]
+    if isinstance(new, partial):
+        count = len(new.args) + 1
+        return partial(kept[0], *kept[1:count], **dict(zip(new.keywords, kept[count:], strict=True)))
+    cells, defaults = len(new.__closure__ or ()), len(new.__defaults__ or ())
+    closure = tuple(map(CellType, kept[:cells])) or None
+    function = FunctionType(
+        new.__code__, new.__globals__, new.__name__, tuple(kept[cells : cells + defaults]) or None, closure
+    )
+    function.__kwdefaults__ = dict(zip(new.__kwdefaults__ or (), kept[cells + defaults :], strict=True)) or None
+    function.__module__ = new.__module__
+    return function
+
+
+def _contents(function: Any) -> list[Any]:
+    """Return the values that a function holds."""
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _has_layer(value: Any) -> bool:
     import torch
 
-    if not isinstance(value, FunctionType) or not value.__module__.startswith("vllm."):
-        return False
-    held = [cell.cell_contents for cell in value.__closure__ or ()] + list(value.__defaults__ or ())
-    return not any(
-        isinstance(each, torch.nn.Module) or _is_part(each) for each in held
-    )  # it would refer to the second model
+    if isinstance(value, MethodType):
+        return _has_layer(value.__self__)
+    if isinstance(value, list | tuple):
+        return any(map(_has_layer, value))
+    if _is_function(value):
+        return any(map(_has_layer, _contents(value)))
+    return isinstance(value, torch.nn.Module) or _is_part(value)
+
+
+def _kept(place: str, mine: Any, made: Any) -> Any:
+    """Return a value that a function of the running model holds after the reload."""
+    if not _has_layer(made):
+        return made
+    return _renewed(place, mine, made) if _is_function(made) else mine
