@@ -36,6 +36,7 @@ class ArgumentPart(enum.StrEnum):
     FIELD = "field"
     VALUE = "value"
     TYPE = "type"
+    FURTHER = "further"  # arguments without a name of their own, which a keyword describes
     ALL = "all"
 
 
@@ -54,6 +55,8 @@ class Unseen:
                 return f"anything of {self.argument} (the template raises)"
             case ArgumentPart.NAME:
                 return f"the name of {self.argument}"
+            case ArgumentPart.FURTHER:
+                return f"the arguments that {self.what} describes"
         return f"the {self.part} {self.what}"
 
 
@@ -76,7 +79,8 @@ def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[
                 found.append(Unseen(name, ArgumentPart.ALL if shown is None else ArgumentPart.NAME, name))
                 continue
         found += unseen_argument(render, whole, name)
-    return found
+    further = _hidden_keywords(render, parameters)
+    return found + [Unseen("...", ArgumentPart.FURTHER, keyword) for keyword in further]
 
 
 def needs_fitting(render: RenderTool) -> bool:
@@ -98,7 +102,9 @@ def fitted(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
     for name, written in parameters["properties"].items():
         properties[name] = written if is_simple(written) else _fitted_argument(render, parameters, name)
     dropped = () if any(map(_has_reference, properties.values())) else ("$defs", "definitions")
-    return {key: value for key, value in parameters.items() if key not in dropped} | {"properties": properties}
+    whole = parameters_in(ToolsForm.FLAT, parameters)
+    kept = {key: whole[key] if key in _FURTHER else value for key, value in parameters.items() if key not in dropped}
+    return kept | {"properties": properties}
 
 
 def _has_reference(schema: Any) -> bool:
@@ -242,15 +248,25 @@ def _is_hidden(render: RenderTool, schema: dict[str, Any], steps: tuple[Any, ...
 
 
 def hidden_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the arguments that a template skips for their names; empty if there are none."""
+    """Return the schema of the arguments that a template skips: those with certain names, and those without one."""
     properties = parameters.get("properties")
     names = [each for each in properties if each in _NAMES_OF_KEYWORDS] if isinstance(properties, Mapping) else []
     hidden = [name for name in names if _is_hidden(render, _only(parameters, name), ("properties", name))]
+    whole = parameters_in(ToolsForm.FLAT, parameters)
+    further = {keyword: whole[keyword] for keyword in _hidden_keywords(render, parameters)}
     if not hidden:
-        return {}
-    whole = parameters_in(ToolsForm.FLAT, parameters)["properties"]
+        return further
     required = [name for name in parameters.get("required") or () if name in hidden]
-    return {"properties": {name: whole[name] for name in hidden}, "required": required}
+    return {"properties": {name: whole["properties"][name] for name in hidden}, "required": required, **further}
+
+
+def _hidden_keywords(render: RenderTool, parameters: Mapping[str, Any]) -> list[str]:
+    """Return the keywords that describe arguments without a name of their own and do not change the render."""
+    given = [each for each in _FURTHER if isinstance(parameters.get(each), Mapping) and parameters[each]]
+    plain = render(parameters) if given else None
+    if plain is None:
+        return []
+    return [each for each in given if render({k: v for k, v in parameters.items() if k != each}) == plain]
 
 
 def _only(parameters: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -271,6 +287,8 @@ _SINGLE: Final = {
 }
 """Keywords with one schema, each with what it adds to the name of a place."""
 _NAMED: Final = ("properties", "patternProperties")
+_FURTHER: Final = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
+"""Keywords that describe members without a name of their own."""
 
 
 def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen: set[str]) -> Iterator[_Place]:
@@ -290,12 +308,23 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
             inner = f"{called}.{name}"
             yield _Place(ArgumentPart.FIELD, (*steps, keyword, name), inner)
             yield from _places(whole, (*steps, keyword, name), inner, seen)
+    for more, inner in _parts_of(node, called):
+        yield from _places(whole, (*steps, *more), inner, seen)
+    keys = _places(whole, (*steps, "propertyNames"), f"a key of {called}", seen) if "propertyNames" in node else ()
+    yield from (place for place in keys if place.part is ArgumentPart.VALUE)  # all keys are strings
+
+
+def _parts_of(node: Mapping[str, Any], called: str) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """The schemas in a schema that describe no field by its name: the steps to each, and its name for people."""
     for keyword in _LISTS:
         for index in range(len(node[keyword]) if isinstance(node.get(keyword), list) else 0):
-            yield from _places(whole, (*steps, keyword, index), called, seen)
+            yield (keyword, index), called
+    dependent = node.get("dependentSchemas")
+    for name in dependent if isinstance(dependent, Mapping) else ():
+        yield ("dependentSchemas", name), called
     for keyword, added in _SINGLE.items():
         if isinstance(node.get(keyword), Mapping):
-            yield from _places(whole, (*steps, keyword), called + added, seen)
+            yield (keyword,), called + added
 
 
 def _values_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:

@@ -121,6 +121,7 @@ OTHER_FIELDS = {
     "patterns": {"type": "object", "patternProperties": {"^x-": {"type": "object", "properties": {"zqin": {}}}}},
     "then": {"type": "object", "if": {"required": ["a"]}, "then": {"properties": {"zqin": {"$ref": "#/$defs/In"}}}},
     "else": {"type": "object", "if": {"required": ["a"]}, "else": {"properties": {"a": {}, "zqin": {}}}},
+    "dependent": {"type": "object", "properties": {"a": {}}, "dependentSchemas": {"a": {"properties": {"zqin": {}}}}},
     "contains": {"type": "array", "contains": {"type": "object", "properties": {"zqin": {"type": "integer"}}}},
     "unevaluated": {"type": "object", "unevaluatedProperties": {"type": "object", "properties": {"zqin": {}}}},
 }
@@ -134,6 +135,34 @@ def test_fields_of_every_keyword_are_shown(kind: str) -> None:
     assert unseen_of(made.render_tool, tool) == []
     assert "zqin" in shown(made, tool)
     assert "$ref" not in shown(made, tool)
+
+
+@pytest.mark.parametrize("keys", [{"enum": ["zqkey", "zqother"]}, {"$ref": "#/$defs/Key"}, {"const": "zqkey"}], ids=str)
+def test_keys_that_a_schema_lists_are_shown(keys: dict[str, Any]) -> None:
+    tool = tool_with(
+        {"type": "object", "propertyNames": keys, "additionalProperties": {"type": "integer"}},
+        **{"$defs": {"Key": {"type": "string", "enum": ["zqkey"]}}},
+    )
+    unseen = unseen_of(renderer(TYPES, fit=False).render_tool, tool)
+    assert "the value 'zqkey' of a key of given" in map(str, unseen)
+    assert unseen_of(renderer(TYPES).render_tool, tool) == []
+    assert "zqkey" in shown(renderer(TYPES), tool)
+
+
+@pytest.mark.parametrize("keyword", ["additionalProperties", "unevaluatedProperties", "patternProperties"])
+def test_arguments_without_names_stand_in_the_description(keyword: str) -> None:
+    further = {"$ref": "#/$defs/In"}
+    tool = tool_with({"type": "string"}, **{
+        keyword: {"^x-": further} if keyword == "patternProperties" else further,
+        "$defs": {"In": {"type": "object", "properties": {"zqin": {"type": "integer"}}}},
+    })  # fmt: skip
+    text = TYPES.replace("{{ tool.function.name }}", "{{ tool.function.name }} {{ tool.function.description }}")
+    assert unseen_of(renderer(text).render_tool, tool) == []
+    assert "zqin" in shown(renderer(text), tool)
+    assert "$ref" not in shown(renderer(text), tool)
+    named = [f"the arguments that {keyword} describes"]
+    assert [str(each) for each in unseen_of(renderer(TYPES).render_tool, tool)] == named  # it shows no descriptions
+    assert unseen_of(renderer(DUMPS).render_tool, tool) == []
 
 
 SKIPS = TYPES.replace(".items() %}", ".items() if name not in ('type', 'properties', 'required') %}")
