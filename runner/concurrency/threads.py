@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from anyio._core._eventloop import set_current_async_library, threadlocals
 
 from runner.concurrency.clocks import Waiting
 
-__all__ = ["Job", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
+__all__ = ["Job", "ThreadContext", "WorkerThread", "Workers", "busy_threads", "soon_on_this_loop"]
 
 BUSY_RATIO = 0.002
 """Ratio of processor time between two checks, 20 ms apart, that separates computing from waiting: a thread that wakes
@@ -83,6 +83,38 @@ class Job:
             self.error = error
         finally:
             self.done = True
+
+
+class ThreadContext:
+    """Context variables that calls in threads share: what one call sets, later ones see and may reset.
+
+    Each call also sees what the calling task has set since. Calls run one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._own: Context | None = None
+        self._given: dict[ContextVar[Any], Any] = {}  # what the calling task had at the last call
+        self._changed: dict[ContextVar[Any], Any] = {}  # by the last call
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Make the call, in the thread."""
+        own = self._own = self._own or copy_context()
+        for variable, value in copy_context().items():
+            if self._given.get(variable, self) is not value:
+                self._given[variable] = value
+                own.run(variable.set, value)
+        before = dict(own)
+        try:
+            return own.run(function)
+        finally:
+            self._changed = {each: value for each, value in own.items() if before.get(each, self) is not value}
+
+    def publish(self) -> None:
+        """Set in the calling task what the last call has set."""
+        for variable, value in self._changed.items():
+            self._given[variable] = value
+            variable.set(value)
+        self._changed = {}
 
 
 class Workers:

@@ -17,7 +17,7 @@ import anyio
 from runner.concurrency.cancellation import cancellation_is_asked_for, forget_native_cancellation
 from runner.concurrency.clocks import Clock
 from runner.concurrency.own_task import LentClock
-from runner.concurrency.threads import Job, Workers
+from runner.concurrency.threads import Job, ThreadContext, Workers
 from runner.errors import unwrapped
 
 __all__ = ["HOW_TO_CLOSE", "AuthorCode", "AuthorExit", "TooSlow", "describe_error", "is_async", "is_foreign"]
@@ -32,6 +32,11 @@ HOW_TO_CLOSE = (
     "opens that runs beside others of its turn, it has to close itself"
 )
 """Advice for authors whose hooks leave something open, or close it where that is not possible."""
+
+_OTHER_THREAD = (
+    "Synchronous methods of an episode run in threads that change, one call at a time: open it with "
+    "check_same_thread=False."
+)
 
 _MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted")
 
@@ -64,6 +69,7 @@ class AuthorCode:
         self._workers = workers
         # `fast_acquire`: a free lock is taken without a pass of the event loop.
         self._one_at_a_time = anyio.Lock(fast_acquire=True)
+        self._variables = ThreadContext()
         self.abandoned = ""
         """The synchronous call whose thread was abandoned and may still write; "" if there is none."""
 
@@ -93,19 +99,22 @@ class AuthorCode:
             if is_async(function):
                 return await self._limited(partial(function, *args), name, seconds, clock)
             async with self._one_at_a_time:
-                job = Job(partial(function, *args), name)
+                job = Job(partial(self._variables.run, partial(function, *args)), name)
                 try:
                     result = await self._limited(partial(self._workers.call, job), name, seconds, clock)
                 finally:
                     if job.abandoned:
-                        self.abandoned = name
+                        self.abandoned, self._variables = name, ThreadContext()
+                    self._variables.publish()
             # A partial, a lambda or a callable object may hide an async function.
             return await self._limited(lambda: result, name, seconds, clock) if isawaitable(result) else result
         except anyio.get_cancelled_exc_class() as error:
             if cancellation_is_asked_for():
                 raise
             forget_native_cancellation()
-            raise AuthorExit(f"{name} cancelled its own task") from error
+            raise AuthorExit(
+                f"{name} was cancelled by a timeout or a task group that a hook left open, or by task.cancel()"
+            ) from error
         except BaseException as error:
             # Any error from a worker thread is the author's: no signal arrives there.
             from_thread = job is not None and error is job.error
@@ -161,7 +170,7 @@ def _own_text(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # the text of anyio and trio is long
         return f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
     if not isinstance(error, BaseExceptionGroup):
-        return str(error)
+        return f"{error} {_OTHER_THREAD}" if "only be used in that same thread" in str(error) else str(error)
     return f"{error}: {'; '.join(map(describe_error, error.exceptions))}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from runner.concurrency.exit_stack import exit_arguments
-from runner.concurrency.threads import Job, Workers, WorkerThread
+from runner.concurrency.threads import Job, ThreadContext, Workers, WorkerThread
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
 from runner.errors import BadEnvironment, DeltarunnerError, unwrapped
@@ -61,6 +61,7 @@ class _Lifespan:
         self._workers = workers
         self._manager: Any = None
         self._thread: WorkerThread | None = None
+        self._variables = ThreadContext()
 
     async def enter(self) -> Any:
         try:
@@ -113,7 +114,8 @@ class _Lifespan:
         return bool(await self._in_thread(lambda: self._manager.__exit__(*exit_arguments(passing))))
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        return await self._workers.call_beside(Job(function, "lifespan()"), self._thread)
+        job = Job(lambda: self._variables.run(function), "lifespan()")
+        return await self._workers.call_beside(job, self._thread)
 
     def _end_thread(self) -> None:
         if self._thread is not None:

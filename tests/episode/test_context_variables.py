@@ -1,0 +1,143 @@
+"""Context variables that one hook sets: later hooks see them, and may reset them, whether sync or async."""
+
+from __future__ import annotations
+
+import decimal
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from runner import Environment, Limits, Outcome, Task, reward, tool
+from runner.testing import ScriptedEngine, call, play_many_async
+from tests.playing import tasks
+
+pytestmark = pytest.mark.anyio
+
+WHO: ContextVar[str] = ContextVar("who", default="nobody")
+
+
+class Says(Environment):
+    """Sets a variable in `setup()`, and resets it in `close()`."""
+
+    def tasks(self) -> list[Task]:
+        return tasks(3)
+
+    def setup(self) -> None:
+        self.token = WHO.set(self.task.id)
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return WHO.get()
+
+    @tool
+    async def peek(self) -> str:
+        """Peek."""
+        return WHO.get()
+
+    @reward
+    def kept(self) -> bool:
+        return WHO.get() == self.task.id
+
+    def close(self) -> None:
+        WHO.reset(self.token)
+
+
+class Asks(Says):
+    async def setup(self) -> None:
+        self.token = WHO.set(self.task.id)
+
+    async def close(self) -> None:
+        WHO.reset(self.token)
+
+
+async def results(environment: type[Environment], **options: Any) -> list[list[Any]]:
+    engine = ScriptedEngine([call("look"), call("peek"), "done"])
+    played = await play_many_async(environment, engine, **options)  # an error in close() fails the test
+    assert [each.outcome for each in played] == [Outcome.COMPLETED] * 3, [each.error for each in played]
+    assert [each.reward for each in played] == [1, 1, 1]
+    return [[message["content"] for message in each.messages if message["role"] == "tool"] for each in played]
+
+
+@pytest.mark.parametrize("environment", [Says, Asks])
+async def test_variable_of_setup_is_seen_and_reset_by_others(environment: type[Environment]) -> None:
+    assert await results(environment) == [["t0", "t0"], ["t1", "t1"], ["t2", "t2"]]
+    assert WHO.get() == "nobody"
+
+
+async def test_later_hook_changes_what_an_earlier_one_set() -> None:
+    class Changes(Says):
+        @tool
+        async def peek(self) -> str:
+            """Peek."""
+            WHO.set("async")
+            return "-"
+
+        @reward
+        def kept(self) -> bool:
+            return WHO.get() == "async"
+
+    assert await results(Changes) == [["t0", "-"], ["t1", "-"], ["t2", "-"]]
+
+
+async def test_local_context_of_decimal_lasts_until_close() -> None:
+    class Exact(Says):
+        def setup(self) -> None:
+            self.context = decimal.localcontext(prec=4 + int(self.task.id[1:]))
+            self.context.__enter__()
+
+        @tool
+        def look(self) -> str:
+            """Look."""
+            return str(decimal.getcontext().prec)
+
+        @tool
+        async def peek(self) -> str:
+            """Peek."""
+            return str(decimal.getcontext().prec)
+
+        @reward
+        def kept(self) -> bool:
+            return decimal.getcontext().prec == 4 + int(self.task.id[1:])
+
+        def close(self) -> None:
+            self.context.__exit__(None, None, None)
+
+    assert await results(Exact) == [["4", "4"], ["5", "5"], ["6", "6"]]
+    assert decimal.getcontext().prec == 28
+
+
+async def test_variables_after_an_abandoned_call_are_the_tasks() -> None:
+    seen: list[str] = []
+
+    class Sticks(Says):
+        @tool
+        def look(self) -> str:
+            """Look."""
+            WHO.set("stuck")
+            time.sleep(1)
+            return "late"
+
+        def close(self) -> None:
+            seen.append(WHO.get())
+
+    played = await play_many_async(Sticks, ScriptedEngine([call("look"), "done"]), limits=Limits(tool_seconds=0.2))
+    assert [each.outcome for each in played] == [Outcome.ENV_ERROR] * 3
+    assert sorted(seen) == ["t0", "t1", "t2"]
+
+
+async def test_database_of_another_thread_is_told_with_the_fix() -> None:
+    class Queries(Says):
+        def setup(self) -> None:
+            with ThreadPoolExecutor(1) as other:
+                self.database = other.submit(sqlite3.connect, ":memory:").result()
+            self.database.execute("select 1")
+
+        def close(self) -> None: ...
+
+    played = await play_many_async(Queries, ScriptedEngine("done"))
+    assert all("open it with check_same_thread=False" in each.error for each in played)
