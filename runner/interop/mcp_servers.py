@@ -193,13 +193,24 @@ class _Connection:
     async def opened(self) -> AsyncIterator[None]:
         """Connect until the block is left. What a process writes to standard error goes to a temporary file."""
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._errors:
-            async with AsyncExitStack() as stack:
-                try:
-                    transport = await self._transport(stack)
-                    self._client = await stack.enter_async_context(self._mcp.Client(transport))
-                except Exception as error:
-                    raise self._failed("cannot be connected", error) from error
-                yield
+            passing: BaseException | None = None
+            try:
+                async with AsyncExitStack() as stack:
+                    try:
+                        transport = await self._transport(stack)
+                        self._client = await stack.enter_async_context(self._mcp.Client(transport))
+                    except Exception as error:
+                        raise self._failed("cannot be connected", error) from error
+                    try:
+                        yield
+                    except BaseException as error:
+                        passing = error
+                        raise
+            except Exception as error:
+                # One over HTTP that dies cancels the block, and its error comes at the end.
+                if isinstance(passing, Exception) or isinstance(error, ServerFailed):
+                    raise
+                raise self._failed("is gone", error) from error
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         if isinstance(self._server, self._mcp.StdioServerParameters):

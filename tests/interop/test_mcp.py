@@ -49,6 +49,16 @@ def children() -> list[psutil.Process]:
 @pytest.fixture(scope="module", params=[""])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     """A server over HTTP; the parameter is the key that it wants."""
+    yield from http_server(request)
+
+
+@pytest.fixture(params=[""])
+def own_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same for one test."""
+    yield from http_server(request)
+
+
+def http_server(request: pytest.FixtureRequest) -> Iterator[str]:
     command = [sys.executable, str(HERE / "mcp_server.py"), "http", *([request.param] if request.param else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -122,6 +132,17 @@ async def test_a_server_that_dies_fails_its_episode_alone() -> None:
     assert "ServerFailed: MCP server '1' is gone" in error
     assert "the disk is on fire" in error
     assert children() == []
+
+
+async def test_a_server_over_http_that_dies_is_named(own_url: str) -> None:
+    (trajectory,) = await played([[call("die")], "done"], {"far": own_url})
+    assert trajectory.outcome is Outcome.ENV_ERROR
+    assert "ServerFailed: MCP server 'far' is gone" in trajectory.error
+
+
+async def test_a_shared_server_over_http_that_dies_is_named(own_url: str) -> None:
+    with pytest.raises(BadEnvironment, match="MCP server 'far' is gone"):
+        await played([[call("die")], "done"], {"far": own_url}, one_connection=True)
 
 
 async def test_a_silent_server_costs_the_call_and_not_the_episode() -> None:
