@@ -358,6 +358,9 @@ class RunSettings:
     def _with_dataset(self) -> RunSettings:
         given = {name: getattr(self, name) for name in DATASET_OPTIONS if getattr(self, name) is not None}
         if self.environment not in (DATASET, "mcp") or self.others:
+            if given and self.others:
+                name = next(iter(given))
+                raise BadOption(f"--{name}: give it to one of the environments, such as --set dataset.{name}=VALUE.")
             if given:
                 raise BadOption(f"--{next(iter(given))} is an option of the environment `dataset`: {DATASET_USAGE}")
             return self
@@ -393,7 +396,10 @@ class RunSettings:
             raise BadOption("give an environment (`deltarunner list`), or --agent 'COMMAND {prompt}'.")
         if self.agent is None:
             if self.others and self.tasks is not None:
-                raise BadOption("--tasks: each of several environments has its own tasks; leave it out.")
+                raise BadOption(
+                    "--tasks: each of several environments has its own tasks: give the file to one, such as "
+                    "--set dataset.tasks=FILE."
+                )
             return self
         if self.environment is not None and self.environment.partition(":")[0] == HARBOR and not self.others:
             return self._with_harbor_agent(given)
