@@ -22,9 +22,9 @@ from runner.concurrency.cancellation import to_its_end
 from runner.engines.proofs import WeightProof
 from runner.engines.state import PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, TransferStep, send_parts
-from runner.engines.vllm.tied_weights import equal_pairs
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
-from runner.engines.weights import LocalTransfer, WeightTransfer, forms_of_transfer
+from runner.engines.vllm.weight_transfer import fitting_source
+from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, forms_of_transfer
 from runner.errors import BadInput, BadWeights, DeltarunnerError, EngineError
 
 __all__ = ["FleetTransfers"]
@@ -56,6 +56,8 @@ class FleetTransfers:
         self._driver = driver
         self._met: _Meeting | None = None
         self._trainer: TrainerEndpoint | None = None
+        self._checkpoint: tuple[Checkpoint, Any] | None = None  # of the workers' model, with its configuration
+        self._source: Any = None
         self._transfer_group = TransferGroup(())
         self._compared: tuple[str, frozenset[WorkerHandle]] = "", frozenset()
         self._ranks: dict[WorkerHandle, int] = {}
@@ -228,7 +230,7 @@ class FleetTransfers:
             return True
         self.forget()
         self._transfer_group = transfer_group = TransferGroup(handles)
-        announced = await self._driver.launcher.put(await self._announced(transfer))
+        announced = await self._driver.launcher.put(await self._announced(transfer, handles))
         try:
             answers = await transfer_group.ask("check_weights", lambda _: (announced, version), compares=True)
         except BadInput:
@@ -251,11 +253,17 @@ class FleetTransfers:
         for handle in self._transfer_group.handles:
             handle.process.send("forget_checked")
 
-    async def _announced(self, transfer: WeightTransfer | LocalTransfer) -> Announced:
+    async def _announced(self, transfer: WeightTransfer | LocalTransfer, handles: Sequence[WorkerHandle]) -> Announced:
         if isinstance(transfer, LocalTransfer):
-            forms = await anyio.to_thread.run_sync(forms_of_source, transfer.source)
-            equal = await anyio.to_thread.run_sync(equal_pairs, transfer.source, forms)
-            return Announced("LocalTransfer", forms, transfer.seconds, equal)
+            if self._checkpoint is None:
+                calls = ask(handles[:1], "control", "checkpoint", patience=self._driver.stall_seconds)
+                self._checkpoint = next(iter((await calls).values()), None)
+            if self._checkpoint is None:  # engines without a model
+                self._source = transfer.source
+                forms = await anyio.to_thread.run_sync(forms_of_source, self._source)
+            else:
+                self._source, forms = await anyio.to_thread.run_sync(fitting_source, transfer, *self._checkpoint)
+            return Announced("LocalTransfer", forms, transfer.seconds)
         return Announced("WeightTransfer(update=...)", forms_of_transfer(transfer), transfer.seconds)
 
     def _is_met(self, transfer: WeightTransfer | LocalTransfer, handles: Collection[WorkerHandle]) -> bool:
@@ -317,7 +325,7 @@ class FleetTransfers:
         if self._has_sent_from_here:
             info = await anyio.to_thread.run_sync(_on_a_free_port, info)
         self._has_sent_from_here = True
-        self._trainer = TrainerEndpoint(transfer, self)
+        self._trainer = TrainerEndpoint(transfer, self, self._source)
         await self._trainer.meet(info)
 
     async def _part(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,8 +60,6 @@ class Announced:
     """Form of every tensor, by name."""
     seconds: float
     """Seconds without data after which the other end counts as lost."""
-    equal: Collection[frozenset[str]] | None = None
-    """Pairs of tensors with equal values, of those outside of layers; None if the values are elsewhere."""
 
 
 @dataclass(eq=False, slots=True)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from runner import BadWeights, Run, WeightTransfer
+from runner import BadWeights, LocalTransfer, Run, WeightTransfer
 from runner.cluster.transfers import _on_a_free_port
-from tests.cluster.in_process import InProcessWorker
+from runner.engines.vllm.worker.file_transfer import FileTransferInfo
+from runner.engines.weights import Checkpoint, read_folder
+from tests.cluster.in_process import InProcess, InProcessWorker
 from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
 from tests.cluster.rehearsed_trainer import Info, Parts, part
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, inits, members, of_version, sizes
 from tests.cluster.test_control import asked_of, state_of, versions
+from tests.engines.small_weights import Source
+
+transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -99,6 +107,50 @@ def test_trainer_here_takes_another_port_if_its_own_is_taken() -> None:
         assert (other.master_address, other.world_size, other.rank) == ("127.0.0.1", 2, 0)
     assert _on_a_free_port(info) == info
     assert _on_a_free_port(Info()) == Info()
+
+
+def small_trainer(kind: str, launcher: InProcess, folder: Path, **fields: Any) -> Any:
+    """A model of transformers, whose checkpoint is that of every worker's engine."""
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    known = Checkpoint("the model", read_folder(folder).forms, tied=config.tie_word_embeddings), config
+
+    async def checkpoint() -> Any:
+        return known
+
+    launcher.on_start = lambda worker: setattr(worker.worker.engine, "checkpoint", checkpoint)
+    return model
+
+
+async def test_transfer_from_here_has_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    """Transformers 5 fuses experts, and vLLM loads single ones."""
+    async with fleet(2) as (engine, launcher):
+        model = small_trainer("Qwen3Moe", launcher, tmp_path / "start", head_dim=8, num_experts=2)
+        wanted = read_folder(tmp_path / "start").forms.keys()
+        async with engine:
+            assert not {name for name, _ in model.named_parameters()} <= wanted
+            info = FileTransferInfo(str(tmp_path), rank=0)
+            await engine.update_weights(LocalTransfer(info, ModuleSource(model)))
+            assert load_file(tmp_path / "sent.safetensors").keys() == wanted
+            assert of_version(launcher) == ["1", "1"]
+
+
+async def test_untied_output_layer_is_refused_before_any_worker_compares(tmp_path: Path) -> None:
+    async with fleet(2) as (engine, launcher):
+        model = small_trainer("Llama", launcher, tmp_path / "start", tie_word_embeddings=True)
+        equal = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        async with engine:
+            info = FileTransferInfo(str(tmp_path), rank=0)
+            untied = {**equal, "lm_head.weight": equal["lm_head.weight"] + 1}
+            with pytest.raises(BadWeights, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+                await engine.update_weights(LocalTransfer(info, Source(untied)))
+            assert [asked_of(worker, *TRANSFER_CALLS) for worker in launcher.alive] == [[], []]
+            await engine.update_weights(LocalTransfer(info, Source(equal)))
+            assert of_version(launcher) == ["1", "1"]
 
 
 async def test_weights_without_a_connection_are_refused_before_any_call() -> None:

@@ -91,7 +91,9 @@ def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
             report = check_weights(folder, tiny=True, ways=ways, dtype=case.dtype, **(ON_A_GPU if case.gpu else {}))
         except DeltarunnerError as error:
             return {"not_run": one_line(error)}
-    return {"rows": [asdict(row) for row in report.rows]}
+    if report.failure and not report.rows:
+        return {"not_run": report.failure}
+    return {"rows": [asdict(row) for row in report.rows], "failure": report.failure, "changes_differ": True}
 
 
 def play(case: Case, ways: Sequence[str] = tuple(Way)) -> dict[str, Any]:
@@ -123,7 +125,9 @@ def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[
         return new
     rows = [*new["rows"], *(row for row in old["rows"] if row["way"] not in ways)]
     order = [str(way) for way in Way]
-    return {"rows": sorted(rows, key=lambda row: order.index(row["way"]))}
+    all_again = set(ways) >= {Way.TWICE, Way.UNDER_TURNS, Way.TRANSFER}
+    rows.sort(key=lambda row: order.index(row["way"]))
+    return {**new, "rows": rows, "changes_differ": all_again or old.get("changes_differ", False)}
 
 
 def read_results() -> dict[str, Any]:

@@ -20,6 +20,9 @@ weights, two to four layers, and transformers in float32 as the reference. Each 
 
 A cell has the number of rows that are right, and - where the way was not played. Any other verdict is named: *unseen*
 (the change moves scores by less than rounding does), *refused* (the reason is below), *wrong*.
+`after-sleep` on a CPU is an update while vLLM is paused, since it releases no memory there. In the cases with *older*,
+`transfer` sent equal weights twice, `twice` began with the first weights again, and `under-turns` did not check that
+turns ran across the update.
 """
 
 
@@ -38,7 +41,12 @@ def page(results: Mapping[str, Any]) -> str:
             "",
             "| case | " + " | ".join(f"`{way}`" for way in Way) + " |",
             "|---|" + "---|" * len(Way),
-            *(f"| {key} | " + " | ".join(_cell(rows, way) for way in Way) + " |" for key, rows in played.items()),
+            *(
+                f"| {key}{'' if results[key].get('changes_differ') else ' (*older*)'} | "
+                + " | ".join(_cell(rows, way) for way in Way)
+                + " |"
+                for key, rows in played.items()
+            ),
             "",
             "## Wrong, unseen or refused",
             "",
@@ -48,6 +56,11 @@ def page(results: Mapping[str, Any]) -> str:
             "",
             "vLLM or transformers does not run these here, or both compute different things with the same weights.",
             "",
+            *(
+                f"- {key}, in part: {_short(result['failure'])}"
+                for key, result in results.items()
+                if result.get("failure")
+            ),
             *(f"- {key}: {_short(why)}" for key, why in not_run.items()),
             "",
         ]

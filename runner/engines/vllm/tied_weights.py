@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import combinations, takewhile
+from itertools import takewhile
 from typing import Any, Final
 
 from runner.engines.vllm.transformers_names import tied_names
 from runner.engines.weights import Checkpoint, TensorForm, WeightFolder
 from runner.errors import BadWeights
 
-__all__ = ["compare_tied", "equal_in_folder", "equal_in_memory", "equal_in_source", "equal_pairs"]
+__all__ = ["compare_tied", "equal_in_folder", "equal_in_memory", "equal_in_source"]
 
 _PART_BYTES: Final = 64 << 20  # of each tensor of a folder that are in memory at a time
 
@@ -106,10 +105,3 @@ def equal_in_source(source: Any, one: str, other: str) -> bool:
         return False
     found = {name: tensor for name, tensor in source if name in (one, other)}
     return equal_in_memory(found[one], found[other])
-
-
-def equal_pairs(source: Any, forms: Mapping[str, TensorForm]) -> set[frozenset[str]]:
-    """Return the pairs of equal matrices outside of layers, which an embedding and its output layer are. Blocks."""
-    outside = [name for name, form in forms.items() if len(form.shape) == 2 and not re.search(r"\.\d+\.", name)]
-    pairs = [pair for pair in combinations(outside, 2) if forms[pair[0]].shape == forms[pair[1]].shape]
-    return {frozenset(pair) for pair in pairs if equal_in_source(source, *pair)}

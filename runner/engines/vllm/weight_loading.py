@@ -72,16 +72,24 @@ class VllmWeights:
         if self._checkpoint is None:
             self._checkpoint = await anyio.to_thread.run_sync(self._read_checkpoint)
 
+    async def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint of the engine's start.
+
+        Raises:
+            BadWeights: it is missing.
+        """
+        await self.prepare()
+        assert self._checkpoint is not None
+        if isinstance(self._checkpoint, BadWeights):
+            raise self._checkpoint
+        return self._checkpoint
+
     async def check(self, given: Any) -> CheckedWeights:
         """Check weights against the model and prepare them for loading; vLLM runs during this.
 
         A state dict is copied; its tensors must not change before this returns.
         """
-        await self.prepare()
-        model = self._checkpoint
-        assert model is not None
-        if isinstance(model, BadWeights):
-            raise model
+        model = await self.checkpoint()
         self._refuse_stale_copies()
         if isinstance(given, WeightTransfer | LocalTransfer | RelayedTransfer):
             await self._transfers.check(given, model)

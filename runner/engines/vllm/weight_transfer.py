@@ -14,10 +14,10 @@ from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_source
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
 from runner.engines.vllm.transformers_names import CheckpointSource
-from runner.engines.weights import Checkpoint, LocalTransfer, WeightTransfer, compare, forms_of_transfer
+from runner.engines.weights import Checkpoint, LocalTransfer, TensorForm, WeightTransfer, compare, forms_of_transfer
 from runner.errors import BadWeights, EngineError
 
-__all__ = ["Transfer", "VllmTransfers"]
+__all__ = ["Transfer", "VllmTransfers", "fitting_source"]
 
 Transfer = WeightTransfer | LocalTransfer | RelayedTransfer
 """Weights that come through a transfer engine."""
@@ -39,6 +39,27 @@ def trainer_gpu() -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix(_UUID_PREFIX)
 
 
+def fitting_source(transfer: LocalTransfer, model: Checkpoint, config: Any) -> tuple[Any, dict[str, TensorForm]]:
+    """Return a trainer's source with the tensor names of the checkpoint, and the forms of its tensors. Blocks.
+
+    Args:
+        transfer: the transfer.
+        model: the checkpoint of the engine's start.
+        config: transformers' configuration of the model.
+
+    Raises:
+        BadWeights: the weights do not fit.
+    """
+    name, source = type(transfer).__name__, transfer.source
+    forms = given = forms_of_source(source)
+    if not forms.keys() <= model.forms.keys():
+        source = CheckpointSource(config, source, model)
+        forms = forms_of_source(source)
+    compare(forms, model, given_as=name)
+    compare_tied(given, model, config, partial(equal_in_source, transfer.source), given_as=name)
+    return source, forms
+
+
 class VllmTransfers:
     """Connection between one `AsyncLLM` and its trainer; the `Receiver` of a transfer."""
 
@@ -58,10 +79,6 @@ class VllmTransfers:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
             compare(transfer.announced.forms, model, given_as=name)
-            if (same := transfer.announced.equal) is not None:
-                config = self._llm.vllm_config.model_config.hf_config
-                equal = lambda one, other: frozenset((one, other)) in same  # noqa: E731
-                compare_tied(transfer.announced.forms, model, config, equal, given_as=name)
             if transfer.init is not None:  # otherwise the relay joined them before
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
@@ -74,15 +91,8 @@ class VllmTransfers:
                 raise BadWeights(f"{name}(init=...) is not given, and engine and trainer are not joined yet.")
 
     async def _check_local(self, name: str, transfer: LocalTransfer, model: Checkpoint) -> None:
-        source = transfer.source
-        forms = given = await anyio.to_thread.run_sync(forms_of_source, source)
         config = self._llm.vllm_config.model_config.hf_config
-        if not forms.keys() <= model.forms.keys():
-            source = CheckpointSource(config, source, model)
-            forms = await anyio.to_thread.run_sync(forms_of_source, source)
-        compare(forms, model, given_as=name)
-        equal = partial(equal_in_source, transfer.source)
-        await anyio.to_thread.run_sync(partial(compare_tied, given, model, config, equal, given_as=name))
+        source, _ = await anyio.to_thread.run_sync(fitting_source, transfer, model, config)
         if self._trainer is None or not self._trainer.is_for(transfer):
             if getattr(transfer.info, "backend", None) == "nccl":
                 await self._check_devices(name)

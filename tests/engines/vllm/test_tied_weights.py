@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from runner.cluster.transfers import FleetTransfers
-from runner.engines.transfers import RelayedTransfer
 from runner.engines.vllm.tied_weights import equal_in_source
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.weights import LocalTransfer
@@ -75,29 +72,6 @@ async def test_untied_output_layer_is_refused_by_name_in_any_source(
     assert llm.asked == []
     for source in sources(equal, "equal"):
         (await weights.check(source)).close()
-
-
-@pytest.mark.parametrize("is_equal", [True, False])
-async def test_untied_output_layer_of_a_fleets_transfer_is_refused(is_equal: bool, tmp_path: Path) -> None:
-    """Its workers have no tensors of the trainer; the driver says which ones are equal."""
-    torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
-    trained = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL["LlamaConfig"]))
-    trained.config.architectures = ["LlamaForCausalLM"]
-    trained.save_pretrained(tmp_path / "the model")
-    llm = Llm(tmp_path / "the model", transfer=True)
-    llm.vllm_config.model_config.hf_config = trained.config
-    given = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-    if not is_equal:
-        given["lm_head.weight"] += torch.eye(96, 16)
-    announced = await FleetTransfers(SimpleNamespace())._announced(LocalTransfer(None, Source(given)))  # type: ignore[arg-type]
-    weights = VllmWeights(llm, "the model")
-    if is_equal:
-        (await weights.check(RelayedTransfer(announced))).close()
-        return
-    with pytest.raises(BadWeights, match=r"LocalTransfer: 'lm_head.weight' differs from 'model.embed_tokens.weight'"):
-        await weights.check(RelayedTransfer(announced))
-    assert llm.asked == []
 
 
 async def test_a_source_of_several_processes_is_not_read_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
