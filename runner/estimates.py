@@ -93,6 +93,11 @@ class Mean:
         except OverflowError:
             return math.inf
 
+    def __repr__(self) -> str:
+        if not self.count:
+            return "Mean(no values)"
+        return f"Mean({self.mean:.4g} ± {self.standard_error:.2g}, {self.count} values of {self.tasks} tasks)"
+
     def as_dict(self) -> dict[str, Any]:
         """The statistics as JSON values; None for NaN and infinity."""
         error = self.standard_error

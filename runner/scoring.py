@@ -157,8 +157,8 @@ def with_weights(scorers: tuple[Scorer, ...], weights: Mapping[str, float]) -> t
     return tuple(dataclasses.replace(s, weight=float(weights.get(s.name, s.weight))) for s in scorers)
 
 
-def as_score(value: Any, name: str) -> Score:
-    """A reward as a number.
+def as_score(value: Any, name: str, kind: str = "reward") -> Score:
+    """A reward, or another kind of score, as a number.
 
     Raises:
         TypeError: it is neither a number, a bool nor None.
@@ -173,7 +173,7 @@ def as_score(value: Any, name: str) -> Score:
     if isinstance(value, str):
         raise TypeError(f"{name} returned the string {value!r:.80}; return a number, a bool or None")
     if not math.isfinite(number):
-        raise ValueError(f"{name} returned {number}; a reward is a finite number, or None if unknown")
+        raise ValueError(f"{name} returned {number}; a {kind} is a finite number, or None if unknown")
     return number
 
 
@@ -189,7 +189,7 @@ def as_metrics(value: Any, name: str) -> dict[str, float]:
         if not all(isinstance(key, str) and key for key in value):
             raise TypeError(f"{name} returned keys that are not strings: {list(value)!r:.80}")
         several = {f"{name}.{key}": number for key, number in value.items()}
-    scores = {key: as_score(number, key) for key, number in several.items()}
+    scores = {key: as_score(number, key, "metric") for key, number in several.items()}
     return {key: score for key, score in scores.items() if score is not None}
 
 

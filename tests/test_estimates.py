@@ -82,6 +82,16 @@ def test_error_below_two_tasks_is_not_a_number(values: Values) -> None:
     assert math.isnan(mean.mean) == (not values)
 
 
+def test_repr_of_a_mean_has_its_figures() -> None:
+    mean = Mean()
+    assert repr(mean) == "Mean(no values)"
+    mean.add(1, "a")
+    assert repr(mean) == "Mean(1 ± nan, 1 values of 1 tasks)"
+    mean.add(0, "a")
+    mean.add(0, "b")
+    assert repr(mean) == f"Mean(0.3333 ± {mean.standard_error:.2g}, 3 values of 2 tasks)"
+
+
 def test_values_that_are_none_are_left_out() -> None:
     mean = Mean()
     for value, task in ((None, "a"), (1.0, "b"), (None, "b"), (0.0, "c")):

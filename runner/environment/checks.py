@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from runner.concurrency.user_code import describe_error
-from runner.environment.environment import Environment, NotInEpisode
+from runner.environment.environment import Environment, NotInEpisode, check_episode_attributes
 from runner.episode.hooks import Hooks
 from runner.episode.model import ChatModel
 from runner.errors import BadEnvironment, BadOption, BadTemplate, DeltarunnerError
@@ -32,6 +32,7 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
     if not isinstance(environment, type) or not issubclass(environment, Environment):
         if not isinstance(environment, Environment):
             raise BadEnvironment(f"{environment!r:.80} is not an Environment: subclass runner.Environment.")
+        check_episode_attributes(f"{type(environment).__name__}.__init__(): self", vars(environment))
         return environment
     name = environment.__name__
     try:
@@ -39,7 +40,7 @@ def as_environment(environment: Environment[Any] | type[Environment[Any]]) -> En
     except TypeError as error:
         raise BadEnvironment(f"{name} cannot be constructed without arguments ({error}): give {name}(...).") from error
     try:
-        return environment()
+        return as_environment(environment())
     except DeltarunnerError:
         raise
     except (Exception, SystemExit) as error:

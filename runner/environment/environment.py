@@ -22,7 +22,7 @@ from runner.tasks import Task
 from runner.tools.tool import Tool, collect_tools
 from runner.trajectory import Turn
 
-__all__ = ["Environment", "Reply"]
+__all__ = ["Environment", "Reply", "check_episode_attributes"]
 
 TaskT = TypeVar("TaskT", bound=Task, default=Task)
 
@@ -98,6 +98,8 @@ class Environment(Generic[TaskT]):
         super().__init_subclass__(**kwargs)
         cls.method_tools = tuple(collect_tools(cls).values())
         cls.scorers = collect_scorers(cls)
+        marked = {tool.attribute for tool in cls.method_tools} | {scorer.name for scorer in cls.scorers}
+        check_episode_attributes(cls.__name__, {name: value for name, value in vars(cls).items() if name not in marked})
         for name in HOOKS:
             _check_signature(cls, name)
         _check_setting(cls, "system_prompt", str | None, "a string or None")
@@ -193,6 +195,21 @@ class Environment(Generic[TaskT]):
         bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
+
+
+def check_episode_attributes(name: str, given: Mapping[str, object]) -> None:
+    """Refuse attributes of an environment that each episode sets, since they would be lost.
+
+    Raises:
+        BadEnvironment: one of them is among `given`.
+    """
+    for attribute in ("task", "episode", "shared", "tools"):
+        if attribute in given:
+            fix = "mark methods with @tool, or add tools in setup(): self.tools += [Tool(function)]"
+            raise BadEnvironment(
+                f"{name}.{attribute} = {given[attribute]!r:.60}: each episode sets {attribute}, so this would be "
+                f"lost; {fix if attribute == 'tools' else 'give it another name'}."
+            )
 
 
 def _check_setting(cls: type[Environment[Any]], name: str, kind: type | UnionType, wanted: str) -> None:

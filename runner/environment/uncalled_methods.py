@@ -1,4 +1,4 @@
-"""Methods that look like hooks but are never called: misspelt ones, and hooks that another hook replaces."""
+"""Methods and settings that look like those of an environment but are never used: misspelt, or replaced."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ HOOK_SYNONYMS: Final = {
 }
 """Other names for hooks and decorators, most of them from other libraries."""
 
+SETTING_SYNONYMS: Final = {
+    "system_prompt": "system system_message sys_prompt instructions system_instruction",
+    "limits": "limit max_turns turn_limit max_steps max_tokens",
+    "sampling": "sampling_params sampling_parameters generation_config temperature",
+    "tool_choice": "toolchoice tool_use",
+}
+"""Other names for settings of the class, most of them from other libraries."""
+
+_SETTING_BY_NAME: Final = {name: setting for setting, names in SETTING_SYNONYMS.items() for name in names.split()}
 _HOOK_BY_NAME: Final = {
     name: hook for hook, names in HOOK_SYNONYMS.items() for name in names.split() if name not in HOOKS
 }
@@ -35,9 +44,9 @@ _MIN_SIMILARITY: Final = 0.8
 
 
 def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
-    """Messages about methods that look like hooks and are never called.
+    """Messages about methods that look like hooks and are never called, and settings that are never read.
 
-    A method whose name occurs in another method of the class counts as called.
+    One whose name occurs in a method of the class counts as used.
     """
     cls = type(environment)
     own = [base for base in cls.__mro__ if base not in Environment.__mro__]
@@ -45,7 +54,14 @@ def uncalled_methods(environment: Environment[Any]) -> Iterator[str]:
     mentioned = {name for base in own for value in vars(base).values() for name in _names_in(value)}
     marked = {tool.attribute for tool in environment.method_tools} | {scorer.name for scorer in environment.scorers}
     for name, value in written.items():
-        if name.startswith("_") or name in marked or name in mentioned or not inspect.isroutine(_function(value)):
+        if name.startswith("_") or name in marked or name in mentioned:
+            continue
+        if not inspect.isroutine(_function(value)):
+            if setting := _SETTING_BY_NAME.get(name):
+                yield (
+                    f"{cls.__name__}.{name} is never read: the setting is called {setting}. Begin its name with _ if "
+                    "other code reads it."
+                )
             continue
         where = f"{cls.__name__}.{name}()"
         if name == "finished" and not ({"__iter__", "__aiter__"} & written.keys()):

@@ -18,6 +18,7 @@ from runner.runs.fleet_stats import FleetStats, fleet_in_words
 from runner.runs.player import Attempt, PlayingEngine
 from runner.runs.run import Run
 from runner.runs.time_left import TimeLeft, TimeLeftEstimator
+from runner.trajectory import Outcome
 from runner.transcript import shown_line
 
 __all__ = [
@@ -79,7 +80,10 @@ class LiveStats:
     """The number of these that earlier runs of the file played."""
 
     done: int = 0
-    """The number of finished episodes, including failed ones and those of earlier runs."""
+    """The number of finished episodes, including failed ones and those of earlier runs, without cancelled ones."""
+
+    cancelled: int = 0
+    """The number of cancelled episodes, which a resumed run plays again."""
 
     failed: int = 0
     """The number of finished episodes that failed."""
@@ -184,7 +188,8 @@ class StatsReader:
         return LiveStats(
             total=total,
             before=before,
-            done=summary.episodes,
+            done=summary.episodes - summary.outcomes[Outcome.CANCELLED],
+            cancelled=summary.outcomes[Outcome.CANCELLED],
             failed=summary.failed,
             running=len(run.plays),
             in_engine=max(0, asking - waiting) if engine is None else None,
@@ -292,6 +297,8 @@ def in_words(stats: LiveStats) -> Iterator[str]:
     if stats.throttled:
         yield f"rate-limited {stats.throttled} times, now {stats.let_in} requests at once"
     yield f"{stats.failed} failed"
+    if stats.cancelled:
+        yield f"{stats.cancelled} cancelled"
     if stats.malformed:
         yield calls_in_words(stats.calls, stats.malformed)
     yield pace_in_words(stats)

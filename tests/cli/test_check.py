@@ -66,6 +66,11 @@ BAD = {
     def bad(self):
         return float("inf")
 """,
+    "metric without end": """
+    @metric
+    def bad(self):
+        return float("nan")
+""",
     "raising metric": """
     @metric
     def bad(self):
@@ -241,6 +246,7 @@ SAYS = {
     "raising reward after a limit": (3, "error    reward bad(): KeyError: 'score'"),
     "reward of text": (3, "bad returned the string 'good'|bad returned 'good'; return a number, a bool or None"),
     "reward without end": (3, "bad returned inf; a reward is a finite number"),
+    "metric without end": (0, "warning  metric bad(): ValueError: bad returned nan; a metric is a finite number"),
     "raising metric": (0, "warning  metric bad(): KeyError: 'score'"),
     "raising group reward": (3, "group_reward bad"),
     "random reward": (3, "bad() returned another value in 4 of 4 episodes when the same episode was"),

@@ -21,6 +21,7 @@ from runner import (
     reward,
     tool,
 )
+from runner.environment.checks import as_environment
 
 
 class Base(Environment):
@@ -130,9 +131,29 @@ def two_rewards_in_a_nested_class() -> None:
                 return False
 
 
+def lost(name: str, value: Any) -> Callable[[], None]:
+    return lambda: type("Sub", (Base,), {name: value}) and None
+
+
+@pytest.mark.parametrize("name", ["tools", "task", "episode", "shared"])
+def test_attribute_that_init_sets_and_episodes_replace_is_refused(name: str) -> None:
+    class Sub(Base):
+        def __init__(self) -> None:
+            setattr(self, name, [len])
+
+    for given in (Sub, Sub()):
+        with pytest.raises(BadEnvironment, match=rf"Sub\.__init__\(\): self\.{name} = .*each episode sets {name}"):
+            as_environment(given)
+
+
 @pytest.mark.parametrize(
     ("define", "message"),
     [
+        (lost("tools", [len]), r"Sub\.tools = \[.*each episode sets tools.*self\.tools \+= \[Tool\("),
+        (lost("tools", property(lambda self: [])), r"Sub\.tools = <property"),
+        (lost("task", None), r"Sub\.task = None: each episode sets task.*give it another name"),
+        (lost("episode", 3), r"Sub\.episode = 3"),
+        (lost("shared", {}), r"Sub\.shared = \{\}"),
         (two_rewards_of_one_name, r"Sub\.right is defined twice in its class, the second time with @reward; .*rename"),
         (metric_with_the_name_of_a_reward, r"Sub\.right is defined twice .* with @metric"),
         (group_reward_with_the_name_of_a_metric, r"Sub\.right is defined twice .* with @group_reward"),

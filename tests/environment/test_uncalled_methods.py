@@ -13,7 +13,7 @@ from runner import Conversation, Environment, Run, Task, Trajectory, Turn, metri
 from runner.cli.app import app
 from runner.environment.environment import HOOKS
 from runner.environment.loading import bundled_environments, find_environment
-from runner.environment.uncalled_methods import HOOK_SYNONYMS, uncalled_methods
+from runner.environment.uncalled_methods import HOOK_SYNONYMS, SETTING_SYNONYMS, uncalled_methods
 from runner.testing import ScriptedEngine
 from tests.playing import Plain
 
@@ -34,6 +34,18 @@ def test_a_method_with_a_name_like_a_hooks_is_named_with_the_hook(name: str) -> 
     (text,) = told(type("Odd", (Plain,), {name: does_nothing}))
     assert text.startswith(f"Odd.{name}() is never called: ")
     assert "mark it with @" in text or any(f"the hook is called {hook}()" in text for hook in HOOKS)
+
+
+@pytest.mark.parametrize("name", [name for names in SETTING_SYNONYMS.values() for name in names.split()])
+def test_setting_of_another_name_is_told_with_its_own(name: str) -> None:
+    (text,) = told(type("Odd", (Plain,), {name: "You are brief."}))
+    assert text.startswith(f"Odd.{name} is never read: the setting is called ")
+    assert hasattr(Environment, text.partition("called ")[2].partition(".")[0])
+
+    def reads(self: Any) -> Any:
+        return self.max_turns
+
+    assert told(type("Reads", (Plain,), {"max_turns": 5, "setup": reads})) == []
 
 
 def test_finished_beside_tasks_is_told_where_it_belongs() -> None:

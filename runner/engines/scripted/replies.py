@@ -113,7 +113,8 @@ class ReplyEncoder:
         text = reply.text
         if reply.calls:
             calls = self._written(reply)
-            text = f"{self._beside(text)}{self._between}{calls}" if text else calls
+            closed = self._closed_thought(text)
+            text = f"{closed}{self._beside(text)}{self._between}{calls}" if text else f"{closed}{calls}"
         return EncodedReply(reply, self._encode(text))
 
     def _written(self, reply: Reply) -> str:
@@ -125,6 +126,12 @@ class ReplyEncoder:
                 f"a reply that calls {names}: template {self._template.name!r} cannot write it: {error}. "
                 "Give other calls, one a turn, or the turn as text; or give the engine template='pythonic' or 'hermes'."
             ) from None
+
+    def _closed_thought(self, text: str) -> str:
+        """Return the close of a thought that the prompt opened, if the text has none: no calls are read in thoughts."""
+        thought = self._parser.format.reasoning
+        needed = thought is not None and thought.opened_by_prompt and thought.close.strip() not in text
+        return thought.close if thought is not None and needed else ""
 
     def _beside(self, text: str) -> str:
         """Return the content before calls; with channels it is a separate message."""

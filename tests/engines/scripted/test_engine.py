@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from runner.engines.base import FinishReason, GenerationRequest
 from runner.engines.scripted.script import Chunks, cut_points
 from runner.errors import BadOption, RequestRejected
-from runner.testing import Latency, ModelCall, Reply, ScriptedEngine, call
+from runner.testing import Latency, ModelCall, Reply, ScriptedEngine, call, play_many_async
+from runner.tokens.template import ChatTemplate
+from runner.tools.tool import tool
+from tests.conformance.corpus import VARIABLES, corpus
 from tests.engines.asking import END, STOP, converse, request, say
+from tests.playing import Plain
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_backends]
 
@@ -142,6 +146,25 @@ async def test_calls_are_written_in_the_form_of_the_template(template: str, text
     both = text.removeprefix("Let me see.\n")
     assert said[:2] == [text + END, both + END]
     assert said[2] in ("[add(a=17, b=25)]" + END, both.split("\n<tool_call>")[0] + END)
+
+
+@pytest.mark.parametrize("text", ["", "I look.", "Hm.\n</think>\n\nI look."])
+async def test_calls_close_a_thought_that_the_prompt_opened(text: str) -> None:
+    entry = next(each for each in corpus() if each.name == "Qwen3.5-4B")
+    template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
+
+    class Looks(Plain):
+        @tool
+        def look(self) -> str:
+            """Look."""
+            return "a heron"
+
+    (played,) = await play_many_async(
+        Looks, ScriptedEngine([Reply(text, calls=[call("look")]), "x"], template=template)
+    )
+    turn = played.turns[0]
+    assert (turn.reasoning, turn.text) == ("Hm." if "Hm." in text else "", "I look." if text else "")
+    assert [(each.name, each.failed) for each in turn.tool_calls] == [("look", False)]
 
 
 @pytest.mark.parametrize("nothing", [[], {}, 7, [7], [["text in a list of calls"]]], ids=repr)
