@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import posixpath
@@ -33,6 +34,9 @@ KILL_SECONDS: Final = 10.0
 
 START_SECONDS: Final = 60.0
 """Longest time until a command has begun; after it the time limit of the command counts."""
+
+NOT_STARTED_CODE: Final = 126
+"""Exit code of a command that no process can be started with, as of a shell."""
 
 UNSURE_CODES: Final = (125, 126, 127, 137, 255)
 """Exit codes of the client that may also stand for a container that is gone."""
@@ -107,7 +111,14 @@ class ContainerSandbox:
             raise BadOption(f"exec({argv!r:.80}): give a list of strings, such as ['sh', '-c', 'ls'].")
         command = _Command(self._client, self.name, argv, dict(env or {}), user, cwd, output_bytes)
         given = input.encode() if isinstance(input, str) else input
-        ended_by = await command.run(seconds, given, self._end_inside)
+        try:
+            ended_by = await command.run(seconds, given, self._end_inside)
+        except ValueError as error:  # a zero byte, which a model may write
+            return Executed(NOT_STARTED_CODE, "", f"the command cannot be started: {error}\n", 0.0)
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            return Executed(NOT_STARTED_CODE, "", "the command cannot be started: it is too long\n", 0.0)
         executed = command.executed(ended_by)
         if ended_by == "exit" and (executed.code in UNSURE_CODES or not command.has_begun):
             await self._check_running()
@@ -222,8 +233,10 @@ class ContainerSandbox:
             raise file_error(result, path, "cannot be written in the sandbox")
 
     async def _absolute(self, path: str) -> str:
-        if not isinstance(path, str) or not path or "\0" in path:
+        if not isinstance(path, str) or not path:
             raise BadOption(f"path={path!r:.80}: give the path of a file in the sandbox.")
+        if "\0" in path:
+            raise OSError(f"{path!r:.80} contains a zero byte, which no path can")
         if not path.startswith("/"):
             if self._workdir is None:
                 self._workdir = (await self._inspect("{{.Config.WorkingDir}}")) or "/"

@@ -81,6 +81,18 @@ async def test_a_missing_program_is_a_result(box: Sandbox) -> None:
     assert "not found" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("echo a\0b", "null byte"), ("echo \ud800", "surrogates"), ("echo " + "x" * 200_000, "it is too long")],
+    ids=["zero", "surrogate", "long"],
+)
+async def test_a_command_that_cannot_be_started_is_a_result(box: Sandbox, command: str, said: str) -> None:
+    done = await box.exec(sh(command))
+    assert (done.code, done.stdout, done.ended_by) == (126, "", "exit")
+    assert "the command cannot be started" in done.stderr
+    assert said in done.stderr
+
+
 @pytest.mark.whole
 async def test_long_output_keeps_its_beginning_and_end(box: Sandbox) -> None:
     done = await box.exec(sh("echo first; seq 20000; echo last"), output_bytes=1000)
@@ -271,6 +283,9 @@ async def test_only_regular_files_of_the_right_size_are_read(box: Sandbox) -> No
         await box.read("/tmp/big", most_bytes=1000)
     with pytest.raises(OSError, match="/dev/zero"):
         await box.read("/dev/zero")
+    for call in (box.read("a\0"), box.write("a\0", "x")):
+        with pytest.raises(OSError, match="contains a zero byte"):
+            await call
     assert b"model" in await box.read("/tmp/link")
 
 
