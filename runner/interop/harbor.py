@@ -268,7 +268,7 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
         raise VerifierFailed(f"the verifier was ended at its limit ({done.ended_by}): {last_words(str(done))}")
     if done.code in NOT_STARTED_CODES:
         raise VerifierFailed(f"the verifier cannot be started: {last_words(str(done))}")
-    for name, read in zip(REWARD_FILES, (_read_json, _read_text), strict=True):
+    for name, read in zip(REWARD_FILES, (read_json, _read_text), strict=True):
         try:
             content = (await sandbox.read(f"{LOG_FOLDER}/{name}")).decode("utf-8", "replace").strip()
         except OSError:
@@ -308,10 +308,15 @@ def _read_text(content: str) -> dict[str, float]:
         raise ValueError(f"it contains {content!r:.80}, and not one finite number") from None
 
 
-def _read_json(content: str) -> dict[str, float]:
+def read_json(content: str) -> dict[str, float]:
+    """Return the numbers of a `reward.json`; one of them is `reward`.
+
+    Raises:
+        ValueError: it is not an object of finite numbers.
+    """
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"it contains {content!r:.80}, which is not JSON") from None
     if is_number(found):
         found = {"reward": found}
@@ -326,9 +331,13 @@ def _read_json(content: str) -> dict[str, float]:
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not is_number(value) or not math.isfinite(value):
+    try:
+        number = float(value) if is_number(value) else math.nan
+    except OverflowError:  # a whole number of 400 digits
+        number = math.inf
+    if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError(f"{name} is {value!r:.60}, and not a finite number")
-    return float(value)
+    return number
 
 
 async def _wait_until_healthy(task: HarborTask, sandbox: Sandbox) -> None:

@@ -13,6 +13,7 @@ from runner import BadOption, BadTask, Outcome, RunFile, ScriptedEngine
 from runner.cli import run
 from runner.cli.app import app
 from runner.interop import Harbor
+from runner.interop.harbor import read_json
 from runner.interop.harbor_tasks import read_task
 from runner.testing import call, play_many_async
 from tests.sandbox.harbor_folders import CONFIGURATION, IMAGE, TASKS, write_task, write_tasks
@@ -170,6 +171,21 @@ async def test_planted_rewards_and_tests_are_removed(tmp_path: Path, broken: str
     plant = "mkdir -p /tests /logs/verifier; echo 1 >/logs/verifier/reward.txt; ln -s /tmp /tests/numbers.sh"
     (trajectory,) = await played(tmp_path, [[call("bash", command=f"{plant}; {broken}")], "done"])
     assert trajectory.reward == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "is not JSON"),
+        ("1" * 400, "not a finite number"),
+        ('{"a": true}', "a is True"),
+        ("{}", "an object"),
+    ],
+    ids=["deep", "large", "bool", "empty"],
+)
+def test_an_odd_reward_file_is_refused(content: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_json(content)
 
 
 # It waits for the verifier of `FORGED`, so that its reward is the one that is read.
