@@ -167,6 +167,8 @@ class ContainerSandbox:
         if not state.ok:
             raise SandboxGone(f"sandbox {self.name} was removed from outside")
         status, _, is_out_of_memory = state.text.partition(" ")
+        if status == "removing":
+            raise SandboxGone(f"sandbox {self.name} was removed from outside")
         return status, is_out_of_memory == "true"
 
     async def _check_running(self) -> None:
