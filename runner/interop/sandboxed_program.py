@@ -39,6 +39,7 @@ class SandboxedProgram(Program):
         processes: int = 512,
         disk_mb: int | None = None,
         network: str = "none",
+        user: str = "",
         as_left: bool = False,
         **program: Any,
     ) -> None:
@@ -54,6 +55,8 @@ class SandboxedProgram(Program):
             processes: the most processes.
             disk_mb: space for files in MiB; refused where the engine cannot limit it.
             network: "none", so that the program reaches only its endpoint, or "internet".
+            user: the user of the program and of the copied files; the check is then run by root. Without it both are
+                the user of the image.
             as_left: check the sandbox as the program left it. Otherwise all its processes are ended, and the programs
                 of the image are put back before the check.
             program: further arguments of `Program`.
@@ -62,8 +65,15 @@ class SandboxedProgram(Program):
             raise BadOption(f"wrap={program['wrap']!r:.80} and sandbox={sandbox!r:.80}: give one of them.")
         super().__init__(agent, check, copy, **program)
         self._as_left = as_left
+        self._check_user = "0" if user else None
         self._options = SandboxOptions(
-            image=sandbox, memory_mb=memory_mb, cpus=cpus, processes=processes, disk_mb=disk_mb, network=network
+            image=sandbox,
+            memory_mb=memory_mb,
+            cpus=cpus,
+            processes=processes,
+            disk_mb=disk_mb,
+            network=network,
+            user=user or None,
         )
         self.sandbox: Sandbox
         """The sandbox; set from `setup()` on."""
@@ -75,16 +85,8 @@ class SandboxedProgram(Program):
 
     async def setup(self) -> None:  # type: ignore[override]  # a hook may be synchronous or not
         """Open the sandbox, and copy the folder."""
-        options = self._options
-        self.sandbox = await self.episode.sandbox(
-            options.image,
-            at_once=self.programs,
-            memory_mb=options.memory_mb,
-            cpus=options.cpus,
-            processes=options.processes,
-            disk_mb=options.disk_mb,
-            network=options.network,
-        )
+        options = {name: getattr(self._options, name) for name in self._options.__slots__}
+        self.sandbox = await self.episode.sandbox(at_once=self.programs, **options)
         if self.copy is not None:
             await self.sandbox.upload(self.copy, ".")
 
@@ -94,4 +96,4 @@ class SandboxedProgram(Program):
     async def _is_solved(self) -> bool:
         if not self._as_left and not await restored(self.sandbox):
             return False
-        return (await self.sandbox.exec(self.checking, seconds=CHECK_SECONDS)).ok
+        return (await self.sandbox.exec(self.checking, seconds=CHECK_SECONDS, user=self._check_user)).ok

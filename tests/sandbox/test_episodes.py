@@ -180,6 +180,19 @@ async def test_a_program_inside_reaches_its_endpoint_and_nothing_else(tmp_path: 
 
 @pytest.mark.whole
 @pytest.mark.asyncio_alone
+async def test_a_user_of_the_program_is_not_that_of_the_check(tmp_path: Path) -> None:
+    (tmp_path / "agent").write_text(AGENT.replace("answer.txt", "/tmp/answer.txt; id -un >/tmp/user.txt"))
+    (tmp_path / "agent").chmod(0o755)
+    check = """sh -c 'test "$(echo $(cat /tmp/answer.txt /tmp/user.txt) $(id -u))" = "42 model 0"'"""
+    environment = SandboxedProgram(
+        "./agent {prompt}", str(IMAGE_FOLDER), check, copy=str(tmp_path), memory_mb=64, user="model"
+    )
+    (trajectory,) = await played("The answer is 42", environment)
+    assert trajectory.reward == 1, trajectory.error
+
+
+@pytest.mark.whole
+@pytest.mark.asyncio_alone
 async def test_a_program_that_fails_inside_shows_its_errors() -> None:
     environment = SandboxedProgram("bash -c 'echo the cause >&2; exit 5' {prompt}", str(IMAGE_FOLDER), memory_mb=64)
     (trajectory,) = await played("x", environment)
