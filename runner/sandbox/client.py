@@ -33,6 +33,9 @@ DRAIN_SECONDS: Final = 2.0
 ERROR_CHARS: Final = 2000
 """Characters of a client's output in an error message."""
 
+NO_FILES_FOLDER: Final = "/proc"
+"""Folder in which the client runs. podman leaves a monitor there, which writes a file `oom` if memory is used up."""
+
 CHUNK_BYTES: Final = 64 * 1024
 """Bytes that are read at once."""
 
@@ -207,7 +210,10 @@ class ContainerClient:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.argv = tuple(argv)
+        # Absolute, since it is not run in the current folder.
+        self.argv = tuple(
+            os.path.abspath(each) if not place and "/" in each else each for place, each in enumerate(argv)
+        )
         """The command."""
         self.is_docker = os.path.basename(self.argv[0]).startswith("docker")
         """True if some options have the names that docker uses."""
@@ -268,6 +274,7 @@ class ContainerClient:
             stderr=subprocess.PIPE,
             bufsize=0,
             env={**client_environ(), **(env or {})},
+            cwd=NO_FILES_FOLDER,
             start_new_session=True,
         )
 

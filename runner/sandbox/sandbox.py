@@ -212,11 +212,11 @@ class SandboxOptions:
 
     @property
     def folder(self) -> Path | None:
-        """The folder with the Dockerfile; None for the name of an image."""
+        """The absolute path of the folder with the Dockerfile; None for the name of an image."""
         if not isinstance(self.image, str):
-            return Path(self.image)
+            return Path(self.image).absolute()
         is_path = self.image.startswith((".", "/", "~")) or self.image.endswith("/") or Path(self.image).is_dir()
-        return Path(self.image).expanduser() if is_path else None
+        return Path(self.image).expanduser().absolute() if is_path else None
 
 
 class SandboxProvider(Protocol):
