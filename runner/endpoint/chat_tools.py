@@ -109,16 +109,22 @@ def read_chat_messages(messages: Sequence[Any]) -> list[Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    role, calls = message.get("role"), message.get("tool_calls")
+    role = message.get("role")
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
         answered = minted(message["tool_call_id"])
         return message if answered == message["tool_call_id"] else {**message, "tool_call_id": answered}
+    return _assistant(message) if role == "assistant" else message
+
+
+def _assistant(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
     if isinstance(calls, list) and any(isinstance(call, dict) and call.get("type") == "custom" for call in calls):
         message = {**message, "tool_calls": [_call(call) for call in calls]}
     for name in ("reasoning", "reasoning_content"):
-        if role == "assistant" and not isinstance(message.get(name), str | None):
-            message = {**message, name: _text_of(message[name])}
-    if role == "assistant" and not message.get("content") and isinstance(message.get("refusal"), str):
+        thought = message.get(name)
+        if thought is not None and not isinstance(thought, str):
+            message = {**message, name: _text_of(thought)}
+    if not message.get("content") and isinstance(message.get("refusal"), str):
         message = {**message, "content": message["refusal"], "refusal": None}
     return message
 

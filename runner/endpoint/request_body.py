@@ -127,10 +127,8 @@ def check_size(asked: ChatCall) -> None:
     """
     if len(asked.tools) > MAX_TOOLS:
         bad(f"tools: {len(asked.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
-    calls = 0
-    for message in asked.messages:
-        made = message.get("tool_calls") if isinstance(message, dict) else None
-        calls += len(made) if isinstance(made, list) else 0
+    made = [message.get("tool_calls") for message in asked.messages if isinstance(message, dict)]
+    calls = sum(len(each) for each in made if isinstance(each, list))
     if calls > MAX_CALLS:
         bad(f"the history has {calls:,} calls of tools, and at most {MAX_CALLS:,} are read: send a shorter one.")
     for index, tool in enumerate(asked.tools):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +83,7 @@ def align(
     Raises:
         BadMessage: an item is not a message, or there is nothing to answer.
     """
-    given = histories.read(messages, previous, own_system=own_system)
+    given, by_reference = histories.read(messages, previous, own_system=own_system)
     read = given
     if system_as_user or several_systems(read):
         read = as_taken(read, systems(), system_as_user=system_as_user)
@@ -92,7 +92,8 @@ def align(
     match = histories.match(read)
     if not match.points:
         raise BadMessage("a request begins with an answer that was cut: put its prompt before it.")
-    echoed = next((each.handles for each in reversed(match.messages) if histories.named(each.handles)), ())
+    latest = (match.messages[index].handles for index in reversed(match.naming))
+    echoed = next((each for each in latest if histories.named(each)), ())
     named = histories.named([*handles, *echoed])
     parent = _parent(match, named, label)
     depth = 0 if parent is None else _depth(match, parent)
@@ -101,7 +102,7 @@ def align(
     changed = _changed(match, found.parent)
     match.compared = ComparedTurn(found.parent, len(match.messages), changed)
     found.tolerated = changed | match.tolerated
-    if previous or any(isinstance(each, Mapping) and "refers" in each for each in messages):
+    if by_reference:
         found.tolerated |= {Tolerated.REFERENCE}
     found.told = given[own_system:]
     stored = [] if parent is None or parent.node is None else parent.node.messages
@@ -199,8 +200,9 @@ def _require_message_to_answer(match: HistoryMatch, rest: Sequence[ReadMessage])
 
 def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode | None:
     """Return the turn that the last ids of a history name, if it is not at its place in the history."""
-    spoken = (message for message in reversed(match.messages) if message.role == "assistant")
-    named = next((turn for each in spoken if (turn := histories.named(each.handles)) is not None), None)
+    naming = (match.messages[index] for index in reversed(match.naming))
+    spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
+    named = next((turn for turn in spoken if turn is not None), None)
     if named is None or named.node is None or any(named.said is point for point in match.points):
         return None
     return named

@@ -147,6 +147,8 @@ class HistoryMatch:
     """Differences that the client made and that change nothing."""
     thoughts: list[int] = field(default_factory=list)
     """Indices of the messages that have reasoning."""
+    naming: list[int] = field(default_factory=list)
+    """Indices of the messages that have ids of turns."""
     sent: dict[int, ReadMessage] = field(default_factory=dict)
     """By index, messages that were replaced by their turn because of their ids, as the client sent them."""
     size: int = 0
@@ -165,6 +167,7 @@ class HistoryMatch:
             answers=list(self.answers),
             tolerated=set(self.tolerated),
             thoughts=list(self.thoughts),
+            naming=list(self.naming),
             sent=dict(self.sent),
         )
 
@@ -172,6 +175,8 @@ class HistoryMatch:
         """Add a message."""
         if "reasoning_content" in message.message:
             self.thoughts.append(len(self.messages))
+        if message.handles:
+            self.naming.append(len(self.messages))
         self.messages.append(message)
         self.points.append(point)
         self.answers.append(answered)
@@ -262,7 +267,7 @@ class HistoryTree:
 
     # --- looking up
 
-    def read(self, messages: Sequence[Any], previous: str, *, own_system: bool) -> list[ReadMessage]:
+    def read(self, messages: Sequence[Any], previous: str, *, own_system: bool) -> tuple[list[ReadMessage], bool]:
         """Read the history of a request.
 
         Args:
@@ -270,21 +275,25 @@ class HistoryTree:
             previous: id of an earlier answer that precedes them, together with its history; "" for none.
             own_system: True if the first message is a system message, which then precedes all of that.
 
+        Returns:
+            The messages, and whether a part of the history is there by its id alone.
+
         Raises:
             BadMessage: an item is not a message, or has content that is not text.
             UnknownReference: an id does not belong to a turn of the episode.
         """
-        read = self.reader.read([self._referred(each) for each in messages] if _refers(messages) else messages)
+        refers = _refers(messages)
+        read = self.reader.read([self._referred(each) for each in messages] if refers else messages)
         if not previous:
-            return read
+            return read, refers
         turn = self._handles.get(f"call_{previous.removeprefix('resp_')}")
         if turn is None or turn.given is None or turn.told is None:
             raise UnknownReference(previous, is_item=False)
-        return [*read[:own_system], *turn.told, turn.given, *read[own_system:]]
+        return [*read[:own_system], *turn.told, turn.given, *read[own_system:]], True
 
     def _referred(self, message: Any) -> Any:
         """Return the message of the turn that an id alone refers to; any other message unchanged."""
-        given = message.get("refers") if isinstance(message, Mapping) else None
+        given = message.get("refers") if isinstance(message, dict) else None
         if given is None:
             return message
         turn = self._handles.get(message.get("handle", ""))
@@ -468,7 +477,7 @@ class _MatchedHistory:
 
 
 def _refers(messages: Sequence[Any]) -> bool:
-    return any(isinstance(each, Mapping) and "refers" in each for each in messages)
+    return any(isinstance(each, dict) and "refers" in each for each in messages)
 
 
 def _in_order(values: list[Any], positions: Mapping[str, int], id_of: Callable[[Any], str] = str) -> list[Any]:

@@ -55,6 +55,7 @@ class Claims:
         self._given.execute(
             "CREATE TABLE given (id PRIMARY KEY, position INTEGER, visits INTEGER NOT NULL) WITHOUT ROWID"
         )
+        self._given.execute("BEGIN")  # never committed: a transaction for each statement takes longer
 
     def claim(self, task: Task, position: int, *, repeatable: bool, visit: int | None = None) -> Claimed:
         """See `RunWriter.claim`."""

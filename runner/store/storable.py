@@ -25,6 +25,7 @@ MAX_DEPTH: Final = 200
 """The deepest nesting of containers; JSON readers fail beyond it."""
 
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+_TEXT: Final = frozenset({str})
 _OWN_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Task))
 
 
@@ -58,13 +59,17 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
 
 def _is_plain(value: Any, depth: int) -> bool:
     """True if `value` is of JSON's own types throughout, as nearly every value is; no text is made for its places."""
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return True
     if depth == 0:  # also of a container in itself
         return False
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(inner, depth - 1) for key, inner in value.items())
-    return type(value) is list and all(_is_plain(inner, depth - 1) for inner in value)
+    if kind is dict and _TEXT.issuperset(map(type, value)):
+        value = value.values()
+    elif kind is not list:
+        return False
+    # Sets compare the types of all values at once; most containers have no other container in them.
+    return _PLAIN.issuperset(map(type, value)) or all(_is_plain(inner, depth - 1) for inner in value)
 
 
 def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]:
@@ -169,14 +174,10 @@ def make_storable(trajectory: Trajectory) -> str | None:
         first_unstorable({name: value for name, value in message.items() if name != "content"}, f"messages[{number}]")
         for segment in trajectory.segments
         for number, message in enumerate(segment.messages)
-        if len(message) > _PLAIN_MESSAGE_KEYS_COUNT
+        if not _is_plain(message, MAX_DEPTH)
     ]
     found = next((problem for problem in problems if problem is not None), None)
     return None if found is None else f"agent {trajectory.agent!r}: {found}"
-
-
-_PLAIN_MESSAGE_KEYS_COUNT: Final = 2
-"""The number of keys of a message with only role and content, which are text."""
 
 
 def _credit_problem(turn: Turn) -> str | None:

@@ -18,6 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import orjson
 
 from runner.errors import BadTemplate
 from runner.messages import canonical_json
@@ -182,7 +183,7 @@ class Renderer:
         written = self.as_written
         if written is None:
             return [*tools]
-        return [_fitted_tool(written, json.dumps(tool, default=str)) for tool in tools]
+        return [_fitted_tool(written, _as_key(tool)) for tool in tools]
 
     def render_tool(self, parameters: Mapping[str, Any]) -> str | None:
         """Render a question with a tool whose arguments have this schema; None if the template raises."""
@@ -225,8 +226,16 @@ def _needs_fitting(renderer: Renderer) -> bool:
     return _fitting[key]
 
 
+def _as_key(tool: ToolSchema) -> bytes | str:
+    """Return a tool as JSON text."""
+    try:
+        return orjson.dumps(tool)
+    except TypeError:  # objects of Python in a schema, and integers above 64 bits
+        return json.dumps(tool, default=str)
+
+
 @functools.lru_cache(maxsize=2048)
-def _fitted_tool(renderer: Renderer, text: str) -> ToolSchema:
+def _fitted_tool(renderer: Renderer, text: bytes | str) -> ToolSchema:
     """Return a tool, given as JSON, in the form for the template; the renderer must not change tools."""
     tool: dict[str, Any] = json.loads(text)
     function = tool["function"]

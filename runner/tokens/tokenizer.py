@@ -7,7 +7,9 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +36,15 @@ __all__ = [
     "load_tokenizer",
     "without_surrogates",
 ]
+
+MIN_SHARED_CHARS = 256
+"""A shorter part of a text is encoded faster than it is looked up."""
+
+MAX_SHARED_CHARS = 65_536
+"""A longer part of a text is not cached, since its ids take much memory."""
+
+MAX_SHARED_PARTS = 64
+"""Most cached parts of texts for a vocabulary."""
 
 
 class Tokenizer(Protocol):
@@ -139,6 +150,8 @@ class VocabularyTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = AddedTokens(tokenizer, self._without_control, self.normalize, self._learnt)
         self.control_ids = self._added.control_ids
+        self._split = _splitter(added.values())
+        self._shared = lru_cache(MAX_SHARED_PARTS)(self._library_ids)
 
     def for_template(self, text: Callable[[], str]) -> VocabularyTokenizer:
         """Return this vocabulary with the words that a template writes as control tokens; itself if it writes none.
@@ -214,9 +227,29 @@ class VocabularyTokenizer:
         if any(self.holds_control(text[start:stop]) for start, stop in content):
             return self._added.encode(without_surrogates(text), content)
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._encoded(text)
         except TypeError:  # lone surrogates, which are rare: only here is the text searched for them
-            return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
+            return self._encoded(without_surrogates(text))
+
+    def _encoded(self, text: str) -> list[int]:
+        """Return the ids of a text. Its long parts are encoded once: prompts share system messages and tools."""
+        if self._split is None or len(text) < MIN_SHARED_CHARS:
+            return self._library_ids(text)
+        ids: list[int] = []
+        pending = ""
+        for part in self._split(text):
+            if MIN_SHARED_CHARS <= len(part) <= MAX_SHARED_CHARS:
+                if pending:
+                    ids += self._library_ids(pending)
+                    pending = ""
+                ids += self._shared(part)
+            else:
+                pending += part
+        return ids + self._library_ids(pending) if pending else ids
+
+    def _library_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def holds_control(self, text: str) -> bool:
         return self._added.near(without_surrogates(text))
@@ -235,6 +268,42 @@ class VocabularyTokenizer:
         for old, new in self.words.rewritten if self.words is not None else ():
             kept = kept.replace(old, new)
         return kept
+
+
+def _splitter(added: Iterable[tokenizers.AddedToken]) -> Callable[[str], list[str]] | None:
+    """Return a function that splits a text before control tokens, so that its parts are encoded by themselves.
+
+    The library cuts such a token out of a text before it looks at what is beside it. That holds for a token which is
+    found as it is written, takes no white space, and neither overlaps nor is part of another one. It begins with a
+    sign: a token before it may take white space, or may be none where a letter follows. None without such a token.
+    """
+    plain = {token.content: _is_plain(token) for token in added}
+    names = frozenset(
+        name
+        for name, is_plain in plain.items()
+        if is_plain and not any(_covers(other, name, inside=plain[other]) for other in plain)
+    )
+    if not names:
+        return None
+    sizes = sorted({len(name) for name in names})
+    beginnings = re.compile("|".join(sorted({re.escape(name[:2]) for name in names})))
+
+    def split(text: str) -> list[str]:
+        begins = map(re.Match.start, beginnings.finditer(text))
+        cuts = [start for start in begins if any(text[start : start + size] in names for size in sizes)]
+        return [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+
+    return split
+
+
+def _is_plain(token: tokenizers.AddedToken) -> bool:
+    looks_around = token.normalized or token.lstrip or token.rstrip or token.single_word
+    return not looks_around and re.match(r"[^\w\s]", token.content) is not None
+
+
+def _covers(other: str, name: str, *, inside: bool) -> bool:
+    """True if `name` may begin in a text that is `other`; with `inside`, elsewhere than at its beginning."""
+    return any(name.startswith(other[start:]) or other.startswith(name, start) for start in range(inside, len(other)))
 
 
 def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:

@@ -5,12 +5,16 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.errors import BadModel
+from runner.tokens import tokenizer as tokenizer_module
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.tokenizer import Tokenizer, VocabularyTokenizer, load_tokenizer
+from tests import sweeps
+from tests.tokens.vocabularies import NAMES, vocabulary
 
 # The demo vocabulary has no ids for the other bytes; what it does then is a test of its own.
 TEXT = st.text(st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d"))
@@ -106,3 +110,69 @@ def test_writing_spaces_as_underlines_is_no_change_of_the_text(demo_model_folder
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     tokenizer = changed(demo_model_folder, normalizer={"type": "Sequence", "normalizers": [prepend, replace]})
     assert tokenizer.normalize("a b") == "a b"
+
+
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+OVERLAPPING = ["<|a|>", "<|a|>b", "x<|a", "<|a|", "|>", "<|c|>", " <|c|>", "a|><|c", "<b<"]
+PIECES = ["word ", " ", "\n", "b", "x", "<", "<|", "|>", "é", "e\u0301", "\u2581", "1234 ", "\ud800"]
+
+
+def pieces_of(names: list[str]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from([*names, *PIECES]), max_size=24).map("".join)
+
+
+def encode_parts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "MIN_SHARED_CHARS", 1)
+
+
+def ids_of_the_whole(tokenizer: VocabularyTokenizer, text: str) -> list[int]:
+    text = text.replace("\ud800", "\ufffd")
+    ids: list[int] = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_encoded_by_themselves_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_parts_of_any_length(monkeypatch)
+    tokenizer = vocabulary(name)
+    assert tokenizer._split is not None
+    names = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids)[:40]]
+
+    @settings(max_examples=sweeps.times(500, 40))
+    @given(text=pieces_of(names))
+    def check(text: str) -> None:
+        assert tokenizer.encode(text) == tokenizer.encode(text) == ids_of_the_whole(tokenizer, text)
+
+    check()
+
+
+@pytest.mark.parametrize("prefixed", [False, True], ids=["bytes", "sentencepiece"])
+@given(data=st.data())
+def test_tokens_that_look_at_their_neighbours_cut_no_text(prefixed: bool, data: st.DataObject) -> None:
+    parts = tokenizers.normalizers, tokenizers.pre_tokenizers
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(small_vocabulary(), [("a", "b"), ("a", "|"), ("|", ">")]))
+    library.normalizer = data.draw(st.sampled_from([parts[0].NFC(), parts[0].Lowercase(), parts[0].Prepend("x")]))
+    library.pre_tokenizer = parts[1].Metaspace(prepend_scheme="first") if prefixed else parts[1].ByteLevel()
+    for name in data.draw(st.lists(st.sampled_from(OVERLAPPING), unique=True, min_size=1)):
+        flags = dict.fromkeys(data.draw(st.lists(st.sampled_from(FLAGS), unique=True)), True)
+        library.add_tokens([tokenizers.AddedToken(name, **({"normalized": False} | flags))])
+    tokenizer = VocabularyTokenizer(library.to_str())
+    text = data.draw(pieces_of(OVERLAPPING))
+    with pytest.MonkeyPatch.context() as patch:
+        encode_parts_of_any_length(patch)
+        assert tokenizer.encode(text) == ids_of_the_whole(tokenizer, text)
+
+
+def small_vocabulary() -> dict[str, int]:
+    letters = sorted({*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "\u2581", "é", "ab", "a|", "|>"})
+    return {letter: index for index, letter in enumerate(letters)}
+
+
+def test_a_system_message_that_prompts_share_is_encoded_once(demo_model_folder: Path) -> None:
+    tokenizer = load_tokenizer(demo_model_folder)
+    system = f"<|im_start|>system\n{'Add the numbers. ' * 40}<|im_end|>\n"
+    for question in range(5):
+        text = f"{system}<|im_start|>user\nWhat is {question} + 1?<|im_end|>\n"
+        assert tokenizer.encode(text) == ids_of_the_whole(tokenizer, text)
+    assert tokenizer._shared.cache_info().misses == 1
+    assert tokenizer._shared.cache_info().hits == 4

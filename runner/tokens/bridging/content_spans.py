@@ -93,7 +93,8 @@ class Rendering:
             Unbridgeable: the message is hidden, whatever it contains, or until there are more messages.
         """
         message = self.messages[index]
-        if not any(message["content"].strip() in text for text in (source, *_ROLES)):
+        said = message["content"].strip()
+        if said not in source and said not in _ROLES:
             return
         more = [*self.messages, ANSWER, QUESTION, ANSWER, AGAIN_ASKED]
         hidden = later = False
@@ -200,7 +201,7 @@ class Rendering:
 
 _SHOWN = "zqshownz"
 
-_ROLES = ("system", "user", "assistant", "tool", "developer")
+_ROLES = "system user assistant tool developer"
 """Words that templates write without containing them."""
 
 
