@@ -438,11 +438,12 @@ def check(
     environment: Annotated[str, ENVIRONMENT],
     settings: Annotated[list[str] | None, SETTINGS] = None,
     episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Tasks to try.")] = 4,
+    tasks: Annotated[Path | None, typer.Option(help="JSONL file of tasks; default: the environment's.")] = None,
 ) -> int:
     """Check an environment without a model, and report its mistakes."""
     from runner.cli.check import check_command
 
-    return check_command(environment, tuple(settings or ()), episodes=episodes)
+    return check_command(environment, tuple(settings or ()), episodes=episodes, tasks=tasks)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import anyio
 from rich.text import Text
@@ -36,7 +37,7 @@ CHECKED_ASPECTS = (
 )
 
 
-def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int:
+def check_command(name: str, settings: tuple[str, ...], *, episodes: int, tasks: Path | None) -> int:
     """Check an environment, print the findings, and return the exit code: 3 if one is fatal."""
     if name.partition(":")[0] == HARBOR:
         return _check_harbor(name, parse_pairs(settings, "--set"))
@@ -44,7 +45,7 @@ def check_command(name: str, settings: tuple[str, ...], *, episodes: int) -> int
     # The watch also covers the author's module and constructor, which may hang as well.
     with HangWatch(_print_waiting, partial(_end_process, started)) as watch:
         cls = find_environment(name)
-        check = EnvironmentCheck(lambda: construct(cls, parse_pairs(settings, "--set")), episodes, watch)
+        check = EnvironmentCheck(lambda: construct(cls, parse_pairs(settings, "--set")), episodes, watch, tasks=tasks)
         started.append(check)
         check_playable(check.environment)
         findings = distinct(check.findings())

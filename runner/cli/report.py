@@ -114,7 +114,8 @@ def _reward_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, RenderableTy
         yield printable_line(name), Text(_mean(mean), style="bold")
     if len(summary["pass_at"]) > 1 and summary["pass_at"]["1"] is not None:  # a complete group
         shown = (f"pass@{k} {value:.3f}" for k, value in summary["pass_at"].items() if value is not None)
-        yield "solved", Text(" · ".join(shown))
+        unsolved = "  (failed episodes count as not solved)" if summary["failed"] else ""
+        yield "solved", Text(" · ".join(shown) + unsolved)
         shown = (f"pass^{k} {value:.3f}" for k, value in summary["pass_all"].items() if value is not None)
         yield "  each time", Text(" · ".join(shown))
     for name, mean in summary["metrics"].items():

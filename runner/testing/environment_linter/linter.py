@@ -60,7 +60,9 @@ MAX_TASKS: Final = 1000
 ONE_AT_A_TIME: Final = Concurrency(episodes=1)
 
 
-def check_environment(environment: Environment[Any] | type[Environment[Any]], *, episodes: int = 4) -> list[Finding]:
+def check_environment(
+    environment: Environment[Any] | type[Environment[Any]], *, episodes: int = 4, tasks: Tasks | None = None
+) -> list[Finding]:
     """Check an environment without a model, as `deltarunner check` does, in a plain `def test_...`.
 
     The environment is played several times on a scripted engine whose replies are random, with several episodes at
@@ -69,6 +71,7 @@ def check_environment(environment: Environment[Any] | type[Environment[Any]], *,
     Args:
         environment: the environment, or its class.
         episodes: tasks to play, at least 1.
+        tasks: instead of the environment's own: a list, or the path of a JSONL file.
 
     Returns:
         The findings; those that make episodes fail or results wrong are `fatal`.
@@ -81,7 +84,7 @@ def check_environment(environment: Environment[Any] | type[Environment[Any]], *,
         raise BadOption(f"check_environment(episodes={episodes!r:.60}): give a whole number, at least 1.")
     made = as_environment(environment)
     check_playable(made)
-    return distinct(EnvironmentCheck(made.fresh, episodes).findings())
+    return distinct(EnvironmentCheck(made.fresh, episodes, tasks=tasks).findings())
 
 
 def distinct(findings: Iterable[Finding]) -> list[Finding]:
@@ -139,10 +142,19 @@ class EnvironmentCheck:
         make: constructs the environment.
         episodes: tasks to play.
         watch: reports code that hangs; by default to stderr, and it is not started.
+        tasks: instead of the environment's own.
     """
 
-    def __init__(self, make: Callable[[], Environment[Any]], episodes: int, watch: HangWatch | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Environment[Any]],
+        episodes: int,
+        watch: HangWatch | None = None,
+        *,
+        tasks: Tasks | None = None,
+    ) -> None:
         self._make = make
+        self._tasks = tasks
         self._episodes = episodes
         self.environment = make()
         """An environment object that does not play."""
@@ -183,11 +195,15 @@ class EnvironmentCheck:
         """Up to `MAX_TASKS` tasks if they can be read without a run, else the played ones."""
         environment = self._make()
         with suppress(Exception, SystemExit):  # the play reports the same error
-            source = environment_tasks(environment)
+            source = self._selected(environment)
             alone = not environment.overrides("lifespan") and not hasattr(source, "finished")
             if isinstance(source, Iterable) and alone:
                 return list(islice(source, MAX_TASKS))
         return list(self.first.tasks.values())
+
+    def _selected(self, environment: Environment[Any], most: int | None = None) -> Tasks:
+        source = environment_tasks(environment) if self._tasks is None else self._tasks
+        return select(source, environment.task_class(), most=most)
 
     def known_tools(self) -> list[Tool]:
         """The tools of the class, and those that episodes added."""
@@ -247,7 +263,7 @@ class EnvironmentCheck:
             partial(_callable_tools, result.environments, later_first), two_calls=later_first is not None
         )
         has_group_rewards = any(scorer.kind == ScorerKind.GROUP_REWARD for scorer in environment.scorers)
-        tasks = select(environment_tasks(environment), environment.task_class(), most=self._episodes)
+        tasks = self._selected(environment, self._episodes)
         make_run = partial(
             Run,
             environment,
