@@ -256,7 +256,7 @@ class FleetTransfers:
     async def _announced(self, transfer: WeightTransfer | LocalTransfer, handles: Sequence[WorkerHandle]) -> Announced:
         if isinstance(transfer, LocalTransfer):
             if self._checkpoint is None:
-                calls = ask(handles[:1], "control", "checkpoint", patience=self._driver.stall_seconds)
+                calls = ask(handles[:1], "checkpoint", patience=self._driver.stall_seconds)
                 self._checkpoint = next(iter((await calls).values()), None)
             if self._checkpoint is None:  # engines without a model
                 self._source = transfer.source

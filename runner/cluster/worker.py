@@ -35,6 +35,8 @@ from runner.engines.base import BaseEngine, Engine
 from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.state import CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.engines.transfers import Announced, RelayedTransfer, TransferStep
+from runner.engines.vllm.runtime import VllmRuntime
+from runner.engines.weights import Checkpoint
 from runner.episode.key import EpisodeKey
 from runner.episode.lifecycle import EpisodeRunner
 from runner.episode.limits import Ending
@@ -394,6 +396,11 @@ class Worker(EngineProcess):
     async def control(self, call: str, *arguments: Any, **named: Any) -> Any:
         """Call one of the engine's other methods for its trainer."""
         return await getattr(self.engine, call)(*arguments, **named)
+
+    async def checkpoint(self) -> tuple[Checkpoint, Any] | None:
+        """Return the engine's checkpoint and the configuration of its model; None without a model."""
+        runtime = self.engine.runtime
+        return await runtime.checkpoint() if isinstance(runtime, VllmRuntime) else None
 
     async def wake(self, tags: Sequence[str]) -> ProofFigures | None:
         """Wake the engine, and return the figures of the proof of its weights; None without one."""

@@ -358,7 +358,7 @@ class Engine(BaseEngine):
         self.check_scoring(as_sampled=False)
         proof.check(vocabulary=vocabulary_size(self), context=self.context)
         if self.runtime is not None and not measures:
-            self.runtime.require_tolerance(proof)
+            self.runtime.proofs.require_tolerance(proof)
 
     async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
         deltas, _ = await self._streamed(request)

@@ -17,7 +17,6 @@ from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.proofs import ProofFigures, WeightProof
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
-from runner.engines.weights import Checkpoint
 from runner.errors import BadControl, BadOption, BadWeights
 
 __all__ = ["Controllable"]
@@ -205,23 +204,16 @@ class Controllable:
         version = runtime.version
         scores = await self.score(proof.ids)
         async with runtime.lock:
-            figures, why = runtime.compare_proof(proof, scores)
+            figures, why = runtime.proofs.compare(proof, scores, runtime.dtype)
             if why:
                 raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
-            runtime.keep_proof(proof, {0: scores}, version, figures)
+            baseline = figures if len(runtime.versions) == 1 else None
+            runtime.proofs.keep(proof, {0: scores}, version, baseline=baseline, ran_beside_turns=True)
         return figures
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each id but the first; only for engines of token ids."""
         raise BadControl(f"score(): {type(self).__name__} does not take token ids.")
-
-    async def checkpoint(self) -> tuple[Checkpoint, Any] | None:
-        """Return the checkpoint of the start and transformers' configuration; None for an engine without a model.
-
-        Raises:
-            BadWeights: the checkpoint is missing.
-        """
-        return None
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that the engine can score a proof.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,17 +15,8 @@ from runner.concurrency.cancellation import to_its_end
 from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
-from runner.engines.proofs import (
-    Accepted,
-    ProofFigures,
-    ScoresByRank,
-    WeightProof,
-    compare_scores,
-    failure_reason,
-    has_moved,
-    number_types,
-    tolerance_of,
-)
+from runner.engines.proof_history import ProofHistory
+from runner.engines.proofs import Accepted, ProofFigures, ScoresByRank, WeightProof, has_moved
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 from runner.logs import logger_for
@@ -54,9 +45,6 @@ class EngineRuntime(ABC, Generic[RequestT]):
     Only this class changes the state; the calls of `Controllable` request the changes. A subclass implements the
     operations of its kind: pause, update weights, release memory. They run one at a time, under `lock`.
     """
-
-    quantization: str = ""
-    """Quantization of the weights or the cache, which changes scores by more than rounding; "" without one."""
 
     def __init__(self, gate: AdmissionGate, adapters: Adapters, *, context: int, version: str) -> None:
         self.gate = gate
@@ -97,8 +85,8 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.dtype = "float32"
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
-        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # by ids and number types
-        self._accepted: Accepted | None = None
+        self.proofs = ProofHistory()
+        """Proofs of the weights so far."""
         self._waiting_proof: Callable[[], Awaitable[ProofFigures]] | None = None
 
     # --- requests
@@ -205,48 +193,6 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """Change from paused to running for the trainer."""
         self.paused_by_caller = False
         await to_its_end(self.release)
-
-    def compare_proof(self, proof: WeightProof, scores: Sequence[float]) -> tuple[ProofFigures, str]:
-        """Compare an engine's scores with a proof; return figures and the reason of a failure, or ""."""
-        computed_in = self.quantization or self.dtype
-        tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
-        figures = compare_scores(proof, scores, tolerance, self._accepted, engine_dtype=computed_in)
-        return figures, failure_reason(figures, proof, scores, self._accepted)
-
-    def _baseline_of(self, proof: WeightProof) -> ProofFigures | None:
-        return self._baselines.get((proof.ids, *number_types(proof)))
-
-    def require_tolerance(self, proof: WeightProof) -> None:
-        """Check that the usual difference of an engine from a trainer is known for a proof.
-
-        Raises:
-            BadControl: quantization causes a difference that was not measured.
-        """
-        if self.quantization and self._baseline_of(proof) is None:
-            raise BadControl(
-                f"update_weights(proof=): the engine computes with {self.quantization}, whose difference from the "
-                "trainer was not measured for these ids: before the first update, call prove() with a proof of the "
-                "starting weights, the same ids and number types."
-            )
-
-    def keep_proof(
-        self,
-        proof: WeightProof,
-        scores: Mapping[int, Sequence[float]],
-        version: str,
-        baseline: ProofFigures | None = None,
-    ) -> None:
-        """Keep a proof that held, as the reference for the next one.
-
-        Args:
-            proof: the proof.
-            scores: the engine's log-probabilities of the same ids, by data-parallel rank.
-            version: version of the weights that it scored.
-            baseline: figures by `prove`, beside whose scores turns ran; they count if they are of the starting weights.
-        """
-        self._accepted = Accepted(proof, next(iter(scores.values())), version, None if baseline else scores)
-        if baseline is not None and len(self.versions) == 1:
-            self._baselines[proof.ids, *number_types(proof)] = baseline
 
     async def fall_asleep(self, level: int) -> None:
         """Change from running or paused to asleep; turns that are being sampled are cut."""
@@ -411,7 +357,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         self, checked: Any, version: str, proof: WeightProof | None, figures: list[ProofFigures]
     ) -> None:
         before, self.state = self.state, EngineState.UPDATING
-        last, self._waiting_proof = self._accepted, None
+        last, self._waiting_proof = self.proofs.last, None
         if proof is None or last is None or not last.is_of(proof, self.version):
             last = None
         try:
@@ -444,7 +390,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         except RequestRejected as error:
             raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
         for rank, scores in by_rank.items():
-            figures, why = self.compare_proof(proof, scores)
+            figures, why = self.proofs.compare(proof, scores, self.dtype)
             if why:
                 where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
                 raise self.ended_by(
@@ -453,7 +399,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
                 )
             worst = figures if worst is None or figures.median > worst.median else worst
         assert worst is not None, "an engine has a rank"
-        self.keep_proof(proof, by_rank, version)
+        self.proofs.keep(proof, by_rank, version)
         if last is not None and self.moved is None:
             self._compare_with_last(proof, version, by_rank, last)
         return worst

@@ -284,7 +284,7 @@ class _Trial:
         self.engine = engine = VllmEngine(self.folder, **{**adapters, **self._arguments})
         await self._exit.enter_async_context(engine)
         self.dtype = dtype_of(engine.vllm.llm)
-        self._computed_in = engine.vllm.quantization or self.dtype
+        self._computed_in = engine.vllm.proofs.quantization or self.dtype
         proof = await self._proof()
         scores = await self.engine.score(proof.ids)
         self.baseline = self._compared(proof, scores, None)

@@ -122,7 +122,7 @@ def small_trainer(kind: str, launcher: InProcess, folder: Path, **fields: Any) -
     async def checkpoint() -> Any:
         return known
 
-    launcher.on_start = lambda worker: setattr(worker.worker.engine, "checkpoint", checkpoint)
+    launcher.on_start = lambda worker: setattr(worker.worker, "checkpoint", checkpoint)
     return model
 
 

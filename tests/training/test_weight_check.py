@@ -19,6 +19,7 @@ from rich.console import Console
 from runner import BadModel, BadOption, ProofFigures, ProofTolerance, WeightProof
 from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
+from runner.engines.proof_history import ProofHistory
 from runner.engines.proofs import Accepted
 from runner.testing import Latency, ScriptedEngine
 from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights, weight_check, weight_proof
@@ -309,7 +310,7 @@ class TorchEngine(ScriptedEngine):
             scores=lambda ids: weight_proof(self.loaded, ids=ids).logprobs,
         )
         self.trained, self.loaded, self._takes = source, copy.deepcopy(source), takes
-        self.vllm = SimpleNamespace(llm=None, quantization="")
+        self.vllm = SimpleNamespace(llm=None, proofs=ProofHistory())
 
     async def update_weights(self, given: Any, **options: Any) -> Any:
         if self._takes:

@@ -39,7 +39,6 @@ from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker import turn_hold
-from runner.engines.weights import Checkpoint
 from runner.errors import BadControl, BadOption, EngineDead
 from runner.models import DEMO_MODEL, absolute_paths, load_language, resolve_sent, sendable_template
 from runner.options import Constraint, Sampling
@@ -217,7 +216,7 @@ class VllmEngine(ModelEngine):
             as_vllm=RequestConverter(self._stream_interval, self.tokenizer.encode),
             version=await first_version(llm),
         )
-        self.runtime.dtype, self.runtime.quantization = dtype_of(llm), quantization_of(llm)
+        self.runtime.dtype, self.runtime.proofs.quantization = dtype_of(llm), quantization_of(llm)
         if self._external is None:
             await self._compare_updates(llm)
 
@@ -276,10 +275,6 @@ class VllmEngine(ModelEngine):
             )
         if self.vllm.llm.vllm_config.speculative_config is not None:
             raise BadControl("score(): speculative decoding does not support sampling and constraint; leave them out.")
-
-    async def checkpoint(self) -> tuple[Checkpoint, Any] | None:
-        """Return the checkpoint of the start, and transformers' configuration."""
-        return await self.vllm.weights.checkpoint(), self.vllm.llm.vllm_config.model_config.hf_config
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
         """Check that a proof can be scored before any turn continues."""

@@ -23,6 +23,7 @@ from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker import turn_hold
+from runner.engines.weights import Checkpoint
 from runner.errors import BadControl, BadInput, EngineDead, EngineError, RequestRejected
 from runner.logs import logger_for
 from runner.options import Sampling
@@ -285,6 +286,14 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             )
         with anyio.CancelScope(shield=True):
             await self.answered(name, llm.start_profile() if on else llm.stop_profile())
+
+    async def checkpoint(self) -> tuple[Checkpoint, Any]:
+        """Return the checkpoint of the start, and transformers' configuration of its model.
+
+        Raises:
+            BadWeights: the checkpoint is missing.
+        """
+        return await self.weights.checkpoint(), self.llm.vllm_config.model_config.hf_config
 
     async def devices(self) -> list[str]:
         """Return the device of each worker: "cpu", or the GPU's UUID, as drivers and NeMo RL use it."""

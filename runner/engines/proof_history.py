@@ -1,0 +1,81 @@
+"""Proofs of an engine's weights so far: the difference by rounding, and the last proof that held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runner.engines.proofs import (
+    Accepted,
+    ProofFigures,
+    WeightProof,
+    compare_scores,
+    failure_reason,
+    number_types,
+    tolerance_of,
+)
+from runner.errors import BadControl
+
+__all__ = ["ProofHistory"]
+
+
+class ProofHistory:
+    """Proofs that held on one engine."""
+
+    def __init__(self) -> None:
+        self.quantization = ""
+        """Quantization of the weights or the cache, which changes scores by more than rounding; "" without one."""
+        self.last: Accepted | None = None
+        """Last proof that held."""
+        self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # by ids and number types
+
+    def compare(self, proof: WeightProof, scores: Sequence[float], dtype: str) -> tuple[ProofFigures, str]:
+        """Compare an engine's scores with a proof; return figures and the reason of a failure, or "".
+
+        Args:
+            proof: the proof.
+            scores: the engine's log-probabilities of the same ids.
+            dtype: number type of the engine's computation.
+        """
+        computed_in = self.quantization or dtype
+        tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
+        figures = compare_scores(proof, scores, tolerance, self.last, engine_dtype=computed_in)
+        return figures, failure_reason(figures, proof, scores, self.last)
+
+    def _baseline_of(self, proof: WeightProof) -> ProofFigures | None:
+        return self._baselines.get((proof.ids, *number_types(proof)))
+
+    def require_tolerance(self, proof: WeightProof) -> None:
+        """Check that the usual difference of the engine from a trainer is known for a proof.
+
+        Raises:
+            BadControl: quantization causes a difference that was not measured.
+        """
+        if self.quantization and self._baseline_of(proof) is None:
+            raise BadControl(
+                f"update_weights(proof=): the engine computes with {self.quantization}, whose difference from the "
+                "trainer was not measured for these ids: before the first update, call prove() with a proof of the "
+                "starting weights, the same ids and number types."
+            )
+
+    def keep(
+        self,
+        proof: WeightProof,
+        scores: Mapping[int, Sequence[float]],
+        version: str,
+        *,
+        baseline: ProofFigures | None = None,
+        ran_beside_turns: bool = False,
+    ) -> None:
+        """Keep a proof that held, as the reference for the next one.
+
+        Args:
+            proof: the proof.
+            scores: the engine's log-probabilities of the same ids, by data-parallel rank.
+            version: version of the weights that it scored.
+            baseline: its figures, if it is of the starting weights: they show the difference by rounding alone.
+            ran_beside_turns: True if turns ran beside the scores, whose batch changes the rounding.
+        """
+        self.last = Accepted(proof, next(iter(scores.values())), version, None if ran_beside_turns else scores)
+        if baseline is not None:
+            self._baselines[proof.ids, *number_types(proof)] = baseline
