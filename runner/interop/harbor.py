@@ -259,7 +259,10 @@ async def verify(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
     cleaned = await sandbox.exec(["sh", "-c", _CLEAN, task.verifier_user], user="0", cwd="/")
     if not cleaned.ok or any([await _exists(sandbox, f"{LOG_FOLDER}/{name}") for name in REWARD_FILES]):
         raise VerifierFailed(f"{LOG_FOLDER} cannot be emptied before the verifier runs: {last_words(str(cleaned))}")
-    await sandbox.upload(task.folder / "tests", "/tests")
+    try:
+        await sandbox.upload(task.folder / "tests", "/tests")
+    except OSError as error:
+        raise VerifierFailed(f"/tests cannot be written before the verifier runs: {error}") from error
     argv = [*interpreter_of(task.folder / TEST_SCRIPT), "/tests/test.sh"]
     done = await sandbox.exec(
         argv, seconds=task.verifier_seconds, env=task.verifier_env, user=task.verifier_user, output_bytes=64 * 1024

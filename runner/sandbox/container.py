@@ -50,7 +50,9 @@ FIRST_LINE_BYTES: Final = 16
 _COMMAND: Final = 'echo $$ >&2; exec "$@"'
 """The shell that becomes the command. It leads a session, so its id is that of the session."""
 
-_OTHER_CAUSES: Final = ("not found", "no such", "unable to find user", "permission denied")
+_OTHER_CAUSES: Final = (
+    *("not found", "no such", "unable to find user", "permission denied", "a directory", "levels of symbolic links"),
+)
 """Parts of the client's message where a command cannot be started for another reason than too many processes."""
 
 _STATE: Final = "{{.State.Status}} {{.State.OOMKilled}}"
@@ -92,6 +94,7 @@ class ContainerSandbox:
         """Name of the container."""
         self._workdir: str | None = None
         self._owner: tuple[int, int] | None = None
+        self._damage = ""
 
     # --- commands
 
@@ -109,6 +112,8 @@ class ContainerSandbox:
         """Run a command, as in `Sandbox.exec`."""
         if isinstance(argv, str | bytes) or not argv or not all(isinstance(each, str) for each in argv):
             raise BadOption(f"exec({argv!r:.80}): give a list of strings, such as ['sh', '-c', 'ls'].")
+        if self._damage:
+            return Executed(NOT_STARTED_CODE, "", f"{self._damage}\n", 0.0)
         command = _Command(self._client, self.name, argv, dict(env or {}), user, cwd, output_bytes)
         given = input.encode() if isinstance(input, str) else input
         try:
@@ -123,7 +128,10 @@ class ContainerSandbox:
         if ended_by == "exit" and (executed.code in UNSURE_CODES or not command.has_begun):
             await self._check_running()
             if command.is_out_of_processes:
-                await self.restart()
+                try:
+                    await self.restart()
+                except OSError:  # the model damaged it
+                    return executed
                 ended_by = await command.run(seconds, given, self._end_inside)
                 return command.executed(ended_by)
         return executed
@@ -133,11 +141,13 @@ class ContainerSandbox:
         arguments = ["exec", "--user", "0", self.name, "sh", "-c", _KILL, "sh", session or "none", mark]
         result = await self._client.call(*arguments, seconds=KILL_SECONDS)
         if not result.ok:
-            with suppress(SandboxGone):
+            with suppress(SandboxGone, OSError):  # the next call tells it
                 await self.restart()
 
     async def restart(self) -> None:
         """End all processes, as in `Sandbox.restart`."""
+        if self._damage:
+            raise OSError(self._damage)
         result = await self._client.call("restart", "-t", "0", self.name)
         if not result.ok or (await self._status())[0] != "running":
             # Its first process is the shell of the image, which may have been replaced inside.
@@ -145,6 +155,8 @@ class ContainerSandbox:
 
     async def restore(self) -> None:
         """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
+        if self._damage:
+            raise OSError(self._damage)
         # Stopped first, so that no process can undo it, and started with the shell of the image.
         stopped = await self._client.call("stop", "-t", "0", self.name)
         if not stopped.ok:
@@ -155,7 +167,8 @@ class ContainerSandbox:
         finally:
             started = await self._client.call("start", self.name)
         if not started.ok or (await self._status())[0] != "running":
-            raise OSError(f"sandbox {self.name} does not start again, since it was damaged inside: {started.error}")
+            self._damage = f"sandbox {self.name} does not start again, since it was damaged inside: {started.error}"
+            raise OSError(self._damage)
 
     async def _status(self) -> tuple[str, bool]:
         """Return the state of the container, and whether it ran out of memory.
@@ -178,7 +191,7 @@ class ContainerSandbox:
             SandboxGone: it does not exist, or was stopped from outside.
         """
         status, is_out_of_memory = await self._status()
-        if status == "running":
+        if status == "running" or self._damage:
             return
         if not is_out_of_memory:
             raise SandboxGone(f"sandbox {self.name} was stopped from outside (it is {status})")

@@ -137,6 +137,7 @@ class Sandbox(Protocol):
         """End all processes in the sandbox. Its files stay, except those on `tmpfs`.
 
         Raises:
+            OSError: it does not start again; what was done in the sandbox prevents it.
             SandboxGone: the sandbox does not exist any more.
         """
         ...

@@ -219,6 +219,20 @@ async def test_a_restart_needs_no_program_that_is_left(engine: str, left: str) -
 
 
 @pytest.mark.whole
+async def test_a_sandbox_that_cannot_start_again_tells_it(engine: str) -> None:
+    async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
+        await sandbox.exec(sh("cd /; rm -r /scratch; ln -s /scratch /scratch"))
+        for again in (sandbox.restart, sandbox.restore, sandbox.restore):
+            with pytest.raises(OSError, match="does not start again, since it was damaged inside"):
+                await again()
+        done = await sandbox.exec(["true"])
+        assert done.code == 126
+        assert "does not start again" in done.stderr
+        with pytest.raises(OSError, match="'/none' cannot be read"):
+            await sandbox.read("/none")
+
+
+@pytest.mark.whole
 async def test_restored_programs_are_those_of_the_image(engine: str) -> None:
     async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
         before = (await sandbox.exec(sh("ls -l /bin | cut -c1-10,57-"))).stdout

@@ -49,6 +49,23 @@ async def test_a_model_that_breaks_its_sandbox_is_scored() -> None:
     assert "not found" in results(trajectory)[1]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param("echo >/scratch", marks=pytest.mark.whole),
+        "ln -s /scratch /scratch",
+        pytest.param("mkdir /tmp/etc; mv /etc/* /tmp/etc; rm -r /lib /usr", marks=pytest.mark.whole),
+    ],
+    ids=["file", "loop", "system"],
+)
+async def test_a_damaged_working_folder_is_scored(damage: str) -> None:
+    commands = [f"cd /; rm -r /scratch; {damage}", "echo next", "echo last"]
+    replies = [*([call("bash", command=command)] for command in commands), "done"]
+    (trajectory,) = await played(replies, limits=Limits(turns=5))
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0), trajectory.error
+    assert [text for text in results(trajectory)[1:] if "[code " not in text] == []
+
+
 @pytest.mark.parametrize("as_left", [False, pytest.param(True, marks=pytest.mark.whole)])
 async def test_a_check_uses_the_programs_of_the_image(as_left: bool) -> None:
     fake = "printf '#!/bin/sh\\n' >/tmp/fake; chmod 755 /tmp/fake; mv /tmp/fake /bin/test"
