@@ -141,7 +141,7 @@ class ContainerSandbox:
         arguments = ["exec", "--user", "0", self.name, "sh", "-c", _KILL, "sh", session or "none", mark]
         result = await self._client.call(*arguments, seconds=KILL_SECONDS)
         if not result.ok:
-            with suppress(SandboxGone, OSError):  # the next call tells it
+            with suppress(SandboxGone, OSError):  # each later call says so
                 await self.restart()
 
     async def restart(self) -> None:
@@ -379,7 +379,7 @@ class _Command:
         """True if it could not be started because no process can be."""
         if self._session:
             return False
-        words = decoded(self._stderr.content()).lower()
+        words = decoded(self._stderr.content() + self._stdout.content()).lower()  # docker's are in the output
         return not any(cause in words for cause in _OTHER_CAUSES)
 
     def executed(self, ended_by: SandboxEnd) -> Executed:
