@@ -40,6 +40,24 @@ EXIT_SECONDS: Final = 10.0
 """The longest wait for the thread when the process ends without `close`."""
 
 
+class PlayedGroups(Iterator[Group]):
+    """The groups of `BackgroundPlayer.groups`, each as it finishes."""
+
+    def __init__(self, groups: Iterator[Group], closed: Future[None]) -> None:
+        self._groups = groups
+        self._closed = closed
+
+    def __next__(self) -> Group:
+        return next(self._groups)
+
+    def close(self) -> None:
+        """End the iteration and cancel the groups in flight; any thread may call it, also while another one waits."""
+        with suppress(concurrent.futures.InvalidStateError):  # it was closed before
+            self._closed.set_result(None)
+        with suppress(ValueError):  # another thread waits in it, and ends it
+            self._groups.close()  # type: ignore[attr-defined]  # a generator
+
+
 class BackgroundPlayer:
     """Plays tasks in a thread with its own event loop and engine, for a trainer that is synchronous.
 
@@ -156,11 +174,11 @@ class BackgroundPlayer:
         """
         return self._call(at_once([partial(self.player.play, task, index=index) for task, index in episodes]))
 
-    def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> Iterator[Group]:
+    def groups(self, tasks: Iterable[Task] | None = None, *, full: int | None = None) -> PlayedGroups:
         """Yield groups as they finish, for a trainer that pulls.
 
         No more groups are in flight and unread than fill the run's width. Ending the iteration cancels the groups in
-        flight.
+        flight; so does its `close()`, which any thread may call.
 
         Args:
             tasks: the tasks; by default those of the environment, once.
@@ -172,9 +190,10 @@ class BackgroundPlayer:
         given: Any = environment_tasks(self.environment) if tasks is None else tasks
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise BadOption(f"tasks={given!r:.60}: give an iterable of Task.")
-        return self._groups(iter(given), full)
+        closed: Future[None] = Future()
+        return PlayedGroups(self._groups(iter(given), full, closed), closed)
 
-    def _groups(self, tasks: Iterator[Task], full: int | None) -> Iterator[Group]:
+    def _groups(self, tasks: Iterator[Task], full: int | None, closed: Future[None]) -> Iterator[Group]:
         options = self.options
         most = max(1, (options.concurrency.episodes or width_of(self.engine)) // options.group_size)
         pending: set[Future[list[Group]]] = set()
@@ -189,7 +208,11 @@ class BackgroundPlayer:
                         pending.add(self._submit(self.player.play_group(task)))
                 if not pending:
                     return
-                done, pending = concurrent.futures.wait(pending, return_when=FIRST_COMPLETED)
+                waited: set[Future[Any]] = {*pending, closed}
+                done, _ = concurrent.futures.wait(waited, return_when=FIRST_COMPLETED)
+                if closed.done():
+                    return
+                pending -= done
                 for future in done:
                     groups = self._result_of(future)
                     wanted = [group for group in groups if full is None or group.has_spread]

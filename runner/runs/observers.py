@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from runner.concurrency.user_code import describe_error
 from runner.logs import logger_for
+from runner.quantities import counted
 from runner.runs.groups import OpenGroup, by_agent
 from runner.runs.summary import Summary
 from runner.trajectory import Group, Trajectory, Turn
@@ -153,11 +154,12 @@ class ObserverThreads:
             watched.thread.join(max(0.0, deadline - time.monotonic()))
             name = f"observer {type(watched.observer).__name__}"
             if watched.thread.is_alive():
-                faults.append(f"{name} has not returned after {END_SECONDS:g} s; {watched.events.qsize()} events wait")
+                waiting = counted(watched.events.qsize(), "waiting event")
+                faults.append(f"{name} has not returned after {END_SECONDS:g} s, with {waiting}")
             if watched.failures:
-                faults.append(f"{name} raised {watched.failures} times, first: {watched.first_error}")
+                faults.append(f"{name} raised {counted(watched.failures, 'time')}, first: {watched.first_error}")
             if watched.dropped:
-                faults.append(f"{name} was too slow: {watched.dropped} events were dropped")
+                faults.append(f"{name} was too slow and missed {counted(watched.dropped, 'event')}")
         return faults
 
     def _send(self, event: Callable[[RunObserver], None]) -> None:

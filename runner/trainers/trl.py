@@ -16,7 +16,9 @@ import numpy as np
 from runner.engines.base import Engine
 from runner.engines.proofs import WeightProof
 from runner.environment.task_checks import TaskChecks
+from runner.episode.key import MAIN
 from runner.errors import BadBatch, BadControl, BadModel, BadOption, BadWeights
+from runner.quantities import counted
 from runner.runs.background_player import BackgroundPlayer
 from runner.tasks import Task
 from runner.training.sample_rows import SampleRow, SegmentChoice, sample_rows
@@ -210,9 +212,9 @@ class _Rollouts:
         played: list[Trajectory] = []
         for task, count in counts:
             for _ in range(count // size):
-                group = next(group for group in groups if group.agent == "main" and group.task.id == task.id)
-                played += group.trajectories
-            played += [next(alone)[0] for _ in range(count % size)]
+                group = next((each for each in groups if each.agent == MAIN and each.task.id == task.id), None)
+                played += _of_main(task, size, group.trajectories if group is not None else ())
+            played += [each for _ in range(count % size) for each in _of_main(task, 1, next(alone))]
         return played
 
     def _row(self, trajectory: Trajectory, trainer: Any) -> SampleRow:
@@ -241,6 +243,17 @@ class _Rollouts:
                 f"log-probabilities are at {computed:g}. Give GRPOConfig and Sampling the same temperature."
             )
         return row
+
+
+def _of_main(task: Task, count: int, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """The trajectories of `main`, one for each of `count` episodes: TRL needs a row for each prompt."""
+    played = [each for each in trajectories if each.agent == MAIN]
+    if len(played) != count:
+        raise BadBatch(
+            f"task {task.id!r}: in {counted(count - len(played), 'episode')} of {count}, only other agents than 'main' "
+            "took a turn. TRL needs a row for each prompt, which is that of 'main': let it sample in each episode."
+        )
+    return played
 
 
 def _has_logprobs(row: SampleRow) -> bool:

@@ -18,7 +18,7 @@ from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.errors import BadOption, RunStopped
 from runner.messages import as_messages
-from runner.runs.background_player import BackgroundPlayer
+from runner.runs.background_player import BackgroundPlayer, PlayedGroups
 from runner.tasks import Task
 from runner.trainers.openenv import training_trace
 from runner.training.advantages import AdvantageRule, grpo
@@ -65,6 +65,7 @@ class RolloutWorker:
         self._rule = rule
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._groups: PlayedGroups | None = None
         self._error: BaseException | None = None
         self._last = time.monotonic()
         self._version = 0
@@ -74,12 +75,15 @@ class RolloutWorker:
         """Start playing; the weights are those of the trainer's version 0."""
         self.update_model_version(self._version)
         self._last = time.monotonic()
+        self._groups = self._player.groups(itertools.cycle(self._tasks))
         self._thread = threading.Thread(target=self._run, name="deltarunner rollouts", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop playing; groups in flight are cancelled."""
+        """Stop playing at once; the episodes in flight are cancelled, and counted so in the run's summary."""
         self._stopped.set()
+        if self._groups is not None:
+            self._groups.close()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
 
@@ -100,9 +104,9 @@ class RolloutWorker:
     def _run(self) -> None:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        groups = self._player.groups(itertools.cycle(self._tasks))
+        assert self._groups is not None, "made by start()"
         try:
-            for number, group in enumerate(groups):
+            for number, group in enumerate(self._groups):
                 for fields in self._samples(group, number):
                     self._put(RolloutSample(**fields))
                 if self._stopped.is_set():
@@ -110,7 +114,7 @@ class RolloutWorker:
         except BaseException as error:  # given to the trainer by check_health
             self._error = error
         finally:
-            groups.close()  # type: ignore[attr-defined]  # a generator
+            self._groups.close()
 
     def _put(self, sample: Any) -> None:
         while not self._stopped.is_set():

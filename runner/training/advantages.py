@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from runner.errors import BadBatch
+from runner.training.array_kinds import as_numpy
 
 __all__ = [
     "AdvantageRule",
@@ -115,7 +116,7 @@ def _compared(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
 
 def _checked(rewards: ArrayLike, groups: ArrayLike) -> _ByGroup:
     """Return the rewards, the index of each one's group, and the number of members of each group."""
-    values, labels = np.asarray(rewards, dtype=np.float64), np.asarray(groups)
+    values, labels = as_numpy(rewards).astype(np.float64), as_numpy(groups)
     if values.ndim != 1 or values.shape != labels.shape:
         raise BadBatch(
             f"rewards of shape {values.shape} and groups of shape {labels.shape}: give one reward and one group for "

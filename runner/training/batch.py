@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from runner.checked import is_whole, whole
 from runner.errors import BadBatch, BadOption
 from runner.training.advantages import AdvantageRule
+from runner.training.array_kinds import as_numpy
 from runner.training.exactness import constrained_ids, inexact_reason, temperatures
 from runner.training.packing import Layout
 from runner.training.rows import NO_VERSION, TrainingRow, likeliest, row_experts
@@ -217,12 +218,12 @@ class TrainingBatch:
 
         Args:
             values: one for each of `trajectories`, for all its segments; or one for each position, shape
-                [sequences, length].
+                [sequences, length]; an array or a tensor.
 
         Raises:
             BadBatch: the shape does not fit, or the value of a trained id is not finite.
         """
-        given = np.asarray(values, dtype=np.float32)
+        given = as_numpy(values).astype(np.float32)
         if given.shape == self.rewards.shape:
             # Segment id 0 is padding, and gets the first value.
             by_segment_id = np.concatenate([np.zeros(1, np.float32), given[self.trajectory_of]])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.errors import BadBatch, BadOption
+from runner.training.array_kinds import as_numpy, like
 from runner.training.batch import TrainingBatch
 from runner.training.selection import name_of
 
@@ -54,20 +55,20 @@ def ratios(logprobs: Any, batch: TrainingBatch) -> Any:
         row = batch.rows[batch.segment_ids[place] - 1]
         raise BadBatch(f"the log-probability {values[place]} of an id of {name_of(row.trajectory)} is not finite.")
     gap = np.where(batch.loss_mask, values - batch.logprobs, 0.0)
-    return _like(logprobs, np.where(batch.loss_mask, np.exp(gap), 0.0))
+    return like(logprobs, np.where(batch.loss_mask, np.exp(gap), 0.0))
 
 
 def tis(ratio: Any, *, most: float = 2.0) -> Any:
     """Ratios of at most `most`: truncated importance sampling, https://fengyao.notion.site/off-policy-rl."""
     _check_bounds(0.0, most)
-    return _like(ratio, np.minimum(_numpy(ratio), most))
+    return like(ratio, np.minimum(_float64(ratio), most))
 
 
 def icepop(ratio: Any, *, least: float = 0.5, most: float = 5.0) -> Any:
     """Ratios within the bounds, and 0 outside of them: IcePop, https://arxiv.org/abs/2510.18855."""
     _check_bounds(least, most)
-    values = _numpy(ratio)
-    return _like(ratio, np.where((values >= least) & (values <= most), values, 0.0))
+    values = _float64(ratio)
+    return like(ratio, np.where((values >= least) & (values <= most), values, 0.0))
 
 
 def sequence_mask(
@@ -107,7 +108,7 @@ def sequence_mask(
         total = total / np.maximum(count, 1)
     # Compared as logarithms, since the product over a long trajectory overflows.
     kept = (total >= _logs(np.asarray(least))) & (total <= np.log(most))
-    return _like(ratio, np.where(trained, kept[owner], False).astype(np.float32))
+    return like(ratio, np.where(trained, kept[owner], False).astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,21 +191,11 @@ def _check_bounds(least: float, most: float) -> None:
 
 
 def _checked(name: str, given: Any, batch: TrainingBatch) -> NDArray[np.float64]:
-    values = _numpy(given)
+    values = _float64(given)
     if values.shape != batch.loss_mask.shape:
         raise BadBatch(f"{name} of shape {values.shape}: give one for each position, shape {batch.loss_mask.shape}.")
     return values
 
 
-def _numpy(given: Any) -> NDArray[np.float64]:
-    """The values of an array or a tensor, without its gradient."""
-    return np.asarray(given.detach().cpu().double() if hasattr(given, "detach") else given, dtype=np.float64)
-
-
-def _like(given: Any, values: NDArray[np.floating[Any]]) -> Any:
-    """The values as float32, as a tensor on the same device if a tensor was given."""
-    if not hasattr(given, "detach"):
-        return values.astype(np.float32)
-    import torch
-
-    return torch.from_numpy(values.astype(np.float32)).to(given.device)
+def _float64(given: Any) -> NDArray[np.float64]:
+    return as_numpy(given).astype(np.float64)

@@ -1,7 +1,8 @@
 """Credit for turns: returns from each turn on, comparison by turn, GAE over turns, and credit shared by rows.
 
 Functions return one value for each position, shape [sequences, length], float32, 0 where nothing is trained, as
-`TrainingBatch.with_advantages` takes it.
+`TrainingBatch.with_advantages` takes it. Given values are numpy arrays or torch tensors, on any device and in any
+precision; the result is of the same kind, without a gradient.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from runner.errors import BadBatch, BadOption
 from runner.training.advantages import AdvantageRule, dr_grpo
+from runner.training.array_kinds import as_numpy, like
 from runner.training.batch import TrainingBatch
 from runner.training.corrections import trajectory_index
 from runner.training.selection import name_of
@@ -80,9 +82,7 @@ def by_turn(batch: TrainingBatch, *, discount: float = 1.0, rule: AdvantageRule 
     return placed.reshape(batch.loss_mask.shape)
 
 
-def gae(
-    batch: TrainingBatch, values: ArrayLike, *, discount: float = 1.0, decay: float = 0.95
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def gae(batch: TrainingBatch, values: Any, *, discount: float = 1.0, decay: float = 0.95) -> tuple[Any, Any]:
     """Generalized advantage estimation with one step per turn, https://arxiv.org/abs/1506.02438.
 
     The value of a turn is that at its first trained id: what a critic expects after the prompt. Rewards are those of
@@ -98,12 +98,12 @@ def gae(
         Advantages, and the targets of the critic, which are advantage + value.
 
     Raises:
-        BadBatch: as `turn_returns`; or the shape does not fit.
+        BadBatch: as `turn_returns`; or the shape does not fit, or the value of a turn is not finite.
         BadOption: a factor is not within 0 and 1.
     """
     _check_share("discount", discount)
     _check_share("decay", decay)
-    given = np.asarray(values, np.float64)
+    given = as_numpy(values).astype(np.float64)
     if given.shape != batch.loss_mask.shape:
         raise BadBatch(f"values of shape {given.shape}: give one for each position, shape {batch.loss_mask.shape}.")
     advantages, targets = np.zeros(given.size, np.float32), np.zeros(given.size, np.float32)
@@ -111,13 +111,16 @@ def gae(
         later, after = 0.0, 0.0  # the advantage and the value of the following turn
         for each in reversed(turns):
             value = float(given.flat[each.places[0]])
+            if not np.isfinite(value):
+                name = name_of(batch.trajectories[each.trajectory])
+                raise BadBatch(f"the critic's value of turn {each.turn.number} of {name} is {value}: give finite ones.")
             step = _reward(batch, each, last=each is turns[-1]) + discount * after - value
             later, after = step + discount * decay * later, value
             advantages[each.places], targets[each.places] = later, later + value
-    return advantages.reshape(given.shape), targets.reshape(given.shape)
+    return like(values, advantages.reshape(given.shape)), like(values, targets.reshape(given.shape))
 
 
-def shared_credit(batch: TrainingBatch, advantages: ArrayLike) -> NDArray[np.float32]:
+def shared_credit(batch: TrainingBatch, advantages: Any) -> Any:
     """Each advantage divided by the number of rows of its trajectory.
 
     A trajectory has several rows after its history was rewritten, or where it branches. By default each of them has the
@@ -132,7 +135,7 @@ def shared_credit(batch: TrainingBatch, advantages: ArrayLike) -> NDArray[np.flo
     """
     whole = batch.with_advantages(advantages).advantages
     rows = np.bincount(batch.trajectory_of, minlength=len(batch.trajectories))
-    return np.asarray(whole / np.maximum(rows, 1)[trajectory_index(batch)], np.float32) if len(batch) else whole
+    return like(advantages, whole / np.maximum(rows, 1)[trajectory_index(batch)] if len(batch) else whole)
 
 
 def _turns(batch: TrainingBatch) -> Iterator[list[_TrainedTurn]]:

@@ -15,6 +15,7 @@ from runner.checked import whole
 from runner.errors import BadBatch, BadOption
 from runner.logs import logger_for
 from runner.tokens.side_data import SamplingMasks
+from runner.training.array_kinds import as_numpy
 from runner.training.exactness import reason_counts, temperatures
 from runner.training.rows import TrainingRow, row_experts, rows_of, version_table
 from runner.training.selection import NO_LOGPROBS, absence, name_of, refusal
@@ -338,7 +339,7 @@ def _by_turn(trajectory: Trajectory, advantages: float | Sequence[float] | None)
     turns = trajectory.turns
     if advantages is None:
         return {}
-    values = np.asarray(advantages, np.float32)
+    values = as_numpy(advantages).astype(np.float32)
     if values.shape not in ((), (len(turns),)) or not np.isfinite(values).all():
         raise BadBatch(
             f"{name_of(trajectory)}: advantages of shape {values.shape}: give one finite number, or one for each of "

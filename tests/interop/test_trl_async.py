@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 import time
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
-from runner import BackgroundPlayer, BadOption, Concurrency, RunStopped
+from runner import BackgroundPlayer, BadOption, Concurrency, Conversation, RunStopped
 from runner.testing import ScriptedEngine
 from runner.trainers.trl_async import RolloutWorker, WeightSender
 from tests.trainers.test_trl_rollouts import TASKS, Rewarded
@@ -61,6 +63,28 @@ def test_worker_fills_samples_of_trl_with_their_version() -> None:
     assert later[-1].model_version == 1
     assert len({sample.group_id for sample in first}) == 1  # two episodes of two segments
     assert np.isfinite(first[0].advantage)
+
+
+class Waits(Rewarded):
+    """Episodes that never end."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        BEGUN.set()
+        await anyio.sleep_forever()
+
+
+BEGUN = threading.Event()
+
+
+def test_stopped_worker_cancels_the_episodes_in_flight() -> None:
+    with BackgroundPlayer(Waits, ScriptedEngine("Yes"), group_size=2, concurrency=Concurrency(episodes=4)) as player:
+        worker = RolloutWorker(player, tasks=[TASKS[2]])
+        worker.start()
+        assert BEGUN.wait(60)
+        worker.stop()
+        assert "deltarunner rollouts" not in [thread.name for thread in threading.enumerate()]
+        worker.check_health(60)
+    assert player.player.run.summary.outcomes == {"cancelled": 4}
 
 
 def test_worker_gives_the_error_that_ended_it() -> None:

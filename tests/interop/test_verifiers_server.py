@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,20 @@ import pytest
 
 from runner.trainers.trace_check import TraceModel, verify_trace
 from runner.trainers.trace_files import read_traces
+from tests.repository import DOCS
 from tests.trainers.verifiers_process import model_server, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.package("verifiers.v1.serve"), pytest.mark.slow]
 
 
 async def test_own_client_plays_and_its_traces_are_exact(demo_model_folder: Path, tmp_path: Path) -> None:
+    page = (DOCS / "trainers.md").read_text(encoding="utf-8")
     client = [sys.executable, str(Path(__file__).parent / "verifiers_client.py")]
 
     def play(address: str, url: str) -> dict[str, Any]:
-        command = [*client, address, f"{url}/v1", "demo"]
+        (taskset,) = re.findall(r"```python\n(import verifiers.*?)```", page, flags=re.DOTALL)
+        (tmp_path / "weather_tasks.py").write_text(taskset)
+        command = [*client, address, f"{url}/v1", "demo", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
         assert done.returncode == 0, done.stderr[-3000:]
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -40,6 +45,7 @@ async def test_own_client_plays_and_its_traces_are_exact(demo_model_folder: Path
     assert "no disk" in said["failed"]["errors"][0]
     assert ["type train" in said["refused"][0], "has no prompt" in said["refused"][1]] == [True, True]
     assert said["healthy"]
+    assert said["own"] == [f"What is the weather in {city}?" for city in ("Oslo", "Rome", "Lima", "Cairo")]
     assert said["again"] == ["t0@1#0", "t0@2#0", "t0@3#0"]
     assert len(set(said["ids"])) == len(said["ids"]) == 11
     path = tmp_path / "traces.jsonl"

@@ -2,7 +2,7 @@
 
 A process of its own, as a trainer's is.
 
-usage: python verifiers_client.py ADDRESS BASE_URL MODEL
+usage: python verifiers_client.py ADDRESS BASE_URL MODEL FOLDER-OF-THE-TASK-SET
 """
 
 import asyncio
@@ -12,11 +12,14 @@ import json
 import sys
 
 from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
+from verifiers.v1.configs.taskset import TasksetConfig
 from verifiers.v1.serve import EnvClient
 from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import load_taskset
 
 
-async def main(address, base_url, model):
+async def main(address, base_url, model, folder):
+    sys.path.insert(0, folder)
     client = EnvClient(address)
     await client.wait_for_server_startup(60)
     config = TrainClientConfig(base_url=base_url)
@@ -29,6 +32,8 @@ async def main(address, base_url, model):
 
     episodes = await asyncio.gather(*(run({"id": f"t{n}", "prompt": f"Add {n}.", "answer": "3"}) for n in range(8)))
     again = [await run({"id": "t0", "prompt": "Add 0.", "answer": "3"}) for _ in range(3)]
+    tasks = list(load_taskset(TasksetConfig(id="weather-tasks")))
+    own = await asyncio.gather(*(run(json.loads(task.data.model_dump_json())) for task in tasks))
     failed = await run({"id": "t8", "prompt": "fail", "answer": "3"})
     refused = []
     for changes in ({"client": EvalClientConfig(base_url=base_url)}, {"task_data": {}}):
@@ -59,6 +64,7 @@ async def main(address, base_url, model):
                 "trainable": [trace.agent.trainable for episode in episodes for trace in episode.traces],
                 "failed": {"ok": failed.ok, "errors": [error.message for error in failed.errors]},
                 "refused": refused,
+                "own": [trace.nodes[0].message.content for episode in own for trace in episode.traces if episode.ok],
                 "again": [trace.info["episode"] for episode in again for trace in episode.traces],
                 "ids": [trace.id for episode in [*episodes, *again] for trace in episode.traces],
                 "healthy": healthy,

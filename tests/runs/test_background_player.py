@@ -112,9 +112,32 @@ def test_trainer_that_stops_reading_leaves_nothing_open() -> None:
     with no_leaks(engine), BackgroundPlayer(Plain, engine, concurrency=Concurrency(episodes=4)) as player:
         groups = player.groups(tasks(1000))
         next(groups)
-        groups.close()  # type: ignore[attr-defined]  # a generator
+        groups.close()
         next(player.groups(tasks(1000)))  # and one that is never read again
     assert player.player.run.summary.episodes < 100
+
+
+def test_iteration_is_closed_while_another_thread_waits() -> None:
+    class Waits(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            begun.set()
+            await anyio.sleep_forever()
+
+    begun = threading.Event()
+    engine = recording("Yes")
+    with no_leaks(engine), BackgroundPlayer(Waits, engine, group_size=2) as player:
+        groups = player.groups(tasks(3))
+        read: list[Group] = []
+        reader = threading.Thread(target=lambda: read.extend(groups))
+        reader.start()
+        assert begun.wait(60)
+        for _ in range(2):  # the second does nothing
+            groups.close()
+        reader.join(60)
+        assert not reader.is_alive()
+        assert next(groups, None) is None
+    assert read == []
+    assert player.player.run.summary.outcomes == {"cancelled": 6}
 
 
 def test_groups_of_uneven_size_are_given_as_they_are() -> None:

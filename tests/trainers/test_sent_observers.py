@@ -115,4 +115,4 @@ async def test_library_that_does_not_start_is_one_fault() -> None:
     async with Run(Plain, recording("Yes"), tasks=tasks(3), observers=[observer]) as run:
         assert [trajectory.reward async for trajectory in run] == [1.0] * 3
     (fault,) = run.summary.faults
-    assert fault.startswith("observer TrackioObserver raised 1 times, first: ConnectionError: no network")
+    assert fault.startswith("observer TrackioObserver raised 1 time, first: ConnectionError: no network")

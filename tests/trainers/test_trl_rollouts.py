@@ -98,6 +98,24 @@ def test_failed_episode_has_no_reward_and_mask_zero() -> None:
     assert output["outcome"] == ["env_error", "env_error", "completed", "completed"]
 
 
+class Silent(Plain):
+    """Another agent plays in place of `main`, in the episodes with an odd index."""
+
+    async def rollout(self, conversation: Conversation) -> None:
+        silent = self.episode.index % 2
+        await (self.episode.conversation("helper", prompt="Hi", train=True) if silent else conversation).generate()
+
+
+@pytest.mark.parametrize(
+    ("size", "prompts", "fault"), [(2, 2, "1 episode of 2"), (4, 4, "2 episodes of 4"), (4, 2, "1 episode of 1")]
+)
+def test_silent_main_agent_is_one_clear_error(size: int, prompts: int, fault: str) -> None:
+    engine = recording("Yes")
+    said = rf"task 't0': in {fault}, only other agents than 'main' took a turn"
+    with BackgroundPlayer(Silent, engine, group_size=size) as player, pytest.raises(BadBatch, match=said):
+        rollout_func(player, tasks=TASKS)(["t0"] * prompts, Trainer(engine))
+
+
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_another_temperature_than_the_trainers_is_refused(temperature: float) -> None:
     engine = recording("Yes")

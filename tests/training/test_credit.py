@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +16,12 @@ from runner import BadBatch, BadOption, Group, Trajectory, Turn
 from runner.training import (
     TrainingBatch,
     by_turn,
+    dr_grpo,
     gae,
     grpo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    rloo,
     shared_credit,
     turn_returns,
 )
@@ -142,6 +145,35 @@ def test_shared_credit_counts_a_rewritten_trajectory_once(lay: Lay) -> None:
     np.testing.assert_array_equal(shared_credit(batch, whole), shared)
 
 
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_of_any_precision_are_taken_with_their_gradient(lay: Lay, dtype: torch.dtype) -> None:
+    batch = lay(with_turn_rewards(forked(), 1))
+    numbers = np.random.default_rng(0)
+    values = torch.tensor(numbers.normal(size=batch.loss_mask.shape)).to(dtype).requires_grad_()
+    plain = values.detach().double().numpy()
+    trajectories = torch.tensor([3.0, 5.0], dtype=dtype, requires_grad=True)
+    pairs = [
+        *zip(gae(batch, values), gae(batch, plain), strict=True),
+        (shared_credit(batch, values), shared_credit(batch, plain)),
+        (shared_credit(batch, trajectories), shared_credit(batch, [3.0, 5.0])),
+    ]
+    for got, expected in pairs:
+        assert isinstance(got, torch.Tensor)
+        assert (got.dtype, got.requires_grad, got.device) == (torch.float32, False, values.device)
+        assert isinstance(expected, np.ndarray)
+        assert expected.dtype == np.float32
+        np.testing.assert_array_equal(got.numpy(), expected)
+    taken = batch.with_advantages(values).advantages
+    np.testing.assert_array_equal(taken, np.where(batch.loss_mask, plain, 0).astype(np.float32))
+
+
+@pytest.mark.parametrize("rule", [grpo, rloo, dr_grpo, reinforce_plus_plus, reinforce_plus_plus_baseline])
+def test_rules_take_tensors(rule: Any) -> None:
+    rewards, groups = torch.tensor(REWARDS, dtype=torch.bfloat16, requires_grad=True), torch.tensor(LABELS)
+    np.testing.assert_array_equal(rule(rewards, groups), rule(REWARDS, LABELS))
+
+
 def branched() -> list[Group]:
     (given,) = forked()
     given.trajectories[0].segments[1].cause = "branch"
@@ -169,6 +201,8 @@ def test_credit_refuses_factors_and_shapes_that_do_not_fit() -> None:
         turn_returns(batch, discount=1.5)
     with pytest.raises(BadBatch, match=r"values of shape \(2,\)"):
         gae(batch, np.zeros(2))
+    with pytest.raises(BadBatch, match=r"critic's value of turn \d+ of episode 't0#.' .* is nan"):
+        gae(padded(with_turn_rewards(forked(), 1)), np.full(batch.loss_mask.shape, np.nan))
 
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
