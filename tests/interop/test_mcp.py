@@ -27,6 +27,7 @@ ROWS = [{"prompt": f"Question {number}?", "answer": "done"} for number in range(
 
 async def played(replies: Any, servers: Any = SERVER, *, rows: Any = ROWS[:1], **options: Any) -> list[Trajectory]:
     limits = options.pop("limits", Limits())
+    options.setdefault("one_connection", True)  # each further process imports the SDK
     environment = McpDataset(servers, rows, answer="answer", score="contains", **options)
     return await play_many_async(environment, ScriptedEngine(replies), limits=limits, breaker=1)
 
@@ -67,7 +68,8 @@ def http_server(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 async def test_tools_of_a_command_answer_calls() -> None:
-    (trajectory,) = await played([[call("add", a=2, b=3)], [call("fail")], [call("picture")], "done"])
+    replies = [[call("add", a=2, b=3)], [call("fail")], [call("picture")], "done"]
+    (trajectory,) = await played(replies, one_connection=False)
     assert trajectory.reward == 1, trajectory.error
     added, failed, picture = results(trajectory)
     assert added == "5"
@@ -108,12 +110,12 @@ async def test_equal_names_are_refused_or_get_a_prefix(url: str) -> None:
 
 
 async def test_each_episode_has_a_connection_of_its_own_by_default() -> None:
-    trajectories = await played([[call("count")], "done"], rows=ROWS)
+    trajectories = await played([[call("count")], "done"], rows=ROWS, one_connection=False)
     assert [results(each) for each in trajectories] == [["1"]] * 3
 
 
 async def test_one_connection_may_be_shared() -> None:
-    trajectories = await played([[call("count")], "done"], rows=ROWS, one_connection=True)
+    trajectories = await played([[call("count")], "done"], rows=ROWS)
     assert sorted(results(each)[0] for each in trajectories) == ["1", "2", "3"]
     assert children() == []
 
@@ -124,7 +126,7 @@ async def test_a_server_that_dies_fails_its_episode_alone() -> None:
             return [call("die")]
         return "done"
 
-    trajectories = await played(reply, rows=ROWS)
+    trajectories = await played(reply, rows=ROWS, one_connection=False)
     outcomes = {str(each.task.prompt): each.outcome for each in trajectories}
     assert outcomes["Question 1?"] is Outcome.ENV_ERROR
     assert [outcomes["Question 0?"], outcomes["Question 2?"]] == [Outcome.COMPLETED] * 2
@@ -135,14 +137,14 @@ async def test_a_server_that_dies_fails_its_episode_alone() -> None:
 
 
 async def test_a_server_over_http_that_dies_is_named(own_url: str) -> None:
-    (trajectory,) = await played([[call("die")], "done"], {"far": own_url})
+    (trajectory,) = await played([[call("die")], "done"], {"far": own_url}, one_connection=False)
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "ServerFailed: MCP server 'far' is gone" in trajectory.error
 
 
 async def test_a_shared_server_over_http_that_dies_is_named(own_url: str) -> None:
     with pytest.raises(BadEnvironment, match="MCP server 'far' is gone"):
-        await played([[call("die")], "done"], {"far": own_url}, one_connection=True)
+        await played([[call("die")], "done"], {"far": own_url})
 
 
 async def test_a_silent_server_costs_the_call_and_not_the_episode() -> None:
@@ -190,13 +192,13 @@ async def test_a_server_that_does_not_start_ends_the_run_by_name() -> None:
 
 async def test_a_server_that_starts_once_fails_each_episode(tmp_path: Path) -> None:
     once = f"test -e {tmp_path}/was && echo no licence >&2 && exit 1; touch {tmp_path}/was; exec {SERVER}"
-    (trajectory,) = await played("done", {"one": {"command": "sh", "args": ["-c", once]}})
+    (trajectory,) = await played("done", {"one": {"command": "sh", "args": ["-c", once]}}, one_connection=False)
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "MCP server 'one' cannot be connected" in trajectory.error
     assert "no licence" in trajectory.error
 
 
-@pytest.mark.parametrize("given", ["dict", "JSON", "file"])
+@pytest.mark.parametrize("given", ["JSON", *(pytest.param(each, marks=pytest.mark.whole) for each in ("dict", "file"))])
 async def test_a_configuration_of_clients_gives_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
