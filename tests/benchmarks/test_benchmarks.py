@@ -53,7 +53,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "LARGE_BYTES": 1,
     },
     "verifiers": {"ROUNDS": 1, "EPISODES": 2},
-    "trainers": {"ROUNDS": 1, "EPISODES": 8},
+    "trainers": {"ROUNDS": 1, "EPISODES": 8, "REPEATS": 2, "CALLS": 10},
     "sandboxes": {"ROUNDS": 1, "CALLS": 1, "SANDBOXES": 1, "LAG_SANDBOXES": 1},
 }
 

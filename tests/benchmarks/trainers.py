@@ -9,7 +9,8 @@ from typing import Any
 
 import anyio
 
-from runner import BackgroundPlayer, Group, Run, RunObserver, Task
+from runner import BackgroundPlayer, Group, Run, RunObserver, Summary, Task
+from runner.runs.observers import ObserverThreads
 from runner.testing import ScriptedEngine
 from runner.training import TrainingBatch, sample_rows
 from tests.benchmarks.figures import Figure, main, on_one_core
@@ -18,6 +19,8 @@ from tests.histories import Twice
 EPISODES = 512
 GROUP = 8
 ROUNDS = 5
+REPEATS = 20
+CALLS = 2_000
 TEXT = "A sentence of the model that is about as long as a call of a tool. " * 3
 
 
@@ -41,10 +44,10 @@ def measure() -> Iterator[Figure]:
     padded = [_seconds(lambda: TrainingBatch.padded(groups, pad_id=0)) for _ in range(ROUNDS)]
     yield Figure("TrainingBatch.padded: rows", "1/s", tuple(len(trajectories) / each for each in padded))
     yield Figure("  memory of the batch, an id", "bytes", (_bytes(groups) / (ids * len(trajectories)),))
-    plain = tuple(_run() for _ in range(ROUNDS))
-    yield Figure("Run: an episode", "us", plain)
-    yield Figure("  with an observer", "us", tuple(_run(observers=[Counting()]) for _ in range(ROUNDS)))
-    yield Figure("BackgroundPlayer: an episode, its thread included", "us", tuple(_player() for _ in range(ROUNDS)))
+    yield Figure("Run: an episode", "us", tuple(_run() for _ in range(ROUNDS)))
+    # Alone, since both are less than the differences between runs.
+    yield Figure("  an observer of it, its thread included", "us", tuple(_observer(groups) for _ in range(ROUNDS)))
+    yield Figure("  BackgroundPlayer: a call and its result, in place of an await", "us", tuple(_calls(ROUNDS)))
 
 
 def _tasks() -> list[Task]:
@@ -72,21 +75,41 @@ def _bytes(groups: list[Group]) -> int:
         tracemalloc.stop()
 
 
-def _run(**options: Any) -> float:
+def _run() -> float:
     """Microseconds of an episode in a run."""
 
     async def play() -> None:
         engine = ScriptedEngine([TEXT, TEXT])
-        async with Run(Twice, engine, tasks=_tasks(), group_size=GROUP, **options) as run:
+        async with Run(Twice, engine, tasks=_tasks(), group_size=GROUP) as run:
             async for _ in run.groups():
                 pass
 
     return _seconds(lambda: anyio.run(play)) / EPISODES * 1e6
 
 
-def _player() -> float:
-    """Microseconds of an episode that a trainer requests from another thread."""
-    return _seconds(_played) / EPISODES * 1e6
+def _observer(groups: list[Group]) -> float:
+    """Microseconds of the events of an episode of two turns, until an observer has them."""
+
+    def send() -> None:
+        threads = ObserverThreads([Counting()], group_size=GROUP, seed=0)
+        threads.start({})
+        for group in groups:
+            for trajectory in group.trajectories:
+                threads.episode([trajectory], GROUP)
+        threads.end(Summary())
+
+    return _seconds(lambda: [send() for _ in range(REPEATS)]) / REPEATS / EPISODES * 1e6
+
+
+def _calls(rounds: int) -> Iterator[float]:
+    """Microseconds of a call from another thread that plays nothing."""
+
+    async def nothing() -> None:
+        pass
+
+    with BackgroundPlayer(Twice, ScriptedEngine([TEXT])) as player:
+        for _ in range(rounds):
+            yield _seconds(lambda: [player._call(nothing()) for _ in range(CALLS)]) / CALLS * 1e6
 
 
 if __name__ == "__main__":
