@@ -26,6 +26,7 @@ from runner.environment.environment import Environment
 from runner.environment.task_feed import Tasks
 from runner.errors import BadOption, DeltarunnerError, RunStuck
 from runner.logs import logger_for
+from runner.quantities import counted
 from runner.runs.options import RunKeywords
 from runner.runs.run import Run
 from runner.runs.summary import Summary
@@ -203,7 +204,7 @@ class Stopper:
         assert self.received is not None, "only a signal brings this"
         log.warning("signal %s, step %d", self.received.name, step)
         run, count = self._run, len(self._run.plays)
-        episodes = "1 episode" if count == 1 else f"{count} episodes"
+        episodes = counted(count, "episode")
         if not self.started:
             self._reporter.say("cancelling the start; press Ctrl-C again to exit at once")
             self._give_up()

@@ -14,6 +14,7 @@ from typing import Final
 import anyio
 
 from runner.concurrency.loop_lag import LATE_SECONDS, Blocker
+from runner.quantities import counted
 from runner.runs.fleet_stats import FleetStats, fleet_in_words
 from runner.runs.player import Attempt, PlayingEngine
 from runner.runs.run import Run
@@ -295,7 +296,7 @@ def in_words(stats: LiveStats) -> Iterator[str]:
     if stats.ranks:
         yield ranks_in_words(stats.ranks)
     if stats.throttled:
-        yield f"rate-limited {stats.throttled} times, now {stats.let_in} requests at once"
+        yield f"rate-limited {counted(stats.throttled, 'time')}, now {counted(stats.let_in or 0, 'request')} at once"
     yield f"{stats.failed} failed"
     if stats.cancelled:
         yield f"{stats.cancelled} cancelled"

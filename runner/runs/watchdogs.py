@@ -10,6 +10,7 @@ import anyio
 
 from runner.engines.base import BaseEngine
 from runner.errors import EngineDead, RunStuck, TooManyFailures
+from runner.quantities import counted
 from runner.runs.player import Attempt
 from runner.trajectory import Outcome, Trajectory
 
@@ -50,7 +51,7 @@ class Breaker:
         cause, count = self._causes.most_common(1)[0]
         return TooManyFailures(
             f"{failed} of the last {len(self._recent)} episodes failed, more than breaker={self._share:g} "
-            f"allows; most often ({count} times): {cause}"
+            f"allows; most often ({counted(count, 'time')}): {cause}"
         )
 
 
@@ -100,7 +101,7 @@ async def until_stuck(plays: Collection[Attempt], progress: Callable[[], Hashabl
 def _list_waiting(plays: Collection[Attempt]) -> str:
     now = anyio.current_time()
     longest = sorted(plays, key=lambda play: play.since)[:MAX_LISTED_EPISODES]
-    lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {len(plays)} episodes in flight:"]
+    lines = [f"nothing happened for {RUN_STUCK_SECONDS:.0f} s; {counted(len(plays), 'episode')} in flight:"]
     lines += [f"  {play.key.id} has been waiting for {play.activity} for {now - play.since:.0f} s" for play in longest]
     if len(plays) > len(longest):
         lines.append(f"  and {len(plays) - len(longest)} more")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.errors import BadBatch
+from runner.quantities import counted
 from runner.trainers.openenv import read_training_trace
 from runner.trainers.traced_call import TracedCall, ids_of, list_of, logprobs_of, mask_of
 
@@ -161,7 +162,7 @@ class _Node:
             raise BadBatch(f"{where}: parent is {parent!r:.30}: give the number of an earlier node, or null.")
         optional = {"token_ids": [], "mask": [], "logprobs": [], **node}
         ids, sampled = ids_of(where, optional, "token_ids", vocabulary), bool(node.get("sampled"))
-        mask = mask_of(where, optional, "mask", len(ids), f"{len(ids)} ids")
+        mask = mask_of(where, optional, "mask", len(ids), counted(len(ids), "id"))
         if any(mask) and not sampled:
             raise BadBatch(f"{where}: mask trains on a message that was not sampled.")
         logprobs = logprobs_of(where, optional, "logprobs", sum(mask)) if optional["logprobs"] else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.errors import BadBatch
+from runner.quantities import counted
 
 __all__ = ["TracedCall", "ids_of", "list_of", "logprobs_of", "mask_of"]
 
@@ -79,7 +80,7 @@ def logprobs_of(where: str, fields: Mapping[str, Any], name: str, count: int) ->
     """
     logprobs = list_of(where, fields, name)
     if len(logprobs) != count:
-        raise BadBatch(f"{where}: {name} has {len(logprobs)} values for {count} sampled ids.")
+        raise BadBatch(f"{where}: {name} has {counted(len(logprobs), 'value')} for {counted(count, 'sampled id')}.")
     for value in logprobs:
         if type(value) not in (int, float) or not math.isfinite(value) or value > 0:
             raise BadBatch(f"{where}: {name} has {value!r:.30}: a log-probability is finite and at most 0.")
@@ -101,7 +102,7 @@ def mask_of(where: str, fields: Mapping[str, Any], name: str, count: int, ids: s
     """
     mask = list_of(where, fields, name)
     if len(mask) != count:
-        raise BadBatch(f"{where}: {name} has {len(mask)} values for {ids}.")
+        raise BadBatch(f"{where}: {name} has {counted(len(mask), 'value')} for {ids}.")
     for value in mask:
         if type(value) not in (int, bool) or value not in (0, 1):
             raise BadBatch(f"{where}: {name} has {value!r:.30}: a mask holds 0 and 1.")

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.quantities import counted
 from runner.training.rows import TrainingRow
 from runner.trajectory import Turn
 
@@ -35,8 +36,8 @@ def inexact_reason(rows: Sequence[TrainingRow], *, masked: bool = False, recorde
     trainer applies the sampling masks that turns have, so that neither truncation nor grammar of these is a reason.
     """
     turns, ids = reason_counts(rows, masked=masked, recorded=recorded)
-    said = [f"{reason} ({count} {'turn' if count == 1 else 'turns'})" for reason, count in sorted(turns.items())]
-    said += [f"{reason} ({count} {'id' if count == 1 else 'ids'})" for reason, count in sorted(ids.items())]
+    said = [f"{reason} ({counted(count, 'turn')})" for reason, count in sorted(turns.items())]
+    said += [f"{reason} ({counted(count, 'id')})" for reason, count in sorted(ids.items())]
     return "; ".join(said)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from runner.checked import whole
 from runner.errors import BadBatch, BadOption
 from runner.logs import logger_for
+from runner.quantities import counted
 from runner.tokens.side_data import SamplingMasks
 from runner.training.array_kinds import as_numpy
 from runner.training.exactness import reason_counts, temperatures
@@ -343,6 +344,6 @@ def _by_turn(trajectory: Trajectory, advantages: float | Sequence[float] | None)
     if values.shape not in ((), (len(turns),)) or not np.isfinite(values).all():
         raise BadBatch(
             f"{name_of(trajectory)}: advantages of shape {values.shape}: give one finite number, or one for each of "
-            f"its {len(turns)} turns."
+            f"its {counted(len(turns), 'turn')}."
         )
     return dict(zip(turns, np.broadcast_to(values, len(turns)).tolist(), strict=True))

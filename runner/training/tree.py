@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from runner.checked import is_whole
 from runner.errors import BadBatch, BadOption
+from runner.quantities import counted
 from runner.training.exactness import temperatures
 from runner.training.rows import TrainingRow
 
@@ -177,8 +178,7 @@ class Saving:
         return self.padded / self.nodes if self.nodes else 1.0
 
     def __str__(self) -> str:
-        trees = "1 tree" if self.trees == 1 else f"{self.trees:,} trees"
-        rows = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
+        rows, trees = counted(self.rows, "row"), counted(self.trees, "tree")
         return (
             f"{rows} as {trees}: {self.nodes:,} nodes for {self.tokens:,} ids ({self.ratio:.1f}x), "
             f"{self.padded:,} padded ({self.padded_ratio:.1f}x); logits at {self.logits:,}"

@@ -91,14 +91,15 @@ def _observer(groups: list[Group]) -> float:
     """Microseconds of the events of an episode of two turns, until an observer has them."""
 
     def send() -> None:
-        threads = ObserverThreads([Counting()], group_size=GROUP, seed=0)
-        threads.start({})
-        for group in groups:
-            for trajectory in group.trajectories:
-                threads.episode([trajectory], GROUP)
-        threads.end(Summary())
+        for _ in range(REPEATS):
+            threads = ObserverThreads([Counting()], group_size=GROUP, seed=0)
+            threads.start({})
+            for group in groups:
+                for trajectory in group.trajectories:
+                    threads.episode([trajectory], GROUP)
+            threads.end(Summary())
 
-    return _seconds(lambda: [send() for _ in range(REPEATS)]) / REPEATS / EPISODES * 1e6
+    return _seconds(send) / REPEATS / EPISODES * 1e6
 
 
 def _calls(rounds: int) -> Iterator[float]:
