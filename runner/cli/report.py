@@ -30,6 +30,8 @@ NOTABLE_SECONDS = 1.0
 """Total seconds of a late event loop below which no code is named."""
 PIPED_WIDTH = 200
 """Columns of piped output; Rich's default of 80 would cut paths and tables."""
+MAX_PLAIN_MEAN = 1e9
+"""Means above this are shown with an exponent, since a float may have 309 digits."""
 UNTRAINED = "no request is trained: programs without tools are trained only with --train, or serve(train=True)"
 
 
@@ -169,7 +171,8 @@ def _mean(mean: Mapping[str, Any]) -> str:
         return "no episode scored"
     error, tasks = mean["standard_error"], mean.get("tasks")
     of = counted(mean["count"], "episode") + (f" of {counted(tasks, 'task')}" if tasks is not None else "")
-    return f"{mean['mean']:.3f}" + (f" ± {error:.3f}" if error is not None else "") + f"  ({of})"
+    form = ".3f" if max(abs(mean["mean"]), error or 0.0) < MAX_PLAIN_MEAN else ".3g"
+    return f"{mean['mean']:{form}}" + (f" ± {error:{form}}" if error is not None else "") + f"  ({of})"
 
 
 def _calls(calls: int, malformed: int, failed: int) -> Text:

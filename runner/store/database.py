@@ -123,9 +123,8 @@ def open_reader(path: Path) -> sqlite3.Connection:
         RunFileError: the file does not exist, or holds no run.
     """
     if not path.is_file():
-        raise RunFileError(
-            f"the run file {path} does not exist. Run files are in runs/ unless --file named another path."
-        )
+        state = "is a folder: give a file in it" if path.is_dir() else "does not exist"
+        raise RunFileError(f"the run file {path} {state}. Run files are in runs/ unless --file named another path.")
     with storage_faults(path):
         try:
             connection = _connect_reader(path, "mode=ro")

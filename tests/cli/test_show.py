@@ -9,11 +9,12 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
+from runner import Task, reward
 from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
 from runner.testing import ScriptedEngine
-from tests.playing import Plain, play_all
+from tests.playing import Plain, play_all, tasks
 from tests.verifying import play
 
 
@@ -51,6 +52,24 @@ def test_the_sizes_of_the_engine_are_among_the_settings(tmp_path: Path) -> None:
     shown = show(tmp_path / "run.db")
     assert "data_parallel_size=2 · tensor_parallel_size=4" in shown
     assert "pipeline" not in shown
+
+
+def test_solved_share_counts_failed_episodes_and_says_so(tmp_path: Path) -> None:
+    class Half(Plain):
+        def tasks(self) -> list[Task]:
+            return tasks(4)
+
+        @reward
+        def correct(self) -> float:
+            return 1e300 if self.task.id != "t0" else 1 / 0
+
+    async def alone() -> None:
+        await play_all(Half, "Yes", file=tmp_path / "run.db", group_size=2, breaker=1.0)
+
+    anyio.run(alone)
+    shown = show(tmp_path / "run.db")
+    assert "pass@1 0.750 · pass@2 0.750  (failed episodes count as not solved)" in shown
+    assert "1e+300 ± 0  (6 episodes of 3 tasks)" in shown
 
 
 def test_an_episode_of_one_agent_speaks_of_no_others(tmp_path: Path) -> None:

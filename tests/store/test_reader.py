@@ -41,6 +41,11 @@ def test_a_missing_file_is_named(path: Path) -> None:
         RunFile(path)
 
 
+def test_folder_is_refused_as_a_run_file(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match=r"the run file .* is a folder: give a file in it"):
+        RunFile(tmp_path)
+
+
 def test_rows_agree_with_their_trajectories(path: Path) -> None:
     trajectory = played("a", turns=3)
     trajectory.metrics = {"steps": 3.0}
