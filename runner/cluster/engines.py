@@ -21,7 +21,7 @@ from runner.cluster.runtime import FleetRuntime
 from runner.cluster.worker_handle import WorkerHandle
 from runner.engines.base import BaseEngine, DeltaStream, Engine, EngineStats, GenerationRequest
 from runner.engines.proofs import ProofFigures, WeightProof
-from runner.errors import BadControl, BadOption
+from runner.errors import BadControl, BadInput, BadOption
 from runner.options import Constraint, Sampling
 from runner.runs.options import check_engine
 from runner.runs.player import FleetWorker, IdleReason, PlayingEngine
@@ -207,10 +207,16 @@ class FleetEngine(PlayingEngine):
     async def prove(self, proof: WeightProof) -> ProofFigures:
         """Compare the weights of every worker with a proof. The figures are the worst ones."""
         runtime, driver = self._fleet_runtime, self.driver
-        async with driver.settled:
-            figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof)
+        async with driver.settled:  # not during the proof: a fleet that is paused has to be resumed for it
             if not driver.snapshot.version:  # workers that start later measure it too
                 driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
+        try:
+            figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof)
+        except BadInput:
+            async with driver.settled:
+                kept = tuple(each for each in driver.snapshot.first_proofs if each is not proof)
+                driver.change_snapshot(first_proofs=kept)
+            raise
         return max(figures.values(), key=lambda each: each.median)
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from runner import BadControl, BadOption, BadWeights, WeightProof
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import dice_engine, fleet, until
+from tests.cluster.playing import WATCHDOG, dice_engine, fleet, until
 from tests.engines.test_proofs import IDS, Model
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +104,32 @@ async def test_worker_that_joins_later_has_the_first_proof(updates: bool) -> Non
             update = await launcher.workers[number].worker.engine.update_weights("newer", proof=noisy)
             assert update.proof is not None
             assert update.proof.tolerance.median == pytest.approx(0.06)
+
+
+async def test_proof_of_a_paused_fleet_waits_until_it_is_resumed() -> None:
+    proven = list[Any]()
+
+    async def prove(engine: Any) -> None:
+        proven.append(await engine.prove(Model().proof()))
+
+    async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
+        await engine.pause()
+        async with anyio.create_task_group() as group:
+            group.start_soon(prove, engine)
+            await until(lambda: all("prove" in str(worker.calls) for worker in launcher.alive))
+            assert not proven
+            with anyio.fail_after(WATCHDOG):
+                await engine.resume()
+        assert [each.median for each in proven] == [0.0]
+
+
+async def test_wrong_first_proof_is_not_asked_of_later_workers() -> None:
+    async with fleet(2, dice_engine(scores=Model())) as (engine, launcher), engine:
+        wrong = WeightProof(IDS, [each - 1.0 for each in Model()(IDS)])
+        with pytest.raises(BadWeights, match=r"prove\(\): the engine's log-probabilities differ"):
+            await engine.prove(wrong)
+        launcher.workers[0].kill()
+        await until(lambda: [each.number for each in engine.workers()] == [1, 2])
 
 
 async def test_worker_with_other_first_weights_does_not_play() -> None:
