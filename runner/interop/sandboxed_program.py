@@ -9,7 +9,6 @@ from runner.endpoint.endpoint import Endpoint
 from runner.endpoint.programs import FinishedProgram
 from runner.environment.program import Program
 from runner.errors import BadOption
-from runner.interop.terminal import restored
 from runner.sandbox.containers import default_provider
 from runner.sandbox.sandbox import Sandbox, SandboxOptions
 
@@ -94,6 +93,6 @@ class SandboxedProgram(Program):
         return await endpoint.run(argv, sandbox=self.sandbox, check=self.code)
 
     async def _is_solved(self) -> bool:
-        if not self._as_left and not await restored(self.sandbox):
-            return False
+        if not self._as_left:
+            await self.sandbox.restore()
         return (await self.sandbox.exec(self.checking, seconds=CHECK_SECONDS, user=self._check_user)).ok

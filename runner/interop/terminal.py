@@ -14,7 +14,7 @@ from runner.sandbox.sandbox import Sandbox, SandboxOptions
 from runner.scoring import reward
 from runner.tools.tool import tool
 
-__all__ = ["TOOL_OUTPUT_BYTES", "Terminal", "restored", "shell_command"]
+__all__ = ["TOOL_OUTPUT_BYTES", "Terminal", "shell_command"]
 
 TOOL_OUTPUT_BYTES: Final = 16 * 1024
 """Bytes of a command's output that the model reads."""
@@ -28,15 +28,6 @@ _BASH_OR_SH: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"
 def shell_command(command: str) -> list[str]:
     """Return the arguments that run a command in bash, or in sh if the sandbox has no bash."""
     return ["sh", "-c", _BASH_OR_SH, "sh", command]
-
-
-async def restored(sandbox: Sandbox) -> bool:
-    """End all processes and put the programs of the image back; False if what was done in the sandbox prevents it."""
-    try:
-        await sandbox.restore()
-    except OSError:
-        return False
-    return True
 
 
 class Terminal(Environment):
@@ -126,8 +117,8 @@ class Terminal(Environment):
     async def solved(self) -> bool:
         """True if the check exits with 0."""
         argv = shell_command(self._check_command())
-        if not self._as_left and not await restored(self.sandbox):
-            return False
+        if not self._as_left:
+            await self.sandbox.restore()
         return (await self.sandbox.exec(argv, seconds=self._seconds, user=self._check_user)).ok
 
     def _check_command(self) -> str:

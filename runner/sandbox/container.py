@@ -95,6 +95,7 @@ class ContainerSandbox:
         self._workdir: str | None = None
         self._owner: tuple[int, int] | None = None
         self._damage = ""
+        """Why no command can run after a restart, because of what was done inside."""
 
     # --- commands
 
@@ -128,9 +129,8 @@ class ContainerSandbox:
         if ended_by == "exit" and (executed.code in UNSURE_CODES or not command.has_begun):
             await self._check_running()
             if command.is_out_of_processes:
-                try:
-                    await self.restart()
-                except OSError:  # the model damaged it
+                await self.restart()
+                if self._damage:
                     return executed
                 ended_by = await command.run(seconds, given, self._end_inside)
                 return command.executed(ended_by)
@@ -141,13 +141,11 @@ class ContainerSandbox:
         arguments = ["exec", "--user", "0", self.name, "sh", "-c", _KILL, "sh", session or "none", mark]
         result = await self._client.call(*arguments, seconds=KILL_SECONDS)
         if not result.ok:
-            with suppress(SandboxGone, OSError):  # each later call says so
+            with suppress(SandboxGone):
                 await self.restart()
 
     async def restart(self) -> None:
         """End all processes, as in `Sandbox.restart`."""
-        if self._damage:
-            raise OSError(self._damage)
         result = await self._client.call("restart", "-t", "0", self.name)
         if not result.ok or (await self._status())[0] != "running":
             # Its first process is the shell of the image, which may have been replaced inside.
@@ -155,20 +153,21 @@ class ContainerSandbox:
 
     async def restore(self) -> None:
         """End all processes and put back the programs of the image, as in `Sandbox.restore`."""
-        if self._damage:
-            raise OSError(self._damage)
         # Stopped first, so that no process can undo it, and started with the shell of the image.
         stopped = await self._client.call("stop", "-t", "0", self.name)
         if not stopped.ok:
             await self._check_running()
             raise SandboxFailed(f"sandbox {self.name} does not stop: {stopped.error}")
+        damage = ""
         try:
             await restore_programs(self._client, self.name)
+        except OSError as error:
+            damage = str(error)
         finally:
             started = await self._client.call("start", self.name)
         if not started.ok or (await self._status())[0] != "running":
-            self._damage = f"sandbox {self.name} does not start again, since it was damaged inside: {started.error}"
-            raise OSError(self._damage)
+            damage = f"sandbox {self.name} does not start again: {started.error}"
+        self._damage = damage
 
     async def _status(self) -> tuple[str, bool]:
         """Return the state of the container, and whether it ran out of memory.

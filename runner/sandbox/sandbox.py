@@ -136,8 +136,9 @@ class Sandbox(Protocol):
     async def restart(self) -> None:
         """End all processes in the sandbox. Its files stay, except those on `tmpfs`.
 
+        If what was done inside prevents a start, each later command returns an `Executed` with code 126 that says so.
+
         Raises:
-            OSError: it does not start again; what was done in the sandbox prevents it.
             SandboxGone: the sandbox does not exist any more.
         """
         ...
@@ -149,8 +150,9 @@ class Sandbox(Protocol):
         stay, unless one of the image has the same name. Libraries, packages of languages, and folders at or below the
         working folder are not changed: a user that may not write them cannot forge a check with these.
 
+        If what was done inside prevents it, each later command returns an `Executed` with code 126 that says so.
+
         Raises:
-            OSError: they cannot be put back; what was done in the sandbox prevents it.
             SandboxGone: the sandbox does not exist any more.
         """
         ...

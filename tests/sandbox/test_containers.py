@@ -223,11 +223,10 @@ async def test_a_sandbox_that_cannot_start_again_tells_it(engine: str) -> None:
     async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
         await sandbox.exec(sh("cd /; rm -r /scratch; ln -s /scratch /scratch"))
         for again in (sandbox.restart, sandbox.restore, sandbox.restore):
-            with pytest.raises(OSError, match="does not start again, since it was damaged inside"):
-                await again()
-        done = await sandbox.exec(["true"])
-        assert done.code == 126
-        assert "does not start again" in done.stderr
+            await again()
+            done = await sandbox.exec(["true"])
+            assert (done.code, done.ok) == (126, False)
+            assert "does not start again" in done.stderr
         with pytest.raises(OSError, match="'/none' cannot be read"):
             await sandbox.read("/none")
 
@@ -260,11 +259,13 @@ async def test_libraries_are_not_those_of_the_image_after_it(engine: str) -> Non
 
 
 @pytest.mark.whole
-async def test_a_folder_in_place_of_a_program_is_an_error(engine: str) -> None:
+async def test_a_folder_in_place_of_a_program_fails_later_commands(engine: str) -> None:
     async with Containers(engine).open(SandboxOptions(image=IMAGE_FOLDER, memory_mb=64)) as sandbox:
         await sandbox.exec(sh("rm /bin/cat; mkdir /bin/cat"))
-        with pytest.raises(OSError, match="the programs of the image cannot be put back"):
-            await sandbox.restore()
+        await sandbox.restore()
+        done = await sandbox.exec(["true"])
+        assert done.code == 126
+        assert "the programs of the image cannot be put back" in done.stderr
 
 
 @pytest.mark.whole
