@@ -95,7 +95,7 @@ class ContainerSandbox:
         self._workdir: str | None = None
         self._owner: tuple[int, int] | None = None
         self._damage = ""
-        """Why no command can run after a restart, because of what was done inside."""
+        """The reason that no command can run after a restart; empty if they can."""
 
     # --- commands
 
