@@ -113,8 +113,8 @@ class ContainerSandbox:
         """Run a command, as in `Sandbox.exec`."""
         if isinstance(argv, str | bytes) or not argv or not all(isinstance(each, str) for each in argv):
             raise BadOption(f"exec({argv!r:.80}): give a list of strings, such as ['sh', '-c', 'ls'].")
-        if damage := self._damage:
-            return Executed(NOT_STARTED_CODE, "", f"{damage}\n", 0.0)
+        if bool(self._damage):  # without `bool`, mypy would not expect it to change below
+            return Executed(NOT_STARTED_CODE, "", f"{self._damage}\n", 0.0)
         command = _Command(self._client, self.name, argv, dict(env or {}), user, cwd, output_bytes)
         given = input.encode() if isinstance(input, str) else input
         try:
