@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import Outcome, Run, RunFile, Trajectory
+from runner import Outcome, Player, Run, RunFile, Sampling, Trajectory
 from runner.cluster.driver import SILENT_SECONDS
 from runner.cluster.protocol import AttemptResult
 from runner.engines.scripted.script import Fault, ModelCall
@@ -257,3 +257,12 @@ def place(number: int) -> str:
     import socket
 
     return f"worker {number} on {socket.gethostname()}"
+
+
+async def test_sampling_of_a_players_call_reaches_the_worker() -> None:
+    async with fleet() as (engine, _), Player(Dice, engine, sampling=Sampling(max_tokens=77)) as player:
+        (task,) = game_tasks(1)
+        for given, expected in ((Sampling(temperature=0.5), (0.5, 77)), (None, (1.0, 77))):
+            (trajectory,) = await player.play(task, sampling=given)
+            used = {(turn.sampling.temperature, turn.sampling.max_tokens) for turn in trajectory.turns if turn.sampling}
+            assert used == {expected}
