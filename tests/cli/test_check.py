@@ -296,23 +296,6 @@ def test_an_environment_without_a_mistake_is_ok(folder: Path) -> None:
     assert "played   in groups of two, on a scripted engine: completed 8; 64 turns" in result.output
 
 
-def test_tasks_of_a_file_are_played(folder: Path) -> None:
-    env = f"{GOOD}\nclass Env(Good):\n    tasks = Environment.tasks\n"
-    assert "Env has no tasks" in check(folder, env).output
-    (folder / "tasks.jsonl").write_text(
-        '{"id": "a", "prompt": "Roll.", "answer": "3"}\n{"id": "b", "prompt": "Roll.", "answer": "3"}\n'
-    )
-    result = check(folder, env, "--tasks", "tasks.jsonl")
-    assert (result.exit_code, findings(result)) == (0, [])
-    assert "completed 4;" in result.output
-    (folder / "tasks.jsonl").write_text(
-        '{"id": "a", "prompt": "Roll.", "answer": "3"}\n{"id": "a", "prompt": "Roll.", "answer": "3"}\n'
-    )
-    result = check(folder, env, "--tasks", "tasks.jsonl")
-    assert result.exit_code == 3
-    assert "has the same id 'a'" in result.output
-
-
 def test_what_a_template_cannot_do_is_no_mistake_of_an_environment(folder: Path) -> None:
     env = """
 class Env(Good):

@@ -130,3 +130,33 @@ def test_lines_that_are_no_findings_are_short(folder: Path) -> None:
     code, lines = check("Odd")
     assert (code, lines[-1]) == (0, "ok")
     assert max(map(len, lines)) <= 120
+
+
+FROM_A_FILE = """
+from runner import Environment, reward
+
+class Env(Environment):
+    @reward
+    def right(self):
+        return 1
+"""
+
+
+def test_tasks_of_a_file_are_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("from_a_file.py").write_text(FROM_A_FILE)
+    line = '{"id": "%s", "prompt": "Roll."}\n'
+
+    def check(*more: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["check", "from_a_file.py:Env", *more])
+        return result.exit_code, result.output
+
+    assert "Env has no tasks" in check()[1]
+    Path("tasks.jsonl").write_text(line % "a" + line % "b")
+    code, output = check("--tasks", "tasks.jsonl")
+    assert code == 0
+    assert "completed 4;" in output
+    Path("tasks.jsonl").write_text(line % "a" + line % "a")
+    code, output = check("--tasks", "tasks.jsonl")
+    assert code == 3
+    assert "has the same id 'a'" in output

@@ -21,7 +21,6 @@ from runner import (
     Conversation,
     Environment,
     Limits,
-    Outcome,
     Run,
     ScriptedEngine,
     Task,
@@ -39,7 +38,6 @@ from runner.runs.reporter import PlainReporter
 from runner.runs.summary import Summary
 from runner.runs.time_left import TimeLeft
 from runner.tokens.junction import Anchor, Close, Result, Seam
-from tests.playing import Plain, tasks
 from tests.terminal import Terminal
 
 FIGURES = LiveStats(
@@ -384,26 +382,6 @@ async def test_notes_of_an_engine_that_was_entered_before_are_not_repeated() -> 
                 await anyio.sleep(0.05)
         group.cancel_scope.cancel()
     assert not any("computing in" in line for line in said)
-
-
-@pytest.mark.anyio
-async def test_cancelled_episodes_are_not_counted_as_done() -> None:
-    class Stops(Plain):
-        def tasks(self) -> list[Task]:
-            return tasks(5)
-
-        async def setup(self) -> None:
-            if self.task.id != "t0":
-                await anyio.sleep_forever()
-
-    async with Run(Stops, ScriptedEngine("Yes")) as run:
-        assert (await anext(run)).outcome is Outcome.COMPLETED
-        run.cancel()
-        async for _ in run:
-            pass
-        stats = StatsReader().read(run, total=5)
-    assert (stats.done, stats.cancelled) == (1, 4)
-    assert list(in_words(stats))[:4] == ["1 of 5 episodes", "0 running", "0 failed", "4 cancelled"]
 
 
 @pytest.mark.anyio
