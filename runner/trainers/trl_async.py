@@ -18,6 +18,7 @@ from runner.engines.base import BaseEngine
 from runner.environment.environment import Environment
 from runner.errors import BadOption, RunStopped
 from runner.messages import as_messages
+from runner.options import Sampling
 from runner.runs.background_player import BackgroundPlayer, PlayedGroups
 from runner.tasks import Task
 from runner.trainers.openenv import training_trace
@@ -193,7 +194,7 @@ class EpisodeSessions:
         environment: the environment's class.
         make_engine: a function that makes the engine.
         tasks: the tasks by the prompts of the data set; a conversation is found by the text of its last message.
-        sampling: sampling fields of the trainer, which override those of the environment.
+        sampling: sampling of the trainer, as `Sampling.of_request` takes it, over that of the environment.
     """
 
     def __init__(
@@ -204,11 +205,10 @@ class EpisodeSessions:
         *,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        from runner.options import Sampling
-
-        fields = {name: value for name, value in (sampling or {}).items() if name in Sampling.__dataclass_fields__}
         self._tasks = tasks
-        self._player = BackgroundPlayer(environment, make_engine(), sampling=Sampling(**fields)).start()
+        self._player = BackgroundPlayer(
+            environment, make_engine(), sampling=Sampling.of_request(sampling or {})
+        ).start()
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> EpisodeSession:
         """Return the session of one episode; it begins with `wait_for_completion`.
