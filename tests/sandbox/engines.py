@@ -20,7 +20,7 @@ from runner.sandbox.client import ContainerClient
 from runner.sandbox.containers import ENGINE_VARIABLE
 from runner.sandbox.leftovers import OWNER_LABEL, owner_of, remove_flags
 
-__all__ = ["HOME", "IMAGE_FOLDER", "containers_of", "engine_or_reason", "remove_command"]
+__all__ = ["HOME", "IMAGE_FOLDER", "containers_of", "engine_or_reason", "processor_of", "remove_command"]
 
 HOME: Final = Path(tempfile.gettempdir()) / f"deltarunner-test-containers-{os.getuid()}"
 """Images and settings of the tests; not in the checkout, since podman mounts it, and it could not be removed then."""
@@ -85,6 +85,21 @@ def remove_command(command: str, name: str) -> list[str]:
     """The command that removes a container at once."""
     engine = shlex.split(command)
     return [*engine, "rm", *remove_flags(ContainerClient(engine)), name]
+
+
+def processor_of(pid: int) -> dict[str, int]:
+    """Processor time and periods of a process's control group (version 1 or 2), and its quota, in microseconds."""
+    rows = [line.split(":") for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    groups = {kind: path for _, kinds, path in rows for kind in kinds.split(",")}
+    if "cpu" in groups:
+        folder = Path(f"/sys/fs/cgroup/cpu{groups['cpu']}")
+        limits = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+        used = int(Path(f"/sys/fs/cgroup/cpuacct{groups['cpuacct']}/cpuacct.usage").read_text()) // 1000
+    else:
+        folder = Path(f"/sys/fs/cgroup{groups['']}")
+        limits, used = (folder / "cpu.max").read_text().split(), 0
+    seen = {name: int(count) for name, count in map(str.split, (folder / "cpu.stat").read_text().splitlines())}
+    return {"used": seen.get("usage_usec", used), **seen, "quota": int(limits[0]), "period": int(limits[1])}
 
 
 def _candidates() -> list[str]:

@@ -29,7 +29,7 @@ from runner import (
 from runner.logs import log_to_file
 from runner.sandbox.container import ContainerSandbox
 from runner.sandbox.leftovers import owner_of
-from tests.sandbox.engines import IMAGE_FOLDER, containers_of, remove_command
+from tests.sandbox.engines import IMAGE_FOLDER, containers_of, processor_of, remove_command
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -138,21 +138,6 @@ async def test_two_busy_processes_share_the_cores_given(engine: str) -> None:
     assert seen["quota"] == seen["period"] / 2
     # State and not time: however long it took, no period had more than its share.
     assert 0 < seen["used"] <= (seen["nr_periods"] + 2) * seen["quota"] * 1.2
-
-
-def processor_of(pid: int) -> dict[str, int]:
-    """Processor time and periods of a process's control group (version 1 or 2), and its quota, in microseconds."""
-    rows = [line.split(":") for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
-    groups = {kind: path for _, kinds, path in rows for kind in kinds.split(",")}
-    if "cpu" in groups:
-        folder = Path(f"/sys/fs/cgroup/cpu{groups['cpu']}")
-        limits = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-        used = int(Path(f"/sys/fs/cgroup/cpuacct{groups['cpuacct']}/cpuacct.usage").read_text()) // 1000
-    else:
-        folder = Path(f"/sys/fs/cgroup{groups['']}")
-        limits, used = (folder / "cpu.max").read_text().split(), 0
-    seen = {name: int(count) for name, count in map(str.split, (folder / "cpu.stat").read_text().splitlines())}
-    return {"used": seen.get("usage_usec", used), **seen, "quota": int(limits[0]), "period": int(limits[1])}
 
 
 @pytest.mark.whole
