@@ -10,9 +10,21 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
-from runner import BackgroundPlayer, Conversation, Environment, Sampling, Task, TokenEngine, TokenOutput, reward
+from runner import (
+    BackgroundPlayer,
+    Conversation,
+    Environment,
+    RunFile,
+    Sampling,
+    Task,
+    TokenEngine,
+    TokenOutput,
+    VllmEngine,
+    reward,
+)
 from runner.testing import ScriptedEngine
 from runner.trainers.trl import episode_reward, rollout_func
+from runner.training.weight_proof import PROOF_SIZE
 
 pytestmark = [
     pytest.mark.package("trl"),
@@ -87,20 +99,23 @@ def sampler(model: Any, version: Any) -> Any:
 def config(folder: Path, **settings: Any) -> Any:
     from trl import GRPOConfig
 
+    given = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        **settings,
+    }
     return GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
         report_to="none",
-        num_generations=4,
-        per_device_train_batch_size=8,
-        max_steps=3,
         temperature=1.0,
         beta=0.0,
-        learning_rate=1e-2,
         disable_tqdm=True,
         save_strategy="no",
-        **settings,
+        **given,
     )
 
 
@@ -241,3 +256,41 @@ def test_one_tree_of_a_batch_has_trls_own_gradients(model: Any, tokenizer: Any, 
     for ours, theirs in zip(*found, strict=True):
         assert theirs.abs().max() > 1e-3
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+def test_demo_model_in_vllm_samples_with_the_weights_of_each_step(
+    demo_model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32)
+    settings = config(
+        tmp_path, num_generations=2, per_device_train_batch_size=2, max_steps=2, optim="sgd", learning_rate=1.0
+    )
+    engine = VllmEngine(demo_model_folder, dtype="float32", max_model_len=512, max_num_seqs=2)
+    file = tmp_path / "run.db"
+    with BackgroundPlayer(TwoTurns, engine, group_size=2, sampling=Sampling(max_tokens=3), file=file) as player:
+        watched = Watched(rollout_func(player, tasks=TASKS[:2]))
+        trainer = GRPOTrainer(
+            model,
+            episode_reward,
+            args=settings,
+            train_dataset=Dataset.from_list([{"prompt": task.id} for task in TASKS[:2]]),
+            processing_class=tokenizer,
+            rollout_func=watched,
+        )
+        trainer.train()
+        assert player.error is None
+        first, second = [{version for version in output["version"] if version} for output in watched.outputs]
+        assert (len(first), second) == (1, {engine.weight_version})
+        assert first != second
+    assert len(watched.gaps) >= 12
+    assert max(watched.gaps) < 1e-3  # TRL's forward pass of the same weights, by other kernels
+    with RunFile(file) as stored:
+        (proven,) = stored.weights()
+    assert (proven.version, proven.proof_ids) == (engine.weight_version, PROOF_SIZE - 1)
