@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Se
 from contextlib import aclosing, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from runner.concurrency.user_code import describe_error
 from runner.environment.environment import Environment
@@ -18,6 +18,9 @@ from runner.errors import BadTask, DeltarunnerError
 from runner.tasks import Task
 
 __all__ = ["SelectedTasks", "check_ahead", "find_selected", "select"]
+
+_NAMED_IDS: Final = 3
+"""Number of ids in the error for a missing task."""
 
 
 def select(source: Tasks, task_class: type[Task], *, most: int | None = None, only: str | None = None) -> Tasks:
@@ -122,19 +125,20 @@ class _TaskSelection(SelectedTasks):
         if self._only is None:
             yield from islice(self._source, self._most)
             return
-        seen: list[str] = []
-        for task in self._source:
+        count, first = 0, list[str]()
+        for count, task in enumerate(self._source, 1):
             if task.id == self._only:
                 yield task
                 return
-            seen.append(task.id)
-        raise _no_such_task(self._only, seen)
+            if count <= _NAMED_IDS:
+                first.append(task.id)
+        raise _no_such_task(self._only, count, first)
 
 
 class _AsyncSelection(SelectedTasks):
     async def __aiter__(self) -> AsyncIterator[Task]:
         tasks: Any = aiter(self._source)
-        seen: list[str] = []
+        count, first = 0, list[str]()
         # Closed here; otherwise Python would close the async generator on an arbitrary event loop.
         async with aclosing(tasks) if hasattr(tasks, "aclose") else nullcontext():
             if self._most == 0:
@@ -142,13 +146,15 @@ class _AsyncSelection(SelectedTasks):
             async for task in tasks:
                 if self._only is None or task.id == self._only:
                     yield task
-                seen.append(task.id)
-                if len(seen) == self._most or task.id == self._only:
+                count += 1
+                if count <= _NAMED_IDS:
+                    first.append(task.id)
+                if count == self._most or task.id == self._only:
                     return
         if self._only is not None:
-            raise _no_such_task(self._only, seen)
+            raise _no_such_task(self._only, count, first)
 
 
-def _no_such_task(id: str, seen: list[str]) -> BadTask:
-    first = ", ".join(map(repr, seen[:3])) or "none"
-    return BadTask(f"None of {len(seen)} tasks has the id {id!r}; the first ids are {first}.")
+def _no_such_task(id: str, count: int, first: Sequence[str]) -> BadTask:
+    named = ", ".join(map(repr, first)) or "none"
+    return BadTask(f"None of {count} tasks has the id {id!r}; the first ids are {named}.")

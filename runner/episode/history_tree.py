@@ -7,7 +7,7 @@ takes one step a message, however many turns there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -282,7 +282,7 @@ class HistoryTree:
             BadMessage: an item is not a message, or has content that is not text.
             UnknownReference: an id does not belong to a turn of the episode.
         """
-        refers = _refers(messages)
+        refers = any(isinstance(each, dict) and "refers" in each for each in messages)
         read = self.reader.read([self._referred(each) for each in messages] if refers else messages)
         if not previous:
             return read, refers
@@ -420,8 +420,8 @@ class HistoryTree:
                 begin = index if begin is None else begin
                 continue
             if begin is not None and index - begin > 1:
-                results = messages[begin:index]
-                ordered = _in_order(results, self._positions(spoke), lambda each: each.message.get("tool_call_id", ""))
+                results, at = messages[begin:index], self._positions(spoke)
+                ordered = sorted(results, key=lambda each: at.get(each.message.get("tool_call_id", ""), len(at)))
                 if ordered != results:
                     messages[begin:index] = ordered
                     match.tolerated.add(Tolerated.REORDERED)
@@ -432,13 +432,13 @@ class HistoryTree:
         return messages
 
     def _positions(self, spoke: Sequence[ReadMessage]) -> dict[str, int]:
-        """Return the position of each call, by id, in messages that may belong to one turn."""
+        """Return the position of each call, by id, in messages that may belong to one turn, in the turn's own order."""
         ids: list[str] = []
         for message in spoke:
             ids += message.call_ids
             if len(spoke) > 1 or self._names_turn(message):
-                # A client may have put the calls of a turn in another order.
-                ids = _in_order(ids, self._calls_of(message))
+                made = self._calls_of(message)
+                ids.sort(key=lambda call_id: made.get(call_id, len(made)))
         return {call_id: position for position, call_id in enumerate(ids)}
 
     def _calls_of(self, message: ReadMessage) -> dict[str, int]:
@@ -474,14 +474,6 @@ class _MatchedHistory:
             return False
         # A message that came before is the same object; else its fields are compared.
         return messages[:length] == self.history
-
-
-def _refers(messages: Sequence[Any]) -> bool:
-    return any(isinstance(each, dict) and "refers" in each for each in messages)
-
-
-def _in_order(values: list[Any], positions: Mapping[str, int], id_of: Callable[[Any], str] = str) -> list[Any]:
-    return sorted(values, key=lambda each: positions.get(id_of(each), len(positions)))
 
 
 def _stepped(point: HistoryNode, key: Hashable, answered: CallIndex | None) -> HistoryNode:

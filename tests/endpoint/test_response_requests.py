@@ -121,6 +121,21 @@ def test_a_field_that_nobody_knows_is_told_as_not_granted() -> None:
     assert ask(newest=[1]).asked.not_granted == {"newest": [1]}
 
 
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        ("x-deltarunner-thread", "x-claude-code-agent-id"),
+        ("x-claude-code-agent-id", "thread-id"),
+        ("x-claude-code-agent-id", "x-claude-code-session-id"),
+        ("thread-id", "x-session-id"),
+        ("thread-id", "session-id"),
+    ],
+)
+def test_an_agents_own_id_goes_before_that_of_its_session(narrow: str, wide: str) -> None:
+    assert ask({wide: "session", narrow: "agent"}).asked.label == "agent"
+    assert ask({wide: "session", narrow: ""}).asked.label == "session"
+
+
 def test_codex_says_who_asks_and_what_for() -> None:
     told = json.dumps({"thread_id": "t1", "agent_name": "main", "request_kind": "compaction"})
     read = ask({"x-codex-turn-metadata": told, "session-id": "s1", "user-agent": "codex"}).asked

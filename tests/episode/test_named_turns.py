@@ -152,6 +152,8 @@ async def test_calls_reordered_or_left_out_are_those_of_the_turn(
     assert verdicts(trajectory) == ["new", "append"]
     found = trajectory.requests[1].tolerated
     assert (Tolerated.CALLS_LEFT_OUT in found) == (len(order) < 3)
+    orders = list(order), [each for each in results if each in order]
+    assert (Tolerated.REORDERED in found) == any(each != sorted(each) for each in orders)
     given = [each["content"] for each in trajectory.messages if each["role"] == "tool"]
     assert given == sorted(given), "results stand in the order of the turn's calls"
 

@@ -142,6 +142,22 @@ async def test_episode_too_old_after_scoring_loses_its_reward() -> None:
     assert (trajectory.outcome, trajectory.reward, trajectory.rewards) == (Outcome.CANCELLED, None, {})
 
 
+async def test_old_ids_of_an_agent_that_is_not_trained_drop_no_episode() -> None:
+    engine = recording("Yes")
+
+    class AskedBefore(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            await self.episode.conversation("judge", prompt="Well?").generate()
+            if engine.weight_version == "scripted":
+                await engine.update_weights(None)
+            await conversation.generate()
+
+    run = Run(AskedBefore, engine, max_version_lag=0)
+    (trajectory,) = await played(run)
+    assert (trajectory.outcome, trajectory.attempt, run.summary.stale) == (Outcome.COMPLETED, 0, 0)
+    assert versions(trajectory) == ["1"]
+
+
 async def test_a_group_reward_never_sees_an_episode_that_is_too_old() -> None:
     engine = recording("Yes")
     updated = False
