@@ -6,6 +6,7 @@ import pytest
 
 from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridger, Unbridgeable
+from runner.tokens.bridging.refusal import Property
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.junction import Anchor, Close
 from runner.tokens.template import ChatTemplate
@@ -80,6 +81,24 @@ def test_template_that_announces_an_empty_content_is_bridged() -> None:
     header = chatml().replace("+ m.role", "+ ('no ' if not m.content else '') + m.role")
     text, _ = answer(bridger(header), "x", "<|im_end|>", says("x"), result(""))
     assert text == "\n<|im_start|>no tool\n<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("said", ["Yes", "Yes<|im_end|>", "Yes<|im_end|>\n"])
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>", None])
+@pytest.mark.parametrize("written", ["", ".", " .\n"], ids=repr)
+def test_close_that_the_next_message_changes_is_never_doubled(written: str, stop: str | None, said: str) -> None:
+    made = bridger(chatml(body="{{ m.content }}" + written + "{{ '\n\n' if messages[-1].content | length < 2 }}"))
+    for content in (".", "\n", "", "m", "3 words more"):
+        new: Message = {"role": "user", "content": content}
+        follows = made.renderer.render([QUESTION, says("Yes"), new]).partition("Yes")[2]
+        try:
+            text, _ = answer(made, said, stop, says("Yes"), new)
+        except Unbridgeable as refusal:
+            assert refusal.property in (Property.STOP_IN_TAIL, Property.CLOSE_KNOWN)  # noqa: PT017 - or none is raised
+        else:
+            rest = follows if said == "Yes" and stop is None else follows.partition("<|im_end|>")[2]
+            assert rest.endswith(text)
+            assert rest.removesuffix(text) in ("", "\n")
 
 
 def test_turn_cut_after_a_call_is_closed_as_one_without_calls() -> None:

@@ -19,7 +19,7 @@ class Property(enum.StrEnum):
     CONTENT_SHOWN = "content_missing"  # a new message cannot be seen in the render
     STOP_IN_TAIL = "stop_not_in_tail"  # the sampled stop cannot be in the place of the template's close
     STOP_OPENS_NEXT = "stop_opens_wrong_role"  # the sampled stop opens a message of another role than the next one
-    CLOSE_KNOWN = "close_not_found"  # a cut turn with calls: the place of the template's close is not known
+    CLOSE_KNOWN = "close_not_found"  # a cut turn: the place of the template's close is not known
     REASONING_CLOSED = "reasoning_open"  # the turn was cut inside its reasoning
     TEXT_KEPT = "text_not_kept"  # encoding and decoding the tail returns another text
     PROMPTS_ANSWER = "generation_prompt_missing"  # the render does not end by asking the model to speak

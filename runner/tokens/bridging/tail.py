@@ -202,16 +202,25 @@ class Tail:
             with suppress(Unbridgeable):
                 getattr(self, further.value)
 
-    @cached_property
+    @property
     def border(self) -> int:
         """The begin of the first new content, found by rendering a marker in its place.
 
         If the content changes the template's text before it, only the common beginning of both renders counts.
         """
+        return first_mismatch(self.text, self._before_marker or "")
+
+    @property
+    def border_is_exact(self) -> bool:
+        """True if the first new content is at the border: it changes nothing of the template's text before it."""
+        return self._before_marker is not None and self.text.startswith(self._before_marker)
+
+    @cached_property
+    def _before_marker(self) -> str | None:
         marker = self._stem + "content"
         first = cast("Message", {**self.new[0], "content": marker})
         close, found, _ = self._further(Further.BORDER, [first, *self.new[1:]]).partition(marker)
-        return first_mismatch(self.text, close) if found else 0
+        return close if found else None
 
     @cached_property
     def alone(self) -> str | None:

@@ -85,6 +85,9 @@ class TailIds:
         """Return where the tail continues after a close that the model sampled at the end of `sampled`, or None.
 
         The close is looked for from the tail's first control token on: the rest of a call comes before it.
+
+        Raises:
+            Unbridgeable: the first new content changes the template's text before it, which may be that close.
         """
         special = self._tokenizer.special_ids
         first = next((index for index, token_id in enumerate(self.ids) if token_id in special), None)
@@ -94,8 +97,16 @@ class TailIds:
         # The close is short, and begins at one of the few control tokens near the end of the sampled ids.
         for begin in (index for index, token_id in enumerate(last) if token_id == self.ids[first]):
             end = first + len(last) - begin
-            if last[begin:] == self.ids[first:end] and self._before_content(end):
+            if last[begin:] != self.ids[first:end]:
+                continue
+            if self._before_content(end):
                 return end
+            if not self._tail.border_is_exact:
+                raise Unbridgeable(
+                    Property.CLOSE_KNOWN,
+                    f"the turn ended with {self._tokenizer.decode(last[begin:])!r}, and the next message changes what "
+                    f"the template writes before it: {self._text[:40]!r}",
+                )
         return None
 
     def behind_close(self) -> list[int] | None:
@@ -103,9 +114,11 @@ class TailIds:
 
         The close is the end of the same render without new messages, and a control token that every turn has once
         something follows. White space after such a token separates the turns, also after another token.
+
+        None too if the first new content changes the template's text before it: then the close may be any part of it.
         """
         alone = self._tail.alone
-        if alone is None:
+        if alone is None or not self._tail.border_is_exact:
             return None
         # The close ends before the words of a content, which may equal what the tail without it continues with.
         cut = min(first_mismatch(self._text, alone), self._tail.border)
