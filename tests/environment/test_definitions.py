@@ -131,7 +131,7 @@ def two_rewards_in_a_nested_class() -> None:
                 return False
 
 
-def lost(name: str, value: Any) -> Callable[[], None]:
+def lost(name: str, value: Any) -> Callable[[], object]:
     return lambda: type("Sub", (Base,), {name: value}) and None
 
 

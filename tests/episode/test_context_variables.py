@@ -48,10 +48,10 @@ class Says(Environment):
 
 
 class Asks(Says):
-    async def setup(self) -> None:
+    async def setup(self) -> None:  # type: ignore[override]  # a hook may be either
         self.token = WHO.set(self.task.id)
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # type: ignore[override]
         WHO.reset(self.token)
 
 
