@@ -313,7 +313,7 @@ async def test_a_removed_sandbox_is_gone_even_in_a_command(engine: str) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(remove)
-            with pytest.raises(SandboxGone, match="was (removed|stopped) from outside"):  # it is stopped first
+            with pytest.raises(SandboxGone, match=r"was (removed|stopped) from outside"):  # it is stopped first
                 await sandbox.exec(["sleep", "100"])
         for call in (sandbox.read("/x"), sandbox.write("/x", ""), sandbox.restart(), sandbox.exec(["true"])):
             with pytest.raises(SandboxGone):
