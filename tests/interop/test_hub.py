@@ -50,6 +50,7 @@ def test_shuffled_rows_of_the_library_keep_their_numbers(saved: Path) -> None:
 
 
 @pytest.mark.package("datasets")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the library leaves its file open
 def test_a_folder_of_files_is_a_data_set(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.csv").write_text("question,gold\nWhat is 1 + 1?,2\n")

@@ -8,20 +8,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from runner import Run
+from runner import Conversation, Run
 from runner.trainers.observers import TrackioObserver, WandbObserver
-from tests.playing import recording, talking, tasks, twice
+from tests.playing import Plain, recording, tasks, twice
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own
 
 
 async def observed(observer: Any) -> list[str]:
-    engine = recording("Yes")
-    async with Run(talking(twice), engine, tasks=tasks(3), group_size=2, observers=[observer]) as run:
+    engine, updated = recording("Yes"), anyio.Event()
+
+    class UpdatedAfterTheFirst(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            if self.task.id != tasks(1)[0].id:
+                await updated.wait()
+            await twice(conversation)
+
+    async with Run(UpdatedAfterTheFirst, engine, tasks=tasks(3), group_size=2, observers=[observer]) as run:
         await anext(run)
         await engine.update_weights({})
+        updated.set()
         async for _ in run:
             pass
     return list(run.summary.faults)
