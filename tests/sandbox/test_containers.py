@@ -136,8 +136,9 @@ async def test_two_busy_processes_share_the_cores_given(engine: str) -> None:
         await sandbox.exec(sh("while :; do :; done & while :; do :; done"), seconds=3)
         seen = processor_of(pid)
     assert seen["quota"] == seen["period"] / 2
-    # State and not time: however long it took, no period had more than its share.
-    assert 0 < seen["used"] <= (seen["nr_periods"] + 2) * seen["quota"] * 1.2
+    # State and not time, however long it took. The kernel lends each core a slice beyond the quota; without a limit
+    # the two would use four times as much.
+    assert 0 < seen["used"] <= (seen["nr_periods"] + 2) * seen["quota"] * 2
 
 
 @pytest.mark.whole
@@ -175,7 +176,7 @@ async def test_a_flood_of_output_is_ended(box: Sandbox) -> None:
 
 async def test_a_fork_bomb_is_ended_and_files_stay(box: Sandbox) -> None:
     await box.write("kept", "1")
-    done = await box.exec(sh("bomb() { bomb | bomb & }; bomb; sleep 900"), seconds=1)
+    done = await box.exec(sh("(bomb() { bomb | bomb & }; bomb) & exec sleep 900"), seconds=1)
     assert done.ended_by == "time"
     assert (await box.exec(["cat", "kept"])).stdout == "1"
 
