@@ -63,14 +63,8 @@ def records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-@pytest.mark.package("wandb")
-async def test_wandb_has_rows_and_the_summary_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    observer = WandbObserver(mode="offline", dir=str(tmp_path), project="sums")
-    assert await observed(observer) == []
-    import wandb
-
-    (path,) = Path(tmp_path).rglob("*.wandb")  # noqa: ASYNC240  # nothing waits
+def kept_in(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of the history and the summary in wandb's file."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
@@ -81,6 +75,22 @@ async def test_wandb_has_rows_and_the_summary_offline(tmp_path: Path, monkeypatc
         if record.history.item:
             rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
         summary |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.summary.update}
+    return rows, summary
+
+
+@pytest.mark.package("wandb")
+async def test_wandb_has_rows_and_the_summary_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    observer = WandbObserver(mode="offline", dir=str(tmp_path), project="sums")
+    assert await observed(observer) == []
+    import wandb
+
+    (path,) = Path(tmp_path).rglob("*.wandb")  # noqa: ASYNC240  # nothing waits
+    rows, summary = kept_in(path)
+    with anyio.fail_after(60):
+        while "episodes" not in summary:  # the file is written by a process of wandb's own
+            await anyio.sleep(0.05)
+            rows, summary = kept_in(path)
     assert wandb.run is None
     assert [row["reward"] for row in rows] == [1.0] * 3
     assert (rows[-1]["episodes"], rows[-1]["weight_updates"]) == (6, 1)
