@@ -51,7 +51,7 @@ class Asks(Says):
     async def setup(self) -> None:  # type: ignore[override]  # a hook may be either
         self.token = WHO.set(self.task.id)
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:  # type: ignore[override]  # as above
         WHO.reset(self.token)
 
 
