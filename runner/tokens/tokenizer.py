@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -278,10 +278,13 @@ def _splitter(added: Iterable[tokenizers.AddedToken]) -> Callable[[str], list[st
     sign: a token before it may take white space, or may be none where a letter follows. None without such a token.
     """
     plain = {token.content: _is_plain(token) for token in added}
+    # Not pair by pair, since some vocabularies have a thousand tokens.
+    tails = {name[start:] for name, is_plain in plain.items() for start in range(is_plain, len(name))}
+    insides = "\0".join(name[is_plain:] for name, is_plain in plain.items())
     names = frozenset(
         name
         for name, is_plain in plain.items()
-        if is_plain and not any(_covers(other, name, inside=plain[other]) for other in plain)
+        if is_plain and name not in insides and tails.isdisjoint(accumulate(name))
     )
     if not names:
         return None
@@ -299,11 +302,6 @@ def _splitter(added: Iterable[tokenizers.AddedToken]) -> Callable[[str], list[st
 def _is_plain(token: tokenizers.AddedToken) -> bool:
     looks_around = token.normalized or token.lstrip or token.rstrip or token.single_word
     return not looks_around and re.match(r"[^\w\s]", token.content) is not None
-
-
-def _covers(other: str, name: str, *, inside: bool) -> bool:
-    """True if `name` may begin in a text that is `other`; with `inside`, elsewhere than at its beginning."""
-    return any(name.startswith(other[start:]) or other.startswith(name, start) for start in range(inside, len(other)))
 
 
 def for_template(tokenizer: Tokenizer, text: Callable[[], str]) -> Tokenizer:

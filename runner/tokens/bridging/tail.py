@@ -202,7 +202,7 @@ class Tail:
             with suppress(Unbridgeable):
                 getattr(self, further.value)
 
-    @property
+    @cached_property
     def border(self) -> int:
         """The begin of the first new content, found by rendering a marker in its place.
 
