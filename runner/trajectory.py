@@ -8,7 +8,7 @@ import reprlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from runner.attachments import Attachment
 from runner.chat_requests import ChatRequest
@@ -418,6 +418,12 @@ class Group:
     """The task's random numbers, for the group's own use."""
     complete: bool = True
     """True if every episode of the group has been played."""
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a Group is not iterable: use group.trajectories")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(f"a Group has no items: use group.trajectories[{index!r}]")
 
     @property
     def has_spread(self) -> bool:

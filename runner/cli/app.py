@@ -144,8 +144,8 @@ def exit_code_of(body: Callable[[], int]) -> int:
     except DeltarunnerError as error:
         _print_error(f"deltarunner: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        _print_error("deltarunner: interrupted")
+    except KeyboardInterrupt as interrupt:
+        _print_error(f"deltarunner: interrupted{_author_place(interrupt)}")
         return 130
     except BrokenPipeError:
         _discard(sys.stdout)
@@ -156,6 +156,14 @@ def exit_code_of(body: Callable[[], int]) -> int:
             f"This is a bug; please report it with the lines above."
         )
         return 1
+
+
+def _author_place(error: BaseException) -> str:
+    """The innermost place in an author's code, such as a `tasks()` that does not end; "" if there is none."""
+    from runner.concurrency.user_code import is_foreign
+
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not is_foreign(each.filename)]
+    return f" in {frames[-1].name}(), {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _print_error(text: str) -> None:

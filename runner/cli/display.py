@@ -130,8 +130,8 @@ class LiveDisplay(_ConsoleReporter):
             if self._live is not None:
                 self._live.update(renderable, refresh=True)
 
-    def _starting(self, seconds: float, doing: str) -> None:
-        text = Text(f"{self.title}: starting the engine, {seconds:.0f} s{doing}")
+    def _starting(self, seconds: float, doing: str, what: str) -> None:
+        text = Text(f"{self.title}: {what}, {seconds:.0f} s{doing}")
         self._spinner.update(text=text)
         self._show(self._spinner)
 

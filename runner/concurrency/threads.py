@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, ContextVar, Token, copy_context
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -85,36 +85,58 @@ class Job:
             self.done = True
 
 
-class ThreadContext:
-    """Context variables that calls in threads share: what one call sets, later ones see and may reset.
+_HAD: ContextVar[frozenset[ContextVar[Any]]] = ContextVar("_HAD", default=frozenset())
+"""The variables that a task had after its last call in a thread: it has reset those that it lacks later."""
 
-    Each call also sees what the calling task has set since. Calls run one at a time.
+_Tokens: TypeAlias = dict[ContextVar[Any], Token[Any]]
+"""Tokens of the first settings, by which variables become unset again."""
+
+
+class ThreadContext:
+    """Context variables that calls in threads share: what one call sets or resets, later ones see, and its task too.
+
+    Each call also sees what the calling task has set or reset since. Calls run one at a time.
     """
 
     def __init__(self) -> None:
-        self._own: Context | None = None
+        self._own = Context()
+        self._own_tokens: _Tokens = {}
+        self._task_tokens: _Tokens = {}
         self._given: dict[ContextVar[Any], Any] = {}  # what the calling task had at the last call
         self._changed: dict[ContextVar[Any], Any] = {}  # by the last call
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Make the call, in the thread."""
-        own = self._own = self._own or copy_context()
-        for variable, value in copy_context().items():
-            if self._given.get(variable, self) is not value:
+        given = dict.fromkeys(_HAD.get(), Token.MISSING) | dict(copy_context())
+        for variable, value in given.items():
+            if self._given.get(variable, Token.MISSING) is not value:
                 self._given[variable] = value
-                own.run(variable.set, value)
-        before = dict(own)
+                self._own.run(_assign, variable, value, self._own_tokens)
+        before = dict(self._own)
         try:
-            return own.run(function)
+            return self._own.run(function)
         finally:
-            self._changed = {each: value for each, value in own.items() if before.get(each, self) is not value}
+            after = dict.fromkeys(before, Token.MISSING) | dict(self._own)
+            self._changed = {each: value for each, value in after.items() if before.get(each, self) is not value}
 
     def publish(self) -> None:
-        """Set in the calling task what the last call has set."""
+        """Set or reset in the calling task what the last call has set or reset."""
         for variable, value in self._changed.items():
             self._given[variable] = value
-            variable.set(value)
+            _assign(variable, value, self._task_tokens)
         self._changed = {}
+        _HAD.set(frozenset(copy_context()))
+
+
+def _assign(variable: ContextVar[Any], value: Any, tokens: _Tokens) -> None:
+    """Set a variable in this context; `Token.MISSING` makes it unset, as it was before its first setting."""
+    if value is not Token.MISSING:
+        token = variable.set(value)
+        if token.old_value is Token.MISSING:
+            tokens[variable] = token
+    elif variable in tokens:
+        with suppress(ValueError):  # another task set it, beside which a tool ran
+            variable.reset(tokens.pop(variable))
 
 
 class Workers:

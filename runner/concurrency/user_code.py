@@ -38,6 +38,11 @@ _OTHER_THREAD = (
     "check_same_thread=False."
 )
 
+_OTHER_CONTEXT = (
+    "Reset a context variable in a method of the kind that set it: both synchronous, or both async and not in a tool "
+    "that runs beside others."
+)
+
 _MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted")
 
 
@@ -170,7 +175,10 @@ def _own_text(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # the text of anyio and trio is long
         return f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
     if not isinstance(error, BaseExceptionGroup):
-        return f"{error} {_OTHER_THREAD}" if "only be used in that same thread" in str(error) else str(error)
+        text = str(error)
+        if "only be used in that same thread" in text:
+            return f"{text} {_OTHER_THREAD}"
+        return f"{text}. {_OTHER_CONTEXT}" if "was created in a different Context" in text else text
     return f"{error}: {'; '.join(map(describe_error, error.exceptions))}"
 
 

@@ -205,8 +205,9 @@ class Stopper:
         log.warning("signal %s, step %d", self.received.name, step)
         run, count = self._run, len(self._run.plays)
         episodes = counted(count, "episode")
+        waiting = f", which waits for {run.waits_for}" if run.waits_for else ""
         if not self.started:
-            self._reporter.say("cancelling the start; press Ctrl-C again to exit at once")
+            self._reporter.say(f"cancelling the start{waiting}; press Ctrl-C again to exit at once")
             self._give_up()
         elif run.over:
             self._reporter.say("the run is over and the engine is stopping; a third Ctrl-C exits at once")

@@ -98,6 +98,9 @@ class LiveStats:
     waiting: int = 0
     """Turns that wait for a place in the engine."""
 
+    waits_for: str = ""
+    """Code of the author outside of episodes for which the run waits, such as "tasks()"."""
+
     ranks: tuple[int, ...] = ()
     """Turns in each data-parallel rank of an engine with several; empty for other engines."""
 
@@ -195,6 +198,7 @@ class StatsReader:
             running=len(run.plays),
             in_engine=max(0, asking - waiting) if engine is None else None,
             waiting=waiting,
+            waits_for=run.waits_for,
             ranks=next((engine.ranks for engine in stats if len(engine.ranks) > 1), ()),
             throttled=sum(engine.throttled for engine in stats),
             let_in=sum(engine.places for engine in stats if engine.places is not None) or None,
@@ -314,6 +318,7 @@ def running_in_words(stats: LiveStats) -> str:
     """The number of episodes in flight, with those in the engine and those waiting for a place in it."""
     parts = [f"{stats.in_engine} in the engine"] if stats.in_engine is not None and stats.running else []
     parts += [f"{stats.waiting} waiting for a place"] if stats.waiting else []
+    parts += [f"waiting for {stats.waits_for}"] if stats.waits_for else []
     return f"{stats.running} running" + (f" ({', '.join(parts)})" if parts else "")
 
 

@@ -88,7 +88,8 @@ class LiveReporter(Reporter):
                 if notes:
                     await anyio.to_thread.run_sync(self._note, notes, limiter=thread)
                 if not run.summary.elapsed:
-                    draw = partial(self._starting, time.monotonic() - began, _start_in_words(run))
+                    what = f"waiting for {run.waits_for}" if run.waits_for else "starting the engine"
+                    draw = partial(self._starting, time.monotonic() - began, _start_in_words(run), what)
                 else:
                     stats = reader.read(run, total=self.total, before=self.before, last_fault=self.last_fault)
                     draw = partial(self._draw, stats, over=run.over)
@@ -119,7 +120,7 @@ class LiveReporter(Reporter):
         self.last_fault = event
 
     @abstractmethod
-    def _starting(self, seconds: float, doing: str) -> None: ...
+    def _starting(self, seconds: float, doing: str, what: str) -> None: ...
 
     @abstractmethod
     def _playing(self, stats: LiveStats) -> None: ...
@@ -164,11 +165,11 @@ class PlainReporter(LiveReporter):
         super()._happened(event)
         self._say_timed(shown_line(event))
 
-    def _starting(self, seconds: float, doing: str) -> None:
+    def _starting(self, seconds: float, doing: str, what: str) -> None:
         if seconds >= self._next_start:
             title = "" if self._next_start else f"{self.title}: "
             self._next_start = (seconds // START_INTERVAL_SECONDS + 1) * START_INTERVAL_SECONDS
-            self._say_timed(f"{title}starting the engine{doing}")
+            self._say_timed(f"{title}{what}{doing}")
 
     def _playing(self, stats: LiveStats) -> None:
         tenths = 10 * stats.done // stats.total if stats.total else 0

@@ -122,6 +122,11 @@ class Run:
         """True once every episode has ended; the last results may still be unread."""
         return self._state.over
 
+    @property
+    def waits_for(self) -> str:
+        """Code of the author outside of episodes that has run for a while, such as "tasks()"; else ""."""
+        return self._state.waits_for
+
     # --- starting and ending
 
     async def __aenter__(self) -> Self:

@@ -63,9 +63,11 @@ class Start:
         await setup.check_options()
         await self._restore_choices()
         await self._check_given_tasks()
-        resources = await setup.open_resources(exit_stack)
-        feed = await exit_stack.enter_async_context(await self._feed())
-        await self._look_ahead(feed)
+        with self.state.waiting_for("lifespan()"):
+            resources = await setup.open_resources(exit_stack)
+        with self.state.waiting_for("tasks()"):
+            feed = await exit_stack.enter_async_context(await self._feed())
+            await self._look_ahead(feed)
         sent = engine.sent(setup) if isinstance(engine, PlayingEngine) else None
         # Engines first: the header and the adapters come from running engines.
         for each in setup.engines:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import anyio
 
@@ -19,6 +21,10 @@ from runner.trajectory import Outcome
 __all__ = ["RunState", "TaskQuota"]
 
 log = logger_for("runs")
+
+
+SHOWN_SECONDS: Final = 2.0
+"""The time after which it is shown that a run waits for code of its author outside of episodes."""
 
 
 class TaskQuota:
@@ -90,6 +96,23 @@ class RunState:
 
     quota: TaskQuota = field(default_factory=TaskQuota)
     """The number of tasks that the reader needs."""
+
+    _awaited: tuple[str, float] | None = field(default=None, init=False)
+
+    @contextmanager
+    def waiting_for(self, hook: str) -> Iterator[None]:
+        """Note that the run waits for code of its author outside of episodes."""
+        self._awaited = hook, anyio.current_time()
+        try:
+            yield
+        finally:
+            self._awaited = None
+
+    @property
+    def waits_for(self) -> str:
+        """Where that code has run for a while, such as "tasks()"; else ""."""
+        hook, since = self._awaited or ("", 0.0)
+        return hook if hook and anyio.current_time() - since > SHOWN_SECONDS else ""
 
     def add_fault(self, fault: str) -> None:
         """Record a problem that changed no outcome."""

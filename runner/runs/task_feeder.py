@@ -105,7 +105,8 @@ class TaskFeeder:
                 await self.state.quota.wait()
                 # The slot first: a source chooses the next task when it can be played at once.
                 await self.slots.take()
-                task = await self.feed.next()
+                with self.state.waiting_for("tasks()"):
+                    task = await self.feed.next()
                 if task is None:
                     return
                 for number, key in enumerate(await self._episodes_of(task, episodes)):

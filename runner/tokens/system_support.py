@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.messages import Message
-from runner.tokens.probe_messages import AGAIN, AGAIN_ASKED, ASKED, QUESTION, SYSTEM, TOLD, TOOLS
+from runner.tokens.probe_messages import AGAIN, AGAIN_ASKED, ASKED, CALL, QUESTION, SYSTEM, TOLD, TOOLS, result
 from runner.tokens.template import Renderer, TemplateRaised
 
 __all__ = ["TAKES_ALL", "SystemSupport", "system_support"]
@@ -21,7 +21,7 @@ class SystemSupport:
     """A template's support for system messages."""
 
     one: bool
-    """True if it shows a system message at the beginning."""
+    """True if it shows a system message at the beginning, also while the result of a tool stands last."""
     several: bool
     """True if it shows two of them there, in their order."""
     user_rows: bool
@@ -42,10 +42,19 @@ def system_support(renderer: Renderer) -> SystemSupport:
         if shown
     )
     return SystemSupport(
-        one=one[False],
+        one=one[False] and _lasts(renderer),
         several=several,
         user_rows=_shows(renderer, [QUESTION, AGAIN_ASKED], [ASKED, AGAIN], tools=False),
     )
+
+
+def _lasts(renderer: Renderer) -> bool:
+    """False if a tool result in the last place hides the system message and not the question, as in Mistral Nemo's."""
+    try:
+        text = renderer.render([SYSTEM, QUESTION, CALL, result()], tools=TOOLS)
+    except TemplateRaised:
+        return True
+    return TOLD in text or ASKED not in text
 
 
 def _shows(renderer: Renderer, messages: Sequence[Message], words: Sequence[str], tools: bool) -> bool:

@@ -53,8 +53,8 @@ def _of_block(block: Any) -> str:
         case "resource":
             return _of_resource(_get(block, "resource"))
         case "resource_link":
-            said = [str(each) for each in (_get(block, "name"), _get(block, "uri")) if each is not _NOTHING and each]
-            return f"[resource {': '.join(said)}]"
+            said = [_get(block, name) for name in ("name", "uri", "description")]
+            return f"[resource {': '.join(str(each) for each in said if each is not _NOTHING and each)}]"
         case _:
             return f"[{kind}, {_media(block)}]"
 

@@ -327,7 +327,9 @@ def test_plain_lines_say_every_ten_seconds_what_the_start_does() -> None:
 
     reporter = Kept("calculator on a model")
     for second in range(36):
-        reporter._starting(second, ", importing vLLM" if second < 25 else ", loading the weights")
+        reporter._starting(
+            second, ", importing vLLM" if second < 25 else ", loading the weights", "starting the engine"
+        )
     assert [line.split("  ", 1)[1] for line in said] == [
         "calculator on a model: starting the engine, importing vLLM",
         "starting the engine, importing vLLM",
@@ -342,7 +344,7 @@ async def test_phases_and_notes_of_an_engine_are_shown() -> None:
     said: list[str] = []
 
     class Kept(PlainReporter):
-        def _starting(self, seconds: float, doing: str) -> None:
+        def _starting(self, seconds: float, doing: str, what: str) -> None:
             said.append(doing)
 
         def say(self, line: str) -> None:

@@ -221,7 +221,7 @@ async def test_plain_lines_tell_of_a_lost_worker_and_it_is_the_last_fault() -> N
 
 
 class Starting(Said):
-    def _starting(self, seconds: float, workers: str) -> None:
+    def _starting(self, seconds: float, workers: str, what: str) -> None:
         self.said.append(workers)
 
 

@@ -84,6 +84,78 @@ async def test_later_hook_changes_what_an_earlier_one_set() -> None:
     assert await results(Changes) == [["t0", "-"], ["t1", "-"], ["t2", "-"]]
 
 
+class Returns(Says):
+    """`look()` resets in a thread, and `peek()` in the task."""
+
+    def setup(self) -> None:
+        self.token = WHO.set("set")
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        WHO.reset(self.token)
+        return WHO.get()
+
+    @reward
+    def kept(self) -> bool:
+        return WHO.get() == "nobody"
+
+    def close(self) -> None: ...
+
+
+async def test_variable_that_a_synchronous_hook_resets_is_reset_in_the_task() -> None:
+    assert await results(Returns) == [["nobody", "nobody"]] * 3
+
+
+async def test_variable_that_an_asynchronous_hook_resets_is_reset_in_threads() -> None:
+    class Waits(Returns):
+        async def setup(self) -> None:  # type: ignore[override]  # a hook may be either
+            self.token = WHO.set("set")
+
+        @tool
+        def look(self) -> str:
+            """Look."""
+            return WHO.get()
+
+        @tool
+        async def peek(self) -> str:
+            """Peek."""
+            WHO.reset(self.token)
+            return WHO.get()
+
+    assert await results(Waits) == [["set", "nobody"]] * 3
+
+
+async def test_variable_is_set_and_reset_many_times() -> None:
+    class Again(Returns):
+        def setup(self) -> None:
+            self.token = WHO.set("first")
+            WHO.reset(self.token)
+
+        @tool
+        def look(self) -> str:
+            """Look."""
+            self.token = WHO.set("second")
+            return WHO.get()
+
+        @tool
+        async def peek(self) -> str:
+            """Peek."""
+            return WHO.get()
+
+        @reward
+        def kept(self) -> bool:
+            WHO.reset(self.token)
+            self.token = WHO.set("third")
+            WHO.reset(self.token)
+            return WHO.get() == "nobody"
+
+        async def close(self) -> None:  # type: ignore[override]  # as above
+            assert WHO.get() == "nobody"
+
+    assert await results(Again) == [["second", "second"]] * 3
+
+
 async def test_local_context_of_decimal_lasts_until_close() -> None:
     class Exact(Says):
         def setup(self) -> None:
@@ -109,6 +181,19 @@ async def test_local_context_of_decimal_lasts_until_close() -> None:
 
     assert await results(Exact) == [["4", "4"], ["5", "5"], ["6", "6"]]
     assert decimal.getcontext().prec == 28
+
+
+async def test_token_of_another_kind_of_hook_is_told_with_the_fix() -> None:
+    class Crosses(Says):
+        @reward
+        async def kept(self) -> bool:
+            WHO.reset(self.token)
+            return True
+
+        def close(self) -> None: ...
+
+    played = await play_many_async(Crosses, ScriptedEngine("done"))
+    assert all("Reset a context variable in a method of the kind that set it" in each.error for each in played)
 
 
 async def test_variables_after_an_abandoned_call_are_the_tasks() -> None:

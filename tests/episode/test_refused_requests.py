@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,42 @@ async def test_the_option_for_system_messages_is_named_where_it_helps() -> None:
     assert "system_as_user=True" in await refused(ONE_SYSTEM, [SYSTEM, TASK, system("Late.")])
     takes_none = ONE_SYSTEM.replace(" and not loop.first", "")
     assert "system_as_user=True" in await refused(takes_none, [SYSTEM, TASK])
+
+
+MISTRALS = ("mistralai-Mistral-Nemo-Instruct-2407", "mistralai-Mistral-7B-Instruct-v0.3")
+
+
+@pytest.mark.parametrize("name", MISTRALS)
+@pytest.mark.parametrize("as_user", [True, False])
+async def test_system_message_may_change_while_a_result_is_last(name: str, as_user: bool, tmp_path: Path) -> None:
+    """These templates hide it then: the refusal names the option, by which a user message has it."""
+    (entry,) = [each for each in corpus() if each.name == name]
+    chat_template = ChatTemplate(entry.text, name=entry.name, variables=VARIABLES)
+    engine = recording([Reply("", calls=[call("run", command="ls")])] * 2 + ["Done."], template=chat_template)
+
+    class Changes(Plain):
+        async def rollout(self, conversation: Conversation) -> None:
+            ask = partial(self.episode.chat, tools=[RUN], train=True, system_as_user=as_user)
+            turn = await ask([system("It is noon."), TASK])
+            past = [TASK, turn.as_message(), result(turn, "ok")]
+            if not as_user:
+                with pytest.raises(
+                    BadInput, match=r"hides message 0 of the system role.* serve\(system_as_user=True\)"
+                ):
+                    await ask([system("It is one."), *past])
+                await ask([system("It is noon."), *past])
+                return
+            turn = await ask([system("It is one."), *past])
+            await ask([system("It is one."), *past, turn.as_message(), result(turn, "ok")])
+
+    (trajectory,) = await play_all(Changes, engine, file=tmp_path / "run.db")
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert_exact(trajectory, engine)
+    if as_user:
+        assert verdicts(trajectory) == ["new", "edited", "append"]
+        assert trajectory.segments[1].messages[0]["content"] == f"It is one.\n\n{TASK['content']}"
+    else:
+        assert [segment.cause for segment in trajectory.segments] == ["start"]
 
 
 HIDING = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,26 @@ async def test_without_a_file_a_group_is_scored_as_it_is() -> None:
     async with Run(Compared(), failing, group_size=3, retries=0, breaker=1) as run:
         rewards = {trajectory.id: trajectory.reward async for trajectory in run}
     assert rewards == {"t0#0": 3, "t0#1": None, "t0#2": 3}
+
+
+@pytest.mark.parametrize(
+    ("use", "fix"),
+    [
+        (lambda group: [each.reward for each in group], "a Group is not iterable: use group.trajectories"),
+        (lambda group: list(group), "a Group is not iterable: use group.trajectories"),
+        (lambda group: group[0], r"a Group has no items: use group.trajectories\[0\]"),
+    ],
+)
+async def test_group_that_is_used_as_a_list_names_the_fix(use: Callable[[Group], Any], fix: str) -> None:
+    class Lists(Plain):
+        @group_reward
+        def size(self, group: Group) -> list[int]:
+            use(group)
+            return [0] * len(group.trajectories)
+
+    async with Run(Lists(), ScriptedEngine("Yes"), group_size=2) as run:
+        (group,) = [group async for group in run.groups()]
+    assert group, "a group is true, also without len()"
+    with pytest.raises(TypeError, match=fix):
+        use(group)
+    assert re.search(f"size\\(\\) .*{fix}", str(run.summary.faults)), run.summary.faults

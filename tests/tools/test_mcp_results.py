@@ -60,6 +60,10 @@ class OfAnotherClient:
             "[audio, audio/wav, 3 bytes]",
         ),
         (CallToolResult(content=[LINK]), "[resource Map: file:///map]"),
+        (
+            CallToolResult(content=[LINK.model_copy(update={"description": "Streets of Oslo."})]),
+            "[resource Map: file:///map: Streets of Oslo.]",
+        ),
         (CallToolResult(content=[EmbeddedResource(type="resource", resource=PAGE)]), "A page."),
         (
             CallToolResult(content=[EmbeddedResource(type="resource", resource=BLOB)]),
