@@ -110,7 +110,7 @@ class RunState:
 
     @property
     def waits_for(self) -> str:
-        """Where that code has run for a while, such as "tasks()"; else ""."""
+        """Name of that code, such as "tasks()", once it has run for a while; else ""."""
         hook, since = self._awaited or ("", 0.0)
         return hook if hook and anyio.current_time() - since > SHOWN_SECONDS else ""
 

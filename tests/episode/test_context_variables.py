@@ -103,11 +103,11 @@ class Returns(Says):
     def close(self) -> None: ...
 
 
-async def test_variable_that_a_synchronous_hook_resets_is_reset_in_the_task() -> None:
+async def test_variable_that_a_sync_hook_resets_is_reset_in_the_task() -> None:
     assert await results(Returns) == [["nobody", "nobody"]] * 3
 
 
-async def test_variable_that_an_asynchronous_hook_resets_is_reset_in_threads() -> None:
+async def test_variable_that_an_async_hook_resets_is_reset_in_threads() -> None:
     class Waits(Returns):
         async def setup(self) -> None:  # type: ignore[override]  # a hook may be either
             self.token = WHO.set("set")
