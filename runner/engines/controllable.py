@@ -179,7 +179,7 @@ class Controllable:
             mode: handling of turns that are being sampled.
 
         Raises:
-            BadControl: the memory of the weights fell asleep since the check.
+            BadControl: the memory of the weights fell asleep since the check, or other weights got the version since.
             EngineDead: the exchange failed midway.
         """
         async with self._controlled().lock:
@@ -239,6 +239,7 @@ class Controllable:
     async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         runtime = self._controlled()
         runtime.require_weights_awake("update_weights()")
+        runtime.require_unused(checked.version)
         return await runtime.apply_update(checked, mode)
 
     async def add_adapter(

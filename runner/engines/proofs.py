@@ -63,7 +63,7 @@ _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
     "bfloat16": ProofTolerance(0.08, 2.0, 0.05),
 }
 _COARSEST: Final = ProofTolerance(0.15, 4.0, 0.05)
-"""Tolerance of quantized weights and of number types outside of the table."""
+"""Tolerance of quantized weights, and of number types that are unknown, as a server's, or outside of the table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

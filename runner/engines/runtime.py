@@ -135,6 +135,14 @@ class EngineRuntime(ABC, Generic[RequestT]):
             raise BadOption(f"update_weights(version={version!r}): this version was used before; give a new name.")
         return version
 
+    def require_unused(self, version: str) -> None:
+        """Check that checked weights were not applied, nor others that were checked with the same version."""
+        if version in self._ages:
+            raise BadControl(
+                f"apply_update(): the engine got weights of the version {version!r} since the check: apply each "
+                "check_update() once, and before the next one, or give it a version."
+            )
+
     def _add_version(self, version: str) -> None:
         """Record a new weight version: ids that are sampled from now on have it."""
         for request in self.requests:

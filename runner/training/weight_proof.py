@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
-from runner.engines.proofs import WeightProof
-from runner.errors import BadModel
+from runner.engines.proofs import MIN_SCORES, WeightProof
+from runner.errors import BadModel, BadWeights
 
 __all__ = ["PROOF_SIZE", "Encodes", "weight_proof"]
 
@@ -49,25 +50,28 @@ def weight_proof(
         model: takes ids of shape [1, n] and returns logits of shape [1, n, vocabulary], directly or as `.logits`.
         tokenizer: encodes the scored text; without it the ids are drawn at random from the vocabulary.
         ids: the ids, such as a trajectory's; then no tokenizer is needed.
-        size: number of ids without `ids`. More ids find smaller faults: docs/weights.md has the figures.
+        size: number of ids without `ids`, 9 at least. More ids find smaller faults: docs/weights.md has the figures.
         dtype: the engine's number type, as a name or of torch: weights are rounded to it in a copy, as in the engine.
             Give it if the engine's type is coarser than the model's, to detect changes smaller than the rounding.
 
     Raises:
-        BadModel: torch is not installed, the number type does not exist, or the logits have another shape.
-        BadWeights: the model computes NaN or infinity.
+        BadModel: torch is not installed, this is not a torch model, the number type does not exist, or the logits have
+            another shape.
+        BadWeights: the model computes NaN or infinity, or it does not have the ids.
     """
     try:
         import torch
     except ImportError:
         raise BadModel("weight_proof() needs torch, which is not installed.") from None
 
-    first = next(model.parameters())
+    first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    if first is None:
+        raise BadModel(f"weight_proof(): {type(model).__name__} is not a torch model with parameters.")
     weights_dtype = first.dtype if dtype is None else getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(weights_dtype, torch.dtype) or not weights_dtype.is_floating_point:
         raise BadModel(f"weight_proof(dtype={dtype!r}): torch has no such floating-point type.")
     weights_dtype = min(first.dtype, weights_dtype, key=lambda each: each.itemsize)
-    chosen = list(ids) if ids is not None else _ids(model, tokenizer, size)
+    chosen = _checked_ids(model, _ids(model, tokenizer, size) if ids is None else ids)
     was_training = model.training
     model.eval()
     try:
@@ -125,5 +129,34 @@ def _ids(model: Any, tokenizer: Encodes | None, size: int) -> list[int]:
             found = list(tokenizer.encode(text))
             text += " ".join(rng.sample(words, len(words)))  # a repeated text is too easy to predict
         return found[:size]
-    config = getattr(model.config, "get_text_config", lambda: model.config)()
-    return [rng.randrange(config.vocab_size) for _ in range(size)]
+    count = _id_count(model)
+    if count is None:
+        raise BadModel(
+            f"weight_proof(): {type(model).__name__} has no config with a vocab_size: give a tokenizer, or ids=."
+        )
+    return [rng.randrange(count) for _ in range(size)]
+
+
+def _checked_ids(model: Any, ids: Sequence[int]) -> list[int]:
+    try:
+        plain = [operator.index(token_id) for token_id in ids]
+    except TypeError as error:
+        raise BadWeights(f"weight_proof(ids=): {error}; give token ids, whole numbers.") from None
+    if len(plain) <= MIN_SCORES:
+        raise BadWeights(
+            f"weight_proof(): {len(plain)} ids prove nothing; give some hundred, {MIN_SCORES + 1} at least."
+        )
+    count = _id_count(model)
+    wrong = next((each for each in plain if each < 0 or (count is not None and each >= count)), None)
+    if wrong is not None:
+        last = "" if count is None else f"; its ids are 0 to {count - 1}"
+        raise BadWeights(f"weight_proof(): the model does not have the id {wrong}{last}.")
+    return plain
+
+
+def _id_count(model: Any) -> int | None:
+    """Return the number of ids that a model takes; None if it does not report it."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(text, "vocab_size", None)
+    return count if isinstance(count, int) else None

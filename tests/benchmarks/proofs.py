@@ -17,8 +17,8 @@ from runner.models import demo_model
 from runner.training import weight_proof
 from tests.benchmarks.figures import Figure, main
 
-ROUNDS = 5
-SEQUENCES = 32
+ROUNDS = 3
+SEQUENCES = 8
 LENGTH = 256
 SAMPLED = 32
 LARGE: dict[str, Any] | None = {
@@ -32,6 +32,7 @@ LARGE: dict[str, Any] | None = {
 LARGE_ROUNDS = 2
 LARGE_LENGTH = 64
 LARGE_SEQUENCES = 2
+LARGE_SAMPLED = 8
 """Fewer ids than for the demo model: two cores compute some ten ids of the 1B shape in a second."""
 LARGE_BYTES = 12 * 2**30
 """Free memory that the large model needs: trainer, engine, a second model while weights are loaded, and their copy."""
@@ -59,7 +60,12 @@ async def _measured() -> list[Figure]:
 async def _large_figures(demo: Path) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         model = _large(Path(folder), demo)
-        sizes = {"rounds": LARGE_ROUNDS, "sequences": LARGE_SEQUENCES, "length": LARGE_LENGTH}
+        sizes = {
+            "rounds": LARGE_ROUNDS,
+            "sequences": LARGE_SEQUENCES,
+            "length": LARGE_LENGTH,
+            "sampled": LARGE_SAMPLED,
+        }
         return await _figures("1B shape", Path(folder), model, **sizes)
 
 
@@ -87,8 +93,9 @@ async def _figures(
     rounds: int | None = None,
     sequences: int | None = None,
     length: int = LENGTH,
+    sampled: int | None = None,
 ) -> list[Figure]:
-    rounds, sequences = rounds or ROUNDS, sequences or SEQUENCES
+    rounds, sequences, sampled = rounds or ROUNDS, sequences or SEQUENCES, sampled or SAMPLED
     tensors, dtype = model.state_dict(), str(model.dtype).removeprefix("torch.")
     async with VllmEngine(folder, template="hermes", dtype=dtype, max_model_len=1024) as engine:
         proof = weight_proof(model, engine.tokenizer, size=length)
@@ -108,7 +115,7 @@ async def _figures(
         ids = list(proof.ids)
         for way, sampling, scored in (
             ("scored in one pass", None, length),
-            ("scored as sampled, at a temperature", Sampling(temperature=0.7), SAMPLED + 1),
+            ("scored as sampled, at a temperature", Sampling(temperature=0.7), sampled + 1),
         ):
             rates = [await _ids_per_second(engine, ids[:scored], sampling, sequences) for _ in range(rounds)]
             figures.append(Figure(f"  {way}: {sequences} sequences of {scored} ids", "ids/s", tuple(rates)))

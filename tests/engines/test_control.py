@@ -302,3 +302,15 @@ async def test_the_trainer_of_the_page_trains(capsys: pytest.CaptureFixture[str]
     await names["train"](engine, None)
     assert engine.weight_version == "2"
     assert len(capsys.readouterr().out.splitlines()) == 14
+
+
+async def test_checked_weights_are_applied_once_and_in_their_order() -> None:
+    """Otherwise ids of two weights would have the same version."""
+    async with ScriptedEngine("Yes") as engine:
+        first, second = await engine.check_update("a"), await engine.check_update("b")
+        await engine.apply_update(first)
+        for checked in (first, second):
+            with pytest.raises(BadControl, match=r"got weights of the version '1' since the check"):
+                await engine.apply_update(checked)
+        assert (engine.weight_version, engine.state) == ("1", EngineState.RUNNING)
+        assert (await engine.apply_update(await engine.check_update("b"))).version == "2"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner import BadModel
+from runner import BadModel, BadWeights
 from runner.training import weight_proof
 
 torch = pytest.importorskip("torch")
@@ -97,3 +97,46 @@ def test_number_type_is_that_of_autocast(model: Any, dtype: Any, inside: bool) -
 def test_a_dtype_that_torch_does_not_compute_in_is_refused(model: Any, dtype: str) -> None:
     with pytest.raises(BadModel, match=rf"weight_proof\(dtype='{dtype}'\): torch has no such floating-point type"):
         weight_proof(model, ids=range(40), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([], "0 ids prove nothing; give some hundred, 9 at least"),
+        (range(5), "5 ids prove nothing"),
+        ([*range(20), 10**6], r"does not have the id 1000000; its ids are 0 to \d+"),
+        ([*range(20), -1], "does not have the id -1"),
+        (["a"] * 20, r"weight_proof\(ids=\): .*give token ids, whole numbers"),
+        ([[1, 2]] * 20, "give token ids, whole numbers"),
+    ],
+)
+def test_ids_that_a_model_does_not_have_are_refused(model: Any, ids: Any, said: str) -> None:
+    with pytest.raises(BadWeights, match=said):
+        weight_proof(model, ids=ids)
+    assert model.training
+
+
+def test_ids_may_be_a_tensor_or_an_array(model: Any) -> None:
+    proofs = [weight_proof(model, ids=ids) for ids in (range(40), torch.arange(40), np.arange(40))]
+    assert proofs[0].logprobs == proofs[1].logprobs == proofs[2].logprobs
+
+
+def test_proof_of_something_else_than_a_model_is_refused(model: Any) -> None:
+    with pytest.raises(BadModel, match="str is not a torch model with parameters"):
+        weight_proof("checkpoints/step-7", ids=range(40))
+    with pytest.raises(BadModel, match="Identity is not a torch model with parameters"):
+        weight_proof(torch.nn.Identity(), ids=range(40))
+    with pytest.raises(BadModel, match="Bare has no config with a vocab_size: give a tokenizer, or ids="):
+        weight_proof(Bare(model))
+    assert weight_proof(Bare(model), ids=range(40)).logprobs == weight_proof(model, ids=range(40)).logprobs
+
+
+class Bare(torch.nn.Module):
+    """A wrapper of a model, without its configuration."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Any) -> Any:
+        return self.model(ids)

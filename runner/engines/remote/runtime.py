@@ -62,6 +62,7 @@ class RemoteRuntime(HttpRuntime[Server], ModelRuntime[RemoteRequest]):
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
         self.progress = None  # one connection may be lost while others continue
+        self.dtype = ""  # a server does not report it
         self.server = server
         self.dialect = dialect
         self.retries = retries

@@ -23,7 +23,7 @@ TEXT = "A long answer, a letter at a time."
 
 _OF_ENGINE = (
     *("adapters", "places", "context", "latency", "tick", "faults", "record", "seed", "chunks", "logprobs"),
-    *("sampling_masks", "routed_experts"),
+    *("sampling_masks", "routed_experts", "scores"),
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from envs.calculator import Calculator
-from runner import Outcome, RequestRejected, Run, RunFile, Sampling, Task, ToolCall, Trajectory
+from runner import BadWeights, Outcome, RequestRejected, Run, RunFile, Sampling, Task, ToolCall, Trajectory, WeightProof
 from runner.engines.base import FinishReason
 from runner.engines.remote.dialect import ServerDialect
 from runner.engines.remote.engine import RemoteEngine
@@ -329,3 +329,21 @@ def test_adapter_belongs_to_its_model_under_every_name() -> None:
     cards = [("one", "/model", None), ("two", "/model", None), ("other", "/other", None), ("poet", "/lora", "one")]
     models = served_models({"data": [{"id": name, "root": root, "parent": parent} for name, root, parent in cards]})
     assert {model.name: model.adapters for model in models} == {"one": ("poet",), "two": ("poet",), "other": ()}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_weights_of_a_server_are_proven_by_prove(tmp_path: Path, dialect: ServerDialect) -> None:
+    """A server does not report its number type, so its first proof measures the tolerance."""
+    offset, ids = 0.0, list(range(3, 43))
+
+    def logprobs(given: Any, rounding: float = 0.0) -> list[float]:
+        return [-2.0 - offset - rounding - each / 100 for each in given[1:]]
+
+    async with asked(tmp_path, "Yes", dialect=dialect, scores=logprobs) as (_, engine):
+        await engine.prove(WeightProof(ids, logprobs(ids, 0.02), dtype="bfloat16"))
+        offset = 0.5
+        right = await engine.prove(WeightProof(ids, logprobs(ids, 0.04), dtype="bfloat16"))
+        assert right.tolerance.median == pytest.approx(0.06)
+        proof, offset = WeightProof(ids, logprobs(ids), dtype="bfloat16"), 0.4
+        with pytest.raises(BadWeights, match=r"median difference 0\.1 nats \(at most 0\.06\)"):
+            await engine.prove(proof)
