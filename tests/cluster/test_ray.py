@@ -106,7 +106,7 @@ def announcing(file: Path, workers: int, tasks: int = 12, *, stderr: Any = None)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT)
 
 
-@pytest.mark.in_turns("on Ray", 5)
+@pytest.mark.in_turns("on Ray")
 async def test_kill_9_of_the_driver_ends_workers_and_the_run_resumes(cluster: Standing, tmp_path: Path) -> None:
     file, moment = tmp_path / "run.db", random_of("kill of a driver")
     with announcing(file, 2) as driver:
@@ -138,6 +138,7 @@ def one_engine() -> RayEngine:
     return RayEngine(ScriptedEngine("hi"))
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("kind", [workers, one_engine])
 async def test_a_cluster_outlives_the_threads_that_are_idle(
     monkeypatch: pytest.MonkeyPatch, kind: Callable[[], Any]
@@ -193,7 +194,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.in_turns("on Ray", 5)
+@pytest.mark.in_turns("on Ray")
 async def test_an_environment_of_the_script_itself_is_played(cluster: Standing, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -230,7 +231,7 @@ def endless(script: Path, diary: Path, file: Path) -> Iterator[subprocess.Popen[
             process.kill()
 
 
-@pytest.mark.in_turns("on Ray", 5)
+@pytest.mark.in_turns("on Ray")
 async def test_first_ctrl_c_drains_the_workers_and_a_second_one_cuts(cluster: Standing, tmp_path: Path) -> None:
     diary, file = tmp_path / "diary", tmp_path / "run.db"
     diary.touch()
@@ -270,7 +271,7 @@ def command(**options: Any) -> int:
     return run_command(RunSettings(**options), lambda settings: ScriptedEngine("hi"))
 
 
-@pytest.mark.in_turns("on Ray", 5)
+@pytest.mark.in_turns("on Ray")
 @pytest.mark.parametrize("kind", ["class", "program"])
 def test_run_with_workers_plays_files_and_agent_programs(
     cluster: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
@@ -340,10 +341,10 @@ def ghost() -> type[Environment]:
 
 
 async def refused(
-    environment: Any, kind: type[DeltarunnerError], told: str, engine: Any = None, **options: Any
+    environment: Any, kind: type[DeltarunnerError], told: str, engine: Any = None, *, workers: int = 2, **options: Any
 ) -> None:
     with pytest.raises(kind, match=told):
-        await played(environment, RayEngines(engine or ScriptedEngine("hi"), workers=2, **options))
+        await played(environment, RayEngines(engine or ScriptedEngine("hi"), workers=workers, **options))
 
 
 async def test_arguments_that_do_not_pickle_are_refused_by_name(cluster: Standing) -> None:
@@ -359,7 +360,8 @@ async def test_an_engine_that_does_not_pickle_is_refused(cluster: Standing) -> N
 async def test_class_that_workers_cannot_import_is_refused_with_the_fix(
     cluster: Standing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await refused(ghost(), BadEnvironment, r"worker \d on \S+ cannot import .*a_module_of_this_process.*runtime_env")
+    told = r"worker \d on \S+ cannot import .*a_module_of_this_process.*runtime_env"
+    await refused(ghost(), BadEnvironment, told, workers=1)
     monkeypatch.delitem(sys.modules, "a_module_of_this_process")
 
 
@@ -378,7 +380,7 @@ async def test_too_many_processors_or_gpus_are_refused_with_both_numbers(cluster
     await refused(Holds(1), BadOption, "2 workers of 1 GPU each need 2, and the cluster has 0", gpus=1)
 
 
-@pytest.mark.in_turns("on Ray", 5)
+@pytest.mark.in_turns("on Ray")
 async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     trajectories = await played(Leased(str(diary)), RayEngines(ScriptedEngine("hi"), workers=2))
@@ -389,7 +391,7 @@ async def test_a_limiter_holds_across_workers(cluster: Standing, tmp_path: Path)
     assert len({pid for _, pid in lines}) == 2, "both had episodes to play"
 
 
-@pytest.mark.in_turns("on Ray", 5)
+@pytest.mark.in_turns("on Ray")
 async def test_lifespan_is_entered_once_per_worker_and_on_the_driver(cluster: Standing, tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     trajectories = await played(Sworn(str(diary)), RayEngines(ScriptedEngine("hi"), workers=2))
