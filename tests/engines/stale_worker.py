@@ -59,15 +59,24 @@ class OwnWorker(WeightWorker):
 
 
 class StaleWorker(WeightWorker):
-    """Loads everything but `STALE`."""
+    """Loads everything but tensors of one kind."""
+
+    stale = STALE
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
         first = load_file(Path(self.model_config.model) / "model.safetensors")
         self.reload_weights(
             weights_iterator=(
-                (name, first[name] if STALE in name else tensor) for name, tensor in _tensors(files, frozenset(ignored))
+                (name, first[name] if self.stale in name else tensor)
+                for name, tensor in _tensors(files, frozenset(ignored))
             )
         )
+
+
+class StaleOutputWorker(StaleWorker):
+    """Loads everything but the output layer."""
+
+    stale = "lm_head"
 
 
 GARBLED = "tests.engines.stale_worker.GarblingWorker"

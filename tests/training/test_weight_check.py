@@ -116,11 +116,24 @@ def test_tiny_model_without_some_tensors_is_refused() -> None:
 
 @pytest.mark.engine
 @pytest.mark.apart
+@pytest.mark.parametrize(
+    ("worker", "tensor"),
+    [
+        ("StaleOutputWorker", "lm_head.weight"),  # the last one, after which no engine starts again
+        pytest.param("StaleWorker", f"model.layers.*.{STALE}.weight", marks=pytest.mark.whole),
+    ],
+    ids=["output", "projection"],
+)
 def test_a_stale_tensor_is_named_and_the_others_are_right(
-    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    worker: str,
+    tensor: str,
+    llama: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["dtype=float32", "worker_extension_cls=tests.engines.stale_worker.StaleWorker"]
+    options = ["dtype=float32", f"worker_extension_cls=tests.engines.stale_worker.{worker}"]
     arguments = [argument for option in options for argument in ("--engine-option", option)]
     with pytest.raises(SystemExit) as left:
         app.app(["check-weights", str(llama), "--tiny", "--way", "state-dict", "--json", *arguments])
@@ -128,7 +141,7 @@ def test_a_stale_tensor_is_named_and_the_others_are_right(
     rows = json.loads(capfd.readouterr().out)["rows"]
     assert len(rows) == 12
     (stale,) = [row for row in rows if row["verdict"] != "right"]
-    assert (stale["tensor"], stale["verdict"]) == (f"model.layers.*.{STALE}.weight", "wrong")
+    assert (stale["tensor"], stale["verdict"]) == (tensor, "wrong")
     assert stale["median"] > 1e-3
 
 
@@ -361,6 +374,15 @@ def test_rows_stay_where_an_engine_does_not_start_again(
     written = io.StringIO()
     show(report, Console(file=written, width=200))
     assert f"ended early: {report.failure}" in written.getvalue()
+
+
+def test_rows_after_a_wrong_one_are_those_of_a_new_engine(
+    small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [TorchEngine(small_llama, takes=2), TorchEngine(small_llama, takes=9)]
+    report = check_with(engines, small_llama, [Way.STATE_DICT], tmp_path, monkeypatch)
+    verdicts = [row.verdict for row in report.rows]
+    assert verdicts == [*[Verdict.RIGHT] * 2, Verdict.WRONG, *[Verdict.RIGHT] * 9]
 
 
 def test_check_that_ended_early_has_the_exit_code_of_wrong_weights(
