@@ -22,6 +22,7 @@ from runner.engines.vllm.parallel import call_all_workers
 from runner.testing import Latency, ScriptedEngine
 from runner.testing.engine_pool import PooledEngine
 from runner.training import weight_proof
+from tests import sweeps
 from tests.cluster.playing import until
 from tests.playing import Plain, tasks
 
@@ -336,9 +337,10 @@ def test_a_right_update_under_turns_is_proven_and_loses_none(
         assert first.median < 1e-4
         step(trainer)
         proof, ended = weight_proof(trainer, engine.tokenizer), list[int]()
+        length = sweeps.times(64, 32)
 
         async def turn(number: int) -> None:
-            how = replace(Sampling.defaults(), max_tokens=64, ignore_eos=True)
+            how = replace(Sampling.defaults(), max_tokens=length, ignore_eos=True)
             wanted = GenerationRequest(name=f"{number}/main/0", prompt=[number + 20] * 9, sampling=how)
             async with engine.stream(wanted) as deltas:
                 ids = [token_id async for delta in deltas for token_id in delta.token_ids]
@@ -354,7 +356,7 @@ def test_a_right_update_under_turns_is_proven_and_loses_none(
         assert update.proof.arrived == pytest.approx(1.0, abs=1e-3)
         assert len(ended) == 24
         if mode is not PauseMode.ABORT:
-            assert ended == [64] * 24
+            assert ended == [length] * 24
         await engine.update_weights(hugging_face_model.state_dict())
 
     float32_engine.home.call(main)
@@ -410,6 +412,7 @@ def test_a_turn_that_is_left_while_a_proof_is_scored_leaves_nothing(
 @pytest.mark.engine
 @pytest.mark.apart
 @pytest.mark.asyncio_alone
+@pytest.mark.whole  # the end of an engine by a failed load is played in test_control.py
 async def test_update_that_dies_between_two_tensors_ends_the_engine(
     small_model_folder: Path, hugging_face_model: Any
 ) -> None:

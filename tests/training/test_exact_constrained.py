@@ -28,6 +28,7 @@ from runner.tools.tool import Tool
 from runner.training.batch import TrainingBatch
 from runner.training.grammar import GrammarMasks
 from runner.training.token_masks import UNCONSTRAINED_INDEX, TokenMasks
+from tests import sweeps
 from tests.parsing.learnt_formats import CLASSES, learnt
 from tests.parsing.parsers import bundled
 from tests.repository import DOCS
@@ -105,6 +106,7 @@ def assert_exact_under_masks(found: Difference) -> None:
     assert np.abs(found.unmasked[~constrained]).max(initial=0) < TOLERANCE
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_calculator_logprobs_equal_the_trainers(float32_engine: Any, compare: Compare, temperature: float) -> None:
     episodes = play_many(
@@ -158,9 +160,8 @@ class Forms(Environment):
 
 
 def test_turns_of_every_form_in_one_conversation_have_them_too(float32_engine: Any, compare: Compare) -> None:
-    episodes = [
-        play(Forms, float32_engine, sampling=Sampling(temperature=0.7, max_tokens=40), seed=s) for s in range(2)
-    ]
+    sampling = Sampling(temperature=0.7, max_tokens=40)
+    episodes = [play(Forms, float32_engine, sampling=sampling, seed=seed) for seed in range(sweeps.times(2, 1))]
     for episode in episodes:
         assert (episode.outcome.scored, episode.reward) == (True, 1)
         kinds = [turn.constraint.kind if turn.constraint is not None else None for turn in episode.turns]

@@ -88,7 +88,10 @@ async def test_a_whole_run_evaluates_a_real_server_and_is_gone_on_with(server: M
 async def test_a_greedy_server_says_the_same_twice(server: ModelServer) -> None:
     async def once() -> list[Any]:
         played = await play_many_async(
-            Calculator(questions=2), asking(server), sampling=COUNTED, limits=Limits(turns=sweeps.times(4, 2))
+            Calculator(questions=sweeps.times(2, 1)),
+            asking(server),
+            sampling=COUNTED,
+            limits=Limits(turns=sweeps.times(4, 2)),
         )
         return [(each.id, each.reward, [said(turn) for turn in each.turns]) for each in played]
 
