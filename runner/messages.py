@@ -111,15 +111,17 @@ def as_messages(prompt: Prompt) -> list[Message]:
     raise BadMessage(f"expected a string, a message or a list of messages, got {type(prompt).__name__}: {prompt!r:.80}")
 
 
-def check_answers(new: Sequence[Message], *before: Sequence[Message]) -> None:
+def check_answers(new: Sequence[Message], *before: Sequence[Message], first: int = 0) -> None:
     """Check that every tool message in `new` answers a call of an earlier assistant message in `new` or `before`.
+
+    Errors count the messages from `first`.
 
     Raises:
         BadMessage: a tool message answers no call.
     """
     spoken: list[Message] = []  # assistant messages of `new`
     known = set[str | None]()  # ids of their calls
-    for index, message in enumerate(new):
+    for index, message in enumerate(new, first):
         if message["role"] == "assistant":
             spoken.append(message)
             known.update(call["id"] for call in message.get("tool_calls") or ())

@@ -173,7 +173,8 @@ def _text_of(error: BaseException) -> str:
 
 def _own_text(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # the text of anyio and trio is long
-        return f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
+        text = f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
+        return f"{text}; open what several episodes share in lifespan()" if "a different task" in text else text
     if not isinstance(error, BaseExceptionGroup):
         text = str(error)
         if "only be used in that same thread" in text:

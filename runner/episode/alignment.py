@@ -112,7 +112,7 @@ def align(
         return found
     given_anew = _given_anew(match, depth, stored, histories)
     found.messages = [*stored, *given_anew] if found.whole else given_anew
-    check_answers(given_anew, stored)
+    check_answers(given_anew, stored, first=len(given) - len(given_anew))
     return found
 
 

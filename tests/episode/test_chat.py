@@ -13,7 +13,7 @@ import pytest
 from runner import BadInput, Conversation, EpisodeOver, Limits, Outcome, RunFile, Sampling, Trajectory, Turn
 from runner.chat_requests import Again, Delivery, Tolerated, Verdict
 from runner.episode import client_messages, history_tree
-from runner.testing import assert_exact, call
+from runner.testing import Reply, assert_exact, call
 from tests.episode.awkward import misspelling
 from tests.histories import OPENER, template
 from tests.playing import Plain, play_all, recording
@@ -285,6 +285,18 @@ async def test_bad_request_is_refused_by_its_place_and_ends_nothing(messages: An
 
     (trajectory,) = await asked(loop, ["one"])
     assert verdicts(trajectory) == ["new"]
+
+
+async def test_result_without_a_call_is_refused_by_its_place_in_the_request() -> None:
+    async def loop(episode: Any) -> None:
+        turn = await episode.chat([SYSTEM, TASK], tools=[RUN])
+        past = [SYSTEM, TASK, turn.as_message()]
+        with pytest.raises(BadInput, match=r"message 3 \(tool\) answers no call"):
+            await episode.chat([*past, {"role": "tool", "tool_call_id": "functions.run:0", "content": "y"}], tools=[RUN])
+        await episode.chat([*past, result(turn, "y")], tools=[RUN])
+
+    (trajectory,) = await asked(loop, [Reply("", calls=[call("run", command="ls")]), "Done."])
+    assert len(trajectory.segments) == 1
 
 
 async def test_a_history_that_does_not_fit_ends_nothing() -> None:

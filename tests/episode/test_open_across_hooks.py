@@ -147,6 +147,24 @@ async def test_groups_closed_out_of_order_fail_their_episode_alone() -> None:
     assert "close(): RuntimeError" in trajectories[1].error
 
 
+async def test_group_shared_by_episodes_names_lifespan() -> None:
+    shared: list[Any] = []
+
+    class Shares(Opens):
+        async def setup(self) -> None:
+            if self.task.id == "t0":
+                shared.append(await anyio.create_task_group().__aenter__())
+
+        async def close(self) -> None:
+            if self.task.id == "t2":
+                await shared[0].__aexit__(None, None, None)
+
+    trajectories, run = await played(Shares("anyio_group", "never", "never"))
+    assert [each.outcome for each in trajectories][1:] == [Outcome.COMPLETED] * 2
+    said = [*run.summary.faults, *(each.error for each in trajectories)]
+    assert any("open what several episodes share in lifespan()" in each for each in said), said
+
+
 async def test_group_opened_beside_other_tools_fails_its_episode() -> None:
     together = [[call("first"), call("second")], "Done"]
 
