@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, listed, noted, parameters_in, resolved
+from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, listed, noted, parameters_in, target_of
 
 __all__ = [
     "ALL_SORTS",
@@ -221,10 +221,9 @@ def unseen_argument(render: RenderTool, parameters: Mapping[str, Any], name: str
     ]
     plain = render(alone)
     for place in places:
-        if place.part is ArgumentPart.TYPE:
-            other = _with_other_type(alone, place)
-            if plain is not None and render(other) == plain:
-                found.append(Unseen(name, ArgumentPart.TYPE, place.called))
+        other = _with_another(alone, place)
+        if other is not None and plain is not None and render(other) == plain:
+            found.append(Unseen(name, place.part, place.called))
     return found
 
 
@@ -297,10 +296,9 @@ def _places(whole: Mapping[str, Any], steps: tuple[Any, ...], called: str, seen:
     if not isinstance(node, Mapping):
         return
     reference = node.get("$ref")
-    if isinstance(reference, str) and reference not in seen and resolved(reference, whole) is not None:
+    if isinstance(reference, str) and reference not in seen and (target := target_of(reference, whole)) is not None:
         seen.add(reference)
-        target = tuple(step.replace("~1", "/").replace("~0", "~") for step in reference[2:].split("/"))
-        yield from _places(whole, target, called, seen)
+        yield from _places(whole, target[0], called, seen)
     yield from _values_of(node, steps, called)
     yield from _type_of(node, steps, called)
     for keyword in _NAMED:
@@ -328,10 +326,12 @@ def _parts_of(node: Mapping[str, Any], called: str) -> Iterator[tuple[tuple[Any,
 
 
 def _values_of(node: Mapping[str, Any], steps: tuple[Any, ...], called: str) -> Iterator[_Place]:
-    for index, value in enumerate(node["enum"] if isinstance(node.get("enum"), list) else ()):
-        if _can_be_marked(value):
+    values = node["enum"] if isinstance(node.get("enum"), list) else ()
+    for index, value in enumerate(values):
+        # Null is shown in another way, and both truth values by their type.
+        if value is not None and not (isinstance(value, bool) and any(each is (not value) for each in values)):
             yield _Place(ArgumentPart.VALUE, (*steps, "enum", index), f"{value!r} of {called}")
-    if _can_be_marked(node.get("const")):
+    if node.get("const") is not None:
         yield _Place(ArgumentPart.VALUE, (*steps, "const"), f"{node['const']!r} of {called}")
 
 
@@ -370,6 +370,8 @@ def _marked(
     for number, place in enumerate(sorted(places, key=lambda place: -len(place.steps))):
         owner = _at(marked, place.steps[:-1])
         if place.part is ArgumentPart.VALUE:
+            if not _can_be_marked(owner[place.steps[-1]]):
+                continue
             mark: Any = f"zqv{number:03}z"
             if not isinstance(owner[place.steps[-1]], str):
                 mark = 9_170_000 + number
@@ -413,9 +415,16 @@ _OTHERS: Final = {
 }
 
 
-def _with_other_type(schema: dict[str, Any], place: _Place) -> dict[str, Any]:
+def _with_another(schema: dict[str, Any], place: _Place) -> dict[str, Any] | None:
+    """Return the schema with another type, or another value where a mark would not be one; None for other parts."""
     changed = copy.deepcopy(schema)
     owner = _at(changed, place.steps[:-1])
+    if place.part is ArgumentPart.VALUE and not _can_be_marked(value := owner[place.steps[-1]]):
+        # Of the same type, which a template may show alone.
+        owner[place.steps[-1]] = not value if isinstance(value, bool) else type(value)({"zqotherz": 9_170_000})
+        return changed
+    if place.part is not ArgumentPart.TYPE:
+        return None
     kind = owner["type"]
     if kind == "array" and isinstance(owner.get("items"), dict):
         items = owner.pop("items")

@@ -12,8 +12,19 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
 
-__all__ = ["SHOWN_IN_ALL", "ToolsForm", "is_simple", "listed", "noted", "parameters_in", "resolved", "unresolved"]
+__all__ = [
+    "SHOWN_IN_ALL",
+    "ToolsForm",
+    "is_simple",
+    "listed",
+    "noted",
+    "parameters_in",
+    "resolved",
+    "target_of",
+    "unresolved",
+]
 
 SHOWN_IN_ALL: Final = ("$ref", "$defs", "anyOf", "allOf", "oneOf", "const", "prefixItems", "zqmetrez")
 """Texts in the render of a template that writes schemas unchanged."""
@@ -173,18 +184,38 @@ _VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 
 def resolved(reference: Any, whole: Schema) -> Any:
     """Return the target of a reference within the same schema; None if there is none."""
+    return None if (found := target_of(reference, whole)) is None else found[1]
+
+
+def target_of(reference: Any, whole: Schema) -> tuple[tuple[Any, ...], Schema] | None:
+    """Return the target of a reference within the same schema, after the steps that lead to it; None without one."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
+    fragment = unquote(reference[1:])
+    if fragment and not fragment.startswith("/"):
+        return next(_anchored(fragment, whole, ()), None)
     found: Any = whole
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(step)
-        elif isinstance(found, list) and step.isdigit() and int(step) < len(found):
-            found = found[int(step)]
-        else:
+    steps: list[Any] = []
+    for escaped in fragment.split("/")[1:]:
+        step = escaped.replace("~1", "/").replace("~0", "~")
+        steps.append(int(step) if isinstance(found, list) and step.isdigit() else step)
+        try:
+            found = found[steps[-1]]
+        except (KeyError, IndexError, TypeError):
             return None
-    return found if isinstance(found, Mapping) else None
+    return (tuple(steps), found) if isinstance(found, Mapping) else None
+
+
+def _anchored(name: str, node: Any, steps: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Schema]]:
+    """The parts of a schema with this `$anchor`, or with its older form, an `$id` of `#name`."""
+    if isinstance(node, Mapping):
+        if name in (node.get("$anchor"), node.get("$dynamicAnchor")) or f"#{name}" in (node.get("$id"), node.get("id")):
+            yield steps, node
+        inner: Iterable[tuple[Any, Any]] = ((key, each) for key, each in node.items() if key not in _VALUES)
+    else:
+        inner = enumerate(node) if isinstance(node, list) else ()
+    for key, each in inner:
+        yield from _anchored(name, each, (*steps, key))
 
 
 @dataclass(slots=True)

@@ -292,7 +292,9 @@ async def test_result_without_a_call_is_refused_by_its_place_in_the_request() ->
         turn = await episode.chat([SYSTEM, TASK], tools=[RUN])
         past = [SYSTEM, TASK, turn.as_message()]
         with pytest.raises(BadInput, match=r"message 3 \(tool\) answers no call"):
-            await episode.chat([*past, {"role": "tool", "tool_call_id": "functions.run:0", "content": "y"}], tools=[RUN])
+            await episode.chat(
+                [*past, {"role": "tool", "tool_call_id": "functions.run:0", "content": "y"}], tools=[RUN]
+            )
         await episode.chat([*past, result(turn, "y")], tools=[RUN])
 
     (trajectory,) = await asked(loop, [Reply("", calls=[call("run", command="ls")]), "Done."])

@@ -28,6 +28,8 @@ TYPES = NAMES + "  # {{ p.description }}\n{% endfor %})\n{% endfor %}" + chatml(
 """Writes the types of arguments, one by one, and their descriptions; of what is within them nothing."""
 NO_NOTES = NAMES + "\n{% endfor %})\n{% endfor %}" + chatml()
 """The same without descriptions."""
+NO_VALUES = NO_NOTES.replace("{% if p.enum %} of {{ p.enum }}{% endif %}", "")
+"""The same without values."""
 RAISES = TYPES.replace(": {{ p.type }}", ": {{ p.type + '' }}{{ raise_exception('one type') if p.type is not string }}")
 """The same, but it raises on an argument without a type, or with several."""
 WANTS_NOTES = TYPES.replace("{{ p.description }}", "{{ '' + p.description }}")
@@ -147,6 +149,68 @@ def test_keys_that_a_schema_lists_are_shown(keys: dict[str, Any]) -> None:
     assert "the value 'zqkey' of a key of given" in map(str, unseen)
     assert unseen_of(renderer(TYPES).render_tool, tool) == []
     assert "zqkey" in shown(renderer(TYPES), tool)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"const": {"zqkey": "zqvalue"}},
+        {"type": "object", "enum": [{"zqkey": "zqvalue"}, {"zqkey": "zqanother"}]},
+        {"type": "array", "items": {"const": ["zqkey", "zqvalue"]}},
+        {"anyOf": [{"enum": [["zqkey"], {"zqvalue": [1]}]}, {"type": "integer"}]},
+    ],
+    ids=["const", "objects", "list in a list", "in a union"],
+)
+def test_values_that_are_lists_or_objects_are_shown(given: dict[str, Any]) -> None:
+    unseen = [str(each) for each in unseen_of(renderer(NO_VALUES, fit=False).render_tool, tool_with(given))]
+    assert any(each.startswith(("the value {", "the value [")) for each in unseen), unseen
+    assert unseen_of(renderer(TYPES).render_tool, tool_with(given)) == []
+    text = shown(renderer(TYPES), tool_with(given))
+    assert "zqkey" in text
+    assert "zqvalue" in text
+    assert unseen_of(renderer(DUMPS).render_tool, tool_with(given)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "values"), [({"const": True}, 1), ({"enum": [False]}, 1), ({"enum": [True, False]}, 0)]
+)
+def test_a_single_truth_value_is_shown(given: dict[str, Any], values: int) -> None:
+    tool = tool_with({"type": "boolean", **given})
+    hides = renderer(NO_VALUES, fit=False)
+    assert [each.part for each in unseen_of(hides.render_tool, tool)] == [ArgumentPart.VALUE] * values
+    assert unseen_of(renderer(TYPES).render_tool, tool) == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "definition"),
+    [
+        ("#inner", {"$anchor": "inner"}),
+        ("#inner", {"$dynamicAnchor": "inner"}),
+        ("#inner", {"$id": "#inner"}),
+        ("#/$defs/an%20inner%2Fone", {}),
+        ("#/$defs/Other/anyOf/1", {}),
+    ],
+    ids=["anchor", "dynamic anchor", "id", "escaped", "in a list"],
+)
+def test_target_of_every_form_of_reference_is_shown(reference: str, definition: dict[str, Any]) -> None:
+    inner = {**definition, "type": "object", "properties": {"zqin": {"enum": ["zqvalue"]}}}
+    name = "an inner/one" if "%" in reference else "Inner"
+    tool = tool_with(
+        {"$ref": reference.replace("%2F", "~1")},
+        **{"$defs": {name: inner, "Other": {"anyOf": [{"type": "null"}, dict(inner)]}}},
+    )
+    text = shown(renderer(TYPES), tool)
+    assert "zqin" in text
+    assert "zqvalue" in text
+    assert "$ref" not in text
+    assert unseen_of(renderer(TYPES).render_tool, tool) == []
+    assert [*unresolved(tool["function"]["parameters"])] == []
+
+
+@pytest.mark.parametrize("reference", ["#nothing", "#/$defs/Nothing", "#/$defs/Other/anyOf/7", "other.json"])
+def test_reference_that_leads_nowhere_is_named(reference: str) -> None:
+    tool = tool_with({"$ref": reference}, **{"$defs": {"Other": {"anyOf": [{"type": "null"}]}}})
+    assert [*unresolved(tool["function"]["parameters"])] == [("given", reference)]
 
 
 @pytest.mark.parametrize("keyword", ["additionalProperties", "unevaluatedProperties", "patternProperties"])
