@@ -85,9 +85,10 @@ def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]
     else:
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             if isinstance(value, Mapping) and not isinstance(key, str):
+                fix = "give key.decode()" if isinstance(key, bytes) else "give str(key)"
                 yield (
                     f"{where} has the key {key!r:.40}, {_kind(key)}; JSON keys are text, so it would come back "
-                    f"changed: give str(key)"
+                    f"changed: {fix}"
                 )
             if type(inner) not in _PLAIN:
                 yield from _unstorable(inner, f"{where}[{key!r:.40}]", (*outer, id(value)))
@@ -117,8 +118,8 @@ def _fix(value: Any) -> str:
             return fix
     if dataclasses.is_dataclass(value):
         return "give dataclasses.asdict(value)"
-    if hasattr(value, "tolist"):  # arrays, tensors, and numbers of numpy
-        return "give value.item()" if getattr(value, "shape", None) == () else "give value.tolist()"
+    if hasattr(value, "tolist"):
+        return _array_fix(value)
     if hasattr(value, "to_dict"):
         return "give value.to_dict()"
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
@@ -130,6 +131,13 @@ def _fix(value: Any) -> str:
     if isinstance(value, Iterable):
         return "give list(value)"
     return "give what it holds as text, numbers, lists and dicts"
+
+
+def _array_fix(value: Any) -> str:
+    """The fix for an array, a tensor, or a number of numpy."""
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):  # dates and durations
+        return "give its text, value.astype(str).tolist()"
+    return "give value.item()" if getattr(value, "shape", None) == () else "give value.tolist()"
 
 
 class TaskCheck:

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "numpy integer": (np.int64(3), "numpy.int64", "item"),
     "numpy float32": (np.float32(0.1), "numpy.float32", "item"),
     "numpy bool": (np.bool_(True), "numpy.bool", "item"),
-    "numpy datetime": (np.datetime64("2026-01-01"), "numpy.datetime64", "item"),
+    "numpy datetime": (np.datetime64("2026-01-01"), "numpy.datetime64", "astype(str)"),
     "tensor": (torch.zeros(2), "torch.Tensor", "tolist"),
     "scalar tensor": (torch.tensor(1.0), "torch.Tensor", "item"),
     "array": (array.array("i", [1]), "array.array", "tolist"),
@@ -129,6 +129,27 @@ def test_value_that_would_change_is_refused_with_place_and_fix(name: str, inside
     assert said.startswith(where)
     assert kind in said
     assert fix in said
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.datetime64("2026-01-01"),
+        np.timedelta64(5, "s"),
+        np.array(["2026-01-01"], dtype="datetime64[D]"),
+        np.array("2026-01-01", dtype="datetime64[us]"),
+        np.array(True),
+        np.array([(1, "a")], dtype=[("x", "i4"), ("y", "U1")]),
+        torch.tensor(1.5),
+        datetime.timedelta(seconds=3),
+        fractions.Fraction(1, 3),
+    ],
+    ids=str,
+)
+def test_fix_makes_a_value_that_is_kept(value: Any) -> None:
+    said = first_unstorable(value, "value") or ""
+    expression = said.partition("give ")[2].rpartition(", ")[2] or said
+    assert first_unstorable(eval(expression, {"value": value}), "value") is None, said
 
 
 @pytest.mark.parametrize("name", KEPT)
