@@ -28,7 +28,7 @@ from tests.engines.sharing import as_it_was
 from tests.engines.small_model import small_model
 
 # A machine that is busy with something else fails no test.
-settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("whole", deadline=None)
 
 
