@@ -309,6 +309,7 @@ class Env(Good):
 
 
 # The mistakes that are planted here leave files behind.
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mistake", BAD)
 def test_each_mistake_is_named_with_its_fix_in_one_line(folder: Path, mistake: str) -> None:
@@ -437,6 +438,7 @@ class Env(Good):
     assert (result.exit_code, findings(result)) == (0, []), result.output
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize(
     "change",
     [

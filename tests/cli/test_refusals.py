@@ -171,6 +171,7 @@ def test_check_refuses_a_group_reward_that_cannot_be_had(folder: Path, name: str
 # --- refused before the engine is made
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

@@ -21,7 +21,7 @@ from tests.cluster.rehearsed_trainer import Parts
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, members, of_version, unranked
 from tests.cluster.test_control import asked_of, state_of, versions
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(2)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
 
 # --- who dies meanwhile

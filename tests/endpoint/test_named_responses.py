@@ -55,6 +55,7 @@ def verdicts(trajectories: Any) -> list[str]:
     return [request.verdict.value for request in trajectory.requests]
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("store", [True, None, False])
 @pytest.mark.parametrize("instructions", ["always", "never", "changed"])
 async def test_a_response_goes_on_from_an_earlier_one_by_its_id(

@@ -324,6 +324,7 @@ async def test_a_command_is_put_behind_what_wraps_it() -> None:
     await served(loop, ["Done."])
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize(
     ("argv", "cwd", "named"),
     [

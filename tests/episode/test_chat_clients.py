@@ -79,6 +79,7 @@ async def test_what_a_client_does_to_its_history_has_its_verdict(name: str) -> N
     assert tuple(segment.cause for segment in last.segments) == recorded.causes
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("name", NAMES)
 async def test_what_came_of_a_recording_follows_from_the_file_and_is_shown(name: str, tmp_path: Path) -> None:
     requests, path = recorded(name), tmp_path / "run.db"

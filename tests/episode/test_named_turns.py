@@ -122,6 +122,7 @@ async def test_what_a_client_changes_around_ids_leaves_one_segment(name: str) ->
         assert Tolerated.REASONING_LEFT_OUT in trajectory.requests[3].tolerated
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("name", CHANGES)
 async def test_what_a_client_changes_around_ids_is_verified(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.db"

@@ -14,7 +14,7 @@ from runner.options import Concurrency
 from runner.testing import call
 from tests.episode.opening import ADDRESS, OPENED, SERVER, Loops, Opens, assert_unharmed, children, played
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(2)]
+pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(3)]
 
 
 @pytest.fixture(scope="module", autouse=True)

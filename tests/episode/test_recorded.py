@@ -122,6 +122,7 @@ def test_a_recording_is_small() -> None:
     assert {name: size for name, size in sizes.items() if size > LARGEST} == {}
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_request_of_a_recording_is_found_to_be_what_it_was(name: str) -> None:
     requests = recorded(name)

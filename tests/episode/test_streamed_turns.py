@@ -33,7 +33,7 @@ from tests import sweeps
 from tests.parsing.families import FAMILIES, family
 from tests.playing import Plain, play, recording, talked
 
-pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.cases_in_turns(2)]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_backends, pytest.mark.cases_in_turns(3)]
 
 WORDS = ["a ", "\n", "é", "<", "so", '"', "{", "}", "  "]
 CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'

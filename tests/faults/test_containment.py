@@ -28,7 +28,7 @@ from tests.faults.suspects import (
     speak,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(2), pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(3), pytest.mark.slow]
 
 WATCHDOG = 600.0
 LONGER_THAN_ANY_HOOK_MAY = 500.0

@@ -185,6 +185,7 @@ def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
     return call.arguments != arguments
 
 
+@pytest.mark.cases_in_turns(3)
 @every_class
 @settings(max_examples=sweeps.times(300, 8), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))

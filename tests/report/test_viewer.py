@@ -78,6 +78,7 @@ def test_page_of_the_viewer_has_results_and_episodes(sums: Path) -> None:
         assert Answer(viewer, "").status == 302
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize(
     ("query", "count"),
     [

@@ -25,7 +25,7 @@ from tests.tokens.episodes import SHOWS_CALLS, SUM, Adds, bridges, speaking
 from tests.tokens.families import ADD, FAMILIES, MORE, QUESTION, TOOLS_MOVE, Model, called, model, result, says
 from tests.tokens.vocabularies import vocabulary
 
-pytestmark = pytest.mark.cases_in_turns(2)
+pytestmark = pytest.mark.cases_in_turns(3)
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ def test_text_between_control_tokens_is_encoded_without_them(name: str) -> None:
         assert tokenizer.encode(text, spans) == [*expected, *plain.encode(text[end:], add_special_tokens=False).ids]
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("name", EVERY)
 @given(data=st.data())
 def test_any_text_without_control_text_keeps_its_ids(name: str, data: st.DataObject) -> None:

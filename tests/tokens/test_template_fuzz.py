@@ -14,7 +14,7 @@ from tests.tokens.bridging import MORE, QUESTION, chatml, result, says
 from tests.tokens.template_fuzz import ANY_SIZE, check_bridges
 from tests.tokens.template_grammar import Written, written
 
-pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(2)]
+pytestmark = [pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 
 WORDS = ("", " ", "\n", " \n ", "a", " a", "a ", "a\n", "\n\na.", "</think>")
 CALLS = (

@@ -211,6 +211,7 @@ RUNS: list[Callable[[Path], Awaitable[None]]] = [
 ]
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 async def test_nothing_is_found_in_a_file_that_nobody_touched(run: Any, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ pytestmark = pytest.mark.slow
 # --- what was not touched
 
 
+@pytest.mark.cases_in_turns(2)
 @pytest.mark.parametrize("template", ["pythonic", "hermes"])
 @pytest.mark.parametrize("vocabulary", ["bytes", "smollm2"])
 def test_untouched_file_follows_from_messages_and_sampled_ids(

@@ -191,6 +191,7 @@ def written_index(folder: Path, text: str) -> Path:
     return folder
 
 
+@pytest.mark.cases_in_turns(3)
 @pytest.mark.parametrize(("make", "told"), MISFITS.values(), ids=MISFITS.keys())
 async def test_what_does_not_fit_is_named_and_the_engine_is_not_asked(
     weights: VllmWeights, tmp_path: Path, make: Callable[[Path], Any], told: list[str]
