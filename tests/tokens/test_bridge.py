@@ -148,6 +148,28 @@ def test_a_stop_that_opens_a_later_message_is_refused(glm: Bridger) -> None:
         answer(glm, "\n42", "<|user|>", says("", {"a": 1}), result("3"), MORE)
 
 
+UNANSWERED = "{% if messages[-1].tool_calls %}{{ raise_exception('a call has no result') }}{% endif %}"
+"""As templates of Mistral and Nemotron Nano 2 do."""
+
+
+def test_role_of_a_stop_is_known_where_a_call_is_never_last() -> None:
+    names = ["<|user|>", "<|observation|>", "<|assistant|>", "[gMASK]", "<sop>"]
+    made = bridger(UNANSWERED + GLM, ByteTokenizer(names), stops=["<|user|>", "<|observation|>"])
+    text, _ = answer(made, "\n<tool_call>add", "<|observation|>", says("", {"a": 1}), result("3"))
+    assert text == "\n3<|assistant|>"
+    with pytest.raises(Unbridgeable, match="stop_opens_wrong_role"):
+        answer(made, "\n42", "<|user|>", says("", {"a": 1}), result("3"))
+
+
+def test_end_of_a_call_opens_no_role_where_a_call_is_never_last() -> None:
+    calls = "{% for t in m.tool_calls or [] %}<call>{{ t.function.arguments | tojson }}</call>{% endfor %}"
+    names = ["<|im_start|>", "<|im_end|>", "<call>", "</call>"]
+    made = bridger(UNANSWERED + chatml(body="{{ m.content }}" + calls), ByteTokenizer(names))
+    text, bridge = answer(made, '<call>{"a": 1}</call>', "<|im_end|>", says("", {"a": 1}), result("3"))
+    assert text == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert bridge.junction.anchor is Anchor.STOP
+
+
 def test_several_stop_ids_are_each_anchored_where_they_stand() -> None:
     body = "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}"
     text = chatml(close="", body=body + "{{ '<|eom|>' if m.tool_calls else '<|eot|>' }}")

@@ -66,13 +66,20 @@ class TurnClosers:
         with suppress(Unbridgeable):
             tail = self._tail(turn, message, past=past)
             before = tail.text.partition(message["content"])[0]
-            if self._holds(before, token_id) and not self._holds(tail.alone or "", token_id):
+            close = self._before_question(turn, past) if tail.alone is None else tail.alone
+            if self._holds(before, token_id) and not self._holds(close, token_id):
                 return True
             second: Message = {**message, "content": words(1)[0]}
             behind = self._tail(turn, message, second, past=past).text.partition(message["content"])[2]
             between, _, after = behind.partition(second["content"])
             return self._holds(between, token_id) and not self._holds(after, token_id)
         return False
+
+    def _before_question(self, turn: Message, past: Sequence[Message]) -> str:
+        """The text between a turn and a question: what ends the turn, where the template shows no turn alone."""
+        with suppress(Unbridgeable):
+            return self._tail(turn, AGAIN_ASKED, past=past).text.partition(AGAIN_ASKED["content"])[0]
+        return ""
 
     def _tail(self, turn: Message, *new: Message, past: Sequence[Message] = (QUESTION,)) -> Tail:
         return Tail(self._renderer, AnsweredTurn([*past, turn], new))
