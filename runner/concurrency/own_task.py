@@ -22,7 +22,7 @@ class OwnTask:
     """
 
     def __init__(self) -> None:
-        self.outer = Clock()
+        self.outer = Clock(over_tasks=True)
         """The clock around everything. Its shield keeps out the cancellation of the caller of `run`."""
         self.left_open = False
         """True if the function left scopes or task groups open."""
@@ -82,7 +82,7 @@ class OwnTask:
     def clock(self, seconds: float | None = None) -> Clock | LentClock:
         """Return a clock over a part of the function that may leave scopes open, or close earlier ones."""
         # On other event loops every scope must be left in order: there is only the one around everything.
-        return Clock(seconds, over_hooks=True) if on_asyncio() else LentClock(self.outer, seconds)
+        return Clock(seconds) if on_asyncio() else LentClock(self.outer, seconds)
 
     async def _hosted(
         self,

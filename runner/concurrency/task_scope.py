@@ -28,18 +28,17 @@ class TaskScope:
     anyio the task is cancelled at each of its waits until it has left the block, except under a shield in it.
     """
 
-    __slots__ = ("_asked", "_before", "_deadline", "_handle", "_start", "_task", "_waits_for", "cancel_called")
+    __slots__ = ("_asked", "_before", "_deadline", "_due", "_handle", "_start", "_task", "_waits_for", "cancel_called")
 
     def __init__(self) -> None:
         self.cancel_called = False
         """True if the deadline was reached or `cancel` was called."""
         self._deadline = math.inf
+        self._due = math.inf
+        """Time at which the timer is due; infinite without one."""
         self._handle: asyncio.Handle | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._start: Any = None
         self._waits_for: asyncio.Future[Any] | None = None
-        self._before = 0
-        self._asked = 0
 
     @property
     def deadline(self) -> float:
@@ -49,7 +48,8 @@ class TaskScope:
     @deadline.setter
     def deadline(self, value: float) -> None:
         self._deadline = value
-        if self._task is not None and not self.cancel_called:
+        # An earlier timer stays, and is set again when it is due: a clock moves its deadline at every turn.
+        if value < self._due and self._task is not None and not self.cancel_called:
             self._disarm()
             self._arm()
 
@@ -64,7 +64,8 @@ class TaskScope:
     def __enter__(self) -> Self:
         self._task = task = asyncio.current_task()
         assert task is not None
-        self._start, self._before, self._asked = _scope_of(task), task.cancelling(), 0
+        self._start, self._before = _scope_of(task), task.cancelling()
+        self._asked = 0  # number of cancellations
         if self.cancel_called:
             self._deliver()
         else:
@@ -87,15 +88,17 @@ class TaskScope:
         return task.cancelling() <= self._before and anyio.current_effective_deadline() != -math.inf
 
     def _arm(self) -> None:
-        if self._deadline == math.inf:
+        self._due = self._deadline
+        if self._due == math.inf:
             return
         loop = asyncio.get_running_loop()
-        if loop.time() >= self._deadline:
+        if loop.time() >= self._due:
             self.cancel()
         else:
-            self._handle = loop.call_at(self._deadline, self._arm)  # again: it may be called a little early
+            self._handle = loop.call_at(self._due, self._arm)  # again: it may be called a little early
 
     def _disarm(self) -> None:
+        self._due = math.inf
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -59,10 +59,6 @@ class TooSlow(Exception):
         self.seconds = seconds
 
 
-def _clock(seconds: float) -> Clock | LentClock:
-    return Clock(seconds, over_hooks=True)
-
-
 class AuthorCode:
     """The author's code of one episode.
 
@@ -84,7 +80,7 @@ class AuthorCode:
         *args: Any,
         name: str,
         seconds: float | None = None,
-        clock: Callable[[float], Clock | LentClock] = _clock,
+        clock: Callable[[float], Clock | LentClock] = Clock,
     ) -> Any:
         """Call `function`, sync or async, and return its result.
 

@@ -14,6 +14,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from runner.checked import whole
 from runner.concurrency.at_once import at_once
+from runner.concurrency.clocks import task_scope
 from runner.episode.history_replacement import cursor_at, left_behind
 from runner.episode.model import MessageModel
 from runner.episode.prompting import next_prompt, oversized
@@ -473,7 +474,7 @@ class _Generation:
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
-        self._scope = anyio.CancelScope()
+        self._scope = task_scope()
         self._over: anyio.Event | None = None  # created only by a task that waits
 
     def __enter__(self) -> None:

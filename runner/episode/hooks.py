@@ -114,6 +114,8 @@ def unclosed(environment: Hooks) -> Iterator[tuple[str, Callable[[], Awaitable[o
     own = list(vars(environment).items())
     theirs: list[object] = []
     for name, value in reversed(own):
+        if not hasattr(type(value), "__aexit__"):
+            continue
         close: Callable[[], Awaitable[object]]
         generator = getattr(value, "gen", None)
         if isinstance(value, asyncio.TaskGroup) and _is_of_this_task(value):

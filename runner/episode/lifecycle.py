@@ -61,7 +61,7 @@ class EpisodeRunner(EpisodeState):
         # All hooks run in this task, so that one hook may close a scope that another one opened.
         self._task = OwnTask()
         self._opening = self._task.clock()
-        self._scoring = Clock(over_hooks=True)
+        self._scoring = Clock()
         self._ending: Ending | None = None
         self._was_cut = False
         self._closed_late: list[str] = []
@@ -157,6 +157,8 @@ class EpisodeRunner(EpisodeState):
             # Cancellations included: they pass through the contexts that `setup()` entered.
             passing = error
         self._begin_closing()
+        if passing is None and self.exit_stack.is_empty and next(unclosed(self.environment), None) is None:
+            return
         outer = self._task.clock(self.limits.configured.close_seconds)
         cut_before = outer.fired
         with outer:

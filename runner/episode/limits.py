@@ -59,7 +59,7 @@ class EpisodeLimits:
         """Turns of counted conversations so far."""
         self.tokens = 0
         """Tokens sampled so far in counted conversations."""
-        self.clock = Clock(counts_sampling=True, over_hooks=True)
+        self.clock = Clock(counts_sampling=True)
         """The clock over the rollout. Ending the rollout cancels its scope."""
         self.last_turn: Turn | None = None
         """The last turn of a counted conversation."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self
 
-from runner.concurrency.clocks import Clock, Progress, Waiting, WhileSampling, loop_time
+from runner.concurrency.clocks import Clock, Progress, Waiting, WhileSampling, loop_clock
 from runner.engines.base import Delta, DeltaStream, Engine, Finish, FinishReason, GenerationRequest
 from runner.episode.turn_event_parser import TurnEventParser
 from runner.errors import EngineError, EngineStalled
@@ -244,10 +244,10 @@ def _shared(engine: Engine, silence: Clock) -> AbstractContextManager[None]:
 async def _read(
     into: SampledTurn, deltas: DeltaStream, stops: StopStrings | None, silence: Clock, progress: Progress | None
 ) -> None:
-    patience = math.inf if silence.seconds is None else silence.seconds
-    admitted = received = first = loop_time()
+    patience, clock = math.inf if silence.seconds is None else silence.seconds, loop_clock()
+    admitted = received = first = clock()
     async for delta in deltas:
-        now = loop_time()
+        now = clock()
         if into.end == into.start:
             first = now
             into.timings.first_token = now - admitted
