@@ -7,8 +7,11 @@ import datetime
 import enum
 import fractions
 import numbers
+import operator
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, compress
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -25,6 +28,7 @@ MAX_DEPTH: Final = 200
 """The deepest nesting of containers; JSON readers fail beyond it."""
 
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+_KEPT: Final = _PLAIN | {dict, list}
 _TEXT: Final = frozenset({str})
 _OWN_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Task))
 
@@ -42,7 +46,7 @@ def first_unstorable(value: Any, where: str) -> str | None:
     Returns:
         The place, the type, and the fix; None if all of it is kept.
     """
-    return None if _is_plain(value, MAX_DEPTH) else next(_unstorable(value, where, ()), None)
+    return None if _are_plain([value]) else next(_unstorable(value, where, ()), None)
 
 
 def tuples_in(value: Any, where: str) -> Iterator[str]:
@@ -57,19 +61,24 @@ def tuples_in(value: Any, where: str) -> Iterator[str]:
             yield from tuples_in(inner, f"{where}[{index}]")
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    """True if `value` is of JSON's own types throughout, as nearly every value is; no text is made for its places."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return True
-    if depth == 0:  # also of a container in itself
-        return False
-    if kind is dict and _TEXT.issuperset(map(type, value)):
-        value = value.values()
-    elif kind is not list:
-        return False
-    # Sets compare the types of all values at once; most containers have no other container in them.
-    return _PLAIN.issuperset(map(type, value)) or all(_is_plain(inner, depth - 1) for inner in value)
+def _are_plain(values: Sequence[Any]) -> bool:
+    """True if `values` are of JSON's own types throughout, as nearly all are; no text is made for their places."""
+    # One depth after the other, without a loop in Python over its values.
+    for _ in range(MAX_DEPTH):
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN:
+            return True
+        dicts, lists = _of_type(dict, values), _of_type(list, values)
+        if not kinds <= _KEPT or not _TEXT.issuperset(map(type, chain.from_iterable(dicts))):
+            return False
+        values = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
+    return False
+
+
+def _of_type(kind: type, values: Sequence[Any]) -> Collection[Any]:
+    """The values of this type, each object once: a list that holds itself twice would double at every depth."""
+    found = list(compress(values, map(partial(operator.is_, kind), map(type, values))))
+    return dict(zip(map(id, found), found, strict=True)).values()
 
 
 def _unstorable(value: Any, where: str, outer: tuple[int, ...]) -> Iterator[str]:
@@ -178,12 +187,10 @@ def make_storable(trajectory: Trajectory) -> str | None:
         The value, its place, and the fix; None without such a value.
     """
     problems = [_credit_problem(turn) for turn in trajectory.turns if type(turn.reward) is not float or turn.reward]
-    problems += [
-        first_unstorable({name: value for name, value in message.items() if name != "content"}, f"messages[{number}]")
-        for segment in trajectory.segments
-        for number, message in enumerate(segment.messages)
-        if not _is_plain(message, MAX_DEPTH)
-    ]
+    for segment in trajectory.segments:
+        for number, message in enumerate(() if _are_plain(segment.messages) else segment.messages):
+            rest = {name: value for name, value in message.items() if name != "content"}
+            problems.append(first_unstorable(rest, f"messages[{number}]"))
     found = next((problem for problem in problems if problem is not None), None)
     return None if found is None else f"agent {trajectory.agent!r}: {found}"
 
