@@ -119,31 +119,34 @@ def check_answers(new: Sequence[Message], *before: Sequence[Message], first: int
     Raises:
         BadMessage: a tool message answers no call.
     """
-    spoken: list[Message] = []  # assistant messages of `new`
-    known = set[str | None]()  # ids of their calls
+    ahead = (each for part in reversed(before) for each in reversed(part) if each["role"] == "assistant")
+    latest: Message | None = None  # the previous assistant message
+    known = set[str]()  # the ids of the calls that were looked at
     for index, message in enumerate(new, first):
         if message["role"] == "assistant":
-            spoken.append(message)
-            known.update(call["id"] for call in message.get("tool_calls") or ())
+            latest = message
+            known.update(_call_ids(message))
+        if message["role"] != "tool":
+            continue
+        if latest is None:
+            latest = next(ahead, _SILENT)
+            known.update(_call_ids(latest))
         answered = message.get("tool_call_id")
-        if message["role"] != "tool" or (answered is not None and answered in known):
-            continue
-        ahead = (each for part in (spoken, *reversed(before)) for each in reversed(part) if each["role"] == "assistant")
-        calls = next(ahead, _SILENT).get("tool_calls") or ()
+        while answered is not None and answered not in known and (earlier := next(ahead, None)) is not None:
+            known.update(_call_ids(earlier))
         # Without an id it answers the previous assistant message.
-        if answered is None and calls:
-            continue
-        if not any(call["id"] == answered for call in calls) and not any(
-            call["id"] == answered for each in ahead for call in each.get("tool_calls") or ()
-        ):
+        if not (latest.get("tool_calls") if answered is None else answered in known):
             raise BadMessage(
                 f"message {index} (tool) answers no call: no assistant message ahead of it has a tool call of the id "
                 f"{answered!r}. Put that message before it, or send it as a user message."
             )
-        known.add(answered)
 
 
 _SILENT: Message = {"role": "assistant", "content": ""}
+
+
+def _call_ids(message: Message) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls") or ()]
 
 
 class CallIndex(NamedTuple):

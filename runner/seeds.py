@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
 
 __all__ = ["derive_seed"]
 
@@ -12,9 +13,8 @@ def derive_seed(*parts: str | int) -> int:
 
     Python's `hash` would differ from process to process.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        text = str(part).encode()
-        # With its length, so that ("ab", "c") and ("a", "bc") are not the same bytes.
-        digest.update(b"%d:%b" % (len(text), text))
-    return int.from_bytes(digest.digest(), "big") >> 1  # the run file and Parquet hold signed integers of 64 bits
+    texts = list(map(str.encode, map(str, parts)))
+    # With their lengths, so that ("ab", "c") and ("a", "bc") are not the same bytes.
+    pairs = chain.from_iterable(zip(map(len, texts), texts, strict=True))
+    digest = hashlib.blake2b(b"%d:%b" * len(texts) % tuple(pairs), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # the run file and Parquet hold signed integers of 64 bits

@@ -81,7 +81,7 @@ class Finish:
     """Number of prompt ids that the engine's prefix cache held; None if unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: making a frozen one takes three times as long, and a turn has many
 class Delta:
     """One or more ids as they were streamed; zero only where `finish` is set."""
 

@@ -27,7 +27,9 @@ def text_of(ids: Sequence[int], chat: ChatModel, *, stopped: bool) -> str:
 def closing_length(spoken: Sequence[int], chat: ChatModel) -> int:
     """Return how many ids at the end, before the stop, begin the template's close of a turn."""
     close = chat.bridger.closes.of_turn
-    return next((n for n in range(len(close), 0, -1) if list(spoken[-n:]) == close[:n]), 0)
+    if not close or close[0] not in (last := list(spoken[-len(close) :])):  # nearly always
+        return 0
+    return next((n for n in range(len(close), 0, -1) if last[-n:] == close[:n]), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,8 @@ class ConversationState:
         """Name with which it was opened; its seeds depend on it."""
         self.own_sampling = sampling
         """Sampling with which it was opened; None for none."""
+        self.checked_sampling: Sampling | None = None
+        """The sampling of the latest turn, which the engine supports; None before."""
         self._environment_sampling: Sampling | None = None
         self._sampling: Sampling
         # Only the first request of an episode waits for those of episodes in progress; that of a second agent does not.

@@ -41,7 +41,7 @@ async def answer_calls(
     report_activity(", ".join(f"{call.name}()" for call in calls) or "nothing")
     running = _RunningCalls(known, author_code, seconds)
     try:
-        for batch in _between_barriers(calls, known):
+        for batch in [calls] if len(calls) == 1 else _between_barriers(calls, known):
             await running.run(batch)
     finally:
         for place, call in enumerate(turn.tool_calls):

@@ -164,9 +164,11 @@ def _request(
 ) -> _TurnRequest:
     state, chat, tools = turn_context.state, turn_context.state.chat, turn_context.cursor.tools
     settings = sampling_of(state, sampling)
-    record_not_enforced(state, settings)
-    settings.check_vocabulary(vocabulary_size(chat.engine))
-    chat.engine.check_sampling(settings)
+    if settings is not state.checked_sampling:
+        record_not_enforced(state, settings)
+        settings.check_vocabulary(vocabulary_size(chat.engine))
+        chat.engine.check_sampling(settings)
+        state.checked_sampling = settings
     choice = tool_choice_of(state, tools, tool_choice)
     ceilings = {"max_tokens": settings.max_tokens, "context": state.context - len(prompt.ids)}
     left = state.episode.limits.tokens_left() if state.counted else None

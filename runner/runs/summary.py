@@ -347,9 +347,10 @@ class Summary:
         if turn.usage is not None:
             self.usage.add(turn.usage)
         self.resampled += turn.resampled
-        self.calls += len(turn.tool_calls)
-        self.malformed_calls += sum(call.error is not None for call in turn.tool_calls)
-        self.failed_calls += sum(call.failed for call in turn.tool_calls)
+        for call in turn.tool_calls:
+            self.calls += 1
+            self.malformed_calls += call.error is not None
+            self.failed_calls += call.failed
         self.times.add(turn.timings)
         junction = turn.junction
         if junction is not None:

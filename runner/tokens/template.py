@@ -294,6 +294,10 @@ def _raise_exception(message: str) -> None:
 
 
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)
+# `_PLAIN_JSON.encode` makes such an encoder at every call. Without a search for values in themselves, which raise too.
+_encode_json = json.encoder.c_make_encoder(  # type: ignore[attr-defined]  # it is there, and unknown to its type stubs
+    None, _PLAIN_JSON.default, json.encoder.encode_basestring, None, ": ", ", ", False, False, True
+)
 
 
 def _tojson(
@@ -304,7 +308,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
-        return _PLAIN_JSON.encode(value)
+        return "".join(_encode_json(value, 0))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

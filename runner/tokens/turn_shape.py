@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import orjson
 
@@ -27,7 +29,7 @@ class AnsweredTurn:
     number: int = 0
     """The turn's number in its conversation."""
     plain: bool | None = None
-    """True if `is_plain` holds for all of the history; None if not known yet."""
+    """True if `is_plain` holds for all of the history and the new messages; None if not known yet."""
 
     @property
     def turn(self) -> Message:
@@ -38,14 +40,15 @@ class AnsweredTurn:
     def shape(self) -> TurnShape:
         """The properties that all answered turns of one kind share."""
         turn = self.turn
+        calls = turn.get("tool_calls") or ()
         return TurnShape(
             system=self.history[0]["role"] == "system",
-            calls=len(turn.get("tool_calls") or ()),
+            calls=len(calls),
             reasoning=bool(turn.get("reasoning_content")),
             text=bool(turn["content"]),
-            new=tuple(Arrival(message["role"], not message["content"], "name" in message) for message in self.new),
+            new=tuple([Arrival(message["role"], not message["content"], "name" in message) for message in self.new]),
             tools=hashlib.blake2b(_as_json(self.tools), digest_size=16).digest(),
-            bare=not all(call["function"]["arguments"] for call in turn.get("tool_calls") or ()),
+            bare=not all(call["function"]["arguments"] for call in calls),
         )
 
     def stand_in(self) -> list[Message] | None:
@@ -54,21 +57,20 @@ class AnsweredTurn:
         They are enough if each message has only the usual fields, and no new one refers to a message that would be left
         out.
         """
-        beginning = _beginning(self.history)
-        if not beginning or "name" in self.turn:
+        beginning, turn = _beginning(self.history), self.turn
+        if not beginning or "name" in turn:
             return None
-        if not (all(map(is_plain, self.history)) if self.plain is None else self.plain):
-            return None
+        plain = all(map(is_plain, chain(self.history, self.new))) if self.plain is None else self.plain
         # The result of an earlier call is found by its id in the history.
-        ids = {call["id"] for call in self.turn.get("tool_calls") or ()}
+        ids = {call["id"] for call in turn.get("tool_calls") or ()}
         answers = (message.get("tool_call_id") for message in self.new if message["role"] == "tool")
-        if not all(map(is_plain, self.new)) or not ids.issuperset(answers):
-            return None
-        return [*beginning, self.turn]
+        return [*beginning, turn] if plain and ids.issuperset(answers) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+# Tuples, since a shape is made and looked up at every turn.
+
+
+class Arrival(NamedTuple):
     """A new message, without its text."""
 
     role: str
@@ -78,8 +80,7 @@ class Arrival:
     """True if it has a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnShape:
+class TurnShape(NamedTuple):
     """The shape of a turn: roles, call count and flags, without any text. Bridges are cached per shape."""
 
     system: bool

@@ -6,7 +6,6 @@ import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,8 +324,8 @@ def test_words_that_change_what_stands_behind_them_are_found(body: str, matter: 
     assert Proofs(renderer).words_matter(USER, []) is matter
 
 
-EMPTY = replace(USER, text=False)
-BARE = replace(TOOL, bare=True)
+EMPTY = USER._replace(text=False)
+BARE = TOOL._replace(bare=True)
 SHOWS_ARGUMENTS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
 
 

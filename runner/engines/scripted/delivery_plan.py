@@ -68,13 +68,10 @@ class DeliveryPlan:
         """Return the delta of the ids from `start` to `end`."""
         logprobs = self.logprobs[start:end] if self.logprobs is not None else None
         top = self.top.part(start, end) if self.top is not None else None
-        return Delta(self.ids[start:end], logprobs, finish, top, self._side_of(start, end, finish))
-
-    def _side_of(self, start: int, end: int, finish: Finish | None) -> SideData | None:
-        if self.side is None:
-            return None
-        side = self.side.part(start, end)
-        return side if finish is not None else SideData(side.masks)  # as in vLLM, experts come at the end
+        side = self.side.part(start, end) if self.side is not None else None
+        if side is not None and finish is None:
+            side = SideData(side.masks)  # as in vLLM, experts come at the end
+        return Delta(self.ids[start:end], logprobs, finish, top, side)
 
     def pause(self, index: int) -> int:
         """Return the ticks from the delta before `index` to that one, at least 1."""

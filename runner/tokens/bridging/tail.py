@@ -39,10 +39,10 @@ class Further(enum.StrEnum):
     def shape(self, shape: TurnShape) -> TurnShape:
         """The shape of this further render, if the tail's own render has the given one."""
         if self is Further.WITHOUT_CALLS:
-            return replace(shape, calls=0, reasoning=False, text=True)
+            return shape._replace(calls=0, reasoning=False, text=True)
         if self is Further.BORDER:
-            return replace(shape, new=(replace(shape.new[0], empty=False), *shape.new[1:]))
-        return replace(shape, new=())
+            return shape._replace(new=(shape.new[0]._replace(empty=False), *shape.new[1:]))
+        return shape._replace(new=())
 
 
 class Tail:

@@ -77,9 +77,8 @@ class TailIds:
         if index is None or not self._before_content(index + 1):
             return None
         # After an opener of a message it would be that message's close, if a turn's words come after its own.
-        control = self._tokenizer.control_ids
-        opened = any(each in control and self._closes.opens_a_role(each) for each in self.ids[:index])
-        return None if opened else index
+        before = self._tokenizer.control_ids.intersection(self.ids[:index])
+        return None if any(map(self._closes.opens_a_role, before)) else index
 
     def end_of_sampled_close(self, sampled: Sequence[int]) -> int | None:
         """Return where the tail continues after a close that the model sampled at the end of `sampled`, or None.
