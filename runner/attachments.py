@@ -26,11 +26,9 @@ __all__ = [
 ]
 
 MAX_ATTACHMENT_BYTES: Final = 8 * 2**20
-"""The largest size of an attachment."""
 MAX_ATTACHED_BYTES: Final = 32 * 2**20
 """The largest size of all attachments of an episode."""
 MAX_ATTACHMENTS: Final = 1_000
-"""The most attachments of an episode."""
 MAX_NAME_CHARS: Final = 200
 
 

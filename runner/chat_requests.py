@@ -172,7 +172,6 @@ class ChatCall:
     form: str = "messages"
     """API form of the request."""
     client: str = ""
-    """Name of the client program."""
     purpose: str = ""
     """Purpose of the request, in the client's own word."""
     not_granted: Mapping[str, Any] = field(default_factory=dict)

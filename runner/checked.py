@@ -14,7 +14,6 @@ __all__ = ["is_number", "is_whole", "number", "whole"]
 
 
 def is_whole(value: object, *, least: float = float("-inf")) -> TypeGuard[int]:
-    """Return whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

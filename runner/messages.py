@@ -153,7 +153,6 @@ class CallIndex(NamedTuple):
     """Position of a call; ids are not unique across libraries."""
 
     message: int
-    """Index of the message with the call."""
     call: int
     """Number of the call in that message."""
 

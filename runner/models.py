@@ -49,7 +49,6 @@ class ResolvedModel:
     """A model that was found, with its small files on this machine."""
 
     name: str
-    """The name that was passed."""
     location: str
     """The folder or the Hugging Face id that vLLM loads."""
     folder: Path

@@ -93,9 +93,7 @@ class TaskBuilder:
 
     def __init__(self, task_class: type[Task]) -> None:
         self.task_class = task_class
-        """The class of the tasks."""
         self.known = frozenset(field.name for field in dataclasses.fields(task_class))
-        """Names of all fields."""
         self.needed = tuple(
             field.name
             for field in dataclasses.fields(task_class)

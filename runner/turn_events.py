@@ -47,7 +47,6 @@ class TurnAdmitted:
     handle: str
     """Id of the turn for a client; "" where it has none."""
     prompt_ids: Sequence[int]
-    """All prompt ids of the turn."""
     calls_before: int = 0
     """Number of calls that the message already has, where the turn continues one that was cut; else 0."""
 
@@ -57,7 +56,6 @@ class IdsSampled:
     """Newly sampled ids. The events of their text may come later."""
 
     token_ids: Sequence[int]
-    """The sampled ids."""
     logprobs: Sequence[float] | None
     """Log-probability of each id in nats; None where the engine does not return them."""
     top: TopLogprobs | None

@@ -48,8 +48,6 @@ REPEATED_LINES: Final = 20
 
 
 class _ConsoleReporter(LiveReporter):
-    """A reporter that prints on a console."""
-
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(title)
         self.console = console

@@ -82,7 +82,6 @@ def _arguments(form: TaggedArguments) -> str:
 
 
 def turn_document(learnt: LearntFormat) -> dict[str, Any]:
-    """The format as JSON values."""
     calls = learnt.format.calls
     return {
         **learnt.as_json(),

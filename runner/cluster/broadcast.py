@@ -154,7 +154,6 @@ class TransferGroup:
         self.lost: dict[WorkerHandle, str] = {}
         """The lost workers and the reasons, in the order of their loss."""
         self.pending: set[WorkerHandle] = set()
-        """The workers that have not answered yet."""
         self.finished = False
         """True if the last step was taken."""
         self._scope = anyio.CancelScope()

@@ -378,7 +378,6 @@ class Driver:
         self.snapshot = replace(self.snapshot, **changes)
 
     async def ask_all(self, call: str, *arguments: Any) -> dict[WorkerHandle, Any]:
-        """Call a method on all workers, by `ask`."""
         return await ask(self.members, call, *arguments, patience=self.stall_seconds)
 
     async def ask_one(self, call: str, *arguments: Any) -> Any:

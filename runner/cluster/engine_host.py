@@ -28,8 +28,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a stream."""
-
     rest: list[Delta]
     """The deltas that were drained at the end."""
     finish: Finish | None
@@ -97,7 +95,6 @@ class StreamBuffer:
         return bool(self._batch)
 
     def put(self, number: int, event: StreamEvent) -> None:
-        """Append an event of a stream."""
         batch = self._batch
         if isinstance(event, Delta) and _is_plain(event):
             if not batch or not isinstance(batch[-1], Deltas):
@@ -133,8 +130,6 @@ class SentRequest:
 
 @dataclass(eq=False, slots=True)
 class _HostClient:
-    """A client of the host."""
-
     last_request: float
     """Time of its last request, in seconds that the host has listened."""
     buffer: StreamBuffer = field(default_factory=StreamBuffer)
@@ -166,7 +161,6 @@ class EngineHost(EngineProcess):
         self._clients[client_name] = _HostClient(self._running_seconds)
 
     def _note_request(self, client_name: str) -> _HostClient:
-        """Note that a client is alive."""
         if client_name not in self._clients:
             raise EngineDead(f"it did not hear of this process for {SILENT_SECONDS:g} s, and let it go")
         now = anyio.current_time()

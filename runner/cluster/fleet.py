@@ -33,8 +33,6 @@ idlest."""
 
 
 class WorkerSlotState(enum.StrEnum):
-    """The state of a slot."""
-
     EMPTY = "empty"
     """No worker: none was started yet, or the last one died and its back-off is not over."""
     UNPLACED = "unplaced"
@@ -74,7 +72,6 @@ class WorkerSlot:
     """Number of episodes that its worker plays at once."""
     assignments: set[Assignment] = field(default_factory=set)
     groups: Counter[Hashable] = field(default_factory=Counter)
-    """Number of its episodes of each group."""
     kept: bool = False
     """True if it is kept for a last try: it gets no other episode, and the last try once it is idle."""
     deaths: deque[float] = field(default_factory=deque)
@@ -113,7 +110,6 @@ class Fleet:
 
     @property
     def ready(self) -> list[WorkerSlot]:
-        """The slots whose workers play."""
         return [slot for slot in self.slots if slot.state is WorkerSlotState.READY]
 
     @property

@@ -71,7 +71,6 @@ class FleetAttempt:
     def __init__(self, player: FleetPlayer, key: EpisodeKey, *, last_try: bool) -> None:
         self.key = key
         self.number = player.driver.attempt_number()
-        """The name of the attempt on its worker."""
         self.faults: list[str] = []
         self.permanent = False
         self.turns_taken = 0

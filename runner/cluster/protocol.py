@@ -124,15 +124,12 @@ class RunSpec:
     environment: type[Environment[Any]]
     """The class; each worker constructs its own object."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    """The arguments of the constructor."""
     options: RunOptions
     """Without tasks and file, which belong to the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The result of an attempt at an episode."""
-
     trajectories: list[Trajectory]
     """One for each agent. Their tasks are left out, since the driver has them."""
     faults: list[str]

@@ -57,8 +57,6 @@ NO_TASK: Final = Task("", "")
 
 @dataclass(eq=False, kw_only=True)
 class WorkerRun:
-    """A run on this worker."""
-
     shared: RunShared = field(init=False)
     lag: LagMonitor | None = None
     plays: dict[int, EpisodeRunner] = field(default_factory=dict)
@@ -79,7 +77,6 @@ class WorkerRun:
     over: anyio.Event = field(default_factory=anyio.Event)
     """Set when the run is to be closed."""
     closed: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it is closed."""
     failure: Exception | None = None
     """The error that keeps it from being played, or from closing."""
 

@@ -56,9 +56,7 @@ class WorkerHandle:
     """Difference of this event loop's time to the worker's. Measured once, so that a suspended worker shows as waiting.
     """
     attempts: dict[int, HeartbeatListener] = field(default_factory=dict)
-    """The attempts that it plays, by number."""
     version: str = ""
-    """The version of its weights."""
     placed: bool = False
     """True if it has a machine, and its process runs."""
     why: str = ""

@@ -29,7 +29,6 @@ class OwnTask:
         self.cannot_be_left = False
         """True if they were still open after `close_rest`."""
         self.tasks: TaskGroup
-        """Tasks that end with the function."""
         self._failure: BaseException | None = None
 
     async def run(

@@ -54,7 +54,6 @@ class TaskScope:
             self._arm()
 
     def cancel(self) -> None:
-        """Cancel the block."""
         if not self.cancel_called:
             self.cancel_called = True
             self._disarm()

@@ -42,7 +42,6 @@ class Job:
         self.done = False
         """True if the call has returned or raised."""
         self.result: Any = None
-        """The result of the call."""
         self.error: BaseException | None = None
         """The error of the call; it is raised again in the waiting task."""
         self._clock = 0
@@ -203,10 +202,7 @@ class Workers:
 
 
 class _Work(NamedTuple):
-    """The work of a thread."""
-
     job: Job
-    """The call to run."""
     context: Context
     """The context variables of the calling task."""
     scope: anyio.CancelScope

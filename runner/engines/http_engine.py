@@ -55,9 +55,7 @@ class HttpRuntime(Generic[ServerT]):
     gate: AdmissionGate
     """Gate where requests wait; it fails every request after the server's end."""
     server: ServerT
-    """The server."""
     retries: Retries
-    """The retries of the run."""
     _death: EngineDead | None = None
 
     def is_alive(self) -> bool:

@@ -178,7 +178,6 @@ class Accepted:
     """Proof that held, with the engine's scores at that time."""
 
     proof: WeightProof
-    """The proof."""
     scores: Sequence[float]
     """Engine's log-probability of each id but the first."""
     version: str = ""

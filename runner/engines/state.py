@@ -55,7 +55,6 @@ class CheckedUpdate:
     """New weights that were compared with the model and are not loaded yet."""
 
     version: str
-    """Version of the new weights."""
     seconds: float
     """Seconds of the comparison."""
     weights: Any

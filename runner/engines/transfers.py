@@ -57,7 +57,6 @@ class Announced:
     given_as: str
     """Name of the trainer's argument, for errors."""
     forms: Mapping[str, TensorForm]
-    """Form of every tensor, by name."""
     seconds: float
     """Seconds without data after which the other end counts as lost."""
 

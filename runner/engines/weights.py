@@ -68,7 +68,6 @@ class TensorForm:
     dtype: str
     """Torch's name for the tensor's dtype, such as "bfloat16"."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     file: str = ""
     """Name of its file; "" without one."""
 
@@ -78,11 +77,9 @@ class WeightFolder:
     """Folder of safetensors whose files are complete."""
 
     folder: Path
-    """Path of the folder."""
     files: tuple[Path, ...]
     """Files in use, some of those in the folder."""
     forms: Mapping[str, TensorForm]
-    """Form of every tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,6 @@ class Checkpoint:
     name: str
     """Name of the model, for errors."""
     forms: Mapping[str, TensorForm]
-    """Form of every tensor, by name."""
     tied: bool = False
     """True if output layer and embedding are one tensor; then `lm_head.weight` is optional."""
 

@@ -19,7 +19,6 @@ class WrappedEngine(Engine):
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
-        """The engine inside."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "inner":  # attributes that the wrapper has not set yet

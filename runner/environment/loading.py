@@ -39,13 +39,11 @@ class BundledEnvironment:
     """An environment of an installed package."""
 
     name: str
-    """Its name for `deltarunner run`."""
 
     description: str
     """First line of its docstring, or the error of its import."""
 
     settings: str = ""
-    """Parameters of its constructor."""
 
     usable: bool = True
     """False if it cannot be imported."""
@@ -283,7 +281,6 @@ def _read(cls: type[Environment[Any]], name: str, parameter: inspect.Parameter, 
 
 
 def json_or_text(text: str) -> Any:
-    """The value of `text` as JSON, or else the text."""
     import orjson
 
     try:

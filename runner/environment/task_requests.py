@@ -24,7 +24,6 @@ class TaskRequest:
     """Some episodes of one task that a caller waits for."""
 
     task: Task
-    """The task."""
     indices: Sequence[int]
     """The indices of the episodes within the task's group."""
     sampling: Sampling | None = None
@@ -36,7 +35,6 @@ class TaskRequest:
     cancelled: bool = False
     """True once the caller does not wait any more."""
     cancel_begun: Callable[[], None] = _ignore
-    """Cancels the episodes in flight."""
     done: anyio.Event = field(default_factory=anyio.Event)
     """Set after the last episode, or with `error`."""
     error: BaseException | None = None
@@ -73,7 +71,6 @@ class TaskRequests:
 
     def __init__(self) -> None:
         self.first_visit = 0
-        """The first visit of each task."""
         self.visit_step = 1
         """The distance of two visits: processes that share tasks play every n-th."""
         self._waiting: deque[TaskRequest] = deque()
@@ -95,7 +92,6 @@ class TaskRequests:
             await self._changed.wait()
 
     def add(self, request: TaskRequest) -> None:
-        """Request episodes."""
         self._waiting.append(request)
         self._changed.set()
 

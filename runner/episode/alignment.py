@@ -26,7 +26,6 @@ class RequestAlignment:
     """The result of aligning a request."""
 
     match: HistoryMatch
-    """Its history in the tree."""
     verdict: Verdict
     """The relation of the history to the sampled turns."""
     parent: RequestNode | None = None

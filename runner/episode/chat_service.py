@@ -78,11 +78,9 @@ class _OpenRequest:
     """A request that is being answered."""
 
     asked: ChatCall
-    """The request of the client."""
     sink: TurnEventSink | None = None
     """Receiver of the turn's events while it is sampled."""
     began: float = field(default_factory=time.perf_counter)
-    """Time of arrival."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """The scope in which it is answered. A client that disconnects cancels it."""
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -459,7 +457,6 @@ def _streams(thread: ConversationState, tools: Sequence[Tool], asked: ChatCall) 
 
 
 def _cursor(found: RequestAlignment, tools: list[Tool]) -> Cursor:
-    """Return the cursor at which the request is answered."""
     again, parent = found.before, found.parent
     if found.verdict is Verdict.AGAIN and again is not None and not found.as_sent:
         if again.node is None:

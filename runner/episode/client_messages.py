@@ -74,7 +74,6 @@ class ReadMessage:
     # Computed once, not at every look at a history.
     role: str = field(init=False)
     call_ids: tuple[str, ...] = field(init=False)
-    """The ids of its calls."""
     handles: tuple[str, ...] = field(init=False)
     """Possible handles of its turn: the ids of calls without their number, and its `handle`."""
     handle: str = ""
@@ -264,7 +263,6 @@ def _unwrap_ids(message: Message) -> None:
 
 
 def key_of(message: Message) -> Hashable:
-    """Return the key of a message, for comparison."""
     made = message.get("tool_calls", ())
     calls = tuple((call["function"]["name"], canonical(call["function"]["arguments"])) for call in made)
     return message["role"], message["content"].strip(), message.get("name"), calls

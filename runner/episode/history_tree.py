@@ -61,7 +61,6 @@ class RequestNode:
     behind: RequestNode | None = None
     """The last turn in the request's history; None without one."""
     children: list[RequestNode] = field(default_factory=list)
-    """Requests that follow it."""
     record: ChatRequest | None = None
     """The record of the request; None for an author's own turn."""
     node: TurnNode | None = None
@@ -69,7 +68,6 @@ class RequestNode:
     said: HistoryNode | None = None
     """The node at which the answer ends."""
     number: int = 0
-    """Number in the order of arrival."""
     taken_back: bool = False
     """True if the turn was sampled again."""
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -128,7 +126,6 @@ class ComparedTurn:
     parent: RequestNode | None
     """The last of these turns."""
     messages: int
-    """Number of compared messages."""
     changed: frozenset[Tolerated]
     """The differences in these messages."""
 
@@ -186,7 +183,6 @@ class HistoryMatch:
 
     @property
     def end(self) -> HistoryNode:
-        """The node at the end of the history."""
         return self.points[-1]
 
 
@@ -197,7 +193,6 @@ class HistoryTree:
         self.reader = MessageReader()
         """Reads and caches messages."""
         self.latest: dict[ConversationState, RequestNode] = {}
-        """The latest request of each conversation."""
         self._numbered = 0
         self._root = HistoryNode()
         self._handles: dict[str, RequestNode] = {}
@@ -208,7 +203,6 @@ class HistoryTree:
     # --- what was asked and said
 
     def ask(self, request_node: RequestNode) -> None:
-        """Add a request."""
         request_node.number = self._numbered
         self._numbered += 1
         self.latest[request_node.thread] = request_node
@@ -450,14 +444,10 @@ class HistoryTree:
 
 @dataclass(frozen=True, slots=True)
 class _MatchedHistory:
-    """A history that was matched."""
-
     history: list[ReadMessage]
     """Its messages as they came."""
     match: HistoryMatch
-    """The match."""
     calls: AnsweredCalls
-    """The calls in it."""
 
     def goes_on_in(self, messages: Sequence[ReadMessage]) -> bool:
         """Return True if a history begins with this one, and the rest can be read independently.

@@ -20,7 +20,6 @@ class EpisodeKey:
     """Identifies an episode of a run."""
 
     task: Task
-    """The task."""
     index: int = 0
     """Number of the episode within the task's group."""
     visit: int = 0

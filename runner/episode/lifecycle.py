@@ -52,7 +52,6 @@ class EpisodeRunner(EpisodeState):
     def __init__(self, shared: RunShared, key: EpisodeKey) -> None:
         super().__init__(key, shared)
         self.phase = Phase.SETUP
-        """The current phase."""
         self.began = anyio.current_time()
         """Time of its creation, in the event loop's time."""
         self.chat_service: ChatService = ChatService(self, open_thread)

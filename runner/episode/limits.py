@@ -21,8 +21,6 @@ _OUTCOME_OF_CUT = {FinishReason.LENGTH: Outcome.TOKEN_LIMIT, FinishReason.CONTEX
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of an episode."""
-
     outcome: Outcome
     """The outcome of all its trajectories."""
     limit: str = ""

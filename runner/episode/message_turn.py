@@ -41,11 +41,8 @@ class _Answer:
     handle: str
     """Id of the turn for a client."""
     text: list[str] = field(default_factory=list)
-    """Pieces of the text."""
     reasoning: list[str] = field(default_factory=list)
-    """Pieces of the reasoning."""
     calls: list[ToolCall] = field(default_factory=list)
-    """The calls, in order."""
     admitted: bool = False
     """True once the server began to answer."""
     finish: MessageFinish = field(default_factory=lambda: MessageFinish(FinishReason.ABORT))
@@ -80,12 +77,7 @@ class _Answer:
 
 
 class MessageTurn:
-    """One turn on an engine that takes messages.
-
-    Args:
-        turn_context: the place of the turn.
-        engine: the engine.
-    """
+    """One turn on an engine that takes messages."""
 
     def __init__(self, turn_context: TurnContext, engine: MessageEngine) -> None:
         self._turn_context = turn_context

@@ -70,7 +70,6 @@ class ChatModel:
         fit_tools: bool | None = None,
     ) -> None:
         self.engine = engine
-        """The engine that samples its tokens."""
         self.history = history or History()
         """Policy for the past of a conversation."""
         self.tokenizer = engine.tokenizer
@@ -78,7 +77,6 @@ class ChatModel:
         self.renderer: Renderer = engine.template.renderer(options, now, fit_tools=fit_tools)
         """The engine's template, with the run's options and frozen clock."""
         self.stop_ids = tuple(engine.stop_ids)
-        """The ids that end its turns."""
         self.bridger = self.trial_bridger()
         """Makes the ids of prompts and of appended messages."""
         # The bridger returns a tokenizer that treats words which the template writes as control tokens; it needed the
@@ -165,18 +163,13 @@ class ChatModel:
 
 
 class MessageModel:
-    """An engine that takes and returns messages; template, vocabulary and tool format belong to its server.
-
-    Args:
-        engine: the engine.
-    """
+    """An engine that takes and returns messages; template, vocabulary and tool format belong to its server."""
 
     def __init__(self, engine: MessageEngine) -> None:
         self.engine = engine
 
 
 Model: TypeAlias = ChatModel | MessageModel
-"""The model of an agent."""
 
 
 def _texts_of(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:

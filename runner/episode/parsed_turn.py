@@ -73,7 +73,6 @@ class ParsedTurn:
         )
 
     def cut_in_reasoning(self, turn: Turn, chat: ChatModel) -> bool:
-        """Return True if the turn was cut inside its reasoning."""
         return self.ends_in_thought and chat.closing_stop(turn) is None
 
     def as_message(self) -> Message:

@@ -64,7 +64,6 @@ class PreparedPrompt:
     ids: array[int]
     """All prompt ids: the segment's log and `new_ids`."""
     new_ids: Sequence[int]
-    """The ids to append to the log."""
     source: Source
     """Source of `new_ids`."""
     plain: bool

@@ -31,7 +31,6 @@ class SampledTurn:
     """
 
     log: TokenLog
-    """The log that receives the ids."""
     start: int = 0
     """Index of the first sampled id."""
     end: int = 0
@@ -39,7 +38,6 @@ class SampledTurn:
     admitted: bool = False
     """True once the engine admitted the request, so that the model saw the prompt."""
     finish: FinishReason = FinishReason.ABORT
-    """Reason of the end."""
     stop: int | str | None = None
     """The stop id or stop string that ended the turn, or the text of an error."""
     text: str | None = None
@@ -62,7 +60,6 @@ class SampledTurn:
     handle: str = ""
     """Id of the turn for a client."""
     calls_before: int = 0
-    """Number of calls that its message already has."""
 
     def begin(self, ids: Sequence[int], source: Source) -> None:
         self.log.append_prompt(ids, source)

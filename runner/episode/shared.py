@@ -46,7 +46,6 @@ class EnvironmentPart:
     scorers: tuple[Scorer, ...]
     """Its rewards and metrics, with the run's weights."""
     resources: Any
-    """The value that its `lifespan()` yielded."""
     prefix: str = ""
     """The beginning of the task's id that the mixture added."""
 
@@ -62,7 +61,6 @@ class RunShared:
     environment: Hooks
     """The object that the author constructed. Episodes use their own."""
     chat: Model
-    """Model of every agent without its own."""
     other_models: Mapping[str, Model] = field(default_factory=dict)
     """Models of agents with their own engines. Those agents are not trained."""
     sampling: Sampling
@@ -74,13 +72,11 @@ class RunShared:
     scorers: tuple[Scorer, ...]
     """The environment's rewards and metrics, with the run's weights."""
     seed: int
-    """The run's seed."""
     workers: Workers
     """The threads that run synchronous code."""
     endpoints: EndpointServer = field(default_factory=EndpointServer)
     """HTTP server of the endpoints for agent programs."""
     resources: Any = None
-    """The value that `lifespan()` yielded."""
     make_limiter: Callable[[str, int], Limiter] = lambda _, limit: anyio.CapacityLimiter(limit)
     """Make a limiter with this name and limit. A run on several processes has its own."""
     _asked: set[str] = field(default_factory=set)
@@ -102,7 +98,6 @@ class RunShared:
         return EnvironmentPart(part, limits, scorers, self.resources and self.resources[name], f"{name}/")
 
     def chat_of(self, agent: str) -> Model:
-        """Return the model of an agent."""
         self._asked.add(agent)
         return self.other_models.get(agent, self.chat)
 

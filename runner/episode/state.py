@@ -40,9 +40,7 @@ __all__ = ["ChatHandler", "ConversationState", "EpisodeState", "OpenConversation
 class OpenConversation(Protocol):
     """The methods of a `Conversation` that an episode calls. The class itself is in a layer above."""
 
-    async def call_tools(self, turn: Turn) -> list[Message]:
-        """Run the calls of a turn."""
-        ...
+    async def call_tools(self, turn: Turn) -> list[Message]: ...
 
     async def close(self) -> None:
         """End the conversation."""
@@ -77,9 +75,7 @@ class EpisodeState:
         self.key = key
         """Task, index and attempt of the episode."""
         self.seed = key.seed(shared.seed)
-        """The seed of the episode's sampling."""
         self.shared = shared
-        """State that is shared by the episodes of the run."""
         self.part = shared.part_of(key.task)
         """The environment of the task, as its author constructed it."""
         self.environment = self.part.environment
@@ -101,7 +97,6 @@ class EpisodeState:
         self.exit_stack_open = False
         """True while `setup()` runs and may enter contexts."""
         self.attachments: list[Attachment] = []
-        """Artefacts of `Episode.attach`."""
         self.activity = ""
         """The current activity, such as "engine", for people."""
         self.since = 0.0
@@ -208,7 +203,6 @@ class ConversationState:
         sampling: Sampling | None,
     ) -> None:
         self.name = name
-        """Name of the agent."""
         self.train = train
         """True if the sampled ids of the conversation are trained on."""
         self.counted = counted
@@ -216,16 +210,13 @@ class ConversationState:
         messages.
         """
         self.episode = episode
-        """The episode of the conversation."""
         self.conversation: OpenConversation
         """The author's object; set by the code that opens the conversation."""
         self.model = episode.shared.chat_of(name)
-        """The model of the agent."""
         check_answers(messages)
         self.cursor = Cursor(checked_tools(tools), list(messages))
         """The point of the next turn."""
         self.turns: list[Turn] = []
-        """The turns by number."""
         self.nodes: list[TurnNode] = []
         """The nodes of the turn tree, in the order in which the turns ended."""
         self.segments: list[Segment] = []
@@ -234,7 +225,6 @@ class ConversationState:
         self.numbered = 0
         """Number of turn numbers that were reserved."""
         self.requests: list[ChatRequest] = []
-        """The requests that were answered here."""
         self.thread = name
         """Name with which it was opened; its seeds depend on it."""
         self.own_sampling = sampling

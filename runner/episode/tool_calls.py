@@ -61,7 +61,6 @@ class _RunningCalls:
     def __init__(self, tools: dict[str, Tool], author_code: AuthorCode, seconds: float | None) -> None:
         self.results: dict[str, str] = {}
         self.failed: set[str] = set()
-        """The ids of the calls that failed."""
         self._tools = tools
         self._author_code = author_code
         self._seconds = seconds

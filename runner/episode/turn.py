@@ -146,7 +146,6 @@ def _refuse_too_long(state: ConversationState, prompt: PreparedPrompt) -> None:
 @dataclass(slots=True)
 class _TurnRequest:
     generation: GenerationRequest
-    """The request to the engine."""
     sampling: Sampling
     """The sampling that the turn records: as requested, without the constraint."""
     tool_choice: ToolChoice

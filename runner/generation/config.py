@@ -129,7 +129,6 @@ class GenerationSettings:
     sampling: Sampling
     """The sampling of rows, every field set."""
     greedy: Sampling
-    """The sampling of rows with `greedy=True`."""
     stop_token_ids: tuple[int, ...]
     """The ids that end a row besides the model's own."""
     pad_id: int

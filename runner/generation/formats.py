@@ -40,11 +40,9 @@ class PaddedBatch:
     """Prompts in one padded array."""
 
     rows: list[Row]
-    """The rows to sample, one for each prompt."""
     like: Any
     """The array that was passed, for its kind and device."""
     dtype: np.dtype[np.integer[Any]]
-    """The type of its numbers."""
     pad_id: int
     """The id that fills rows up."""
 
@@ -96,7 +94,6 @@ class TextBatch:
     """Prompts as texts."""
 
     rows: list[Row]
-    """The rows to sample, one for each prompt."""
     tokenizer: Tokenizer
     """Encodes prompts and decodes samples."""
 
@@ -117,7 +114,6 @@ class TextBatch:
         return cls(rows, tokenizer)
 
     def write(self, sampled: Sequence[SampledRow]) -> TextOutputSpec:
-        """Return the rows as texts."""
         return TextOutputSpec(texts=[self._text(row) for row in sampled])
 
     def _text(self, row: SampledRow) -> str:

@@ -29,7 +29,6 @@ class Row:
     """A prompt to sample on."""
 
     index: int
-    """The row's index in the batch."""
     prompt: array[int]
     """The prompt's token ids, shape [prompt], int32; at least one."""
     stop: tuple[str, ...] = ()
@@ -41,13 +40,11 @@ class RowSetting:
     """The common settings of the rows of one batch."""
 
     engine: Engine
-    """The engine that samples them."""
     name: str
     """The batch's name, in errors and logs."""
     sampling: Sampling
     """Their sampling, every field set."""
     stop_ids: tuple[int, ...]
-    """Ids that end a row."""
     context: int
     """Most ids of prompt and row together."""
     seed: tuple[str | int, ...] | None
@@ -60,10 +57,7 @@ class RowSetting:
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A finished row."""
-
     index: int
-    """The row's index in the batch."""
     log: TokenLog
     """The prompt and the sampled ids, with log-probabilities and weight versions."""
     start: int

@@ -99,7 +99,6 @@ class Gymnasium(Environment):
         return self._text()
 
     def close(self) -> None:
-        """Close the game."""
         self._env.close()
 
     @reward

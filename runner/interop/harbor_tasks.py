@@ -53,7 +53,6 @@ class Healthcheck:
     """A command that succeeds once the sandbox is ready."""
 
     command: str
-    """The command, for a shell."""
     retries: int
     """Failures after which it has failed."""
     interval_seconds: float
@@ -71,23 +70,15 @@ class HarborTask:
     """A task folder of Harbor."""
 
     folder: Path
-    """The folder."""
     prompt: str
-    """Its instruction."""
     options: SandboxOptions
-    """Its sandbox."""
     agent_seconds: float
-    """Time limit of the agent."""
     agent_user: str | None
     """User of the agent's commands; None for that of the image."""
     verifier_seconds: float
-    """Time limit of the verifier."""
     verifier_user: str
-    """User of the verifier."""
     verifier_env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the verifier."""
     solution_env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the solution."""
     healthcheck: Healthcheck | None = None
     """The command that waits for the sandbox; None without one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +86,6 @@ class HarborTask:
 
     @property
     def has_solution(self) -> bool:
-        """True if it has a solution."""
         return (self.folder / SOLUTION_SCRIPT).is_file()
 
 

@@ -47,14 +47,11 @@ class JudgeCost:
     calls: int = 0
     """The number of turns of the judge, or of choices that were scored."""
     prompt_tokens: int = 0
-    """Tokens of the judge's prompts."""
     sampled_tokens: int = 0
-    """Tokens that the judge sampled."""
     cached: int = 0
     """1 if the score was remembered."""
 
     def add(self, turn: Turn) -> None:
-        """Count a turn."""
         self.calls += 1
         if turn.usage is None:
             self.prompt_tokens += turn.start
@@ -64,7 +61,6 @@ class JudgeCost:
             self.sampled_tokens += turn.usage.completion_tokens or 0
 
     def as_metrics(self) -> dict[str, float]:
-        """The metrics by name."""
         return {name: float(getattr(self, name)) for name in self.__slots__}
 
 

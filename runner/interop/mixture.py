@@ -78,7 +78,6 @@ class Mixture(Environment):
         )
 
     def parts(self) -> Mapping[str, Environment[Any]]:
-        """The environments by name."""
         return self._parts
 
     def overrides(self, hook: str) -> bool:

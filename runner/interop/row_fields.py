@@ -207,7 +207,6 @@ class RowCondition:
 
     @property
     def column(self) -> str:
-        """The name of the field."""
         return self._path.column
 
     def holds(self, row: Row) -> bool:

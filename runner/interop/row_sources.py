@@ -31,7 +31,6 @@ class RowSource(ABC):
     """A data set whose rows can be read several times."""
 
     name: str
-    """The name in error messages."""
 
     def check_columns(self, needed: Iterable[str]) -> None:
         """Refuse missing columns before anything is read, if the columns are known.

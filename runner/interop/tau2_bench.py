@@ -276,7 +276,6 @@ def _tau2(module: str) -> Any:
 
 @functools.cache
 def _tasks(domain: str, split: str) -> dict[str, Any]:
-    """The tasks of a split by id."""
     try:
         loaded = _tau2("registry").registry.get_tasks_loader(domain)(split)
     except (OSError, json.JSONDecodeError) as error:

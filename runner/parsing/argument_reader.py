@@ -37,8 +37,6 @@ class Undecided(Exception):
 
 @dataclass(frozen=True)  # no slots: cached properties need a dict
 class TaggedArgumentReader:
-    """Reads tagged arguments."""
-
     format: TaggedArguments
     ends: Sequence[str]
     """Patterns of the text after the last value: the close of the calls, or the next call."""

@@ -69,7 +69,6 @@ class CallReader:
 
     @cached_property
     def patterns(self) -> CallPatterns:
-        """Patterns of the format."""
         return CallPatterns(self.format)
 
     def read(self, text: str, schemas: Schemas | None = None) -> CallsReading:

@@ -48,7 +48,6 @@ class NotationDialect:
     line_break: str = "\n"
     """Text of a line break between members."""
     sorted_keys: bool = False
-    """True if members are sorted by key."""
     signs_are_tokens: bool = False
     """True if quotes and brackets may be control tokens of the vocabulary."""
     characters: Callable[[Rules], JsonCharacters] | None = None

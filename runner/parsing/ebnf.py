@@ -13,7 +13,6 @@ NOTHING: Final = '""'
 
 
 def literal(text: str) -> str:
-    """Return `text` as an EBNF literal."""
     return '"' + "".join(_ESCAPES.get(char) or _char(char) for char in text) + '"'
 
 
@@ -71,7 +70,6 @@ class Rules:
         return literal(text) if token_id is None else f"Token({token_id})"
 
     def add(self, hint: str, body: str) -> str:
-        """Add a rule with this body and return its name."""
         if body not in self._by_body:
             self._by_body[body] = self._new_name(hint)
             self._bodies[self._by_body[body]] = body

@@ -85,8 +85,6 @@ def read_harmony(text: str, *, calls: bool = True) -> TurnReading:
 
 
 class _MessageKind(enum.Enum):
-    """The kind of a message."""
-
     THOUGHT = enum.auto()
     CONTENT = enum.auto()
     CALL = enum.auto()
@@ -174,7 +172,6 @@ class HarmonyStream:
         return self._after(text, mark)
 
     def _begin(self, header: _MessageHeader) -> None:
-        """Begin a message."""
         self._header = header
         self._state = self._body
         if header.kind is _MessageKind.CALL:

@@ -56,7 +56,6 @@ class Json:
     kind: Literal["json"] = "json"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         separators = (self.item, self.key)
         text = json.dumps(value, ensure_ascii=self.ascii, indent=self.indent, separators=separators)
         # Strings contain no raw line breaks.
@@ -72,7 +71,6 @@ class JsonText:
     kind: Literal["json_text"] = "json_text"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         return json.dumps(self.inner.encode(value), ensure_ascii=self.inner.ascii)
 
 
@@ -83,7 +81,6 @@ class Python:
     kind: Literal["python"] = "python"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         return repr(value)
 
 
@@ -94,7 +91,6 @@ class Raw:
     kind: Literal["raw"] = "raw"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         return str(value)
 
 
@@ -107,7 +103,6 @@ class Html:
     kind: Literal["html"] = "html"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         text = html.escape(str(value), quote=self.quote)
         return text.replace("&#x27;", "&#39;").replace("&quot;", "&#34;")
 
@@ -121,7 +116,6 @@ class Cdata:
     kind: Literal["cdata"] = "cdata"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         text = str(value)
         return f"<![CDATA[{text}]]>" if any(sign in text for sign in self.signs) else text
 
@@ -147,16 +141,13 @@ class Nested:
     open_key: str
     """Mark before a key; "" for unmarked keys."""
     close_key: str
-    """Mark after a key."""
     true: str
     false: str
     null: str
     sorted_keys: bool = False
-    """True if members are sorted by key."""
     kind: Literal["nested"] = "nested"
 
     def encode(self, value: Any) -> str:
-        """Return the text of `value`."""
         match value:
             case None:
                 return self.null

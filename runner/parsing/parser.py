@@ -56,7 +56,6 @@ class TurnParser:
 
     @property
     def reads_calls(self) -> bool:
-        """Calls can be read."""
         return self.named is not None or self.format.calls is not None or self.format.response is not None
 
     @property
@@ -66,7 +65,6 @@ class TurnParser:
 
     @property
     def reasoning(self) -> ReasoningFormat:
-        """Marks of the reasoning."""
         return self.format.reasoning or USUAL
 
     def parse(

@@ -123,7 +123,6 @@ class SchemaRules:
                 return self._object(shape, depth, path, closed=closed)
 
     def listed(self, values: Sequence[Any], depth: int = 0) -> str:
-        """Return an expression for one of these values."""
         if self._dialect.free_space:
             return either(map(self._freely, values))
         return either(self._written(self._dialect.encode(value, depth)) for value in values)
@@ -283,7 +282,6 @@ class SchemaRules:
         return self._rules.add("inside", inside.within(*around))
 
     def _key(self, name: str, depth: int) -> str:
-        """Return the text of a key."""
         written = self._dialect.encode({name: 0}, 0)
         return written[len(self._dialect.open_object + self._dialect.line(1)) : written.rindex(self._dialect.colon)]
 

@@ -115,7 +115,6 @@ class _Counted:
     most: int | None
 
     def sequenced(self) -> Sequenced:
-        """Return the sequence."""
         known: dict[tuple[int, int], str | None] = {}
         for index in range(len(self.fields), -1, -1):
             for count in range(index + 1):

@@ -239,7 +239,6 @@ class _Section:
         return signs
 
     def keep(self, text: str) -> None:
-        """Keep text."""
         self._parts.append(text)
         self._length += len(text)
 

@@ -64,11 +64,9 @@ class JsonCharacters:
         self._written = written
 
     def text(self, text: str) -> str:
-        """Return an expression for this text."""
         return literal(self._written(json.dumps(text, ensure_ascii=self._ascii)[1:-1]))
 
     def one_of(self, ranges: Characters) -> str:
-        """Return an expression for one of these characters."""
         return either(self.choices(ranges))
 
     def choices(self, ranges: Characters) -> list[str]:
@@ -202,7 +200,6 @@ def characters_but(signs: str) -> Characters:
 
 
 def character_class(ranges: Characters) -> str:
-    """Return the class of these characters."""
     return f"[{''.join(_range(*each) for each in ranges)}]"
 
 

@@ -54,7 +54,6 @@ class WholeArguments:
     """Arguments written as one object."""
 
     notation: Notation
-    """Notation of the object."""
     kind: Literal["whole"] = "whole"
 
 
@@ -65,7 +64,6 @@ class ValueStyle:
     open: str
     """Text between the key and the value."""
     notation: Notation
-    """Notation of the value."""
     close: str
     """Text that ends the value and belongs to it, such as a closing quotation mark."""
 
@@ -122,7 +120,6 @@ class CallFormat:
     begin: str
     """Text before the first call."""
     call: tuple[Piece, ...]
-    """Pieces of one call."""
     between: str | None
     """Text between two calls; None if a turn can have only one."""
     close: str
@@ -205,7 +202,6 @@ class TurnFormat:
     """Form of generated ids for calls that were not learnt."""
 
     def texts(self) -> frozenset[str]:
-        """Return all texts of the format."""
         return frozenset(_strings(orjson.loads(orjson.dumps(self))))
 
 

@@ -44,7 +44,6 @@ class TurnReader:
 
     @property
     def reasoning(self) -> ReasoningFormat:
-        """Marks of the reasoning."""
         return self.format.reasoning or USUAL
 
     @property

@@ -183,11 +183,9 @@ class _Scores:
                 self.values[name][row.task_id].append(float(value))
 
     def failed(self, tasks: Sequence[str]) -> int:
-        """The number of failed episodes of these tasks."""
         return sum(int(sum(self.values[FAILED][task])) for task in tasks)
 
     def only_failed(self, tasks: Sequence[str]) -> list[str]:
-        """The tasks whose episodes all failed."""
         return [task for task in tasks if min(self.values[FAILED][task]) == 1]
 
     def scorers(self, tasks: Sequence[str]) -> set[str]:

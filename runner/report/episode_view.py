@@ -123,7 +123,6 @@ class EpisodeView:
     tree: tuple[Branch, ...]
     """The segments as a tree; empty for an episode of one segment."""
     labels: tuple[str, ...]
-    """Labels and notes of readers."""
 
 
 def episode_view(run_file: RunFile, rows: Sequence[EpisodeRow], labels: Labels | None = None) -> EpisodeView:

@@ -22,7 +22,6 @@ class Label:
     """The labels and the note of one reader about one episode."""
 
     episode: str
-    """The id of the episode."""
     labels: tuple[str, ...]
     note: str
     reader: str

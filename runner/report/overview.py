@@ -58,7 +58,6 @@ class Failure:
     example: str
     """The first error, whole."""
     episodes: list[str] = field(default_factory=list)
-    """The ids of the episodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ CHUNK_EPISODES: Final = 64
 MAX_PAIRS: Final = 10
 """Flipped tasks whose transcripts are side by side in a comparison."""
 MAX_FLIPPED_TASKS: Final = 200
-"""Flipped tasks that a page lists."""
 MIN_SHARED_CHARS: Final = 200
 """Shortest system message that a page shows once for all episodes with it."""
 
@@ -51,7 +50,6 @@ class ReportSize:
     """The contents of a written report."""
 
     episodes: int
-    """Episodes with a row in the page."""
     transcripts: int
     """Episodes with a transcript."""
     total: int

@@ -20,7 +20,6 @@ from runner.trajectory import Outcome
 __all__ = ["ORDERS", "PAGE_ROWS", "RowQuery", "TextSearches", "agents_of", "neighbours", "select_rows"]
 
 PAGE_ROWS: Final = 100
-"""Episodes of one page."""
 MAX_KEPT_SEARCHES: Final = 16
 """Texts whose episodes are kept for the next answer."""
 

@@ -69,7 +69,6 @@ class ActiveRun:
     """
 
     options: RunOptions
-    """The options of the run."""
     engines: Sequence[BaseEngine]
     """All engines of the run, each once."""
     shared: RunShared
@@ -77,11 +76,8 @@ class ActiveRun:
     player: EpisodePlayer
     """The player of the episodes, on this event loop or on workers."""
     writer: RunWriter
-    """The run file."""
     feed: TaskFeed
-    """The source of the tasks."""
     state: RunState
-    """The state that the parts of the run share."""
     staleness: Staleness
     """The check whether an episode's weights are too old."""
 

@@ -69,7 +69,6 @@ class FleetStats:
     """True if fewer workers play than the run needs."""
 
     version: str = ""
-    """The newest version of the weights."""
 
     absent: Mapping[IdleReason, int] = field(default_factory=dict)
     """The number of other workers by the reason why they do not play."""

@@ -58,16 +58,13 @@ class WaitingEpisode:
     """An episode with the thing it waits for."""
 
     id: str
-    """The episode's id."""
 
     turns: int
-    """The number of its turns so far."""
 
     activity: str
     """A description of what it waits for."""
 
     seconds: float
-    """Seconds since the wait began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,6 @@ class LiveStats:
     """The episodes that have waited longest for one thing."""
 
     fault: str = ""
-    """The last fault."""
 
     calls: int = 0
     """Tool calls so far."""

@@ -62,8 +62,6 @@ class RunObserver:
 
 @dataclass(eq=False, slots=True)
 class _ObserverThread:
-    """One observer with its thread."""
-
     observer: RunObserver
     events: queue.Queue[Callable[[RunObserver], None] | None] = field(
         default_factory=lambda: queue.Queue(MAX_WAITING_EVENTS)

@@ -41,7 +41,6 @@ class RunSetup:
     engines: Sequence[BaseEngine]
     """All engines of the run, each once; the run's own comes first."""
     options: RunOptions
-    """The options of the run."""
     limits: Limits
     """The limits of an episode, with every field set."""
     scorers: tuple[Scorer, ...]

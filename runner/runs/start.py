@@ -45,8 +45,6 @@ LOOK_AHEAD_SECONDS = 10
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Start:
-    """The start of a run."""
-
     setup: RunSetup
     """Environment, engines and options."""
     lag: LagMonitor

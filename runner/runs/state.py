@@ -68,7 +68,6 @@ class RunState:
     """The state that the parts of a run share, and the ways to end the run."""
 
     summary: Summary
-    """The summary of the finished episodes."""
 
     file: Path | None = None
     """The path of the run file; None without a file, or before it is named."""

@@ -39,7 +39,6 @@ class Slots:
 
     def __init__(self, player: EpisodePlayer) -> None:
         self.width = 0
-        """The number of slots now."""
         self._taken = 0
         self._one_is_free = anyio.Event()
         player.watch_width(self._set_width)
@@ -67,7 +66,6 @@ class TaskFeeder:
     """Begins the episodes of a run, as many at once as there are slots."""
 
     feed: TaskFeed
-    """The source of the tasks."""
     shared: RunShared
     """The objects that all episodes share."""
     writer: RunWriter
@@ -79,7 +77,6 @@ class TaskFeeder:
     indices: Sequence[int]
     """The episodes of each group that are played."""
     slots: Slots
-    """The slots of the episodes in flight."""
 
     def __post_init__(self) -> None:
         self._tasks_taken = 0

@@ -32,7 +32,6 @@ class TimeLeft:
     """An estimate of the time left."""
 
     seconds: float
-    """The expected seconds."""
     spread: float
     """Their standard error, in seconds."""
 

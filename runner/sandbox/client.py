@@ -180,13 +180,10 @@ class CallResult:
     code: int
     """Exit code; -1 if it was ended at its time limit."""
     stdout: bytes
-    """Its output."""
     stderr: bytes
-    """Its errors."""
 
     @property
     def ok(self) -> bool:
-        """True if it succeeded."""
         return self.code == 0
 
     @property
@@ -214,7 +211,6 @@ class ContainerClient:
         self.argv = tuple(
             os.path.abspath(each) if not place and "/" in each else each for place, each in enumerate(argv)
         )
-        """The command."""
         self.is_docker = os.path.basename(self.argv[0]).startswith("docker")
         """True if some options have the names that docker uses."""
 

@@ -91,7 +91,6 @@ class ContainerSandbox:
     def __init__(self, client: ContainerClient, name: str) -> None:
         self._client = client
         self.name = name
-        """Name of the container."""
         self._workdir: str | None = None
         self._owner: tuple[int, int] | None = None
         self._damage = ""
@@ -382,7 +381,6 @@ class _Command:
         return not any(cause in words for cause in _OTHER_CAUSES)
 
     def executed(self, ended_by: SandboxEnd) -> Executed:
-        """Return the result."""
         errors = self._stderr.content()
         if self._session:
             errors = errors.partition(b"\n")[2]

@@ -19,10 +19,8 @@ EXEC_SECONDS: Final = 60.0
 """Time limit of a command."""
 
 OUTPUT_BYTES: Final = 1024 * 1024
-"""Bytes of each output of a command that are kept."""
 
 FILE_BYTES: Final = 64 * 1024 * 1024
-"""Largest file that is read."""
 
 SandboxEnd: TypeAlias = Literal["exit", "time", "output"]
 """The end of a command: by itself, at its time limit, or because it wrote too much."""

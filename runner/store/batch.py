@@ -52,7 +52,6 @@ class StatementBatch:
 
     def __init__(self) -> None:
         self.rows: dict[Table, list[Values]] = {}
-        """The rows to insert, by table."""
         self.updates: list[tuple[str, tuple[Any, ...]]] = []
         """Statements with their values, run after all inserts."""
 

@@ -77,13 +77,11 @@ class Column:
     """A column of the run file. Without a path the writer sets the value; see also `field` and `derived`."""
 
     name: str
-    """The name of the column in the file."""
     sql: str
     """The type of the column and its constraint."""
     meaning: str
     """The meaning of the column: a comment in the file's schema, and a line of docs/run-file.md."""
     form: Form = AS_IS
-    """The conversion of the value."""
     attribute: str = ""
     """The attribute that the value is read into; "" if it has the column's name."""
     path: str = ""
@@ -134,7 +132,6 @@ class Table:
     """A table of the run file."""
 
     name: str
-    """The name of the table."""
     meaning: str
     """The meaning of one row: a comment in the file's schema."""
     columns: tuple[Column, ...]

@@ -124,7 +124,6 @@ class CommitThread:
         self, connection: sqlite3.Connection, path: Path, *, next_key: int, launch: int, resumed: bool
     ) -> None:
         self.transactions = 0
-        """The number of transactions that were committed."""
         self.wake_ups = 0
         """The number of calls to the event loop."""
         self._connection = connection

@@ -89,7 +89,6 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder of `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -216,7 +215,6 @@ class FileLock:
             raise storage_failed(self._path, error) from error
 
     def is_held(self) -> bool:
-        """Return True if the lock is held."""
         try:
             self.acquire()
         except StorageFailed:

@@ -42,7 +42,6 @@ class _StoredTurnData(MutableMapping[int, T]):
 
     table: ClassVar[str]
     what: ClassVar[str]
-    """The name of the data in errors."""
 
     def __init__(self, path: Path, episode: int, segment: int) -> None:
         self._path = path

@@ -168,7 +168,6 @@ async def drain(stream: DeltaStream, read: list[Delta], at: int = 10**9) -> None
 
 
 def ids_of(deltas: Sequence[Delta]) -> list[int]:
-    """The ids of all deltas."""
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 

@@ -27,7 +27,6 @@ __all__ = ["RERECORD_ADVICE", "RecordedRequest", "Recording", "read_recording", 
 __tracebackhide__ = True
 
 RECORDING_VERSION: Final = 1
-"""Version of the file format."""
 RERECORD_ADVICE: Final = "run pytest with --runner-record=rewrite to record it again"
 
 _TOKENIZERS: Final[dict[str, Callable[[], ByteTokenizer]]] = {
@@ -44,7 +43,6 @@ class RecordedRequest:
     name: str
     """Name of the request: episode, agent and turn."""
     prompt: array[int]
-    """All ids of the prompt."""
     said: array[int] = field(default_factory=lambda: array("i"))
     """All sampled ids, read or not."""
     logprobs: list[float] | None = field(default_factory=list)
@@ -57,7 +55,6 @@ class RecordedRequest:
     """Top log-probabilities at each sampled id; None if not requested."""
 
     def add(self, delta: Delta) -> None:
-        """Record a delta."""
         self.said.extend(delta.token_ids)
         if delta.logprobs is None:
             self.logprobs = None

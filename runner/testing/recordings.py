@@ -58,7 +58,6 @@ class RecordingEngine(WrappedEngine):
 
     @property
     def recorded(self) -> int:
-        """Number of recorded requests."""
         return len(self._calls)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:

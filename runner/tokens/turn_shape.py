@@ -23,11 +23,9 @@ class AnsweredTurn:
     history: Sequence[Message]
     """Everything up to the turn, which is its last message."""
     new: Sequence[Message]
-    """The messages after the turn."""
     tools: Sequence[ToolSchema] = ()
     """The tools that are shown to the model, in OpenAI's form, as their author wrote them."""
     number: int = 0
-    """The turn's number in its conversation."""
     plain: bool | None = None
     """True if `is_plain` holds for all of the history and the new messages; None if not known yet."""
 
@@ -77,7 +75,6 @@ class Arrival(NamedTuple):
     empty: bool
     """True if its content is empty."""
     named: bool
-    """True if it has a name."""
 
 
 class TurnShape(NamedTuple):
@@ -86,13 +83,10 @@ class TurnShape(NamedTuple):
     system: bool
     """True if the conversation begins with a system message."""
     calls: int
-    """Number of calls of the turn."""
     reasoning: bool
-    """True if the turn has reasoning."""
     text: bool
     """True if the turn has content."""
     new: tuple[Arrival, ...]
-    """The messages after the turn."""
     tools: bytes
     """A hash of the schemas of the tools."""
     bare: bool = False

@@ -25,7 +25,6 @@ class Note(NamedTuple):
     """Path of the affected argument, such as "options.size"; "" for the whole schema."""
     keyword: str
     why: str
-    """Clause with the reason."""
 
     def __str__(self) -> str:
         return f"{self.keyword} of {self.path or 'the whole'} ({self.why})"

@@ -36,7 +36,6 @@ from runner.tools.validators import validator_of
 __all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 
 JsonSchema: TypeAlias = dict[str, Any]
-"""A JSON schema as a JSON object."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
 """Arguments of a model -> arguments for the call, or the problems with them, one clause each."""
@@ -50,7 +49,6 @@ class FunctionSchema(NamedTuple):
     """Description, schemas and validation of a function."""
 
     description: str
-    """Description for the model."""
     parameters: JsonSchema
     """JSON schema of its arguments, of type object, in the order of the signature."""
     returns: JsonSchema | None

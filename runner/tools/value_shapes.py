@@ -145,7 +145,6 @@ class ValueShape:
     values: tuple[Any, ...] | None = None
     """All allowed values; None if they are not listed."""
     integer: bool = False
-    """True if numbers must be integers."""
     numbers: NumberRange = NumberRange()
     least: int = 0
     """Least length, or number of items or members."""

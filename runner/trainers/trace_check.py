@@ -157,8 +157,6 @@ class TraceModel:
 
 @dataclass(frozen=True, slots=True)
 class _Bridgers:
-    """Bridgers of one template."""
-
     exact: Sequence[Bridger]
     """With tools as they are, and with tools fitted to the template as a run does; the text of messages is text."""
     unsafe: Bridger
@@ -188,8 +186,6 @@ def verify_trace(calls: Sequence[TracedCall], model: TraceModel) -> TraceReport:
 
 
 class _TraceCheck:
-    """The check of one trace."""
-
     def __init__(self, calls: Sequence[TracedCall], model: TraceModel) -> None:
         self._calls = calls
         self._model = model

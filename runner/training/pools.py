@@ -33,7 +33,6 @@ LOW_RATE: Final = 0.2
 SOLVED_RATE: Final = 0.8
 """The pass rate above which a task is in the pool `solved`."""
 DEFAULT_WEIGHTS: Final[Mapping[str, float]] = {Pool.NEW: 1.0, Pool.LOW: 0.5, Pool.MIDDLE: 2.0, Pool.SOLVED: 0.1}
-"""The weights without `weights=`."""
 
 
 class Pools:

@@ -144,7 +144,6 @@ def grouped(trajectories: Iterable[Trajectory], *, group_size: int, seed: int = 
 
 
 def name_of(trajectory: Trajectory) -> str:
-    """Return the name of a trajectory for errors."""
     return f"episode {trajectory.id!r} of agent {trajectory.agent!r}"
 
 

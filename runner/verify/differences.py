@@ -22,8 +22,6 @@ Ids: TypeAlias = Sequence[int]
 
 
 class Kind(enum.StrEnum):
-    """The kind of a difference."""
-
     HEADER = "header"
     """The run's configuration differs from the one at its beginning."""
     EPISODES = "episodes"
@@ -62,7 +60,6 @@ class Difference:
 
     kind: Kind
     explanation: str
-    """The difference in words."""
     episode: str = ""
     """The id of the episode; "" if it is not in one."""
     agent: str = ""
@@ -80,7 +77,6 @@ class Difference:
     stored_ids: tuple[int, ...] = ()
     """The ids of `stored`, if ids were compared."""
     derived_ids: tuple[int, ...] = ()
-    """The ids of `derived`."""
 
 
 class DifferenceFound(Exception):

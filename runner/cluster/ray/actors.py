@@ -21,7 +21,6 @@ __all__ = ["EngineActor", "HostActor", "Surroundings", "WorkerActor", "ray_modul
 
 
 def ray_module() -> Any:
-    """Import Ray."""
     # Not at the top, since it takes a second; as Any, since its types lack some of its own options.
     try:
         return importlib.import_module("ray")
@@ -74,12 +73,9 @@ class WorkerActor(EngineActor):
 
 
 class HostActor(EngineActor):
-    """An `EngineHost` in an actor."""
-
     tick = 0.0  # the client waits for the first id; events during a call go with the next one
 
     def make(self, engine: BaseEngine, *arguments: Any) -> EngineProcess:
-        """Return a host."""
         return EngineHost(engine)
 
 
@@ -90,10 +86,8 @@ class RayLimiterService:
         self._limiter_service = limiter_service
 
     async def acquire(self, run: int, name: str, limit: int, worker: int, lease: int) -> bool:
-        """Wait for a lease."""
         granted: bool = await self._limiter_service.acquire.remote(run, name, limit, worker, lease)
         return granted
 
     def release(self, worker: int, lease: int) -> None:
-        """Release a lease."""
         self._limiter_service.release.remote(worker, lease)

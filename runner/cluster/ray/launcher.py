@@ -56,7 +56,6 @@ class RayLauncher:
     """
 
     worker_kind: type[EngineActor] = WorkerActor
-    """The class of a worker's actor."""
 
     def __init__(
         self,
@@ -70,7 +69,6 @@ class RayLauncher:
     ) -> None:
         self._address = address
         self.least = 1
-        """Number of workers that are needed."""
         self._cpus = cpus
         self._given_gpus = gpus
         self._engine_gpus = engine_gpus

@@ -31,7 +31,6 @@ class RateLimiter:
 
     def __init__(self, gate: AdmissionGate, policy: RetryPolicy) -> None:
         self.throttled = 0
-        """Number of rate-limit responses."""
         self._gate = gate
         self._policy = policy
         self._most = gate.places
@@ -105,7 +104,6 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         self.gate = AdmissionGate(places, sys.maxsize)
         self.limiter = RateLimiter(self.gate, retries.policy)
         self.asking = 0
-        """Requests in progress."""
         self.sampled = 0
         """Tokens that were read, by the server's count if it reports one."""
         self._answered = False

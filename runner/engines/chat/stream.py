@@ -22,12 +22,7 @@ __all__ = ["ChatStream"]
 
 
 class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
-    """Pieces of one turn.
-
-    Args:
-        runtime: runtime of the engine.
-        request: the request of the turn.
-    """
+    """Pieces of one turn."""
 
     def __init__(self, runtime: ChatRuntime, request: MessageRequest) -> None:
         self.finish: MessageFinish | None = None
@@ -44,7 +39,6 @@ class ChatStream(RetriedStream[MessagePiece, MessageFinish], MessageStream):
         self._attempts = 0
         self._sent = 0
         self._said = 0
-        """Number of pieces that were read."""
 
     # --- the way in
 

@@ -41,7 +41,6 @@ class RequestFormat:
     """Names and extra fields of the requests to one server."""
 
     model: str
-    """Name of the model."""
     max_tokens: str = "max_tokens"
     """Name of the field for the token limit of a turn."""
     reasoning: str | None = None
@@ -78,7 +77,6 @@ def check_sampling(sampling: Sampling, leave_out: Collection[str] = ()) -> None:
 
 
 def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str, Any]:
-    """Return the body of a request."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": request_format.model,
@@ -146,9 +144,6 @@ class ChatAnswerReader:
     """Reader of the chunks of one answer.
 
     A chunk that violates the protocol raises ValueError, TypeError, AttributeError or LookupError.
-
-    Args:
-        request: the request.
     """
 
     def __init__(self, request: MessageRequest) -> None:

@@ -37,7 +37,6 @@ class OutputReader:
         self.stop: int | None = None
         """Stop id that ended the turn."""
         self.count = 0
-        """Number of ids so far."""
         self.version: str | None = None
         """Weight version of the newest ids."""
         self.cached_tokens: int | None = None

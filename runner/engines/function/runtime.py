@@ -63,7 +63,6 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         self.tasks = tasks
         """Task group of the calls."""
         self.vocabulary = vocabulary
-        """Number of ids of the model."""
         self.logprobs = logprobs
         self.calls: dict[FunctionRequest, None] = {}
         """Running calls; one that ignores its cancellation outlives its request."""

@@ -81,7 +81,6 @@ class Call:
     """HTTP request to a server."""
 
     method: str
-    """HTTP method."""
     path: str
     """Path on the server, with its query."""
     body: Mapping[str, Any] | None = None

@@ -39,7 +39,6 @@ class ServedModel:
     """Model in a server's list."""
 
     name: str
-    """Name for requests."""
     root: str
     """Folder or id that the server loaded it from."""
     context: int | None
@@ -77,9 +76,7 @@ class ServerInfo:
     """Properties of a server."""
 
     dialect: Dialect
-    """Protocol of the server."""
     model: ServedModel
-    """Model for requests."""
     context: int
     """Maximum number of ids of prompt and turn together."""
     places: int | None

@@ -65,7 +65,6 @@ class DeliveryPlan:
         return self.begins + max(0, self.cuts[0] - 1 if self.cuts else 0) * self.between
 
     def piece(self, start: int, end: int, finish: Finish | None) -> Delta:
-        """Return the delta of the ids from `start` to `end`."""
         logprobs = self.logprobs[start:end] if self.logprobs is not None else None
         top = self.top.part(start, end) if self.top is not None else None
         side = self.side.part(start, end) if self.side is not None else None
@@ -89,17 +88,14 @@ class DeliveryPlanner:
     """Planner of deliveries, with the settings of one `ScriptedEngine`."""
 
     model: ScriptedModel
-    """Source of the replies."""
     faults: Faults | None
     """Configured faults, by request number or predicate."""
     tokenizer: Tokenizer
-    """Tokenizer of the engine."""
     stop_ids: tuple[int, ...]
     """Ids that end a turn if the request has none."""
     context: int
     """Maximum number of ids of prompt and turn together."""
     seed: int
-    """Seed of the engine."""
     chunks: Chunks
     """Cuts into deltas for replies without their own."""
     lone_finish: bool

@@ -17,7 +17,6 @@ class EncodedReply:
     """Reply with its ids."""
 
     reply: Reply
-    """Reply as given."""
     ids: list[int]
     """Ids of its text and calls; shared, since they are never changed."""
 

@@ -69,7 +69,6 @@ class RecordedReplies(ScriptedModel):
 
 
 def _reply(turn: RecordedTurn) -> Reply:
-    """Convert a recorded turn to a reply."""
     stop = turn.stop if isinstance(turn.stop, int) else None
     # The runner ends a turn at a stop string or the context limit; for the engine it was cut.
     ours = turn.finish is FinishReason.CONTEXT or (turn.finish is FinishReason.STOP and stop is None)
@@ -106,7 +105,6 @@ class ReplyEncoder:
         return ReplyEncoder, (self._tokenizer, self._template)  # a cache cannot be pickled
 
     def encode(self, answer: Answer) -> EncodedReply:
-        """Encode a reply."""
         reply = as_reply(answer)
         if reply.ids is not None:
             return EncodedReply(reply, list(reply.ids))

@@ -24,7 +24,6 @@ class RecordedTurn(Protocol):
     seed: int | None
     """Seed of the turn's random numbers; None without one."""
     finish: FinishReason
-    """Reason for the end of the turn."""
     stop: int | str | None
     """Stop id or stop string that ended it."""
 
@@ -52,7 +51,6 @@ class RecordedRun(Protocol):
     """Open run file."""
 
     path: Path
-    """Path of the file."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -78,6 +76,5 @@ def set_opener(opener: RunFileOpener) -> None:
 
 
 def open_run_file(path: Path) -> RecordedRun:
-    """Open the run file at a path."""
     assert _opener is not None, "the package sets it when it is imported"
     return _opener(path)

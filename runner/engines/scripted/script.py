@@ -168,7 +168,6 @@ class ModelCall:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """All ids of the prompt."""
         return self.request.prompt
 
     @cached_property

@@ -17,7 +17,6 @@ MAX_SYNTHETIC_IDS: Final = 4
 """The largest number of ids in a synthetic mask."""
 
 EXPERT_COUNT: Final = 64
-"""The number of experts in a layer."""
 
 
 @dataclass(frozen=True, slots=True)

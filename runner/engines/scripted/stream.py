@@ -57,7 +57,6 @@ class ScriptedSession(Session):
     """Conversation that reads a list of replies from its beginning."""
 
     requests: int = 0
-    """Number of its requests."""
 
 
 class ScriptedStream(GatedStream[ScriptedRuntime, ScriptedSession]):

@@ -62,7 +62,6 @@ class SchedulerStats:
         self.steps = 0
         """Steps with computation since the start, of all engine cores."""
         self.rate = Rate(clock)
-        """Rate of sampled ids."""
         self.on_progress: Callable[[], None] = _nothing
         """Function that is called after each step with computation."""
         self._running: dict[int, int] = {}
@@ -77,7 +76,6 @@ class SchedulerStats:
 
     @property
     def running(self) -> int:
-        """Running requests."""
         return sum(self._running.values())
 
     @property

@@ -60,7 +60,6 @@ class EngineFolder:
         if len(os.fsencode(around)) > _MAX_PATH_BYTES:
             around = "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=around)).absolute()
-        """Path of the folder."""
 
     @property
     def failures(self) -> Path:
@@ -138,7 +137,6 @@ class VllmProcess:
     """VLLM's engine and its processes, from start to stop."""
 
     model: ResolvedModel
-    """The model."""
     given: Mapping[str, Any]
     """User's engine arguments."""
     kept_dtype: str | None = None

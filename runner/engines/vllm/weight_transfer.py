@@ -168,7 +168,6 @@ class VllmTransfers:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init)))
 
     async def step(self, step: TransferStep, part: Any = None) -> None:
-        """Do a step of a transfer."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         if step is TransferStep.START:

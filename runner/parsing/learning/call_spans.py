@@ -25,7 +25,6 @@ class CallSpan:
     """End of its last slot, or of its object."""
     pieces: tuple[Piece, ...]
     arguments: str
-    """Text of its arguments."""
     before_arguments: str
     """Text of the render before the arguments."""
     container: Container | None

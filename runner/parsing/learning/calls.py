@@ -211,7 +211,6 @@ def _with_index(pieces: Sequence[Piece], number: str) -> tuple[Piece, ...]:
 
 
 def end_of_turn(prober: FormatProber) -> str:
-    """Return the mark that ends every turn."""
     ends = _ends_of_turn(prober)
     return next((mark for mark in prober.cut_points.split(ends) if prober.cut_points.is_tag(mark)), ends.strip())
 

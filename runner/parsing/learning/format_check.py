@@ -175,7 +175,6 @@ def check_cases(form: CallFormat) -> Iterator[FormatCase]:
 
 
 def common_cases() -> Iterator[FormatCase]:
-    """Yield cases for every format."""
     for what, value in STRINGS.items():
         yield FormatCase(f"a string: {what}", (ProbeCall("look_up", {"limit": 3, "query": value}),))
     for what, value in OTHERS.items():

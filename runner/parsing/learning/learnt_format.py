@@ -47,7 +47,6 @@ class LearntFormat:
 
     format: TurnFormat
     traits: tuple[CallLimitation, ...]
-    """Limitations of its calls."""
     missing: FormatRequirement | None
     """The unmet condition if calls cannot be read; None if they can."""
     why: str

@@ -60,7 +60,6 @@ class FormatProber:
     named_ids: bool = False
     """Put the name of a call in its id, for a template that writes the name nowhere else, such as Kimi's."""
     renders: int = 0
-    """Number of renders so far."""
     _known: dict[str, str | None] = field(default_factory=dict)
 
     def id_of(self, said: ProbeCall, number: int, ids: str | None = None) -> str:

@@ -27,7 +27,6 @@ class ReaderCheck:
     """Result of a check."""
 
     cases: int
-    """Number of cases."""
     differences: tuple[CaseDifference, ...]
     """Cases that are misread and that no limitation explains."""
     traits: frozenset[CallLimitation]

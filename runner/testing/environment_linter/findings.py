@@ -285,7 +285,6 @@ class Differences:
     """An example for each cause: the episode, and both values."""
 
     episodes: int
-    """Number of compared episodes."""
 
     @classmethod
     def between(cls, first: AgentRecords, again: AgentRecords, environment: Environment[Any]) -> Differences:

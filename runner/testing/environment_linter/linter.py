@@ -110,7 +110,6 @@ class PlayResult:
     """A record for each agent of each episode, by "episode agent"."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
-    """The played tasks, by id."""
 
     turns: int = 0
     tools: dict[str, Tool] = field(default_factory=dict)
@@ -159,7 +158,6 @@ class EnvironmentCheck:
         self.environment = make()
         """An environment object that does not play."""
         self.first = PlayResult()
-        """The result of the first play."""
         self.current = self.first
         """The result of the play in progress."""
         self.temporary: TemporaryFiles | None = None

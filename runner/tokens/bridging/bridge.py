@@ -344,7 +344,6 @@ class Bridger:
         return self._word_holds(text) if len(text) <= MAX_CACHED_CHARS else self.tokenizer.holds_control(text)
 
     def _control_names(self, text: str) -> list[str]:
-        """The control tokens in a text."""
         ids = set(self.tokenizer.encode(text)) & self.tokenizer.control_ids
         return [self.tokenizer.decode([token_id]) for token_id in ids]
 

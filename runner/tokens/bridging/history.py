@@ -25,7 +25,6 @@ class AlignmentKind(enum.StrEnum):
     """The relation of an incoming history to the stored one."""
 
     SAME = "same"
-    """Nothing is new."""
     APPEND = "append"
     """New messages follow all stored ones, and none of them is the assistant's."""
     RETRY = "retry"

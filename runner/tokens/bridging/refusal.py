@@ -33,6 +33,5 @@ class Unbridgeable(Exception):
     def __init__(self, property: Property, explanation: str) -> None:
         super().__init__(f"{property}: {explanation}")
         self.property = property
-        """The name of the missing property."""
         self.explanation = explanation
         """The missing property, for people."""

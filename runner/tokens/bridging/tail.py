@@ -149,7 +149,6 @@ class Tail:
 
     @property
     def shape(self) -> TurnShape:
-        """The shape of the answered turn."""
         return self._answered.shape
 
     def own_text(self) -> str:

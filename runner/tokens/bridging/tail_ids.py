@@ -26,7 +26,6 @@ class TailIds:
     """A tail as ids, and the positions in it where a bridge may begin; control text within `spans` is ordinary text."""
 
     ids: list[int]
-    """The ids of the tail."""
 
     def __init__(self, tail: Tail, tokenizer: Tokenizer, closes: TurnClosers, spans: Sequence[Span]) -> None:
         self.ids = tokenizer.encode(tail.text, spans)

@@ -232,7 +232,6 @@ class Operators:
         return Method(value, name) if hasattr(kind, name) else jinja2.Undefined(name=name)
 
     def item(self, value: Value, key: Value) -> Value:
-        """Return `value[key]`."""
         if is_concrete(value) and is_concrete(key):
             return self.concrete(lambda: self._environment.getitem(value, key))
         match value:

@@ -254,8 +254,6 @@ AMBIGUOUS: Final = Function()
 
 @dataclass(frozen=True, slots=True)
 class Method(Abstract):
-    """A method of a value."""
-
     owner: Value
     name: str
 
@@ -265,7 +263,6 @@ class SplitText(Abstract):
     """The pieces of a text in which the turn's words end, of which only the last is known."""
 
     last: Value
-    """The last piece."""
     independent: bool
     """True if the whole text is the same after every past."""
 

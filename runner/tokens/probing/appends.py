@@ -44,7 +44,6 @@ class Append(enum.StrEnum):
 
     @property
     def calls(self) -> bool:
-        """True if it contains a call."""
         return self in (Append.RESULT, Append.RESULTS, Append.TEXT_AND_CALL, Append.RESULT_AND_USER)
 
 
@@ -95,7 +94,6 @@ class ExamplePassage:
     source: str
     """"prompt", "sampled" or "bridge"."""
     ids: tuple[int, ...]
-    """The ids as they are in the token log."""
     texts: tuple[str, ...]
     """The text of each id."""
 

@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 ENTRY_POINT = "deltarunner_parent_watch"
-"""Entry point of `watch_parent`."""
 
 PARENT = "DELTARUNNER_ENGINE_PARENT"
 """Environment variable with the parent's process id and start time, since ids are reused."""

@@ -209,7 +209,6 @@ def _renewed(place: str, old: Any, new: Any) -> Any:
 
 
 def _contents(function: Any) -> list[Any]:
-    """Return the values that a function holds."""
     if isinstance(function, partial):
         return [function.func, *function.args, *function.keywords.values()]
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
