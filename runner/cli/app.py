@@ -317,7 +317,7 @@ def view(
     prices: Annotated[Path | None, PRICES] = None,
 ) -> int:
     """Serve the page of a run file on this machine, read-only: for large files, and for a run that still plays."""
-    from runner.cli.view import view_command
+    from runner.cli.page import view_command
 
     return view_command(path, port=port, prices=prices)
 

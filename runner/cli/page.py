@@ -1,7 +1,8 @@
-"""`deltarunner report`: write the page of a run file."""
+"""`deltarunner report` and `deltarunner view`: write or serve the pages of run files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.text import Text
@@ -13,9 +14,13 @@ from runner.quantities import counted
 from runner.report.comparison import compare
 from runner.report.page import write_report
 from runner.report.prices import read_prices
+from runner.report.viewer import Viewer
 from runner.store.reader import RunFile
 
-__all__ = ["report_command"]
+__all__ = ["report_command", "view_command"]
+
+NICE_COUNT = 10
+"""Steps of priority (nice) below a run on the same machine."""
 
 
 def report_command(
@@ -42,4 +47,21 @@ def report_command(
     if left_out:
         words += f"; {left_out} of {written.total} episodes are left out (--episodes N)"
     make_console().print(Text(words), soft_wrap=True)
+    return 0
+
+
+def view_command(path: Path, *, port: int, prices: Path | None) -> int:
+    """Print the address, and serve the pages until Ctrl-C; return the exit code."""
+    viewer = Viewer(path, port=port, prices=None if prices is None else read_prices(prices))
+    os.nice(NICE_COUNT)
+    console = make_console()
+    console.print(Text(viewer.address), soft_wrap=True)
+    console.print(
+        Text("The key in the address opens it, read-only, on this machine. Ctrl-C ends the viewer."), style="dim"
+    )
+    console.file.flush()
+    try:
+        viewer.serve()
+    except KeyboardInterrupt:
+        return 0
     return 0

@@ -18,13 +18,12 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from runner.cli.agent_engines import agent_engines
 from runner.cli.display import PlainDisplay, display_for
 from runner.cli.name_values import parse_limits, parse_logit_bias, parse_pairs, parse_values
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
+from runner.cli.run_engines import agent_engines, engine_with_workers
 from runner.cli.settings import RunSettings
-from runner.cli.worker_engines import engine_with_workers
 from runner.engines.base import BaseEngine, Engine
 from runner.environment.checks import check_playable
 from runner.environment.environment import Environment

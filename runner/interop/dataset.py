@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from runner.environment.environment import Environment
 from runner.errors import BadOption, BadTask
-from runner.interop.hub import HubRows
 from runner.interop.judging import JUDGE, JUDGE_PREFIX, Judge, JudgeCost, judge_of_option
 from runner.interop.row_fields import Row, RowCondition, RowTemplate, RowValueError
 from runner.interop.row_sources import source_of
@@ -97,8 +96,7 @@ class Dataset(Environment):
 
     def tasks(self) -> Iterator[Task]:
         """One task for each row, read as they are needed."""
-        given = self._tasks
-        source = HubRows(given) if isinstance(given, str) and given.startswith("hf:") else source_of(given)
+        source = source_of(self._tasks)
         templates = [each for each in (self._prompt, self._answer, self._id) if each is not None]
         needed = {*self._info, *(each.column for each in self._where)}.union(*(each.columns for each in templates))
         source.check_columns(needed)

@@ -118,7 +118,7 @@ def test_the_help_names_workers_and_cluster() -> None:
 
 def test_worker_resources_and_stall_time_reach_the_fleet(folder: Path) -> None:
     require_ray()
-    from runner.cli.worker_engines import engine_with_workers
+    from runner.cli.run_engines import engine_with_workers
 
     given = RunSettings(workers="2", worker_gpus=0.5, worker_cpus=3.0, stall_seconds=60.0)
     engine: Any = engine_with_workers(given, lambda _: ScriptedEngine("hi"))
@@ -141,7 +141,7 @@ def test_vllm_is_not_demanded_of_a_machine_that_only_drives(
 
 def test_how_many_becomes_the_range_of_the_fleet(folder: Path) -> None:
     require_ray()
-    from runner.cli.worker_engines import engine_with_workers
+    from runner.cli.run_engines import engine_with_workers
 
     ranges = []
     for workers in ("4", "8-64"):
