@@ -1,4 +1,4 @@
-"""Calls to several workers at the same time: one that answers otherwise than the others is dismissed."""
+"""Calls to several workers at the same time; a worker whose answer differs from the others is dismissed."""
 
 from __future__ import annotations
 

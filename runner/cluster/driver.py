@@ -36,7 +36,7 @@ MANY_WORKERS_COUNT: Final = 200
 SILENT_SECONDS: Final = 90.0
 """Seconds without an answer after which a worker counts as dead."""
 
-MAX_LISTED_EPISODES: Final = 100
+MAX_EVENTS: Final = 100
 """Number of fleet events that are kept."""
 
 MAX_UNLOCKED_ROUNDS: Final = 3
@@ -76,7 +76,7 @@ class Driver:
         self.lost_count = 0
         self.sampled_by_the_gone = 0
         """Ids that workers sampled which have ended since."""
-        self.events: deque[str] = deque(maxlen=MAX_LISTED_EPISODES)
+        self.events: deque[str] = deque(maxlen=MAX_EVENTS)
         """The latest events of the fleet, for people."""
         self.stall_seconds = stall_seconds
         """Seconds that the fleet may lack workers, and that a worker may answer later than others."""

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from runner import checked
 from runner.engines.controllable import Controllable
@@ -403,13 +403,16 @@ class Engine(BaseEngine):
         raise BadControl(f"score(): {type(self).__name__} has no log-probabilities of given ids; a VllmEngine has.")
 
 
-class ModelEngine(Engine):
-    """Engine with one model: its runtime counts the requests and knows whether the model can answer."""
+RuntimeT = TypeVar("RuntimeT", bound=ModelRuntime[Any])
 
-    runtime: ModelRuntime[Any] | None
+
+class ModelEngine(Engine, Generic[RuntimeT]):
+    """Engine with one model. Its runtime counts the requests and watches whether the model can answer."""
+
+    runtime: RuntimeT | None
 
     @property
-    def entered_runtime(self) -> ModelRuntime[Any]:
+    def entered_runtime(self) -> RuntimeT:
         """Runtime of the entered engine; internal.
 
         Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from runner.endpoint.endpoint import Endpoint
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
-from runner.episode.serving import check_serving
+from runner.episode.serving import serving_options
 from runner.options import Limits
 from runner.scoring import reward
 from runner.tasks import Task
@@ -46,12 +46,9 @@ class OpenEpisodes(Environment):
         Raises:
             BadOption: a value is invalid.
         """
-        check_serving(overflow=overflow, history=sent_history, names=("--overflow", "--sent-history"))
+        names = ("--overflow", "--sent-history")
+        self._serving = serving_options(train, system_as_user, overflow, sent_history, names=names)
         self.tell = tell
-        self.train = train
-        self.system_as_user = system_as_user
-        self.overflow = overflow
-        self.sent_history = sent_history
         self.reported: float | None = None
 
     def tasks(self) -> Iterator[Task]:
@@ -60,13 +57,7 @@ class OpenEpisodes(Environment):
 
     async def rollout(self, conversation: Conversation) -> None:
         """Serve until a request ends the episode."""
-        serving = self.episode.serve(
-            train=self.train,
-            system_as_user=self.system_as_user,
-            overflow=self.overflow,
-            history=self.sent_history,
-        )
-        async with serving as endpoint:
+        async with self.episode.serve(**self._serving) as endpoint:
             self.tell(self.episode.id, endpoint, await endpoint.home())
             self.reported = (await endpoint.wait()).get("reward")
 

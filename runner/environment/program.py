@@ -14,7 +14,7 @@ from runner.endpoint.endpoint import Endpoint
 from runner.endpoint.programs import FinishedProgram, program_environ, run_program, write_files
 from runner.environment.environment import Environment
 from runner.episode.conversation import Conversation
-from runner.episode.serving import check_serving
+from runner.episode.serving import serving_options
 from runner.errors import BadEnvironment
 from runner.options import Limits
 from runner.scoring import reward
@@ -66,7 +66,7 @@ class Program(Environment):
             overflow: if a history does not fit: "tell" returns an error to the program, "end" ends the episode.
             sent_history: "append" continues the sampled history, "client" the one that the program sends.
         """
-        check_serving(overflow=overflow, history=sent_history, names=("overflow", "sent_history"))
+        self._serving = serving_options(train, system_as_user, overflow, sent_history)
         self.argv = split_command("agent", agent)
         if not any(PROMPT in each for each in self.argv):
             raise BadEnvironment(
@@ -84,10 +84,6 @@ class Program(Environment):
             _refuse_missing("check", check, self.checking)
         self.programs = programs or 4 * (os.cpu_count() or 1)
         self.code = code
-        self.train = train
-        self.system_as_user = system_as_user
-        self.overflow = overflow
-        self.sent_history = sent_history
         self.folder = Path()
         self.finished: FinishedProgram | None = None
 
@@ -108,13 +104,7 @@ class Program(Environment):
         if not prompt:
             raise BadEnvironment(f"task {self.task.id!r}: an agent program needs a prompt that is a non-empty string.")
         limiter = self.episode.limiter("programs", self.programs)
-        serving = self.episode.serve(
-            train=self.train,
-            system_as_user=self.system_as_user,
-            overflow=self.overflow,
-            history=self.sent_history,
-        )
-        async with limiter, serving as endpoint:
+        async with limiter, self.episode.serve(**self._serving) as endpoint:
             known = {PROMPT: prompt, "{model}": endpoint.model, "{base_url}": endpoint.base_url}
             argv = [fill_names(each, known) for each in self.argv]
             self.finished = await self._run(endpoint, argv)

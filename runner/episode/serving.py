@@ -21,7 +21,7 @@ from runner.tokens.decode import text_of_token
 from runner.trajectory import Turn
 from runner.turn_events import DeliverTurn, TurnEventSink
 
-__all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "check_serving", "model_name"]
+__all__ = ["Overflow", "SentHistory", "ServedEpisode", "Train", "model_name", "serving_options"]
 
 Train: TypeAlias = "bool | Callable[[ChatThread], bool] | None"
 """Selection of the threads that are trained: all, none, those for which a function returns True, or by default those
@@ -54,7 +54,7 @@ class ServedEpisode:
     ) -> None:
         if train is not None and not isinstance(train, bool) and not callable(train):
             raise BadOption(f"serve(train={train!r:.60}): give True, False or a function of the thread.")
-        check_serving(overflow=overflow, history=history, names=("serve(overflow=)", "serve(history=)"))
+        _check_serving(overflow=overflow, history=history, names=("serve(overflow=)", "serve(history=)"))
         self._episode = episode
         self._chat_service = episode.chat_service
         self._train = train
@@ -113,7 +113,20 @@ class ServedEpisode:
             raise EpisodeOver(str(ending))
 
 
-def check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str, str]) -> None:
+def serving_options(
+    train: Train,
+    system_as_user: bool,
+    overflow: Overflow,
+    history: SentHistory,
+    *,
+    names: tuple[str, str] = ("overflow", "sent_history"),
+) -> dict[str, Any]:
+    """Check the settings of an environment that serves its episodes; return the arguments of `Episode.serve`."""
+    _check_serving(overflow=overflow, history=history, names=names)
+    return {"train": train, "system_as_user": system_as_user, "overflow": overflow, "history": history}
+
+
+def _check_serving(*, overflow: Overflow, history: SentHistory, names: tuple[str, str]) -> None:
     """Raise BadOption for wrong values of the options of serving, called by their `names`."""
     choices = ((names[0], overflow, ("tell", "end")), (names[1], history, ("append", AS_SENT)))
     for name, value, known in choices:

@@ -17,7 +17,7 @@ from runner.concurrency.clocks import loop_time
 from runner.environment.environment import Environment
 from runner.environment.program import PROMPT, fill_names, split_command
 from runner.episode.conversation import Conversation
-from runner.episode.serving import check_serving
+from runner.episode.serving import serving_options
 from runner.errors import BadEnvironment, BadTask, SandboxFailed, VerifierFailed
 from runner.interop.harbor_tasks import (
     SOLUTION_SCRIPT,
@@ -105,7 +105,7 @@ class Harbor(Environment):
             overflow: for an agent program: if a history does not fit, "tell" it, or "end" the episode.
             sent_history: for an agent program: "append" to the sampled history, or use that of the "client".
         """
-        check_serving(overflow=overflow, history=sent_history, names=("overflow", "sent_history"))
+        self._serving = serving_options(train, system_as_user, overflow, sent_history)
         self._argv = split_command("agent", agent) if agent else []
         if self._argv and not any(PROMPT in each for each in self._argv):
             raise BadEnvironment(f"agent={agent!r:.80}: the command must contain {PROMPT}.")
@@ -114,12 +114,6 @@ class Harbor(Environment):
         self.skip_unsupported = skip_unsupported
         """True to leave out tasks that cannot be played."""
         self._seconds, self._at_once, self._as_left, self._storage = seconds, at_once, as_left, storage
-        self._serving: dict[str, Any] = {
-            "train": train,
-            "system_as_user": system_as_user,
-            "overflow": overflow,
-            "history": sent_history,
-        }
         self._harbor: HarborTask
         self.sandbox: Sandbox
         """The sandbox; set from `setup()` on."""

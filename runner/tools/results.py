@@ -68,7 +68,7 @@ def _jsonable(value: Any) -> Any:
         raise TypeError(f"a tool returned a {kind}, which has no JSON form: return a string instead") from None
 
 
-# --- results of the Model Context Protocol, recognized by their form, whichever client made them
+# --- results of the Model Context Protocol; those of any client are recognized by their form
 
 _MCP_KINDS: Final = frozenset({"text", "image", "audio", "resource", "resource_link"})
 _NOTHING: Final = object()

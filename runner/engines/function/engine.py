@@ -21,7 +21,7 @@ from runner.engines.function.runtime import FunctionAdapters, FunctionRuntime
 from runner.engines.function.stream import FunctionSession, FunctionStream
 from runner.engines.function.token_function import LogprobsKind, TokenFeature, TokenFunction
 from runner.engines.gate import AdmissionGate, affinity_beside
-from runner.errors import BadModel, BadOption, EngineDead, RequestRejected
+from runner.errors import BadModel, BadOption, RequestRejected
 from runner.models import absolute_paths, chat_template, resolve_sent, sendable_template, stop_ids
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
@@ -32,7 +32,7 @@ __all__ = ["TokenEngine"]
 _OFF = Sampling.defaults()
 
 
-class TokenEngine(ModelEngine):
+class TokenEngine(ModelEngine[FunctionRuntime]):
     """Engine over an async function of token ids, for trainers that own the inference engine.
 
     async def generate(prompt, sampling, *, session):
@@ -98,7 +98,7 @@ class TokenEngine(ModelEngine):
         FunctionAdapters(self._adapters)  # checks the names
         if not isinstance(tokenizer, str | os.PathLike):
             self._load_object(tokenizer)
-        self.runtime: FunctionRuntime | None = None
+        self.runtime = None
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -162,20 +162,13 @@ class TokenEngine(ModelEngine):
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         self.running = False
-        await self.function.stop()
+        await self.entered_runtime.stop()
         # Without the exception: the task group would wrap it in a group.
         await tasks.__aexit__(None, None, None)
 
-    @property
-    def function(self) -> FunctionRuntime:
-        """Runtime of the entered engine; internal."""
-        if self.runtime is None:
-            raise EngineDead("the engine is not running")
-        return self.runtime
-
     def stream(self, request: GenerationRequest) -> FunctionStream:
         """Return the deltas of one request; nothing happens before the block is entered."""
-        runtime = self.function
+        runtime = self.entered_runtime
         try:
             self.check_sampling(request.sampling)
             if request.constraint is not None:

@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SideRequest:
-    """Side data to request from a server that sends it for the asking."""
+    """Side data to request from a server that sends it only on request."""
 
     masks: bool = False
     """Request the ids that could be sampled."""

@@ -42,7 +42,7 @@ but not in the model's own (`probe_request`)."""
 _ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
-class RemoteEngine(ModelEngine):
+class RemoteEngine(ModelEngine[RemoteRuntime]):
     """Engine over a server that takes and returns token ids.
 
     async with RemoteEngine("http://127.0.0.1:8000", model="Qwen/Qwen3-0.6B") as engine: ...
@@ -116,7 +116,7 @@ class RemoteEngine(ModelEngine):
         self._processed = True
         self._info: ServerInfo | None = None
         self._open = AsyncExitStack()
-        self.runtime: RemoteRuntime | None = None
+        self.runtime = None
 
     async def __aenter__(self) -> Self:
         """Probe the server: model, vocabulary, sizes and weight version.
@@ -192,20 +192,13 @@ class RemoteEngine(ModelEngine):
 
     async def __aexit__(self, *_: object) -> None:
         self.running = False
-        self.remote.stop()
+        self.entered_runtime.stop()
         await self._open.aclose()
-
-    @property
-    def remote(self) -> RemoteRuntime:
-        """Runtime of the entered engine; internal."""
-        if self.runtime is None:
-            raise EngineDead("the engine is not running")
-        return self.runtime
 
     def stream(self, request: GenerationRequest) -> RemoteStream:
         """Return the deltas of one request; nothing happens before the block is entered."""
         exact = self._processed or request.samples_raw_distribution
-        return RemoteStream(self.remote, request, exact=exact)
+        return RemoteStream(self.entered_runtime, request, exact=exact)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
         """Check the call of `score`: servers do not score as sampled."""
@@ -213,15 +206,15 @@ class RemoteEngine(ModelEngine):
             raise BadControl("score(): a server scores only at temperature 1; leave sampling and constraint out.")
 
     async def _score_prompt(self, request: GenerationRequest) -> Sequence[float]:
-        return await self.remote.score(request)
+        return await self.entered_runtime.score(request)
 
     async def health(self) -> None:
         """Return when the server reports that it can answer."""
-        await self.remote.health()
+        await self.entered_runtime.health()
 
     def describe(self) -> dict[str, Any]:
         """Return the header entry of the engine, as JSON."""
-        info, runtime = self._info, self.remote
+        info, runtime = self._info, self.entered_runtime
         assert info is not None
         software = "sglang" if info.dialect.name is ServerDialect.SGLANG else "vllm"
         return {

@@ -33,7 +33,7 @@ __all__ = ["ScriptedEngine"]
 _WEIGHT_VERSION = "scripted"
 
 
-class ScriptedEngine(ModelEngine):
+class ScriptedEngine(ModelEngine[ScriptedRuntime]):
     """Engine without a model.
 
     Its output depends only on its arguments and the requests, never on concurrency.

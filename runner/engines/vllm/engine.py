@@ -39,7 +39,7 @@ from runner.engines.vllm.start import VllmProcess, require_vllm
 from runner.engines.vllm.stream import VllmStream
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker import turn_hold
-from runner.errors import BadControl, BadOption, EngineDead
+from runner.errors import BadControl, BadOption
 from runner.models import DEMO_MODEL, absolute_paths, load_language, resolve_sent, sendable_template
 from runner.options import Constraint, Sampling
 from runner.tokens.template import ChatTemplate
@@ -56,7 +56,7 @@ _PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
 """Number types of the cache without quantization."""
 
 
-class VllmEngine(ModelEngine):
+class VllmEngine(ModelEngine[VllmRuntime]):
     """vLLM in this process.
 
     async with VllmEngine("Qwen/Qwen3-0.6B", max_num_seqs=128) as engine: ...
@@ -243,9 +243,7 @@ class VllmEngine(ModelEngine):
     @property
     def vllm(self) -> VllmRuntime:
         """Runtime of the entered engine; internal."""
-        if self.runtime is None:
-            raise EngineDead("the engine is not running")
-        return self.runtime
+        return self.entered_runtime
 
     def stream(self, request: GenerationRequest) -> VllmStream:
         """Return the deltas of one request; nothing happens before the block is entered."""

@@ -285,7 +285,7 @@ async def test_places_are_those_of_the_server_unless_they_are_given(tmp_path: Pa
 async def test_the_key_stands_in_no_header(tmp_path: Path) -> None:
     async with asked(tmp_path, key="very secret", engine={"api_key": "very secret"}) as (_, engine):
         assert "very secret" not in repr(engine.describe())
-        assert "very secret" not in repr(vars(engine.remote))
+        assert "very secret" not in repr(vars(engine.runtime))
 
 
 async def test_an_engine_that_was_left_can_be_entered_again(tmp_path: Path) -> None:
