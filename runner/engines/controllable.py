@@ -14,7 +14,7 @@ from typing import Any
 from anyio.lowlevel import current_token
 
 from runner.concurrency.clocks import Progress, Standstill
-from runner.engines.proofs import ProofFigures, WeightProof
+from runner.engines.proofs import ProofFigures, ScoredPass, WeightProof
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, BadWeights
@@ -208,7 +208,7 @@ class Controllable:
             if why:
                 raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
             baseline = figures if len(runtime.versions) == 1 else None
-            runtime.proofs.keep(proof, {0: scores}, version, baseline=baseline, ran_beside_turns=True)
+            runtime.proofs.keep(proof, {ScoredPass(): scores}, version, baseline=baseline, ran_beside_turns=True)
         return figures
 
     async def score(self, ids: Sequence[int]) -> list[float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from runner.engines.proofs import (
     Accepted,
     ProofFigures,
+    ScoresByPass,
     WeightProof,
     compare_scores,
     failure_reason,
@@ -29,18 +30,23 @@ class ProofHistory:
         """Last proof that held."""
         self._baselines: dict[tuple[Any, ...], ProofFigures] = {}  # by ids and number types
 
-    def compare(self, proof: WeightProof, scores: Sequence[float], dtype: str) -> tuple[ProofFigures, str]:
+    def compare(
+        self, proof: WeightProof, scores: Sequence[float], dtype: str, *, in_steps: bool = False
+    ) -> tuple[ProofFigures, str]:
         """Compare an engine's scores with a proof; return figures and the reason of a failure, or "".
 
         Args:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids.
             dtype: number type of the engine's computation.
+            in_steps: True if the scores are of the ids that are scored in steps.
         """
-        computed_in = self.quantization or dtype
+        computed_in, last = self.quantization or dtype, self.last
         tolerance = tolerance_of(proof, computed_in, self._baseline_of(proof))
-        figures = compare_scores(proof, scores, tolerance, self.last, engine_dtype=computed_in)
-        return figures, failure_reason(figures, proof, scores, self.last)
+        if in_steps:
+            proof, tolerance, last = proof.in_steps(), tolerance.in_steps(), None
+        figures = compare_scores(proof, scores, tolerance, last, engine_dtype=computed_in)
+        return figures, failure_reason(figures, proof, scores, last)
 
     def _baseline_of(self, proof: WeightProof) -> ProofFigures | None:
         return self._baselines.get((proof.ids, *number_types(proof)))
@@ -61,7 +67,7 @@ class ProofHistory:
     def keep(
         self,
         proof: WeightProof,
-        scores: Mapping[int, Sequence[float]],
+        scores: ScoresByPass,
         version: str,
         *,
         baseline: ProofFigures | None = None,
@@ -71,7 +77,7 @@ class ProofHistory:
 
         Args:
             proof: the proof.
-            scores: the engine's log-probabilities of the same ids, by data-parallel rank.
+            scores: the engine's log-probabilities of the same ids, by pass; the first one has all of them.
             version: version of the weights that it scored.
             baseline: its figures, if it is of the starting weights: they show the difference by rounding alone.
             ran_beside_turns: True if turns ran beside the scores, whose batch changes the rounding.

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from runner.errors import BadWeights
 
-__all__ = ["Accepted", "ProofFigures", "ProofTolerance", "ScoresByRank", "WeightProof", "compare_scores"]
+__all__ = ["Accepted", "ProofFigures", "ProofTolerance", "ScoredPass", "ScoresByPass", "WeightProof", "compare_scores"]
 
 MIN_SCORES: Final = 8
 """Minimum number of log-probabilities of a proof; the median of fewer means little."""
@@ -37,8 +37,34 @@ UNMOVED_NATS: Final = 1e-7
 NOISE_FACTOR: Final = 2.0
 """Scores count as changed above this multiple of the difference between two passes with the same weights."""
 
-ScoresByRank: TypeAlias = Mapping[int, Sequence[float]]
-"""Log-probability of each id but the first, by data-parallel rank."""
+STEP_PLACES: Final = range(2, 18)
+"""Places of the ids that are also scored in steps, as turns sample them: the first ones, whose prompts are short."""
+STEP_OUTLIER_SHARE: Final = 0.25
+"""Share of these few ids that may exceed the largest difference in half precision."""
+STEP_MEDIAN_FACTOR: Final = 2.0
+"""Allowed median of these few ids in half precision, as a multiple of that of all ids."""
+
+
+def ids_in_steps(ids: Sequence[int]) -> Sequence[int]:
+    """Return the ids at `STEP_PLACES`, after the one before them."""
+    return ids[STEP_PLACES.start - 1 : STEP_PLACES.stop]
+
+
+class ScoredPass(NamedTuple):
+    """Pass that scores ids, as a prompt or in steps.
+
+    Some engines compute a prompt and a sampled id with different copies of the weights: latent attention (DeepSeek) has
+    a product of two weights for steps alone.
+    """
+
+    rank: int = 0
+    """Data-parallel rank."""
+    in_steps: bool = False
+    """True if each of the ids was computed in a step of its own; these are the ids at `STEP_PLACES`."""
+
+
+ScoresByPass: TypeAlias = Mapping[ScoredPass, Sequence[float]]
+"""Log-probabilities of ids, by pass: of each id but the first, or of those at `STEP_PLACES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +78,12 @@ class ProofTolerance:
     outlier_share: float = 0.0
     """Share of the ids that may differ by more than `largest`: rounding in half precision routes some ids to other
     experts."""
+
+    def in_steps(self) -> ProofTolerance:
+        """Return the tolerance for the few ids that are scored in steps."""
+        if not self.outlier_share:
+            return self
+        return ProofTolerance(STEP_MEDIAN_FACTOR * self.median, self.largest, STEP_OUTLIER_SHARE)
 
 
 # Measured: float32 on CPUs 3e-5 for dense models; bfloat16 on an H200 0.022 in the median and 0.336 at most (10,918
@@ -134,6 +166,12 @@ class WeightProof:
                 f"WeightProof: {len(self.ids)} ids do not fit the engine's context of {context}; give fewer."
             )
 
+    def in_steps(self) -> WeightProof:
+        """Return the part of the proof that an engine scores in steps."""
+        return replace(
+            self, ids=ids_in_steps(self.ids), logprobs=self.logprobs[STEP_PLACES.start - 1 : STEP_PLACES.stop - 1]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProofFigures:
@@ -182,8 +220,8 @@ class Accepted:
     """Engine's log-probability of each id but the first."""
     version: str = ""
     """Version of the weights that it scored."""
-    by_rank: ScoresByRank | None = None
-    """Scores of every data-parallel rank; None if turns ran beside them, whose batch changes the rounding."""
+    by_pass: ScoresByPass | None = None
+    """Scores of every pass; None if turns ran beside them, whose batch changes the rounding."""
 
     def is_of(self, proof: WeightProof, version: str) -> bool:
         """Return whether its scores are of the ids of a proof, with the weights of a version."""
@@ -251,18 +289,18 @@ def compare_scores(
     )
 
 
-def largest_differences(before: ScoresByRank, now: ScoresByRank) -> dict[int, float]:
-    """Return the largest difference between the scores of two passes, by data-parallel rank."""
+def largest_differences(before: ScoresByPass, now: ScoresByPass) -> dict[ScoredPass, float]:
+    """Return the largest difference between the scores before and now, by pass."""
     largest = {}
-    for rank in now:
-        old, new = np.asarray(before[rank]), np.asarray(now[rank])
+    for each in now:
+        old, new = np.asarray(before[each]), np.asarray(now[each])
         difference = np.abs(np.subtract(new, old, out=np.zeros(len(new)), where=old != new))  # infinity may stay
-        largest[rank] = float(np.where(np.isnan(difference), np.inf, difference).max())
+        largest[each] = float(np.where(np.isnan(difference), np.inf, difference).max())
     return largest
 
 
-def has_moved(before: ScoresByRank, now: ScoresByRank, noise: float) -> bool:
-    """Return whether the scores of every data-parallel rank changed by more than noise."""
+def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
+    """Return whether the scores of every pass changed by more than noise."""
     return min(largest_differences(before, now).values()) > NOISE_FACTOR * noise + UNMOVED_NATS
 
 

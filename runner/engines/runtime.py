@@ -16,7 +16,7 @@ from runner.concurrency.clocks import Progress, Standstill
 from runner.engines.adapters import Adapters, base_and_adapter
 from runner.engines.gate import AdmissionGate
 from runner.engines.proof_history import ProofHistory
-from runner.engines.proofs import Accepted, ProofFigures, ScoresByRank, WeightProof, has_moved
+from runner.engines.proofs import Accepted, ProofFigures, ScoredPass, ScoresByPass, WeightProof, has_moved
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, EngineError, RequestRejected
 from runner.logs import logger_for
@@ -371,7 +371,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         try:
             # The scores of the last proof show the movement at no cost. Otherwise the engine's own ones cost a pass
             # over a few ids, and three at the first update.
-            self.moved = await self.load_and_compare(checked, version, compares=last is None or last.by_rank is None)
+            self.moved = await self.load_and_compare(checked, version, compares=last is None or last.by_pass is None)
             if proof is not None and self.asleep:  # without a cache nothing can be scored, and nothing is sampled
                 self._waiting_proof = partial(self._prove, proof, version, last)
             elif proof is not None:
@@ -394,34 +394,44 @@ class ModelRuntime(EngineRuntime[RequestT]):
         """
         worst: ProofFigures | None = None
         try:
-            by_rank = await self.score_while_paused(proof.ids)
+            by_pass = await self.score_while_paused(proof.ids)
         except RequestRejected as error:
             raise self.ended_by(f"the proof of the weights {version!r} could not be scored: {error}") from error
-        for rank, scores in by_rank.items():
-            figures, why = self.proofs.compare(proof, scores, self.dtype)
+        for scored, scores in by_pass.items():  # prompts first
+            figures, why = self.proofs.compare(proof, scores, self.dtype, in_steps=scored.in_steps)
             if why:
-                where = f" of its data-parallel rank {rank}" if len(by_rank) > 1 else ""
+                where = f" of its data-parallel rank {scored.rank}" if len(self.gate.ranks) > 1 else ""
+                how = " for ids in steps, as turns sample them, but for ids in a prompt" if scored.in_steps else ""
                 raise self.ended_by(
-                    f"the proof of the weights {version!r}{where} does not hold: {why}. Nothing was sampled with them. "
-                    "`deltarunner check-weights MODEL` lists the tensors that do not arrive"
+                    f"the proof of the weights {version!r}{where} does not hold{how}: {why}. {self.stale_workers()}"
+                    "Nothing was sampled with them. `deltarunner check-weights MODEL` lists the tensors that do not "
+                    "arrive"
                 )
-            worst = figures if worst is None or figures.median > worst.median else worst
+            if not scored.in_steps:
+                worst = figures if worst is None or figures.median > worst.median else worst
         assert worst is not None, "an engine has a rank"
-        self.proofs.keep(proof, by_rank, version)
+        self.proofs.keep(proof, by_pass, version)
         if last is not None and self.moved is None:
-            self._compare_with_last(proof, version, by_rank, last)
+            self._compare_with_last(proof, version, by_pass, last)
         return worst
 
-    def _compare_with_last(self, proof: WeightProof, version: str, now: ScoresByRank, last: Accepted) -> None:
+    def stale_workers(self) -> str:
+        """Return a sentence about workers that kept old values in the last update, for people; "" without any."""
+        return ""
+
+    def _compare_with_last(self, proof: WeightProof, version: str, now: ScoresByPass, last: Accepted) -> None:
         """Set `moved` from the scores of two proofs of the same ids.
 
         Scores that stay end no engine, since the change may be smaller than its rounding.
         """
-        before = last.by_rank or {0: last.scores}
+        before = last.by_pass or {ScoredPass(): last.scores}
+        if last.by_pass is None:
+            now = {each: scores for each, scores in now.items() if not each.in_steps}
         if before.keys() != now.keys():
             return
         self.moved = has_moved(before, now, self.score_noise)
-        if not self.moved and has_moved({0: last.proof.logprobs}, {0: proof.logprobs}, 0.0):
+        wanted, given = ({ScoredPass(): each.logprobs} for each in (last.proof, proof))
+        if not self.moved and has_moved(wanted, given, 0.0):
             self.warn_unmoved(version)
 
     def warn_unmoved(self, version: str) -> None:
@@ -467,8 +477,8 @@ class ModelRuntime(EngineRuntime[RequestT]):
         await self.load_weights(checked, version)
         return None
 
-    async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
-        """Return the log-probability of each id but the first, by data-parallel rank, while no turn runs.
+    async def score_while_paused(self, ids: Sequence[int]) -> ScoresByPass:
+        """Return the log-probabilities of ids while no turn runs: of a prompt on every rank first, then of steps.
 
         Raises:
             BadControl: the engine cannot score.

@@ -17,8 +17,11 @@ import anyio.to_thread
 
 from runner.engines.base import Engine, GenerationRequest
 from runner.engines.proofs import (
+    STEP_PLACES,
     Accepted,
     ProofFigures,
+    ScoredPass,
+    ScoresByPass,
     WeightProof,
     compare_scores,
     failure_reason,
@@ -28,7 +31,7 @@ from runner.engines.proofs import (
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine, dtype_of
 from runner.engines.weights import LocalTransfer
-from runner.errors import BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
+from runner.errors import BadControl, BadInput, BadModel, BadOption, DeltarunnerError, EngineError, one_line, unwrapped
 from runner.models import DEMO_MODEL, resolve_model
 from runner.options import Sampling
 from runner.training.check_inputs import (
@@ -90,7 +93,7 @@ class Verdict(enum.StrEnum):
     """Result of one update."""
 
     RIGHT = "right"
-    """The engine's scores equal those of transformers with the new weights."""
+    """The engine's scores, of a prompt and of ids in steps, equal those of transformers with the new weights."""
     WRONG = "wrong"
     """The scores differ."""
     UNSEEN = "unseen"
@@ -286,11 +289,33 @@ class _Trial:
         self.dtype = dtype_of(engine.vllm.llm)
         self._computed_in = engine.vllm.proofs.quantization or self.dtype
         proof = await self._proof()
-        scores = await self.engine.score(proof.ids)
-        self.baseline = self._compared(proof, scores, None)
-        if why := failure_reason(self.baseline, proof, scores, None):
+        scores = await self._scores(proof)
+        of_prompt = scores[ScoredPass()]
+        self.baseline = self._compared(proof, of_prompt, None)
+        if why := self._reason(proof, scores, self.baseline, None):
             raise BadModel(f"vLLM and transformers compute different scores with the model's own weights: {why}.")
-        self._accepted = Accepted(proof, scores)
+        self._accepted = Accepted(proof, of_prompt)
+
+    async def _scores(self, proof: WeightProof, adapter: str | None = None) -> ScoresByPass:
+        """Score the proof's ids as a prompt, and some of them in steps if the engine can."""
+        of_prompt = await self.engine.score(proof.ids, sampling=None if adapter is None else Sampling(adapter=adapter))
+        try:
+            sampling = Sampling(adapter=adapter, temperature=1.0)
+            in_steps = await self.engine.score(proof.ids[: STEP_PLACES.stop], sampling=sampling)
+        except BadControl:
+            return {ScoredPass(): of_prompt}
+        return {ScoredPass(): of_prompt, ScoredPass(in_steps=True): in_steps[STEP_PLACES.start - 1 :]}
+
+    def _reason(self, proof: WeightProof, scores: ScoresByPass, figures: ProofFigures, before: Accepted | None) -> str:
+        """Return the reason why scores differ from a proof, or ""."""
+        why = failure_reason(figures, proof, scores[ScoredPass()], before)
+        in_steps = scores.get(ScoredPass(in_steps=True))
+        if why or in_steps is None:
+            return why
+        part, allowed = proof.in_steps(), tolerance_of(proof, self._computed_in, self.baseline).in_steps()
+        of_steps = compare_scores(part, in_steps, allowed, engine_dtype=self._computed_in)
+        why = failure_reason(of_steps, part, in_steps, None)
+        return f"in steps, as turns sample ids, and not in a prompt: {why}" if why else ""
 
     async def _proof(self, model: Any = None) -> WeightProof:
         model = self.reference if model is None else model
@@ -325,7 +350,7 @@ class _Trial:
             self._change(kind if way is not Way.SAME else "", seed)
             proof = await self._proof()
             await self._give(way)
-            row = self._judged(kind, way, proof, await self.engine.score(proof.ids))
+            row = self._judged(kind, way, proof, await self._scores(proof))
             if row.verdict is not Verdict.RIGHT:
                 break
         if way is Way.AFTER_SLEEP and not row.reason and "cpu" in await self.engine.devices():
@@ -339,7 +364,7 @@ class _Trial:
             proof = await self._proof(adapted)
         await self.engine.add_adapter(ADAPTER, tensors, config=config)
         try:
-            scores = await self.engine.score(proof.ids, sampling=Sampling(adapter=ADAPTER))
+            scores = await self._scores(proof, ADAPTER)
         finally:
             await self.engine.remove_adapter(ADAPTER)
         return self._judged(kind, Way.ADAPTER, proof, scores)
@@ -359,9 +384,9 @@ class _Trial:
         if self._adapters_refused:
             raise BadOption(self._adapters_refused)
 
-    def _judged(self, kind: str, way: Way, proof: WeightProof, scores: Sequence[float]) -> CheckedTensor:
-        figures = self._compared(proof, scores, self._accepted)
-        why = failure_reason(figures, proof, scores, self._accepted)
+    def _judged(self, kind: str, way: Way, proof: WeightProof, scores: ScoresByPass) -> CheckedTensor:
+        figures = self._compared(proof, scores[ScoredPass()], self._accepted)
+        why = self._reason(proof, scores, figures, self._accepted)
         verdict = Verdict.WRONG if why else Verdict.RIGHT
         if not why and way is not Way.SAME and not shows_arrival(figures) and not self._shows(proof):
             verdict = Verdict.UNSEEN

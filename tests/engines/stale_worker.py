@@ -58,6 +58,25 @@ class OwnWorker(WeightWorker):
         self.model_runner.lora_manager._adapter_manager.modules[module] = layer
 
 
+class StepWorker(WeightWorker):
+    """Keeps the products of weights that latent attention uses in steps, and not for a prompt."""
+
+    keeps_products = False
+
+    def keep_products(self) -> None:
+        """Let later updates keep them."""
+        self.keeps_products = True
+
+    def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
+        layers = [layer for layer in self.model_runner.model.modules() if hasattr(layer, "W_UK_T")]
+        assert layers, "the model has latent attention"
+        before = [layer.W_UK_T.clone() for layer in layers]
+        super().load_weight_files(files, ignored)
+        if self.keeps_products:
+            for layer, product in zip(layers, before, strict=True):
+                layer.W_UK_T.data.copy_(product)
+
+
 class StaleWorker(WeightWorker):
     """Loads everything but tensors of one kind."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from runner import BadControl, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
-from runner.engines.proofs import tolerance_of
+from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps, tolerance_of
 from runner.engines.state import EngineState, PauseMode
 from runner.engines.vllm.engine import VllmEngine
 from runner.engines.vllm.parallel import call_all_workers
@@ -171,6 +171,30 @@ async def test_a_proof_that_does_not_hold_ends_the_engine() -> None:
             await engine.update_weights("any", proof=wrong)
         assert not engine.is_alive()
         assert engine.weight_version == "scripted", "nothing was sampled with the new ones"
+
+
+@pytest.mark.parametrize("stale", [False, True])
+async def test_proof_covers_the_steps_in_which_turns_sample(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may compute sampled ids with copies of the weights that a prompt does not use."""
+    model = Model()
+    async with ScriptedEngine("Yes", scores=model) as engine:
+
+        async def score(ids: Any) -> ScoresByPass:
+            in_steps = Model()(ids_in_steps(ids)) if stale else model(ids_in_steps(ids))
+            return {ScoredPass(): model(ids), ScoredPass(in_steps=True): in_steps}
+
+        monkeypatch.setattr(engine.runtime, "score_while_paused", score)
+        await engine.prove(model.proof())
+        model.offset = 0.25
+        if not stale:
+            update = await engine.update_weights("any", proof=model.proof())
+            assert update.proof is not None
+            assert update.proof.ids == 39
+            return
+        with pytest.raises(
+            EngineDead, match=r"does not hold for ids in steps, as turns sample them.*16 ids, median difference 0\.25"
+        ):
+            await engine.update_weights("any", proof=model.proof())
 
 
 async def test_weights_that_did_not_arrive_are_said_to_be_those_before() -> None:

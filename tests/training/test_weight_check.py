@@ -20,7 +20,7 @@ from runner import BadModel, BadOption, ProofFigures, ProofTolerance, WeightProo
 from runner.cli import app
 from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.engines.proof_history import ProofHistory
-from runner.engines.proofs import Accepted
+from runner.engines.proofs import Accepted, ScoredPass
 from runner.testing import Latency, ScriptedEngine
 from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights, weight_check, weight_proof
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
@@ -304,7 +304,7 @@ def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, t
         trial._accepted = Accepted(WeightProof(range(96), first, **fields), first)
         scores = first + share * change + rng.normal(0, 0.04, size)
         proof = WeightProof(range(96), first + change, **fields)
-        verdicts.add(trial._judged("norm", Way.FOLDER, proof, scores.tolist()).verdict)
+        verdicts.add(trial._judged("norm", Way.FOLDER, proof, {ScoredPass(): scores.tolist()}).verdict)
     assert Verdict.WRONG not in verdicts if seen else Verdict.RIGHT not in verdicts
     assert (Verdict.RIGHT if seen else Verdict.UNSEEN) in verdicts
 
@@ -315,6 +315,9 @@ def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, t
 class TorchEngine(ScriptedEngine):
     """Takes the weights of `source` at its first updates, and none later."""
 
+    stale_steps = False
+    """True for an engine that scores ids in steps with its first weights."""
+
     def __init__(self, source: Any, *, takes: int, between: int = 0) -> None:
         super().__init__(
             "Yes",
@@ -323,7 +326,12 @@ class TorchEngine(ScriptedEngine):
             scores=lambda ids: weight_proof(self.loaded, ids=ids).logprobs,
         )
         self.trained, self.loaded, self._takes = source, copy.deepcopy(source), takes
+        self.first = copy.deepcopy(source)
         self.vllm = SimpleNamespace(llm=None, proofs=ProofHistory())
+
+    async def score(self, ids: Any, *, start: int = 1, sampling: Any = None, constraint: Any = None) -> list[float]:
+        model = self.first if self.stale_steps and sampling is not None else self.loaded
+        return list(weight_proof(model, ids=ids).logprobs[start - 1 :])
 
     async def update_weights(self, given: Any, **options: Any) -> Any:
         if self._takes:
@@ -353,6 +361,16 @@ def check_with(
     monkeypatch.setattr(weight_check, "dtype_of", lambda _: "float32")
     monkeypatch.setattr(weight_check, "_load", lambda *_, **__: (folder, model))
     return check_weights(folder, ways=ways)
+
+
+def test_stale_weights_of_the_steps_alone_are_wrong(
+    small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TorchEngine(small_llama, takes=2)
+    engine.stale_steps = True
+    (row,) = check_with([engine], small_llama, [Way.AFTER_SLEEP], tmp_path, monkeypatch).rows
+    assert row.verdict is Verdict.WRONG
+    assert row.reason.startswith("in steps, as turns sample ids, and not in a prompt: the engine's log-probabilities")
 
 
 def test_rows_stay_where_an_engine_does_not_start_again(

@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint
 
 from runner.engines.adapters import Adapters
 from runner.engines.gate import AdmissionGate
+from runner.engines.proofs import ScoredPass, ScoresByPass
 from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.scripted.delivery_plan import DeliveryPlanner
 from runner.engines.state import PauseMode
@@ -170,8 +171,8 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
         if isinstance(checked, RelayedTransfer):
             await checked.receive(_DiscardingReceiver())
 
-    async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
-        return {0: self.planner.scored(ids)}
+    async def score_while_paused(self, ids: Sequence[int]) -> ScoresByPass:
+        return {ScoredPass(): self.planner.scored(ids)}
 
     def ended_by(self, why: str) -> EngineDead:
         self.die(why)

@@ -217,7 +217,9 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             version=await first_version(llm),
         )
         self.runtime.dtype, self.runtime.proofs.quantization = dtype_of(llm), quantization_of(llm)
+        self.runtime.scores_in_steps = self._scores_as_sampled and config.speculative_config is None
         if self._external is None:
+            self.vllm.workers = config.parallel_config.world_size if weights.extended else 1
             await self._compare_updates(llm)
 
     async def _compare_updates(self, llm: Any) -> None:

@@ -16,10 +16,12 @@ import numpy as np
 from runner.engines.proofs import (
     MIN_SCORES,
     ProofFigures,
-    ScoresByRank,
+    ScoredPass,
+    ScoresByPass,
     WeightProof,
     compare_scores,
     has_moved,
+    ids_in_steps,
     largest_differences,
     tolerance_of,
 )
@@ -45,7 +47,7 @@ class OwnScores:
     """
 
     def __init__(
-        self, score: Callable[[Sequence[int]], Awaitable[ScoresByRank]], *, vocabulary: int, context: int, dtype: str
+        self, score: Callable[[Sequence[int]], Awaitable[ScoresByPass]], *, vocabulary: int, context: int, dtype: str
     ) -> None:
         drawn = random.Random(0)
         size = min(SAMPLE_SIZE, context - 1)
@@ -56,7 +58,7 @@ class OwnScores:
         """Largest difference between two passes with the same weights; None before the first `take`."""
         self.broken: list[int] = []
         """Data-parallel ranks whose scores became NaN or infinity with the last weights."""
-        self._last: ScoresByRank | None = None
+        self._last: ScoresByPass | None = None
 
     def forget(self) -> None:
         """Drop the last scores, after other weights were loaded."""
@@ -79,26 +81,30 @@ class OwnScores:
         """Score the ids again, and set `broken`.
 
         Returns:
-            True if the scores of every data-parallel rank changed since `take`, None if the engine refuses.
+            True if the scores of every pass changed since `take`, None if the engine refuses.
         """
         before, self._last = self._last, await self._scores()
         if before is None or self._last is None:
             return None
-        self.broken = [rank for rank, now in self._last.items() if _became_broken(before[rank], now)]
+        self.broken = sorted({each.rank for each, now in self._last.items() if _became_broken(before[each], now)})
         return has_moved(before, self._last, self.noise or 0.0)
 
     async def compare(self) -> ProofFigures:
-        """Score the ids again, compare them with those of `take`, and return the figures of the worst rank."""
+        """Score the ids again, compare them with those of `take`, and return the figures of the worst pass."""
         before, self._last = self._last, await self._scores()
         assert before is not None, "take() was called before"
         assert self._last is not None, "the engine scored them in take()"
-        return max((self._figures(before[rank], self._last[rank]) for rank in before), key=lambda each: each.median)
+        figures = [self._figures(each, before[each], now) for each, now in self._last.items()]
+        return max(figures, key=lambda each: (not each.holds, each.median))
 
-    def _figures(self, before: Sequence[float], now: Sequence[float]) -> ProofFigures:
-        proof = WeightProof(self._ids, before, self._dtype)
-        return compare_scores(proof, now, tolerance_of(proof, self._dtype, None), engine_dtype=self._dtype)
+    def _figures(self, scored: ScoredPass, before: Sequence[float], now: Sequence[float]) -> ProofFigures:
+        ids = ids_in_steps(self._ids) if scored.in_steps else self._ids
+        proof = WeightProof(ids, before, self._dtype)
+        tolerance = tolerance_of(proof, self._dtype, None)
+        allowed = tolerance.in_steps() if scored.in_steps else tolerance
+        return compare_scores(proof, now, allowed, engine_dtype=self._dtype)
 
-    async def _scores(self) -> ScoresByRank | None:
+    async def _scores(self) -> ScoresByPass | None:
         if not self._ids:
             return None
         try:

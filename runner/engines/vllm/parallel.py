@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -175,6 +175,26 @@ def _on_chip(core: int) -> tuple[int, ...]:
 def ranks_of(llm: Any) -> int:
     """Return the number of data-parallel ranks of an `AsyncLLM`."""
     return len(getattr(getattr(llm, "engine_core", None), "engine_ranks_managed", None) or (0,))
+
+
+def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]:
+    """Return the tensors that a worker kept in an update although other workers exchanged theirs, by worker.
+
+    A worker that kept all its tensors is included, also if no other one has tensors of their names.
+
+    Args:
+        changed: for each worker, whether each of its tensors changed.
+    """
+    exchanged = {name for tensors in changed for name, differs in tensors.items() if differs}
+    kept = {
+        number: [
+            name
+            for name, differs in tensors.items()
+            if not differs and (name in exchanged or not any(tensors.values()))
+        ]
+        for number, tensors in enumerate(changed)
+    }
+    return {number: names for number, names in kept.items() if names and exchanged}
 
 
 async def call_all_workers(llm: Any, method: str, **arguments: Any) -> list[Any]:

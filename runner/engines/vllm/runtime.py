@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -15,11 +15,12 @@ from runner.concurrency.clocks import FIRST_STEP_FACTOR, Progress
 from runner.engines.adapters import AdapterVersion
 from runner.engines.base import GenerationRequest
 from runner.engines.gate import AdmissionGate
+from runner.engines.proofs import MIN_SCORES, STEP_PLACES, ScoredPass, ScoresByPass, ids_in_steps
 from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.engines.vllm.adapters import VllmAdapters
 from runner.engines.vllm.own_scores import OwnScores
-from runner.engines.vllm.parallel import call_all_workers
+from runner.engines.vllm.parallel import call_all_workers, stale_tensors
 from runner.engines.vllm.start import VllmProcess
 from runner.engines.vllm.weight_loading import VllmWeights
 from runner.engines.vllm.worker import turn_hold
@@ -53,6 +54,9 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     """State of vLLM from start to stop; a request is inside until its stream is left."""
 
     adapters: VllmAdapters
+    workers = 1
+    """Number of workers that share one model; 1 if they do not compare their tensors."""
+    _changed: Sequence[Mapping[str, bool] | None] = ()
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """True if vLLM records weight versions itself, which it does since 0.32; otherwise they are recorded here."""
         self.own_scores: OwnScores | None = None
         """The engine's scores around an update; None if it cannot score while turns are held."""
+        self.scores_in_steps = False
+        """True if the workers can score given ids in steps, as turns sample them."""
         self.reload_check = False
         """True if the next update is the first one and loads the engine's own weights before, from their files."""
         self._as_vllm = as_vllm
@@ -160,6 +166,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return await self.answered("update_weights()", self.weights.check(given))
 
     async def load_weights(self, checked: Any, version: str) -> None:
+        if not self._changed:  # the values of the start
+            await self._note_tensors()
         # After a partial load vLLM has neither the old nor the new weights, and would fail at its next step.
         with self._ended_by_failure(f"the weights {version!r} could not be loaded"):
             await self.answered("update_weights()", self.weights.load(checked))
@@ -167,6 +175,30 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             if self.stamps_itself:
                 await self.answered("update_weights()", self.llm.update_weight_version(version))
             await self.reset_prefix_cache()
+        await self._note_tensors()
+        if kept := self.stale_workers():
+            _log.warning("the weights %r: %s", version, kept.strip())
+
+    async def _note_tensors(self) -> None:
+        """Let several workers of one model compare their tensors with those of the last call."""
+        if self.workers == 1:
+            return
+        try:
+            self._changed = await self.answered("update_weights()", call_all_workers(self.llm, "changed_tensors"))
+        except EngineDead:
+            raise
+        except EngineError as error:
+            _log.warning("updates are not compared between workers: %s", error)
+            self.workers, self._changed = 1, []
+
+    def stale_workers(self) -> str:
+        kept = stale_tensors([tensors for tensors in self._changed if tensors is not None])
+        return "".join(
+            f"Worker {number} of {len(self._changed)}, counted from 0, kept its old values of {len(names)} tensors, "
+            f"such as {names[0]!r}, and another one did not: start the engine again, and find out why this worker did "
+            "not receive them. "
+            for number, names in kept.items()
+        )
 
     async def load_and_compare(self, checked: Any, version: str, *, compares: bool) -> bool | None:
         own, reloads, self.reload_check = self.own_scores, self.reload_check, False
@@ -209,20 +241,22 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
                 "new weights for each update; `deltarunner check-weights MODEL` lists the wrong tensors"
             )
 
-    async def score_while_paused(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def score_while_paused(self, ids: Sequence[int]) -> ScoresByPass:
         """Score ids while the engine is paused; running turns lose their cache and keep their ids.
 
         Raises:
             RequestRejected: vLLM refuses to score them.
             EngineDead: it died during this.
         """
-        how = replace(Sampling.defaults(), max_tokens=1)
-        request = GenerationRequest(name="proof", prompt=ids, sampling=how, scores_prompt=True)
+        ranks = range(max(1, len(self.gate.ranks)))
+        steps = ranks if self.scores_in_steps and len(ids_in_steps(ids)) > MIN_SCORES else ()
         with self._ended_by_failure("its turns could not be held while ids are scored"):
             await self.reset_prefix_cache()
             await self._call_core(turn_hold.HOLD_TURNS)
             try:
-                return {rank: await self._scored(request, rank) for rank in range(max(1, len(self.gate.ranks)))}
+                return {ScoredPass(rank): await self._scored(ids, rank) for rank in ranks} | {
+                    ScoredPass(rank, in_steps=True): await self._scored_in_steps(ids, rank) for rank in steps
+                }
             except RequestRejected as error:
                 refused = error
             finally:
@@ -232,18 +266,43 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     async def _call_core(self, name: str) -> None:
         await self.answered("update_weights()", self.llm.engine_core.call_utility_async(name))
 
-    async def _scored(self, request: GenerationRequest, rank: int) -> list[float]:
+    async def _scored(self, ids: Sequence[int], rank: int) -> list[float]:
+        """Return the log-probability of each id but the first, computed as a prompt."""
+        how = replace(Sampling.defaults(), max_tokens=1)
+        request = GenerationRequest(name="proof", prompt=ids, sampling=how, scores_prompt=True)
         collector = await self.send(request, rank=rank)
         try:
-            scores: list[float] = []
-            while True:
-                output = await self.answered("update_weights()", collector.get())
-                if output.prompt_logprobs is not None and output.prompt_logprobs.logprobs:
-                    scores = list(output.prompt_logprobs.logprobs)
-                if output.finished:
-                    return scores
+            return (await self._read(collector))[0]
         finally:
             collector.close()
+
+    async def _scored_in_steps(self, ids: Sequence[int], rank: int) -> list[float]:
+        """Return the log-probabilities of the ids at `STEP_PLACES`, each computed in a step after its prompt.
+
+        A request for each of them, so that all are computed in two steps.
+        """
+        how, collectors = replace(Sampling.defaults(), max_tokens=2, temperature=1.0, ignore_eos=True), list[Any]()
+        try:
+            for place in STEP_PLACES[: len(ids) - STEP_PLACES.start]:
+                given = {"score": list(ids[place - 1 : place + 1])}
+                request = GenerationRequest(name="proof", prompt=ids[: place - 1], sampling=how, extra=given)
+                collectors.append(await self.send(request, rank=rank))
+            return [(await self._read(collector))[1][-1] for collector in collectors]
+        finally:
+            for collector in collectors:
+                collector.close()
+
+    async def _read(self, collector: Any) -> tuple[list[float], list[float]]:
+        """Read a request to its end, and return the log-probabilities of its prompt and of its sampled ids."""
+        of_prompt, sampled = list[float](), list[float]()
+        while True:
+            output = await self.answered("update_weights()", collector.get())
+            if output.prompt_logprobs is not None and output.prompt_logprobs.logprobs:
+                of_prompt = list(output.prompt_logprobs.logprobs)
+            if flat := output.outputs[0].logprobs:
+                sampled = list(flat.logprobs)
+            if output.finished:
+                return of_prompt, sampled
 
     def ended_by(self, why: str) -> EngineDead:
         if self._death is None:

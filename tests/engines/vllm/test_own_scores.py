@@ -14,6 +14,7 @@ import pytest
 
 from runner import BadControl, EngineDead, VllmEngine, WeightProof
 from runner.engines.gate import AdmissionGate
+from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps
 from runner.engines.vllm.own_scores import SAMPLE_SIZE, OwnScores
 from runner.engines.vllm.runtime import VllmRuntime
 from runner.errors import RequestRejected
@@ -32,12 +33,12 @@ class Engine:
     def __init__(self, ranks: int = 1) -> None:
         self.ranks, self.offset, self.noise, self.refuses, self.passes = ranks, 0.0, 0.0, False, 0
 
-    async def __call__(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def __call__(self, ids: Sequence[int]) -> ScoresByPass:
         if self.refuses:
             raise RequestRejected("no scores here")
         self.passes += 1
         shift = self.offset + self.noise * (self.passes % 2)
-        return {rank: [-1.0 - shift - each / 1e6 for each in ids[1:]] for rank in range(self.ranks)}
+        return {ScoredPass(rank): [-1.0 - shift - each / 1e6 for each in ids[1:]] for rank in range(self.ranks)}
 
     def own_scores(self, **changed: Any) -> OwnScores:
         return OwnScores(self, **{"vocabulary": 1000, "context": 4096, "dtype": "float32", **changed})
@@ -82,9 +83,9 @@ class Ranks(Engine):
 
     value = -1.0
 
-    async def __call__(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def __call__(self, ids: Sequence[int]) -> ScoresByPass:
         scores = await super().__call__(ids)
-        return {**scores, 1: [self.value] * (len(ids) - 1)}
+        return {**scores, ScoredPass(1): [self.value] * (len(ids) - 1)}
 
 
 @pytest.mark.parametrize(("offset", "value", "moved"), [(0.1, -1.0, False), (0.0, -1.1, False), (0.1, -1.1, True)])
@@ -105,6 +106,23 @@ async def test_rank_whose_scores_become_nan_or_infinity_is_broken(value: float) 
     engine.value = value
     await own.moved()
     assert own.broken == [1]
+
+
+async def test_scores_in_steps_count_as_those_of_a_prompt() -> None:
+    """An engine may compute sampled ids with copies of the weights that a prompt does not use."""
+    engine, in_steps = Engine(), [-1.0]
+
+    async def score(ids: Sequence[int]) -> ScoresByPass:
+        return {**await engine(ids), ScoredPass(in_steps=True): in_steps * (len(ids_in_steps(ids)) - 1)}
+
+    own = OwnScores(score, vocabulary=1000, context=4096, dtype="float32")
+    await own.take()
+    engine.offset = 0.1
+    assert await own.moved() is False, "only the scores of a prompt moved"
+    in_steps[0] = -1.2
+    figures = await own.compare()
+    assert not figures.holds
+    assert figures.ids == 16
 
 
 class Updated(VllmRuntime):
@@ -161,9 +179,9 @@ async def test_an_engine_that_refuses_to_score_is_not_asked_again(caplog: pytest
 async def test_ids_fit_the_context(context: int) -> None:
     seen: list[int] = []
 
-    async def score(ids: Sequence[int]) -> dict[int, list[float]]:
+    async def score(ids: Sequence[int]) -> ScoresByPass:
         seen.append(len(ids))
-        return {0: [-1.0] * (len(ids) - 1)}
+        return {ScoredPass(): [-1.0] * (len(ids) - 1)}
 
     own = OwnScores(score, vocabulary=50, context=context, dtype="float32")
     assert await own.take() == (context > 9)
@@ -187,9 +205,9 @@ class Loaded(Weights):
         self.loads.append(checked)
         await super().load(checked)
 
-    async def score(self, ids: Sequence[int]) -> dict[int, list[float]]:
+    async def score(self, ids: Sequence[int]) -> ScoresByPass:
         last = ["own", "new", "newer"].index(self.loads[-1]) if self.loads else 0
-        return {0: [-1.0 - last - each / 1e6 for each in ids[1:]]}
+        return {ScoredPass(): [-1.0 - last - each / 1e6 for each in ids[1:]]}
 
 
 def engine_with(weights: Loaded) -> VllmEngine:

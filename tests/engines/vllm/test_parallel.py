@@ -16,7 +16,9 @@ from runner.engines.vllm.parallel import (
     check_machine,
     cores_by_worker,
     ranks_of,
+    stale_tensors,
 )
+from runner.engines.vllm.worker.extension import WeightWorker
 from runner.errors import BadOption
 
 NAMES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
@@ -120,3 +122,38 @@ async def test_the_workers_of_every_rank_answer() -> None:
 
 def test_an_engine_has_the_ranks_that_vllm_sends_requests_to() -> None:
     assert (ranks_of(Llm(Client())), ranks_of(Llm(SimpleNamespace())), ranks_of(SimpleNamespace())) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ([{"a": True, "b": True}, {"a": True, "b": True}], {}),
+        ([{"a": False}, {"a": False}], {}),  # the same weights again
+        ([{"a": True, "b": False}, {"a": True, "b": False}], {}),  # frozen by the trainer
+        ([{"a": True, "b": True}, {"a": False, "b": False}], {1: ["a", "b"]}),
+        ([{"a": True, "b": True}, {"a": True, "b": False}, {"a": False, "b": True}], {1: ["b"], 2: ["a"]}),
+        ([{"first": True}, {"last": False}], {1: ["last"]}),  # stages of pipeline parallelism
+    ],
+)
+def test_worker_with_old_tensors_is_told_from_frozen_ones(
+    changed: list[dict[str, bool]], kept: dict[int, list[str]]
+) -> None:
+    assert stale_tensors(changed) == kept
+
+
+def test_worker_knows_which_of_its_tensors_changed() -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)).to(torch.bfloat16)
+    model.register_buffer("scale", torch.tensor(2.0))
+    worker = WeightWorker.__new__(WeightWorker)
+    worker.model_runner = SimpleNamespace(model=model)
+    assert worker.changed_tensors() is None
+    assert not any(worker.changed_tensors().values())
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.roll(3, 0))  # two halves swapped
+        model[1].weight.copy_(model[1].weight.flip(1))
+        model[1].bias[2] *= 1.01
+        model.scale.mul_(0.5)
+    changed = {name for name, differs in worker.changed_tensors().items() if differs}
+    assert changed == {"0.weight", "1.weight", "1.bias", "scale"}

@@ -47,6 +47,14 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         """
         self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
 
+    def changed_tensors(self) -> dict[str, bool] | None:
+        """Return for each tensor of this worker whether it changed since the last call; None at the first call."""
+        model = self.model_runner.model
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        sums = {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
+        before, self._sums = getattr(self, "_sums", None), sums
+        return None if before is None else {name: before.get(name) != value for name, value in sums.items()}
+
     def device_name(self) -> str:
         """Return the device of this worker: its type, or the UUID of a GPU."""
         from vllm.platforms import current_platform
@@ -96,6 +104,21 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
             patch_generators()
             patch_bitmasks()
             patch_reload()
+
+
+def _checksum(tensor: Any) -> tuple[int, int]:
+    """Return sums of a tensor's bits, weighted by row and by column, so that swapped parts change them too."""
+    import torch
+
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().view(kinds[tensor.element_size()])
+    rows = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    by_row, by_column = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
+
+    def weighted(sums: Any) -> int:
+        return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
+
+    return weighted(by_row), weighted(by_column)
 
 
 def _tensors(files: Sequence[str], ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,65 @@
+"""Latent attention has a product of two weights for sampled ids alone: a proof finds that it is stale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner import EngineDead, Sampling, VllmEngine
+from runner.engines.proofs import STEP_PLACES
+from runner.engines.vllm.parallel import call_all_workers
+from runner.training import weight_proof
+from runner.training.tiny_model import save_tiny_model
+from tests.weight_conformance.architectures import ARCHITECTURES
+
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
+
+WORKER = "tests.engines.stale_worker.StepWorker"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # as vLLM
+
+
+def change(model: Any, size: float) -> None:
+    """Change every matrix by a share of its spread."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * size)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+async def test_stale_product_for_sampled_ids_fails_the_proof(demo_model_folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    deepseek = next(each for each in ARCHITECTURES if each.name == "DeepSeek V3")
+    config = getattr(transformers, deepseek.config)(**deepseek.fields, architectures=[deepseek.model_class])
+    config.save_pretrained(tmp_path / "config")
+    vocabulary = json.loads((demo_model_folder / "config.json").read_text())["vocab_size"]
+    start = tmp_path / "start"
+    model = save_tiny_model(tmp_path / "config", start, tokenizer=demo_model_folder, vocabulary=vocabulary)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    async with VllmEngine(start, template="hermes", worker_extension_cls=WORKER, **options) as engine:
+        await engine.prove(weight_proof(model, engine.tokenizer))
+        change(model, 0.05)
+        proof = weight_proof(model, engine.tokenizer)
+        right = await engine.update_weights(model.state_dict(), proof=proof)
+        assert right.proof is not None
+        assert right.proof.median < 1e-4
+        steps = await engine.score(proof.ids[: STEP_PLACES.stop], sampling=Sampling(temperature=1.0))
+        assert np.abs(np.array(steps) - proof.logprobs[: len(steps)]).max() < 1e-3
+        await call_all_workers(engine.vllm.llm, "keep_products")
+        change(model, 0.05)
+        with pytest.raises(EngineDead, match="does not hold for ids in steps, as turns sample them, but for ids in a"):
+            await engine.update_weights(model.state_dict(), proof=weight_proof(model, engine.tokenizer))
