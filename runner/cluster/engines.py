@@ -204,14 +204,14 @@ class FleetEngine(PlayingEngine):
         """Refuse a proof that a worker's engine could not score."""
         await self._fleet_runtime.control("check_proof", proof)
 
-    async def prove(self, proof: WeightProof) -> ProofFigures:
+    async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
         """Compare the weights of every worker with a proof. The figures are the worst ones."""
         runtime, driver = self._fleet_runtime, self.driver
         async with driver.settled:  # not during the proof: a fleet that is paused has to be resumed for it
-            if not driver.snapshot.version:  # workers that start later measure it too
+            if not driver.snapshot.version and adapter is None:  # workers that start later measure it too
                 driver.change_snapshot(first_proofs=(*driver.snapshot.first_proofs, proof))
         try:
-            figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof)
+            figures: Mapping[Any, ProofFigures] = await runtime.control("prove", proof, adapter)
         except BadInput:
             async with driver.settled:
                 kept = tuple(each for each in driver.snapshot.first_proofs if each is not proof)

@@ -18,6 +18,7 @@ from runner.engines.proofs import ProofFigures, ScoredPass, WeightProof
 from runner.engines.runtime import EngineRuntime
 from runner.engines.state import SLEEP_TAGS, CheckedUpdate, EngineState, PauseMode, WeightUpdate
 from runner.errors import BadControl, BadOption, BadWeights
+from runner.options import Sampling
 
 __all__ = ["Controllable"]
 
@@ -185,7 +186,7 @@ class Controllable:
         async with self._controlled().lock:
             return await self._apply(checked, PauseMode.of(mode))
 
-    async def prove(self, proof: WeightProof) -> ProofFigures:
+    async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
         """Compare the engine's current weights with a proof; turns continue during this.
 
         Call it before the first update, with a proof of the starting weights, to measure the difference by rounding
@@ -194,24 +195,32 @@ class Controllable:
 
         Args:
             proof: log-probabilities by a model with the expected weights.
+            adapter: name of the LoRA adapter that the model has; such a proof measures nothing for later ones.
 
         Raises:
             BadWeights: the proof does not fit, or does not hold.
-            BadControl: the engine cannot score.
+            BadControl: the engine cannot score, or it sleeps.
+            RequestRejected: the engine has no such adapter.
         """
         runtime = self._controlled()
-        await self.check_proof(proof, measures=True)
+        if runtime.state is EngineState.ASLEEP:
+            raise BadControl("prove(): the engine is asleep and cannot score: wake() first.")
+        await self.check_proof(proof, measures=adapter is None)
         version = runtime.version
-        scores = await self.score(proof.ids)
+        scores = await self.score(proof.ids, sampling=None if adapter is None else Sampling(adapter=adapter))
         async with runtime.lock:
             figures, why = runtime.proofs.compare(proof, scores, runtime.dtype)
+            if why and adapter is not None:
+                raise BadWeights(f"prove(adapter={adapter!r}): {why}. Give a proof of the model with this adapter.")
             if why:
                 raise BadWeights(f"prove(): {why}. Give a proof of the weights that the engine has.")
+            if adapter is not None:
+                return figures
             baseline = figures if len(runtime.versions) == 1 else None
             runtime.proofs.keep(proof, {ScoredPass(): scores}, version, baseline=baseline, ran_beside_turns=True)
         return figures
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], *, sampling: Sampling | None = None) -> list[float]:
         """Return the log-probability of each id but the first; only for engines of token ids."""
         raise BadControl(f"score(): {type(self).__name__} does not take token ids.")
 

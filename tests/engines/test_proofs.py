@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from runner import BadControl, BadWeights, EngineDead, Outcome, Run, Sampling, WeightProof
+from runner import BadControl, BadWeights, EngineDead, Outcome, RequestRejected, Run, Sampling, WeightProof
 from runner.engines.base import GenerationRequest
 from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps, tolerance_of
 from runner.engines.state import EngineState, PauseMode
@@ -251,6 +251,22 @@ async def test_prove_of_wrong_weights_is_refused_and_changes_nothing() -> None:
             await engine.prove(proof)
         assert engine.is_alive()
         await engine.prove(model.proof())
+
+
+async def test_proof_of_an_adapter_is_not_that_of_the_weights() -> None:
+    model = Model()
+    async with ScriptedEngine("Yes", scores=model, adapters=("poet",)) as engine:
+        await engine.prove(model.proof())
+        assert (await engine.prove(model.proof(), "poet")).median == 0.0
+        model.offset = 0.25
+        proof, model.offset = model.proof(), 0.0
+        with pytest.raises(BadWeights, match=r"prove\(adapter='poet'\): .* its scores are those of the old weights"):
+            await engine.prove(proof, adapter="poet")
+        with pytest.raises(RequestRejected, match="the engine has no adapter 'painter'"):
+            await engine.prove(model.proof(), "painter")
+        await engine.sleep()
+        with pytest.raises(BadControl, match=r"prove\(\): the engine is asleep and cannot score: wake\(\) first"):
+            await engine.prove(model.proof())
 
 
 async def test_tolerance_follows_from_the_proof_of_the_first_weights() -> None:
