@@ -412,7 +412,7 @@ def check_weights(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="Folder, state-dict, twice, under-turns, after-sleep, transfer, same, adapter; repeat it; default all."
+            help="One of folder, state-dict, twice, under-turns, after-sleep, transfer, same, adapter; default all."
         ),
     ] = None,
     engine_option: Annotated[

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from runner.engines.weights import Checkpoint
+from runner.engines.weights import Checkpoint, TensorForm, compare
+from runner.errors import BadWeights
 
-__all__ = ["CheckpointSource", "tied_names", "to_checkpoint_names"]
+__all__ = ["CheckpointSource", "compare_with_checkpoint", "tied_names", "to_checkpoint_names"]
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # of most models
 
@@ -34,6 +35,36 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
     given = {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
     converted: dict[str, Any] = revert_weight_conversion(model, dict(given))
     return None if converted.keys() == given.keys() else converted
+
+
+def compare_with_checkpoint(
+    forms: Mapping[str, TensorForm], model: Checkpoint, config: Any, *, given_as: str, remedy: str
+) -> None:
+    """Check that weights fit a checkpoint, and explain names of transformers' own model.
+
+    Args:
+        forms: forms of the given tensors.
+        model: the checkpoint of the engine's start.
+        config: transformers' configuration of the model.
+        given_as: the source of the weights, for the error.
+        remedy: the caller's way to give them under the names of the checkpoint.
+
+    Raises:
+        BadWeights: they do not fit.
+    """
+    import torch
+
+    try:
+        compare(forms, model, given_as=given_as)
+    except BadWeights as error:
+        if forms.keys() <= model.forms.keys():
+            raise
+        dtypes = {name: getattr(torch, form.dtype, torch.float32) for name, form in forms.items()}
+        empty = {name: torch.empty(form.shape, dtype=dtypes[name], device="meta") for name, form in forms.items()}
+        converted = to_checkpoint_names(config, empty)
+        if converted is None or not converted.keys() <= model.forms.keys():
+            raise
+        raise BadWeights(f"{error} These are the names of transformers' own model: {remedy}.") from None
 
 
 def tied_names(config: Any) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from runner.engines.transfers import RelayedTransfer
 from runner.engines.vllm.shared_weights import SharedWeights, form_of
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_folder, equal_in_memory
 from runner.engines.vllm.trainer_endpoint import worker_error
-from runner.engines.vllm.transformers_names import to_checkpoint_names
+from runner.engines.vllm.transformers_names import compare_with_checkpoint, to_checkpoint_names
 from runner.engines.vllm.weight_transfer import Transfer, VllmTransfers
 from runner.engines.vllm.worker.extension import WeightWorker
 from runner.engines.weights import (
@@ -179,7 +179,13 @@ class VllmWeights:
 
     def _check_folder(self, given: str | os.PathLike[str], model: Checkpoint) -> CheckedWeights:
         found: WeightFolder = read_folder(given)
-        compare(found.forms, model, given_as=str(found.folder))
+        compare_with_checkpoint(
+            found.forms,
+            model,
+            self._llm.vllm_config.model_config.hf_config,
+            given_as=str(found.folder),
+            remedy="save the folder with its save_pretrained(folder)",
+        )
         self._compare_tied(found.forms, model, partial(equal_in_folder, found), str(found.folder))
         files = tuple(map(str, found.files))
         # The model computes them itself, or has them under another name.

@@ -13,7 +13,7 @@ from runner.engines.transfers import RelayedTransfer, TransferStep, send_parts
 from runner.engines.vllm.parallel import call_all_workers
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_source
 from runner.engines.vllm.trainer_endpoint import TrainerEndpoint, forms_of_source, worker_error
-from runner.engines.vllm.transformers_names import CheckpointSource
+from runner.engines.vllm.transformers_names import CheckpointSource, compare_with_checkpoint
 from runner.engines.weights import Checkpoint, LocalTransfer, TensorForm, WeightTransfer, compare, forms_of_transfer
 from runner.errors import BadWeights, EngineError
 
@@ -78,17 +78,25 @@ class VllmTransfers:
         if getattr(self._llm.vllm_config, "weight_transfer_config", None) is None:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
-            compare(transfer.announced.forms, model, given_as=name)
+            self._compare(transfer.announced.forms, model, name)
             if transfer.init is not None:  # otherwise the relay joined them before
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
             await self._check_local(name, transfer, model)
         else:
-            compare(forms_of_transfer(transfer), model, given_as=f"{name}(update=...)")
+            self._compare(forms_of_transfer(transfer), model, f"{name}(update=...)")
             if transfer.init is not None and transfer.init != self._joined:
                 await self._meet(name, transfer.seconds, partial(self._join, transfer.init))
             elif self._joined is None:
                 raise BadWeights(f"{name}(init=...) is not given, and engine and trainer are not joined yet.")
+
+    def _compare(self, forms: Mapping[str, TensorForm], model: Checkpoint, name: str) -> None:
+        remedy = (
+            "announce and send what transformers.core_model_loading.revert_weight_conversion(model, "
+            "model.state_dict()) returns"
+        )
+        config = self._llm.vllm_config.model_config.hf_config
+        compare_with_checkpoint(forms, model, config, given_as=name, remedy=remedy)
 
     async def _check_local(self, name: str, transfer: LocalTransfer, model: Checkpoint) -> None:
         config = self._llm.vllm_config.model_config.hf_config

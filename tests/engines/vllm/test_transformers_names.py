@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from runner.engines.vllm.transformers_names import CheckpointSource, to_checkpoint_names
-from runner.engines.weights import Checkpoint, read_folder
+from runner.engines.vllm.transformers_names import CheckpointSource, compare_with_checkpoint, to_checkpoint_names
+from runner.engines.weights import Checkpoint, TensorForm, read_folder
+from runner.errors import BadWeights
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -103,3 +104,20 @@ def test_a_source_announces_and_sends_what_the_checkpoint_holds(name: str, tmp_p
     sent = dict(source)
     assert sent.keys() == wanted.keys()
     assert all(torch.equal(sent[each], tensor) for each, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-NeoX"])
+def test_names_of_transformers_are_refused_with_their_remedy(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    checkpoint = Checkpoint(name, forms_of(saved(model, tmp_path)))
+    given = forms_of(model.state_dict())
+    with pytest.raises(BadWeights, match=r"no tensor of the model is called .* own model: save it again\."):
+        compare_with_checkpoint(given, checkpoint, model.config, given_as="these", remedy="save it again")
+    others = {f"other.{each}": form for each, form in given.items()}
+    with pytest.raises(BadWeights) as raised:
+        compare_with_checkpoint(others, checkpoint, model.config, given_as="these", remedy="save it again")
+    assert "save it again" not in str(raised.value)
+
+
+def forms_of(tensors: dict[str, Any]) -> dict[str, TensorForm]:
+    return {name: TensorForm("float32", tuple(tensor.shape)) for name, tensor in tensors.items()}
