@@ -10,6 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from runner import WeightProof
 from runner.concurrency.cancellation import to_its_end
 from runner.engines.scripted.runtime import ScriptedRuntime
 from runner.engines.state import EngineState, PauseMode
@@ -38,6 +39,10 @@ class SlowRuntime(ScriptedRuntime):
     async def load_weights(self, checked: Any, version: str) -> None:
         await self._wait("load")
         await super().load_weights(checked, version)
+
+    async def score_while_paused(self, ids: Any) -> Any:
+        await self._wait("score")
+        return await super().score_while_paused(ids)
 
     async def sleep(self, level: int) -> None:
         await self._wait("sleep")
@@ -82,6 +87,23 @@ async def test_native_cancellation_waits_for_the_end_of_a_load() -> None:
         assert not engine.standstill.on
         await engine.pause()
         await engine.resume()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+async def test_native_cancellation_waits_for_the_end_of_a_proof(holds: bool) -> None:
+    async with recording("Yes") as engine:
+        proof = WeightProof(range(40), [each if holds else each - 1 for each in await engine.score(range(40))])
+        runtime = await controlled(engine)
+
+        async def load_weights(checked: Any, version: str) -> None:
+            """Only the proof waits."""
+
+        runtime.load_weights = load_weights  # type: ignore[method-assign]
+        await cancelled_at(runtime, "score", lambda: engine.update_weights(None, proof=proof))
+        if holds:
+            assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "1")
+            assert engine.proof_figures is not None
+        assert engine.is_alive() == holds
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))

@@ -14,6 +14,7 @@ from runner.engines.proofs import STEP_PLACES
 from runner.engines.vllm.parallel import call_all_workers
 from runner.training import weight_proof
 from runner.training.tiny_model import save_tiny_model
+from tests.engines.test_proofs import step
 from tests.weight_conformance.architectures import ARCHITECTURES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
@@ -24,17 +25,6 @@ WORKER = "tests.engines.stale_worker.StepWorker"
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"  # as vLLM
-
-
-def change(model: Any, size: float) -> None:
-    """Change every matrix by a share of its spread."""
-    import torch
-
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.add_(torch.randn_like(parameter) * parameter.std() * size)
 
 
 @pytest.mark.engine
@@ -52,7 +42,7 @@ async def test_stale_product_for_sampled_ids_fails_the_proof(demo_model_folder: 
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
     async with VllmEngine(start, template="hermes", worker_extension_cls=WORKER, **options) as engine:
         await engine.prove(weight_proof(model, engine.tokenizer))
-        change(model, 0.05)
+        step(model, 0.05)
         proof = weight_proof(model, engine.tokenizer)
         right = await engine.update_weights(model.state_dict(), proof=proof)
         assert right.proof is not None
@@ -60,6 +50,6 @@ async def test_stale_product_for_sampled_ids_fails_the_proof(demo_model_folder: 
         steps = await engine.score(proof.ids[: STEP_PLACES.stop], sampling=Sampling(temperature=1.0))
         assert np.abs(np.array(steps) - proof.logprobs[: len(steps)]).max() < 1e-3
         await call_all_workers(engine.vllm.llm, "keep_products")
-        change(model, 0.05)
+        step(model, 0.05)
         with pytest.raises(EngineDead, match="does not hold for ids in steps, as turns sample them, but for ids in a"):
             await engine.update_weights(model.state_dict(), proof=weight_proof(model, engine.tokenizer))

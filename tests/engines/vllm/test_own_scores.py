@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 import pytest
 
-from runner import BadControl, EngineDead, VllmEngine, WeightProof
+from runner import BadControl, BadWeights, EngineDead, VllmEngine, WeightProof
 from runner.engines.gate import AdmissionGate
 from runner.engines.proofs import ScoredPass, ScoresByPass, ids_in_steps
 from runner.engines.vllm.own_scores import SAMPLE_SIZE, OwnScores
 from runner.engines.vllm.runtime import VllmRuntime
 from runner.errors import RequestRejected
 from runner.testing.engine_pool import PooledEngine
+from runner.training import weight_proof
+from runner.training.check_inputs import adapter_on, linear_kinds
 from tests.engines.stale_worker import GARBLED
+from tests.engines.test_proofs import step
 from tests.engines.vllm.test_runtime import Llm, Weights, engine_of
 
 pytestmark = pytest.mark.anyio
@@ -372,3 +375,31 @@ async def test_engine_that_garbles_its_own_weights_is_ended(
     await first_update()
     with pytest.raises(EngineDead, match="a reload of its own weights before the first update changed"):
         await first_update(reload_check=True)
+
+
+@pytest.mark.engine
+@pytest.mark.apart
+@pytest.mark.whole
+@pytest.mark.asyncio_alone
+async def test_own_weights_are_loaded_again_beside_an_adapter(small_model_folder: Path) -> None:
+    """The adapter stays as it was, and each update under it is proven."""
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    trainer = AutoModelForCausalLM.from_pretrained(small_model_folder, dtype="float32")
+    kind = linear_kinds(trainer)[0]
+    options: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 8, "max_num_seqs": 4}
+    async with VllmEngine(small_model_folder, template="hermes", reload_check=True, **options) as engine:
+        for number in range(2):
+            proof = weight_proof(trainer, engine.tokenizer)
+            if number:
+                update = await engine.update_weights(trainer.state_dict(), proof=proof)
+                assert update.proof is not None
+            with adapter_on(trainer, kind) as (adapted, tensors, config):
+                if not number:
+                    await engine.add_adapter("poet", tensors, config=config)
+                held = await engine.prove(weight_proof(adapted, engine.tokenizer), "poet")
+            assert held.median < 1e-4
+            with pytest.raises(BadWeights, match=r"prove\(adapter='poet'\): the engine's log-probabilities differ"):
+                await engine.prove(proof, "poet")
+            step(trainer)
