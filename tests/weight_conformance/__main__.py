@@ -47,6 +47,10 @@ SCRATCH: Final = re.compile(r"(/tmp|/dev/shm)/[\w.+@/-]+")
 """Temporary files in errors, which are others in each run."""
 
 
+COVERAGE: Final = {"changes_differ": True, "steps": True}
+"""What the trials cover that earlier ones did not: two different changes in a row, and ids that are scored in steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One trial: an architecture with a kind of output layer, in a number type."""
@@ -93,7 +97,7 @@ def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
             return {"not_run": one_line(error)}
     if report.failure and not report.rows:
         return {"not_run": report.failure}
-    return {"rows": [asdict(row) for row in report.rows], "failure": report.failure, "changes_differ": True}
+    return {"rows": [asdict(row) for row in report.rows], "failure": report.failure, **COVERAGE}
 
 
 def play(case: Case, ways: Sequence[str] = tuple(Way)) -> dict[str, Any]:
@@ -125,9 +129,9 @@ def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[
         return new
     rows = [*new["rows"], *(row for row in old["rows"] if row["way"] not in ways)]
     order = [str(way) for way in Way]
-    all_again = set(ways) >= {Way.TWICE, Way.UNDER_TURNS, Way.TRANSFER}
+    all_again = {"changes_differ": set(ways) >= {Way.TWICE, Way.UNDER_TURNS, Way.TRANSFER}, "steps": False}
     rows.sort(key=lambda row: order.index(row["way"]))
-    return {**new, "rows": rows, "changes_differ": all_again or old.get("changes_differ", False)}
+    return {**new, "rows": rows, **{name: again or old.get(name, False) for name, again in all_again.items()}}
 
 
 def read_results() -> dict[str, Any]:

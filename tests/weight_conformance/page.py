@@ -22,7 +22,7 @@ A cell has the number of rows that are right, and - where the way was not played
 (the change moves scores by less than rounding does), *refused* (the reason is below), *wrong*.
 `after-sleep` on a CPU is an update while vLLM is paused, since it releases no memory there. In the cases with *older*,
 `transfer` sent equal weights twice, `twice` began with the first weights again, and `under-turns` did not check that
-turns ran across the update.
+turns ran across the update. In these and in those with *prompt*, ids were scored as a prompt alone, and not in steps.
 """
 
 
@@ -42,9 +42,7 @@ def page(results: Mapping[str, Any]) -> str:
             "| case | " + " | ".join(f"`{way}`" for way in Way) + " |",
             "|---|" + "---|" * len(Way),
             *(
-                f"| {key}{'' if results[key].get('changes_differ') else ' (*older*)'} | "
-                + " | ".join(_cell(rows, way) for way in Way)
-                + " |"
+                f"| {key}{_coverage(results[key])} | " + " | ".join(_cell(rows, way) for way in Way) + " |"
                 for key, rows in played.items()
             ),
             "",
@@ -65,6 +63,13 @@ def page(results: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _coverage(result: Mapping[str, Any]) -> str:
+    """A mark for a case whose trial covered less than later ones."""
+    if result.get("steps"):
+        return ""
+    return " (*prompt*)" if result.get("changes_differ") else " (*older*)"
 
 
 def _cell(rows: Sequence[Mapping[str, Any]], way: Way) -> str:
