@@ -63,5 +63,7 @@ def show(report: WeightReport, console: Console) -> None:
     counts = Counter(row.verdict for row in report.rows)
     counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     console.print(f"\n{report.model} in {report.dtype}: {counted}; with its first weights {report.baseline}")
+    if report.note:
+        console.print(Text(f"note: {report.note}", style="yellow"))
     if report.failure:
         console.print(Text(f"ended early: {report.failure}", style="bold red"))

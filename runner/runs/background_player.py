@@ -241,13 +241,13 @@ class BackgroundPlayer:
         """
         return self._call(self.engine.update_weights(given, version=version, mode=mode, proof=proof))
 
-    def prove(self, proof: WeightProof) -> ProofFigures:
+    def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
         """Compare the engine's weights with a proof, as `engine.prove` does.
 
         Raises:
             BadWeights, BadControl, EngineError: as `engine.prove`.
         """
-        return self._call(self.engine.prove(proof))
+        return self._call(self.engine.prove(proof, adapter))
 
     # --- the thread
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import random
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -134,6 +135,8 @@ class WeightReport:
     """Results, one for each kind of tensor and way."""
     failure: str = ""
     """Reason for the early end of the check; empty if it has all rows."""
+    note: str = ""
+    """Difference between the checked model and the given one; empty without one."""
 
     @property
     def wrong(self) -> list[CheckedTensor]:
@@ -149,6 +152,7 @@ class WeightReport:
             "baseline": asdict(self.baseline),
             "rows": rows,
             "failure": self.failure,
+            "note": self.note,
         }
 
 
@@ -187,10 +191,11 @@ async def check_weights_async(
         dtype = str(engine_arguments.get("dtype", "auto"))
         load = partial(_load, model, tiny=tiny, scratch=Path(scratch), dtype=dtype)
         folder, reference = await anyio.to_thread.run_sync(load)
+        note = await anyio.to_thread.run_sync(_note, model) if tiny else ""
         trial = _Trial(folder, reference, Path(scratch), engine_arguments)
         async with trial.engine_running():
             assert trial.baseline is not None, "measured at the start"
-            report = WeightReport(str(model), trial.dtype, trial.baseline)
+            report = WeightReport(str(model), trial.dtype, trial.baseline, note=note)
             # Adapters need another engine, so they are last.
             planned = [(kind, way) for way in sorted(chosen, key=Way.ADAPTER.__eq__) for kind in trial.kinds_of(way)]
             for kind, way in planned:
@@ -222,9 +227,7 @@ def _load(model: str | Path, *, tiny: bool, scratch: Path, dtype: str) -> tuple[
     import transformers
 
     if tiny:
-        source = Path(model)
-        if not (source / "config.json").is_file():
-            source = resolve_model(model).folder
+        source = _source(model)
         own = any(source.glob("tokenizer*"))
         demo = resolve_model(DEMO_MODEL).folder
         vocabulary = None if own else transformers.AutoConfig.from_pretrained(demo).vocab_size
@@ -237,6 +240,22 @@ def _load(model: str | Path, *, tiny: bool, scratch: Path, dtype: str) -> tuple[
     except Exception as error:  # models of transformers may raise anything
         raise BadModel(f"transformers cannot load {model}: {one_line(error)}") from error
     return folder, loaded.eval()
+
+
+def _source(model: str | Path) -> Path:
+    """Return the folder with a model's config.json; its weights may be missing."""
+    return Path(model) if (Path(model) / "config.json").is_file() else resolve_model(model).folder
+
+
+def _note(model: str | Path) -> str:
+    """Return the difference of the tiny model from a quantized one."""
+    quantization = json.loads((_source(model) / "config.json").read_text()).get("quantization_config")
+    if not quantization:
+        return ""
+    return (
+        f"the weights are quantized ({quantization.get('quant_method')}), and those of the tiny model are not: "
+        "quantized layers were not checked. Give each update a proof: update_weights(proof=)"
+    )
 
 
 class _Trial:

@@ -346,7 +346,13 @@ def small_llama() -> Any:
 
 
 def check_with(
-    engines: Iterable[Any], model: Any, ways: Sequence[Way], folder: Path, monkeypatch: pytest.MonkeyPatch
+    engines: Iterable[Any],
+    model: Any,
+    ways: Sequence[Way],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tiny: bool = False,
 ) -> WeightReport:
     """Check a model with the next of these engines at each start; an error among them is raised there."""
     given = iter(engines)
@@ -360,7 +366,7 @@ def check_with(
     monkeypatch.setattr(weight_check, "VllmEngine", start)
     monkeypatch.setattr(weight_check, "dtype_of", lambda _: "float32")
     monkeypatch.setattr(weight_check, "_load", lambda *_, **__: (folder, model))
-    return check_weights(folder, ways=ways)
+    return check_weights(folder, ways=ways, tiny=tiny)
 
 
 def test_stale_weights_of_the_steps_alone_are_wrong(
@@ -401,6 +407,19 @@ def test_rows_after_a_wrong_one_are_those_of_a_new_engine(
     report = check_with(engines, small_llama, [Way.STATE_DICT], tmp_path, monkeypatch)
     verdicts = [row.verdict for row in report.rows]
     assert verdicts == [*[Verdict.RIGHT] * 2, Verdict.WRONG, *[Verdict.RIGHT] * 9]
+
+
+def test_tiny_model_of_a_quantized_one_says_that_it_is_not(
+    small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_llama.config.to_dict() | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = TorchEngine(small_llama, takes=1)
+    report = check_with([engine], small_llama, [Way.SAME], tmp_path, monkeypatch, tiny=True)
+    assert "the weights are quantized (awq), and those of the tiny model are not" in report.as_dict()["note"]
+    written = io.StringIO()
+    show(report, Console(file=written, width=300))
+    assert f"note: {report.note}" in written.getvalue()
 
 
 def test_check_that_ended_early_has_the_exit_code_of_wrong_weights(
