@@ -7,7 +7,17 @@ from typing import Any, Final
 
 from runner.engines.base import Engine
 from runner.engines.controllable import Controllable
-from runner.engines.proofs import Accepted, ProofFigures, WeightProof, compare_scores, failure_reason, tolerance_of
+from runner.engines.proofs import (
+    STEP_PLACES,
+    Accepted,
+    ProofFigures,
+    ProofTolerance,
+    WeightProof,
+    compare_scores,
+    failure_reason,
+    tolerance_of,
+)
+from runner.options import Sampling
 from runner.training import weight_proof
 
 __all__ = ["EXPERT_FAULTS", "STEP", "Fault", "Trial", "faults", "stepped"]
@@ -160,13 +170,21 @@ class Trial:
             tolerance = tolerance_of(proof, self.dtype, self.baselines.get(size))
             before = self.accepted.get(size)
             figures = compare_scores(proof, scores, tolerance, before, engine_dtype=self.dtype)
-            why = failure_reason(figures, proof, scores, before)
+            why = failure_reason(figures, proof, scores, before) or await self.why_in_steps(proof, tolerance)
             found[size] = figures, why
             if keep and not why:
                 accepted[size] = Accepted(proof, scores)
                 self.baselines.setdefault(size, figures)
         self.accepted = accepted
         return found
+
+    async def why_in_steps(self, proof: WeightProof, tolerance: ProofTolerance) -> str:
+        """The reason why ids in steps differ from a proof, or ""."""
+        part, sampling = proof.in_steps(), Sampling(temperature=1.0)
+        scores = await self.engine.score(proof.ids[: STEP_PLACES.stop], sampling=sampling)
+        in_steps = scores[STEP_PLACES.start - 1 :]
+        figures = compare_scores(part, in_steps, tolerance.in_steps(), engine_dtype=self.dtype)
+        return failure_reason(figures, part, in_steps, None)
 
     async def after(
         self, fault: Fault, right: Tensors, proofs: Mapping[int, WeightProof]
