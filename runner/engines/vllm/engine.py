@@ -217,10 +217,16 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             version=await first_version(llm),
         )
         self.runtime.dtype, self.runtime.proofs.quantization = dtype_of(llm), quantization_of(llm)
-        self.runtime.scores_in_steps = self._scores_as_sampled and config.speculative_config is None
+        self.runtime.scores_in_steps = self._scores_as_sampled and self._samples_plainly(config)
         if self._external is None:
             self.vllm.workers = config.parallel_config.world_size if weights.extended else 1
             await self._compare_updates(llm)
+
+    def _samples_plainly(self, config: Any) -> bool:
+        """Return whether ids that are sampled at temperature 1 have the model's own log-probabilities."""
+        mode = str(getattr(config.model_config, "logprobs_mode", "processed_logprobs"))
+        own = "logits_processors" not in self.given
+        return own and mode.endswith("logprobs") and config.speculative_config is None
 
     async def _compare_updates(self, llm: Any) -> None:
         """Let the engine compare its own scores around each update, if this vLLM can score while turns are held."""
