@@ -172,7 +172,8 @@ class RemoteRuntime(HttpRuntime[Server], ModelRuntime[RemoteRequest]):
 
     async def check_weights(self, given: Any) -> Any:
         raise BadControl(
-            "update_weights(): exchange the weights on the server itself; the sampled ids then record its version."
+            "update_weights(): exchange the weights on the server itself, and compare them by prove(proof). Sampled "
+            "ids record its version."
         )
 
     async def load_weights(self, checked: Any, version: str) -> None:
