@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from runner.engines.vllm.worker.extension import WeightWorker, _tensors
@@ -73,8 +74,8 @@ class StepWorker(WeightWorker):
         before = [layer.W_UK_T.clone() for layer in layers]
         super().load_weight_files(files, ignored)
         if self.keeps_products:
-            for layer, product in zip(layers, before, strict=True):
-                layer.W_UK_T.data.copy_(product)
+            for layer, product in zip(layers, before, strict=True):  # in its own memory: it may be a view of kv_b_proj
+                layer.W_UK_T = torch.nn.Parameter(product, requires_grad=False)
 
 
 class StaleWorker(WeightWorker):
