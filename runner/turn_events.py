@@ -73,9 +73,7 @@ DeliverTurn: TypeAlias = Callable[[Turn, Turn | None], Awaitable[None]]
 class TurnEventSink(Protocol):
     """Receiver of the events of a turn while it is sampled. The sampling never waits for it."""
 
-    def put(self, progress: TurnProgress, /) -> None:
-        """Queue an event."""
-        ...
+    def put(self, progress: TurnProgress, /) -> None: ...
 
     def close(self) -> None:
         """End the queue: no more events follow."""

@@ -416,8 +416,6 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings(RunSettings):
-    """The options of `deltarunner serve`."""
-
     protocol: Annotated[
         str | None,
         typer.Option("--as", metavar="verifiers", help="Play ENV for a trainer that speaks this protocol (prime-rl)."),

@@ -94,7 +94,6 @@ class ToolFormatCheck:
             yield f"  {trait}", "", DESCRIPTIONS[trait]
 
     def document(self) -> dict[str, Any]:
-        """The result as JSON values."""
         checked = self.checked
         return {
             "name": self.name,

@@ -147,7 +147,6 @@ class HostedEngine(Engine):
         return HostedStream(self, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """Open a conversation."""
         other = beside.number if isinstance(beside, HostedSession) else None
         return HostedSession(late=late, affinity=affinity_beside(beside), number=next(self._numbers), beside=other)
 
@@ -268,7 +267,6 @@ class HostedStream(DeltaStream):
         self._event: anyio.Event | None = None  # created only when a reader has to wait
 
     def take_event(self, event: StreamEvent) -> None:
-        """Process an event of the host."""
         if isinstance(event, Delta):
             self._deltas.append(event)
             self._engine.sampled += len(event.token_ids)

@@ -54,7 +54,6 @@ class Deltas:
     """The log-probability of each id in nats, shape [ids]."""
 
     def add(self, number: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append a delta."""
         self.numbers.append(number)
         self.counts.append(len(ids))
         self.ids.extend(ids)

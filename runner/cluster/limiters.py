@@ -40,7 +40,6 @@ class LimiterDesk:
         return held in self._leases  # it may have been revoked as it was granted
 
     async def release(self, worker: int, lease: int) -> None:
-        """Release a lease, or stop waiting for it."""
         self._release((worker, lease))
 
     async def forget(self, worker: int) -> None:

@@ -118,7 +118,6 @@ class Worker(EngineProcess):
         await super().end()
 
     async def heartbeat(self) -> Heartbeat:
-        """Return the state of this worker."""
         plays = [(number, play) for run in self._runs.values() for number, play in run.plays.items()]
         oldest = heapq.nsmallest(MAX_OLDEST_EPISODES, plays, key=lambda numbered: numbered[1].since)
         return Heartbeat(

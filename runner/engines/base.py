@@ -354,7 +354,6 @@ class Engine(BaseEngine):
         return list((await self._score_prompt(request))[start - 1 :])
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
-        """Check that the engine can score a proof."""
         self.check_scoring(as_sampled=False)
         proof.check(vocabulary=vocabulary_size(self), context=self.context)
         if self.runtime is not None and not measures:
@@ -423,7 +422,6 @@ class ModelEngine(Engine, Generic[RuntimeT]):
         return self.runtime
 
     def stats(self) -> EngineStats:
-        """Return the current counts; cheap."""
         runtime = self.entered_runtime
         return EngineStats(
             open=runtime.open_requests,

@@ -35,7 +35,6 @@ class WrappedEngine(Engine):
 
     @property
     def progress(self) -> Progress | None:
-        """Clocks that the inner engine's steps restart."""
         return self.inner.progress
 
     @property
@@ -48,11 +47,9 @@ class WrappedEngine(Engine):
 
     @property
     def start_phase(self) -> str:
-        """Current phase of the inner engine's start."""
         return self.inner.start_phase
 
     def go_on_with(self, described: Mapping[str, Any]) -> None:
-        """Restore the inner engine's choices of a resumed run."""
         self.inner.go_on_with(described)
 
     async def __aenter__(self) -> Self:
@@ -65,23 +62,18 @@ class WrappedEngine(Engine):
         await self.inner.__aexit__(kind, error, traceback)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """Return the inner engine's deltas."""
         return self.inner.stream(request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """Return the inner engine's session."""
         return self.inner.session(late=late, beside=beside)
 
     def close_session(self, session: Session) -> None:
-        """Free the session's room; idempotent."""
         self.inner.close_session(session)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Check that the inner engine supports a sampling."""
         self.inner.check_sampling(sampling)
 
     def check_constraint(self, constraint: Constraint) -> None:
-        """Check that the inner engine can enforce a constraint."""
         self.inner.check_constraint(constraint)
 
     async def score(
@@ -92,19 +84,15 @@ class WrappedEngine(Engine):
         sampling: Sampling | None = None,
         constraint: Constraint | None = None,
     ) -> list[float]:
-        """Return the inner engine's log-probabilities of given ids."""
         return await self.inner.score(ids, start=start, sampling=sampling, constraint=constraint)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Check that the inner engine supports a call of `score`."""
         self.inner.check_scoring(as_sampled=as_sampled)
 
     def stats(self) -> EngineStats:
-        """Return the inner engine's counts."""
         return self.inner.stats()
 
     def is_alive(self) -> bool:
-        """Return whether the inner engine can answer."""
         return self.inner.is_alive()
 
     @property
@@ -113,9 +101,7 @@ class WrappedEngine(Engine):
         return self.inner.health_interval
 
     async def health(self) -> None:
-        """Return when the inner engine can answer."""
         await self.inner.health()
 
     def describe(self) -> dict[str, Any]:
-        """Return the inner engine's header entry."""
         return self.inner.describe()

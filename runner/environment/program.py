@@ -88,7 +88,6 @@ class Program(Environment):
         self.finished: FinishedProgram | None = None
 
     def setup(self) -> None:
-        """Copy the folder."""
         temporary = tempfile.TemporaryDirectory(prefix="deltarunner-", ignore_cleanup_errors=True)
         folder = self.episode.exit_stack.enter_context(temporary)
         write_files(Path(folder))
@@ -99,7 +98,6 @@ class Program(Environment):
             shutil.copytree(self.copy, self.folder, symlinks=True)
 
     async def rollout(self, conversation: Conversation) -> None:
-        """Run the program."""
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
         if not prompt:
             raise BadEnvironment(f"task {self.task.id!r}: an agent program needs a prompt that is a non-empty string.")

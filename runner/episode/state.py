@@ -42,9 +42,7 @@ class OpenConversation(Protocol):
 
     async def call_tools(self, turn: Turn) -> list[Message]: ...
 
-    async def close(self) -> None:
-        """End the conversation."""
-        ...
+    async def close(self) -> None: ...
 
 
 class ChatHandler(Protocol):

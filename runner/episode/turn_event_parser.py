@@ -28,7 +28,6 @@ class TurnEventParser:
     def __init__(
         self, chat: ChatModel, tools: Sequence[Tool], tool_choice: ToolChoice, on_event: Callable[[TurnEvent], None]
     ) -> None:
-        """Parse the turns of a conversation with these `tools`."""
         self._chat = chat
         self._tools = tools
         self._tool_choice: ToolChoice = tool_choice

@@ -30,9 +30,7 @@ class Batch(Protocol[T_co]):
     rows: list[Row]
     """The rows to be sampled."""
 
-    def write(self, sampled: Sequence[SampledRow]) -> T_co:
-        """Return the output for these rows, in their order."""
-        ...
+    def write(self, sampled: Sequence[SampledRow]) -> T_co: ...
 
 
 @dataclass(slots=True, eq=False)

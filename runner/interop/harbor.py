@@ -132,7 +132,6 @@ class Harbor(Environment):
         yield {}
 
     async def setup(self) -> None:
-        """Open the sandbox."""
         self._harbor = task = read_task(Path(self.task.info["folder"]), storage=self._storage)
         self.limits = replace(
             self.limits,

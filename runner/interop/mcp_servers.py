@@ -346,7 +346,6 @@ class McpDataset(Dataset):
             yield tools if self._is_shared else []
 
     async def setup(self) -> None:
-        """Add the tools."""
         if self._is_shared:
             self.tools += self.shared
             return

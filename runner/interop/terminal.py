@@ -94,7 +94,6 @@ class Terminal(Environment):
         yield
 
     async def setup(self) -> None:
-        """Open the sandbox."""
         if not self._check_command():
             raise BadEnvironment(
                 f"task {self.task.id!r} has no check: give check=, or the task's info the command as 'check'."

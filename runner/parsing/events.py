@@ -76,7 +76,6 @@ class EventCollector:
         return events
 
     def think(self, text: str) -> None:
-        """Add text to the reasoning."""
         if not self._inside:
             text = text.lstrip()
             self._blank = "\n" if self._thought else ""
@@ -87,11 +86,9 @@ class EventCollector:
             self._events.append(ReasoningPiece(text))
 
     def end_part(self) -> None:
-        """End the current part of the reasoning or the content."""
         self._blank, self._inside = "", False
 
     def say(self, text: str) -> None:
-        """Add text to the content."""
         if not self._inside and (self._calls or self._stripped):
             text = text.lstrip()
             self._blank = "\n" if self._content else ""

@@ -220,7 +220,6 @@ class _Section:
         return None
 
     def finish(self, collector: EventCollector) -> None:
-        """Emit all that is left."""
         text = self._before + "".join(self._parts)
         for part in self._reader.parts(text, self._schemas, begun=self._begun):
             if isinstance(part, ReadCall):

@@ -102,7 +102,6 @@ class RunComparison:
         return next((each for each in self.differences if each.metric == metric), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison as JSON values."""
 
         def row(each: MetricDifference) -> dict[str, Any]:
             names = list(MetricDifference.__dataclass_fields__)

@@ -162,7 +162,6 @@ class Viewer:
             self._server.server_close()
 
     def close(self) -> None:
-        """End `serve`."""
         self._server.shutdown()
 
     def files(self) -> list[str]:

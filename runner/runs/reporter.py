@@ -43,7 +43,6 @@ class Reporter:
         """Receive a committed trajectory."""
 
     def say(self, line: str) -> None:
-        """Print a line on stderr."""
         try:
             print(printable(line), file=sys.stderr, flush=True)
         except BrokenPipeError:

@@ -52,7 +52,6 @@ class Slots:
         self._taken += 1
 
     def release(self) -> None:
-        """Free a slot."""
         self._taken -= 1
         self._one_is_free.set()
 

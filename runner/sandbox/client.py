@@ -166,7 +166,6 @@ class _FileOutput(Output):
         self._file, self._most_bytes = file, most_bytes
 
     def add(self, chunk: bytes) -> None:
-        """Write the next bytes."""
         self._most_bytes -= len(chunk)
         if self._most_bytes < 0:
             raise OSError("the output of the container engine is larger than expected")

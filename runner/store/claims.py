@@ -101,7 +101,6 @@ class Claims:
         return Claimed(visit, frozenset(finished), attempts, bool(row["group_scored"]))
 
     def close(self) -> None:
-        """Delete the ids."""
         with self._lock:
             self._given.close()
 

@@ -99,14 +99,12 @@ _REWARD: Final = """
 
 
 def weights_commit(launch: int, engine: int, version: str, figures: ProofFigures | None, now: float) -> Commit:
-    """The commit of an engine's new weights, with the results of their proof."""
     proof = (None,) * 4 if figures is None else (figures.ids, figures.median, figures.largest, figures.arrived)
     row = (launch, engine, encode_text(version), now, *proof)
     return Commit(lambda batch, packer: batch.update(insertion(WEIGHTS, 1), *row))
 
 
 def finish_commit(summary: Mapping[str, Any], *, complete: bool) -> Commit:
-    """The commit of the end of a run."""
     return Commit(lambda batch, packer: batch.update(_FINISH, encode_json(summary), int(complete)))
 
 

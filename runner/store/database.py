@@ -155,7 +155,6 @@ def _connect_reader(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def tables_in(connection: sqlite3.Connection) -> bool:
-    """Return True if the database has any table."""
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
 
 

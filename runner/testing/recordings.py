@@ -61,7 +61,6 @@ class RecordingEngine(WrappedEngine):
         return len(self._calls)
 
     def stream(self, request: GenerationRequest) -> DeltaStream:
-        """The deltas of one request, recorded as they are read."""
         return _RecordedStream(self.inner.stream(request), request, self._calls)
 
     def save(self, path: Path | str) -> None:
@@ -200,7 +199,6 @@ class RecordingFixture:
         return recording
 
     def save(self) -> None:
-        """Write the recordings."""
         for path, recording in self._recorded.items():
             if recording is not None:
                 recording.save(path)

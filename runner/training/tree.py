@@ -127,7 +127,6 @@ class TokenTree:
 
     @property
     def saving(self) -> Saving:
-        """Savings of this tree."""
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:

@@ -152,7 +152,6 @@ class ChatEngine(MessageEngine):
         check_sampling(sampling, self._format.leave_out)
 
     def stream(self, request: MessageRequest) -> ChatStream:
-        """Return the pieces of one turn; nothing happens before the block is entered."""
         return ChatStream(self._asked, request)
 
     def close_session(self, session: Session) -> None:
@@ -189,7 +188,6 @@ class ChatEngine(MessageEngine):
         await self._asked.health()
 
     def describe(self) -> dict[str, Any]:
-        """Return the header entry of the engine, as JSON."""
         server, request_format = self._asked.server, self._format
         return {
             "kind": "chat",

@@ -41,7 +41,6 @@ class RateLimiter:
 
     @property
     def limit(self) -> int:
-        """Current limit of concurrent requests."""
         return self._gate.places
 
     async def until_open(self) -> int:
@@ -109,7 +108,6 @@ class ChatRuntime(HttpRuntime[ChatServer]):
         self._answered = False
 
     def answered(self) -> None:
-        """Record an answer that began."""
         self._answered = True
         self.retries.succeeded()
         self.limiter.succeeded()

@@ -168,7 +168,6 @@ class ChatServer:
 
     @property
     def software(self) -> dict[str, str]:
-        """Version of openai."""
         version = installed_version("openai")
         return {} if version is None else {"openai": version}
 

@@ -167,7 +167,6 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> FunctionStream:
-        """Return the deltas of one request; nothing happens before the block is entered."""
         runtime = self.entered_runtime
         try:
             self.check_sampling(request.sampling)
@@ -210,7 +209,6 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
             raise _no_constraints(f"a turn under a grammar ({constraint.kind.value})")
 
     def describe(self) -> dict[str, Any]:
-        """Return the header entry of the engine, as JSON."""
         return {
             "kind": "function",
             "function": _name(self._generate),

@@ -196,7 +196,6 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         await self._open.aclose()
 
     def stream(self, request: GenerationRequest) -> RemoteStream:
-        """Return the deltas of one request; nothing happens before the block is entered."""
         exact = self._processed or request.samples_raw_distribution
         return RemoteStream(self.entered_runtime, request, exact=exact)
 
@@ -213,7 +212,6 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         await self.entered_runtime.health()
 
     def describe(self) -> dict[str, Any]:
-        """Return the header entry of the engine, as JSON."""
         info, runtime = self._info, self.entered_runtime
         assert info is not None
         software = "sglang" if info.dialect.name is ServerDialect.SGLANG else "vllm"

@@ -160,7 +160,6 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         await tasks.__aexit__(None, None, None)
 
     def stream(self, request: GenerationRequest) -> ScriptedStream:
-        """Return the deltas of one request; nothing happens before the block is entered."""
         return ScriptedStream(self.runtime, request, self.calls if self._record else None)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
@@ -179,7 +178,6 @@ class ScriptedEngine(ModelEngine[ScriptedRuntime]):
         self.runtime.die(message)
 
     def describe(self) -> dict[str, Any]:
-        """Return the header entry of the engine, as JSON."""
         return {
             "kind": "scripted",
             "model": self._model.describe(),

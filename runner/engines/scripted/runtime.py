@@ -198,7 +198,6 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
     # --- life cycle
 
     def start(self) -> None:
-        """Start to admit requests."""
         self._running = True
 
     def stop(self) -> None:
@@ -207,7 +206,6 @@ class ScriptedRuntime(ModelRuntime[ScriptedRequest]):
         self._fail("The engine was closed.", None)
 
     def is_alive(self) -> bool:
-        """Return whether requests are admitted."""
         return self._running and not self._death
 
     def require_alive(self) -> None:

@@ -254,7 +254,6 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         return self.entered_runtime
 
     def stream(self, request: GenerationRequest) -> VllmStream:
-        """Return the deltas of one request; nothing happens before the block is entered."""
         runtime = self.vllm
         return (
             ExternalStream(runtime, request) if isinstance(runtime, ExternalRuntime) else VllmStream(runtime, request)
@@ -339,7 +338,6 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         return "" if self._starting is None else self._starting.phase
 
     def describe(self) -> dict[str, Any]:
-        """Return the header entry of the engine, as JSON."""
         vllm = self.vllm
         settings = vllm.process.settings
         assert settings is not None

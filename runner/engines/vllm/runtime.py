@@ -366,7 +366,6 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     # --- life cycle
 
     def is_alive(self) -> bool:
-        """Return whether requests can be answered, as far as is known without a request."""
         return not self._stopped and self._death is None and not self.llm.errored
 
     def require_alive(self) -> None:

@@ -25,7 +25,6 @@ class Rate:
         self._buckets: deque[tuple[float, int]] = deque()  # (start, count) of a tenth of a second
 
     def add(self, count: int) -> None:
-        """Add a number of events now."""
         if not count:
             return
         now = self._clock()

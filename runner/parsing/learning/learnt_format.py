@@ -82,7 +82,6 @@ class LearntFormat:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Restore a format from the values of `as_json`."""
         learnt: Self = _adapter().validate_python(values)
         return learnt
 

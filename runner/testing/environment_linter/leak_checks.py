@@ -127,7 +127,6 @@ class TemporaryFiles:
         self.cleanup()
 
     def cleanup(self) -> None:
-        """Remove the folder."""
         self._folder.cleanup()
 
     def findings(self) -> Iterator[Finding]:

@@ -166,7 +166,6 @@ class TransferFunctions(Operators):
     # --- methods
 
     def method(self, value: Value, name: str, arguments: Sequence[Value]) -> Value:
-        """Call a method of a string or a mapping."""
         if is_concrete(value) and all(map(is_concrete, arguments)):
             return self.concrete(lambda: _read_now(self._environment.getattr(value, name)(*arguments)))
         match value:

@@ -81,7 +81,6 @@ class AppendVerdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The verdict with these attributes."""
         refusal = values["refusal"] and Property(values["refusal"])
         kind, result = Append(values["kind"]), Exactness(values["result"])
         return cls(**{**values, "kind": kind, "result": result, "refusal": refusal})

@@ -173,7 +173,6 @@ class TemplateProfile:
             yield name, value, sentences[value if isinstance(value, enum.Enum | bool) else bool(value)]
 
     def as_json(self) -> dict[str, Any]:
-        """Names and plain values."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
         return values
 
