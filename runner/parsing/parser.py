@@ -29,6 +29,9 @@ from runner.tools.tool import Tool
 
 __all__ = ["CallNumbers", "ParsedText", "TurnParser"]
 
+MAX_CONSTRAINTS = 256
+"""Most constraints that a parser keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
@@ -168,15 +171,21 @@ class TurnParser:
             raise BadOption(self._unenforceable(tool_choice))
         if self.format.harmony:
             return harmony_constraint(form, tools, tool_choice, self.control_tokens)
-        return constraint(
-            form,
-            tools,
-            tool_choice,
-            parallel=parallel,
-            thought=self.format.reasoning,
-            control_tokens=self.control_tokens,
-            stops=self.stops,
-        )
+        # Every turn of every episode has one of a few.
+        key = tool_choice, parallel, *[(tool.name, tool.parameters_text, tool.parallel) for tool in tools]
+        if key not in self._constraints:
+            if len(self._constraints) >= MAX_CONSTRAINTS:
+                self._constraints.clear()
+            self._constraints[key] = constraint(
+                form,
+                tools,
+                tool_choice,
+                parallel=parallel,
+                thought=self.format.reasoning,
+                control_tokens=self.control_tokens,
+                stops=self.stops,
+            )
+        return self._constraints[key]
 
     def _unenforceable(self, tool_choice: ToolChoice) -> str:
         what, leave = f"tool_choice={tool_choice!r}", "give 'auto'"
@@ -192,6 +201,10 @@ class TurnParser:
     @property
     def _reads_by(self) -> str:
         return self.named.name if self.named is not None else "the model's response_template"
+
+    @cached_property
+    def _constraints(self) -> dict[tuple[object, ...], Constraint | None]:
+        return {}
 
     @cached_property
     def _response(self) -> ResponseTemplateReader | None:

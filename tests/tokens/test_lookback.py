@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ import jinja2.nodes
 import pytest
 
 from runner.messages import Message
-from runner.tokens.bridging.locality import Locality
+from runner.tokens.bridging.locality import Locality, _proven
 from runner.tokens.bridging.prompts import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.lookback.proof import Lookback, Proofs
+from runner.tokens.probe_messages import ANSWER, QUESTION
 from runner.tokens.template import ChatTemplate, Renderer, ToolSchema, environment
 from runner.tokens.turn_shape import AnsweredTurn, Arrival, TurnShape
 from tests import sweeps
@@ -216,6 +218,15 @@ def test_the_templates_that_come_with_us_do_not_look_back(name: str, shape: Turn
     proofs = Proofs(ChatTemplate.load(name).renderer())
     assert proofs.past(shape, [ADD]) is Lookback.NONE
     assert not proofs.words_matter(shape, [ADD])
+
+
+@pytest.mark.parametrize(("clock", "proofs"), [("", 1), ("{{ strftime_now('%d') }}", 2)], ids=["no clock", "clock"])
+def test_runs_share_proofs_of_templates_without_a_clock(clock: str, proofs: int) -> None:
+    before = _proven.cache_info().misses
+    for day in (1, 2):
+        renderer = ChatTemplate(behind(clock + "{# shared #}"), name="inline").renderer({}, datetime(2026, 1, day))
+        assert Locality(PromptRenderer(renderer)).is_local(AnsweredTurn([QUESTION, ANSWER], [QUESTION]))
+    assert _proven.cache_info().misses - before == proofs
 
 
 @pytest.mark.parametrize("shape", [USER, TOOL], ids=["user", "tool"])

@@ -223,7 +223,8 @@ class _Question:
 
 def _key_of(renderer: Renderer) -> tuple[object, ...]:
     template = renderer.template
-    return template.text, canonical_json([template.variables, renderer.options, renderer.fits_tools]), renderer.now
+    now = renderer.now if "strftime_now" in template.text else None  # else each run would prove all shapes again
+    return template.text, canonical_json([template.variables, renderer.options, renderer.fits_tools]), now
 
 
 @lru_cache(PROOF_CACHE_SIZE)
