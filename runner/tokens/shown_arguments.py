@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from runner.tokens.tool_forms import SHOWN_IN_ALL, ToolsForm, is_simple, listed, noted, parameters_in, target_of
+from runner.tokens.tool_forms import (
+    SHOWN_IN_ALL,
+    ToolsForm,
+    current,
+    is_simple,
+    listed,
+    noted,
+    parameters_in,
+    target_of,
+)
 
 __all__ = [
     "ALL_SORTS",
@@ -67,6 +76,7 @@ def unseen_of(render: RenderTool, tool: Mapping[str, Any]) -> list[Unseen]:
 
 def unseen_arguments(render: RenderTool, parameters: Mapping[str, Any]) -> list[Unseen]:
     """Return the parts of arguments that are left out, for a schema of type object."""
+    parameters = current(parameters)
     whole = listed(parameters)
     if not isinstance(whole.get("properties"), Mapping):
         return []
@@ -93,7 +103,7 @@ def needs_fitting(render: RenderTool) -> bool:
 
 def fitted(render: RenderTool, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of arguments with each argument that the template does not show written in another form."""
-    parameters = listed(parameters)
+    parameters = listed(current(parameters))
     if not isinstance(parameters.get("properties"), Mapping):
         return {**parameters}
     if render(_undescribed()) is None and render(_undescribed(description="")) is not None:

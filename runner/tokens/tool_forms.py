@@ -17,6 +17,7 @@ from urllib.parse import unquote
 __all__ = [
     "SHOWN_IN_ALL",
     "ToolsForm",
+    "current",
     "is_simple",
     "listed",
     "noted",
@@ -54,6 +55,42 @@ def parameters_in(form: ToolsForm, parameters: Schema) -> Schema:
     if form is ToolsForm.WRITTEN or _is_plain(parameters):
         return parameters
     return _Rewriting(parameters, form).whole()
+
+
+def current(schema: Any) -> Any:
+    """Return a schema with tuples, dependencies and dynamic references as in dialect 2020-12; as it is without these.
+
+    Dynamic references become plain ones, which is all that a single schema needs.
+    """
+    if isinstance(schema, list):
+        several = [current(each) for each in schema]
+        return several if any(new is not old for new, old in zip(several, schema, strict=True)) else schema
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {
+        key: {name: current(each) for name, each in value.items()}
+        if key in _BY_NAME and isinstance(value, Mapping)
+        else value
+        if key in _VALUES
+        else current(value)
+        for key, value in schema.items()
+    }
+    if isinstance(made.get("items"), list):
+        made["prefixItems"] = made.pop("items")
+        if "additionalItems" in made:
+            made["items"] = made.pop("additionalItems")
+    for key in ("$dynamicRef", "$recursiveRef"):
+        if key in made:
+            made.setdefault("$ref", made.pop(key))
+    if isinstance(before := made.get("dependencies"), Mapping):
+        del made["dependencies"]
+        schemas = {name: each for name, each in before.items() if isinstance(each, Mapping)}
+        made["dependentSchemas"] = {**schemas, **made.get("dependentSchemas", {})}
+    return schema if made == schema else made
+
+
+_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+"""Keywords whose value has a schema for each of some names."""
 
 
 def listed(parameters: Schema) -> Schema:

@@ -11,7 +11,7 @@ import pytest
 
 from runner.tokens.shown_arguments import ArgumentPart, unseen_of
 from runner.tokens.template import ChatTemplate, Renderer
-from runner.tokens.tool_forms import ToolsForm, parameters_in, unresolved
+from runner.tokens.tool_forms import ToolsForm, current, parameters_in, unresolved
 from tests.conformance.argument_kinds import KINDS, kinds
 from tests.conformance.corpus import corpus
 from tests.tokens.bridging import QUESTION, chatml
@@ -205,6 +205,40 @@ def test_target_of_every_form_of_reference_is_shown(reference: str, definition: 
     assert "$ref" not in text
     assert unseen_of(renderer(TYPES).render_tool, tool) == []
     assert [*unresolved(tool["function"]["parameters"])] == []
+
+
+IN = {"type": "object", "properties": {"zqin": {"enum": ["zqvalue"]}}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "array", "items": [{"type": "string"}, IN], "additionalItems": False},
+        {"type": "array", "items": [{"type": "string"}], "additionalItems": IN},
+        {"$dynamicRef": "#node"},
+        {"$recursiveRef": "#/$defs/In"},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "dependencies": {"a": IN, "zqin": ["a"]}},
+    ],
+    ids=["tuple", "rest of a tuple", "dynamic reference", "recursive reference", "dependencies"],
+)
+def test_parts_in_keywords_of_older_dialects_are_shown(given: dict[str, Any]) -> None:
+    tool = tool_with(given, **{"$defs": {"In": {**IN, "$dynamicAnchor": "node"}}})
+    text = shown(renderer(TYPES), tool)
+    assert "zqin" in text
+    assert "zqvalue" in text
+    assert unseen_of(renderer(TYPES).render_tool, tool) == []
+    assert renderer(DUMPS).shown([tool]) == [tool]
+    assert unseen_of(renderer(DUMPS).render_tool, tool) == []
+
+
+def test_arguments_with_names_of_keywords_are_no_keywords() -> None:
+    properties = {
+        name: {"type": "string", "enum": [f"zq{name}"]} for name in ("items", "dependencies", "$recursiveRef")
+    }
+    tool = tool_with({"type": "object", "properties": properties})
+    assert current(tool) is tool
+    text = shown(renderer(TYPES), tool)
+    assert all(f"zq{name}" in text for name in properties)
 
 
 @pytest.mark.parametrize("reference", ["#nothing", "#/$defs/Nothing", "#/$defs/Other/anyOf/7", "other.json"])
