@@ -43,7 +43,7 @@ _OTHER_CONTEXT = (
     "that runs beside others."
 )
 
-_MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted")
+_MISNESTED = re.compile(r"cancel scope|(Nursery|Cancel scope) stack corrupted|Nursery misnesting")
 
 
 class AuthorExit(Exception):
@@ -168,7 +168,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def _own_text(error: BaseException) -> str:
-    if isinstance(error, RuntimeError) and _MISNESTED.search(str(error)):  # the text of anyio and trio is long
+    # The texts of anyio and trio are long, and name no fix.
+    if isinstance(error, RuntimeError | AssertionError) and _MISNESTED.search(str(error)):
         text = f"{str(error).splitlines()[0]}: a task group or a cancel scope is open; {HOW_TO_CLOSE}"
         return f"{text}; open what several episodes share in lifespan()" if "a different task" in text else text
     if not isinstance(error, BaseExceptionGroup):

@@ -288,6 +288,24 @@ async def test_on_trio_what_cannot_be_closed_fails_its_episode_alone(opens: str,
 
 
 @ON_TRIO
+async def test_on_trio_groups_closed_out_of_order_name_the_fix() -> None:
+    class Crosses(Opens):
+        async def setup(self) -> None:
+            if self.task.id == "t1":
+                self.outer = await anyio.create_task_group().__aenter__()
+                self.inner = await anyio.create_task_group().__aenter__()
+
+        async def close(self) -> None:
+            if self.task.id == "t1":
+                await self.outer.__aexit__(None, None, None)
+
+    trajectories, run = await played(Crosses("anyio_group", "never", "never"))
+    assert [each.outcome for each in trajectories][::2] == [Outcome.COMPLETED] * 2
+    said = trajectories[1].error + " ".join(run.summary.faults)
+    assert "misnesting detected!: a task group or a cancel scope is open; close it in close()" in said, said
+
+
+@ON_TRIO
 @pytest.mark.parametrize("does", ["waits", "dies", "cancels"])
 @pytest.mark.parametrize("opens", ["setup", "rollout", "first", "reward"])
 async def test_on_trio_a_hidden_group_fails_its_episode_alone(opens: str, does: str) -> None:
