@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,15 +17,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor
+from runner.concurrency.loop_lag import LATE_SECONDS, LagMonitor, author_frame
 from runner.engines.base import FinishReason
 from runner.quantities import counted
 from runner.runs.live_stats import TEMPLATE_ADVICE, as_time, suspect_template
-from runner.runs.reporter import discard
+from runner.runs.reporter import START_INTERVAL_SECONDS, discard
 from runner.tokens.junction import Result
 from runner.transcript import printable, printable_line
 
-__all__ = ["lag_lines", "make_console", "own_command", "quoted", "summary_table"]
+__all__ = ["lag_lines", "make_console", "naming_slow_code", "own_command", "quoted", "summary_table"]
 
 MAX_FAULTS = 3
 """Faults and causes that are shown; the others are counted."""
@@ -33,6 +36,28 @@ PIPED_WIDTH = 200
 MAX_PLAIN_MEAN = 1e9
 """Means above this are shown with an exponent, since a float may have 309 digits."""
 UNTRAINED = "no request is trained: programs without tools are trained only with --train, or serve(train=True)"
+
+
+@contextmanager
+def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
+    """Print on stderr at this interval where the author's code is: a module, a constructor or `tasks()` may be slow."""
+    caller, over = threading.get_ident(), threading.Event()
+    script = os.path.abspath(sys.argv[0])  # the command itself is no author's code
+
+    def look() -> None:
+        while not over.wait(seconds):
+            frame = author_frame(sys._current_frames().get(caller))
+            if frame is not None and (file := frame.f_code.co_filename) != script:
+                place = f"{frame.f_code.co_qualname}, {file}:{frame.f_lineno}"
+                print(printable_line(f"waiting for {place}"), file=sys.stderr, flush=True)
+
+    watching = threading.Thread(target=look, name="deltarunner start", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
 
 
 class _ReaderOptionalConsole(Console):

@@ -21,7 +21,7 @@ from rich.text import Text
 from runner.cli.display import PlainDisplay, display_for
 from runner.cli.name_values import parse_limits, parse_logit_bias, parse_pairs, parse_values
 from runner.cli.quiet_output import quiet_output
-from runner.cli.report import lag_lines, make_console, own_command, quoted, summary_table
+from runner.cli.report import lag_lines, make_console, naming_slow_code, own_command, quoted, summary_table
 from runner.cli.run_engines import agent_engines, engine_with_workers
 from runner.cli.settings import RunSettings
 from runner.engines.base import BaseEngine, Engine
@@ -135,7 +135,7 @@ def play_plan(
     log = _log_path(settings)
     shown: ConsoleRun | None = None
     try:
-        with redirect_stdout(sys.stderr) if settings.json else nullcontext():
+        with naming_slow_code(), redirect_stdout(sys.stderr) if settings.json else nullcontext():
             plan = make_plan()
         with _console(settings, log) as console:
             shown = ConsoleRun(plan, console, log)

@@ -110,6 +110,8 @@ async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Eve
 
 COMMAND = """
 import signal
+from runner.cli import report, run
+run.naming_slow_code = lambda: report.naming_slow_code(0.2)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell without job control makes programs ignore it
 from runner.cli.app import main
 main()
@@ -141,8 +143,12 @@ def test_ctrl_c_names_the_line_of_a_hanging_tasks(command: str, tmp_path: Path) 
         until = time.monotonic() + 300
         while not (tmp_path / "begun").exists() and time.monotonic() < until:
             time.sleep(0.05)
+        assert process.stderr is not None
+        before = process.stderr.readline() if command == "run" else ""
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=300)
+    if command == "run":
+        assert before.startswith(f"waiting for Game.tasks, {tmp_path / 'game.py'}:"), before
     assert process.returncode == 130, said
     assert f"deltarunner: interrupted in tasks(), {tmp_path / 'game.py'}:" in said
     assert "Traceback" not in said
