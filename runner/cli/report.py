@@ -42,7 +42,7 @@ UNTRAINED = "no request is trained: programs without tools are trained only with
 def naming_slow_code(seconds: float = START_INTERVAL_SECONDS) -> Iterator[None]:
     """Print on stderr at this interval where the author's code is: a module, a constructor or `tasks()` may be slow."""
     caller, over = threading.get_ident(), threading.Event()
-    script = os.path.abspath(sys.argv[0])  # the command itself is no author's code
+    script = os.path.abspath(sys.argv[0])  # the command itself is not an author's code
 
     def look() -> None:
         while not over.wait(seconds):
