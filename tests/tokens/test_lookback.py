@@ -15,7 +15,7 @@ import pytest
 
 from runner.messages import Message
 from runner.tokens.bridging.locality import Locality, _proven
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.lookback.proof import Lookback, Proofs

@@ -8,7 +8,7 @@ import pytest
 
 from runner.messages import Message
 from runner.tokens.bridging.locality import Locality
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.lookback.proof import Proofs
 from runner.tokens.template import ChatTemplate

@@ -1,4 +1,4 @@
-"""VLLM's trainer end in this process: it runs in threads, and the receiver's steps on the event loop."""
+"""Trainer end of vLLM's weight transfer in this process: in threads, beside the receiver's steps on the loop."""
 
 from __future__ import annotations
 

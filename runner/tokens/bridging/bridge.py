@@ -19,7 +19,7 @@ from typing import TypeAlias
 from runner.messages import Message
 from runner.tokens.bridging.content_spans import FIELDS, Field, Rendering, Span, absent
 from runner.tokens.bridging.locality import Locality
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.bridging.tail_ids import TailIds

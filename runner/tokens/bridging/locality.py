@@ -16,7 +16,7 @@ from typing import cast
 
 from runner.messages import Message, canonical_json
 from runner.tokens.bridging.content_spans import words
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.bridging.tail import Further, Tail
 from runner.tokens.lookback.proof import Lookback, Proofs

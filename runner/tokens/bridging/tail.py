@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from runner.messages import Message
 from runner.tokens.bridging.content_spans import ControlNames, Field, Rendering, Span, absent, find
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.template import ToolSchema
 from runner.tokens.token_diff import first_mismatch

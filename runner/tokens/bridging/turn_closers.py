@@ -9,7 +9,7 @@ from typing import Final
 
 from runner.messages import Message
 from runner.tokens.bridging.content_spans import words
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Unbridgeable
 from runner.tokens.bridging.tail import Tail
 from runner.tokens.probe_messages import AGAIN_ASKED, ANSWER, CALL, QUESTION, SYSTEM, result

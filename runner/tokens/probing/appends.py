@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 from runner.messages import Message
 from runner.tokens.bridging.bridge import Bridge, Bridger
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.byte_tokenizer import ByteTokenizer
 from runner.tokens.control_text import lacking, special_tokens, tag_tokens

@@ -11,7 +11,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.control_text import special_tokens
 from runner.tokens.probe_messages import (

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from runner.errors import BadTemplate
-from runner.tokens.bridging.prompts import PromptRenderer
+from runner.tokens.bridging.prompt_renderer import PromptRenderer
 from runner.tokens.bridging.refusal import Property, Unbridgeable
 from runner.tokens.probe_messages import QUESTION
 from runner.tokens.probing.traits import options_of

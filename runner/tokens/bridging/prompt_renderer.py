@@ -1,4 +1,4 @@
-"""Prompts: renders that ask the model to speak exactly once, and show all messages."""
+"""Renders prompts, and checks that each asks the model to speak exactly once and shows all messages."""
 
 from __future__ import annotations
 
