@@ -30,7 +30,7 @@ class BestOfN(Rhymes):
         for _ in range(3):
             tries = await conversation.tries(4)
             conversation.keep(max(tries, key=self.score))
-            conversation.add("Another line that ends alike.")
+            conversation.add("Another line that ends in the same way.")
 
 
 class TreeSearch(Rhymes):
@@ -45,7 +45,7 @@ class TreeSearch(Rhymes):
                     group.start_soon(one.generate)
             beam = sorted(ways, key=lambda one: self.score(one.turns[-1]), reverse=True)[:2]
             for one in beam:
-                one.add("Another line that ends alike.")
+                one.add("Another line that ends in the same way.")
 
     @reward
     def rhymes(self) -> dict[str, float]:
@@ -60,13 +60,13 @@ class RetryFromTheMiddle(Rhymes):
         await self.lines(conversation, 4)
         if not self.score(conversation.turns[-1]):
             conversation.keep(conversation.turns[1], train_others=True)
-            conversation.add("Another line that ends alike.")
+            conversation.add("Another line that ends in the same way.")
             await self.lines(conversation, 2)
 
     async def lines(self, conversation: Conversation, count: int) -> None:
         for _ in range(count):
             await conversation.generate()
-            conversation.add("Another line that ends alike.")
+            conversation.add("Another line that ends in the same way.")
 
 
 async def main(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Somebody else's loop asks with whole histories: where each is found to stand, and which ids are gone on from."""
+"""Agents with a loop of their own send whole histories: where each is found to stand, and which ids are continued."""
 
 from __future__ import annotations
 
