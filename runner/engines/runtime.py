@@ -400,7 +400,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
             figures, why = self.proofs.compare(proof, scores, self.dtype, in_steps=scored.in_steps)
             if why:
                 where = f" of its data-parallel rank {scored.rank}" if len(self.gate.ranks) > 1 else ""
-                how = " for ids in steps, as turns sample them, but for ids in a prompt" if scored.in_steps else ""
+                how = " for ids in steps, as turns sample them, although it does in a prompt" if scored.in_steps else ""
                 raise self.ended_by(
                     f"the proof of the weights {version!r}{where} does not hold{how}: {why}. {self.stale_workers()}"
                     "Nothing was sampled with them. `deltarunner check-weights MODEL` lists the tensors that do not "
