@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, ContextVar, Token, copy_context
 from functools import partial
+from itertools import compress, repeat
+from operator import is_not
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
@@ -107,16 +109,15 @@ class ThreadContext:
     def run(self, function: Callable[[], Any]) -> Any:
         """Make the call, in the thread."""
         given = dict.fromkeys(_HAD.get(), Token.MISSING) | dict(copy_context())
-        for variable, value in given.items():
-            if self._given.get(variable, Token.MISSING) is not value:
-                self._given[variable] = value
-                self._own.run(_assign, variable, value, self._own_tokens)
+        for variable, value in _other_values(given, self._given, Token.MISSING):
+            self._given[variable] = value
+            self._own.run(_assign, variable, value, self._own_tokens)
         before = dict(self._own)
         try:
             return self._own.run(function)
         finally:
             after = dict.fromkeys(before, Token.MISSING) | dict(self._own)
-            self._changed = {each: value for each, value in after.items() if before.get(each, self) is not value}
+            self._changed = dict(_other_values(after, before, self))
 
     def publish(self) -> None:
         """Set or reset in the calling task what the last call has set or reset."""
@@ -125,6 +126,11 @@ class ThreadContext:
             _assign(variable, value, self._task_tokens)
         self._changed = {}
         _HAD.set(frozenset(copy_context()))
+
+
+def _other_values(now: dict[Any, Any], before: dict[Any, Any], missing: object) -> list[tuple[Any, Any]]:
+    """The items of `now` whose values are other objects than those of `before`; few, so no loop in Python."""
+    return list(compress(now.items(), map(is_not, now.values(), map(before.get, now, repeat(missing)))))
 
 
 def _assign(variable: ContextVar[Any], value: Any, tokens: _Tokens) -> None:

@@ -121,7 +121,7 @@ def open_conversation(
     name: str,
     *,
     system_prompt: str | None,
-    prompt: Prompt,
+    prompt: Sequence[Message],
     tools: Sequence[Tool],
     train: bool,
     sampling: Sampling | None = None,
@@ -129,7 +129,8 @@ def open_conversation(
 ) -> Conversation:
     """Open the conversation of an agent that has none; see `Episode.conversation` for the arguments.
 
-    It is `counted` if the run's sampling and limits apply: None for all that are trained.
+    The `prompt` is as `as_messages` returns it. The conversation is `counted` if the run's sampling and limits apply:
+    None for all that are trained.
     """
     if train and name in episode.shared.other_models:
         raise BadOption(f"agent {name!r} plays on an engine of its own (engines={{{name!r}: ...}}): it is not trained.")
@@ -140,7 +141,7 @@ def open_conversation(
             "conversation without train=True to evaluate it."
         )
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-    messages += as_messages(prompt)
+    messages += prompt
     counted = train if counted is None else counted
     state = ConversationState(
         name, episode, train=train, counted=counted, tools=tools, messages=messages, sampling=sampling

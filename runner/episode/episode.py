@@ -182,7 +182,13 @@ class Episode:
         if name == MAIN:
             raise RuntimeError("agent 'main' is opened after prompt(), by the runner; name another one before that.")
         return open_conversation(
-            self._state, name, system_prompt=system_prompt, prompt=prompt, tools=tools, train=train, sampling=sampling
+            self._state,
+            name,
+            system_prompt=system_prompt,
+            prompt=as_messages(prompt),
+            tools=tools,
+            train=train,
+            sampling=sampling,
         )
 
     async def chat(

@@ -69,10 +69,10 @@ def _read_stop(stored: Any) -> Any:
 
 
 def _encode_calls(calls: Sequence[ToolCall]) -> str:
-    names = ("id", "name", "arguments", "error")
     return encode_json(
         [
-            {**{name: getattr(call, name) for name in names}, **({"failed": True} if call.failed else {})}
+            {"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error}
+            | ({"failed": True} if call.failed else {})
             for call in calls
         ]
     )

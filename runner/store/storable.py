@@ -68,7 +68,7 @@ def _are_plain(values: Sequence[Any]) -> bool:
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return True
-        dicts, lists = _of_type(dict, values), _of_type(list, values)
+        dicts, lists = (_of_type(kind, values) if kind in kinds else () for kind in (dict, list))
         if not kinds <= _KEPT or not _TEXT.issuperset(map(type, chain.from_iterable(dicts))):
             return False
         values = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]

@@ -288,12 +288,14 @@ def _splitter(added: Iterable[tokenizers.AddedToken]) -> Callable[[str], list[st
     )
     if not names:
         return None
-    sizes = sorted({len(name) for name in names})
-    beginnings = re.compile("|".join(sorted({re.escape(name[:2]) for name in names})))
+    # The two-character ones first, since one of a single character begins others too.
+    beginnings = sorted({name[:2] for name in names}, key=len, reverse=True)
+    sizes = {each: sorted({len(name) for name in names if each.startswith(name[:2])}) for each in beginnings}
+    pattern = re.compile("|".join(map(re.escape, beginnings)))
 
     def split(text: str) -> list[str]:
-        begins = map(re.Match.start, beginnings.finditer(text))
-        cuts = [start for start in begins if any(text[start : start + size] in names for size in sizes)]
+        begins = [(match.start(), sizes[match[0]]) for match in pattern.finditer(text)]
+        cuts = [start for start, sized in begins if any(text[start : start + size] in names for size in sized)]
         return [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
 
     return split
