@@ -419,11 +419,9 @@ class Group:
     complete: bool = True
     """True if every episode of the group has been played."""
 
-    def __iter__(self) -> NoReturn:
-        raise TypeError("a Group is not iterable: use group.trajectories")
-
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(f"a Group has no items: use group.trajectories[{index!r}]")
+        """Raise an error with the fix, also for a loop over the group."""
+        raise TypeError("a Group is not a list: use group.trajectories")
 
     @property
     def has_spread(self) -> bool:
