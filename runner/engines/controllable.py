@@ -187,7 +187,7 @@ class Controllable:
             return await self._apply(checked, PauseMode.of(mode))
 
     async def prove(self, proof: WeightProof, adapter: str | None = None) -> ProofFigures:
-        """Compare the engine's current weights with a proof; turns continue during this.
+        """Compare the engine's current weights with a proof; turns continue during this. A paused engine scores later.
 
         Call it before the first update, with a proof of the starting weights, to measure the difference by rounding
         alone. Later proofs of the same ids and number types then have three times that difference as their tolerance,
@@ -239,6 +239,7 @@ class Controllable:
 
     async def _check(self, given: Any, version: str | None, proof: WeightProof | None) -> CheckedUpdate:
         runtime = self._controlled()
+        runtime.require_alive()
         runtime.require_weights_awake("update_weights()")
         new = runtime.new_version(version)
         if proof is not None:
@@ -247,6 +248,7 @@ class Controllable:
 
     async def _apply(self, checked: CheckedUpdate, mode: PauseMode) -> WeightUpdate:
         runtime = self._controlled()
+        runtime.require_alive()
         runtime.require_weights_awake("update_weights()")
         runtime.require_unused(checked.version)
         return await runtime.apply_update(checked, mode)

@@ -170,6 +170,8 @@ async def test_a_proof_that_does_not_hold_ends_the_engine() -> None:
         ):
             await engine.update_weights("any", proof=wrong)
         assert not engine.is_alive()
+        with pytest.raises(EngineDead, match=r"the proof of the weights '1' does not hold"):
+            await engine.update_weights("any", proof=model.proof())  # as one that waited for the first
         assert engine.weight_version == "scripted", "nothing was sampled with the new ones"
 
 
