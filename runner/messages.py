@@ -87,6 +87,7 @@ class ToolCall:
     """True if `call_tools` answered it with an error: wrong arguments, no such tool, `ToolError`, or too slow."""
 
     def as_message(self) -> ToolCallMessage:
+        """Return the call in the form of an assistant message."""
         return {
             "id": self.id,
             "type": "function",

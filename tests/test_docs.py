@@ -148,6 +148,7 @@ WITHIN = (
     "runner.cluster.driver.Driver",
     "runner.cluster.run_setups.RunSetups",
     "runner.concurrency.clocks.Progress",
+    "runner.concurrency.clocks.Waiting",
     "runner.endpoint.episode_route.EpisodeRoute",
     "runner.endpoint.client_config.Address",
     "runner.engines.scripted.run_files.RecordedRun",

@@ -134,6 +134,7 @@ class AdmissionGate:
 
     @property
     def waiting(self) -> int:
+        """Requests that wait for a place."""
         return sum(map(len, self._queues()))
 
     @property

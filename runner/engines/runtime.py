@@ -314,6 +314,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         """
 
     async def devices(self) -> list[str]:
+        """Return the device of each worker."""
         return []
 
 

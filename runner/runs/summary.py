@@ -70,6 +70,7 @@ class UsageCounts:
         self.models[usage.model] += 1
 
     def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"models": dict(self.models)}
 
 
@@ -207,6 +208,7 @@ class Summary:
 
     @property
     def failed(self) -> int:
+        """The number of failed episodes."""
         return sum(count for outcome, count in self.outcomes.items() if outcome.failed)
 
     @property
@@ -297,6 +299,7 @@ class Summary:
         return summary_html(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
         powers = [1 << power for power in range(self.group_size.bit_length())]
         scored = sum(count for outcome, count in self.outcomes.items() if outcome.scored)
         return {

@@ -378,6 +378,7 @@ class RunFile:
         return sorted({name for row in self._pages(statement, {}) for name in decode_json(row[column])})
 
     def task(self, row: EpisodeRow) -> Task:
+        """The task of an episode."""
         (task,) = self._one("SELECT task FROM tasks WHERE id = ? AND visit = ?", encode_text(row.task_id), row.visit)
         return self._decode_task(task)
 

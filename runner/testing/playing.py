@@ -58,6 +58,7 @@ EnvironmentOrClass: TypeAlias = Environment[Any] | type[Environment[Any]]
 """An environment, or its class if that needs no arguments."""
 
 EngineOrReplies: TypeAlias = BaseEngine | Replies | Sequence[ReplySource]
+"""An engine, or the replies of a scripted engine."""
 
 RECENT_EPISODES: Final[deque[tuple[Trajectory, BaseEngine]]] = deque(maxlen=16)
 """The last episodes of the current test, for failure reports; the plugin clears it after each test."""

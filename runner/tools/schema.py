@@ -36,6 +36,7 @@ from runner.tools.validators import validator_of
 __all__ = ["Check", "FunctionSchema", "JsonSchema", "check_by_schema", "explicit_schema", "function_schema"]
 
 JsonSchema: TypeAlias = dict[str, Any]
+"""A JSON schema as a JSON object."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], "dict[str, Any] | list[str]"]
 """Arguments of a model -> arguments for the call, or the problems with them, one clause each."""

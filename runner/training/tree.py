@@ -127,6 +127,7 @@ class TokenTree:
 
     @property
     def saving(self) -> Saving:
+        """Savings of this tree."""
         return Saving.of([self])
 
     def mask(self) -> NDArray[np.bool_]:

@@ -144,6 +144,7 @@ class WeightReport:
         return [row for row in self.rows if row.verdict is Verdict.WRONG]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON."""
         rows = [asdict(row) for row in self.rows]
         return {
             "model": self.model,

@@ -168,6 +168,7 @@ class ModelCall:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
+        """All ids of the prompt."""
         return self.request.prompt
 
     @cached_property
