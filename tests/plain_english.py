@@ -163,14 +163,14 @@ def main() -> int:
     options = parser.parse_args()
 
     paths = sorted(SOURCE.rglob("*.py"))
+    if unknown := {*options.packages} - {*map(package_of, paths)}:
+        parser.error(f"no package or module of runner/: {', '.join(sorted(unknown))}; such as cluster or models.py")
     found: dict[str, list[Fault]] = defaultdict(list)
     classes: Counter[str] = Counter()
     for path in paths:
         found[package_of(path)].extend(faults_of(path))
         classes.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
 
-    if unknown := set(options.packages) - found.keys():
-        parser.error(f"no package or module of runner/: {', '.join(sorted(unknown))}; such as cluster or models.py")
     failed = False
     for package, faults in sorted(found.items()):
         if options.packages and package not in options.packages:

@@ -21,7 +21,7 @@ from tests.repository import ROOT
 pytestmark = pytest.mark.slow
 
 WATCHDOG = 600.0
-ROUNDS = 6
+ROUNDS = sweeps.times(6, 4)
 
 
 def start(file: Path) -> subprocess.Popen[bytes]:

@@ -157,13 +157,23 @@ def test_four(real_engine): play(Calculator, real_engine())
 """
 
 
+TWO_WORKERS = ("-p", "xdist", "-p", "runner.pytest_plugin", "--runner-engine", "-n", "2")
+
+
+@pytest.fixture
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes import no plugins of others, which take more than half of their time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+@pytest.mark.usefixtures("few_plugins")
 def test_one_of_several_workers_starts_models(pytester: pytest.Pytester) -> None:
-    options = ("--runner-engine", "-n", "2", "--dist", "loadfile")
-    run_apart(pytester, EACH, *options, conftest=STAND_IN).assert_outcomes(passed=4)
+    run_apart(pytester, EACH, *TWO_WORKERS, "--dist", "loadfile", conftest=STAND_IN).assert_outcomes(passed=4)
 
 
+@pytest.mark.usefixtures("few_plugins")
 def test_a_second_worker_that_would_start_a_model_is_told_what_to_do(pytester: pytest.Pytester) -> None:
-    result = run_apart(pytester, EACH, "--runner-engine", "-n", "2", conftest=STAND_IN)
+    result = run_apart(pytester, EACH, *TWO_WORKERS, conftest=STAND_IN)
     result.assert_outcomes(passed=2, failed=2)
     told = "real_engine: gw? cannot start a model while * has one. *--dist loadfile*-m engine -n 0*"
     result.stdout.fnmatch_lines([told])
