@@ -23,7 +23,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.http_retries import HttpFailure, Retries, RetryPolicy
 from runner.engines.remote.dialect import ServerDialect, SideRequest
 from runner.engines.remote.runtime import RemoteAdapters, RemoteRuntime
-from runner.engines.remote.server import Server, base_url, require_aiohttp
+from runner.engines.remote.server import RemoteServer, base_url, require_aiohttp
 from runner.engines.remote.server_probe import ServerInfo, ServerProbe, probe_request
 from runner.engines.remote.stream import RemoteStream
 from runner.errors import BadControl, BadOption, EngineDead
@@ -134,7 +134,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         model = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
         self.retries = Retries(self._policy)
         async with AsyncExitStack() as stack:
-            server = Server(self.url, api_key=self._api_key, seconds=self._timeout)
+            server = RemoteServer(self.url, api_key=self._api_key, seconds=self._timeout)
             await stack.enter_async_context(server)
             probe = ServerProbe(server, self._wait_to_retry, self._dialect, self._name)
             self._info = info = await probe.probe(model.folder, self.tokenizer)
@@ -160,7 +160,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         await anyio.sleep(seconds)
         return True
 
-    def _runtime(self, server: Server, info: ServerInfo, version: str) -> RemoteRuntime:
+    def _runtime(self, server: RemoteServer, info: ServerInfo, version: str) -> RemoteRuntime:
         room = info.room or sys.maxsize
         dialect = copy(info.dialect)
         dialect.side = self._side
@@ -177,7 +177,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             stream_interval=self._stream_interval,
         )
 
-    async def _ask_for_one_id(self, server: Server, info: ServerInfo) -> str:
+    async def _ask_for_one_id(self, server: RemoteServer, info: ServerInfo) -> str:
         """Sample one id to read the server's weight version and the kind of its log-probabilities."""
         runtime, request = self._runtime(server, info, ""), probe_request(self.tokenizer)
         try:

@@ -14,7 +14,7 @@ from runner.engines.gate import AdmissionGate
 from runner.engines.http_engine import HttpRuntime
 from runner.engines.http_retries import FailureKind, HttpFailure, Retries
 from runner.engines.remote.dialect import Call, Dialect
-from runner.engines.remote.server import Server
+from runner.engines.remote.server import RemoteServer
 from runner.engines.runtime import ModelRuntime, OpenRequest
 from runner.engines.state import PauseMode
 from runner.errors import BadControl, EngineError, RequestRejected
@@ -43,12 +43,12 @@ class RemoteAdapters(Adapters):
         raise BadControl(f"remove_adapter({name!r}): restart the server without this adapter.")
 
 
-class RemoteRuntime(HttpRuntime[Server], ModelRuntime[RemoteRequest]):
+class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     """State of an entered remote engine; a request is inside until its stream is left."""
 
     def __init__(
         self,
-        server: Server,
+        server: RemoteServer,
         dialect: Dialect,
         retries: Retries,
         *,

@@ -20,7 +20,7 @@ from runner.errors import BadOption
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Answer", "Server", "base_url", "failure_in", "require_aiohttp"]
+__all__ = ["Answer", "RemoteServer", "base_url", "failure_in", "require_aiohttp"]
 
 _KEEPALIVE_SECONDS = 2.0  # shorter than servers keep idle connections (uvicorn: 5 s), so none is used while it closes
 _BUFFER_BYTES = 1 << 20  # unread bytes of an answer, before its server has to wait
@@ -94,7 +94,7 @@ class Answer:
             self._response.close()
 
 
-class Server:
+class RemoteServer:
     """Client of the server at an address.
 
     Args:

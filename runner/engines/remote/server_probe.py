@@ -10,7 +10,7 @@ from typing import Any, Final
 from runner.engines.base import GenerationRequest
 from runner.engines.http_retries import FailureKind, HttpFailure
 from runner.engines.remote.dialect import Call, Dialect, ServerDialect
-from runner.engines.remote.server import Server
+from runner.engines.remote.server import RemoteServer
 from runner.engines.remote.sglang import SglangGenerate
 from runner.engines.remote.vllm import Completions, VllmGenerate
 from runner.errors import BadModel, BadOption, EngineError
@@ -100,7 +100,7 @@ class ServerProbe:
         name: the model's name on the server; None for its only model.
     """
 
-    server: Server
+    server: RemoteServer
     retry: Callable[[HttpFailure, int], Awaitable[bool]]
     dialect: ServerDialect | None
     name: str | None
