@@ -28,8 +28,15 @@ class OwnTask:
         """True if the function left scopes or task groups open."""
         self.cannot_be_left = False
         """True if they were still open after `close_rest`."""
-        self.tasks: TaskGroup
+        self._tasks: TaskGroup
+        self._has_others = False
         self._failure: BaseException | None = None
+
+    @property
+    def tasks(self) -> TaskGroup:
+        """Tasks that end with the function."""
+        self._has_others = True
+        return self._tasks
 
     async def run(
         self,
@@ -53,11 +60,11 @@ class OwnTask:
         done = anyio.Event()
         with self.outer:
             try:
-                async with anyio.create_task_group() as self.tasks:
+                async with anyio.create_task_group() as self._tasks:
                     if in_this_task:
                         await self._hosted(function, close_rest, done)
                     else:
-                        self.tasks.start_soon(self._hosted, function, close_rest, done, name=name)
+                        self._tasks.start_soon(self._hosted, function, close_rest, done, name=name)
                     try:
                         await done.wait()
                     except BaseException:
@@ -65,7 +72,8 @@ class OwnTask:
                             await done.wait()
                         raise
                     finally:
-                        self.tasks.cancel_scope.cancel()
+                        if self._has_others or self.left_open:
+                            self._tasks.cancel_scope.cancel()
             except BaseExceptionGroup:
                 # The group lacks the scopes that the task was in when it ended.
                 if not self.left_open:

@@ -260,7 +260,7 @@ class WorkerThread(threading.Thread):
 
     async def call(self, job: Job) -> None:
         """Run the job, and wait for it."""
-        with suppress(ValueError):  # a reserved thread is idle between two jobs
+        if self in self.idle_workers:  # a reserved thread is idle between two jobs
             self.idle_workers.remove(self)
         context = copy_context()
         # Code in the thread is not inside the event loop, and must not look so.
