@@ -167,8 +167,8 @@ class FleetEngine(PlayingEngine):
             BadControl: always.
         """
         raise BadControl(
-            f"{type(self).__name__} plays whole episodes on its workers and samples nothing here: ask for turns in an "
-            "episode, or give what asks elsewhere an engine of its own."
+            f"{type(self).__name__} plays whole episodes on its workers and samples nothing here: generate turns in "
+            "an episode, or use a separate engine for other requests."
         )
 
     async def health(self) -> None:

@@ -230,7 +230,7 @@ class Worker(EngineProcess):
             sent: RunSpec = pickle.loads(packed)
         except ImportError as error:
             raise BadEnvironment(
-                f"{self.name} cannot import what the run is of ({error}): install "
+                f"{self.name} cannot import the code of the run ({error}): install "
                 f"it on every machine, or give RayEngines(runtime_env={{'working_dir': '.'}})."
             ) from None
         except Exception as error:

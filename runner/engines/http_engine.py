@@ -132,7 +132,7 @@ class HttpRuntime(Generic[ServerT]):
             alone: True where a rejected body is specific to this request.
         """
         if failure.kind is FailureKind.REFUSED:
-            return self.death_error(f"The server at {self.server.url} refuses what it is asked: {failure}")
+            return self.death_error(f"The server at {self.server.url} refuses the requests: {failure}")
         if failure.kind is FailureKind.BAD_REQUEST:
             if alone:
                 return RequestRejected(f"{name}: {self.server.url} refuses the request: {failure}")

@@ -357,7 +357,7 @@ class _TraceCheck:
         )
 
 
-_CONTROL_TEXT = "text of a message stands as control ids, as if the template had written it"
+_CONTROL_TEXT = "text of a message became control ids, as if the template had written it"
 
 
 @dataclass(slots=True)

@@ -308,7 +308,7 @@ class _TrajectoryCheck:
 
     def _joined(self, part: _CheckedSegment, before: Turn, history: Sequence[Message], new: Sequence[Message]) -> Ids:
         if not new:
-            self._compare.differ(Kind.LAYOUT, "no message stands between this turn and the one before it")
+            self._compare.differ(Kind.LAYOUT, "there is no message between this turn and the one before it")
         if self._chat.history.policy is HistoryPolicy.FORK:
             return self._followed(part, before, [*history, *new])
         return self._made(Kind.BRIDGE, lambda: self._appended(part.segment, before, history, new))

@@ -191,7 +191,7 @@ class Locality:
         return Unbridgeable(
             property,
             f"template {self._renderer.renderer.template.name!r} prints {what} after the turn, before the new "
-            "messages, so that what the prompt has of it stands where the template would not have it",
+            "messages, so the prompt would have it at another place than the template",
         )
 
     def _example(

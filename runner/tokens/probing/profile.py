@@ -184,83 +184,81 @@ class TemplateProfile:
         return TypeAdapter(cls).validate_python(values)
 
 
-_REASONING_KEPT = "Thoughts of earlier turns stay in the text, so it is what the model itself had before it."
+_REASONING_KEPT = "Reasoning of earlier turns stays in the text, as the model saw it."
 _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
     "bos": {
         Bos.WRITTEN: "The text begins with its BOS token; nothing is added to it.",
-        Bos.TWICE: "The text begins with two BOS tokens, which no model was trained on: take one out of the template.",
+        Bos.TWICE: "The text begins with two BOS tokens, which no model was trained on: remove one from the template.",
         Bos.NOT_WRITTEN: "The template begins without a BOS token, and none is added.",
-        Bos.MISSING: "The tokenizer would begin every text with a BOS token and the template writes none: prompts here "
+        Bos.MISSING: "The tokenizer begins every text with a BOS token, but the template writes none: prompts here "
         "have none, unlike those of servers that add it.",
     },
     "default_system": {
-        True: "The template writes these words before the first question; a system message of yours "
-        "replaces them, or follows them.",
-        False: "Without a system message nothing stands before the first question.",
+        True: "The template writes this text before the first question; your system message replaces it or follows it.",
+        False: "Without a system message there is no text before the first question.",
     },
     "clock": {
-        True: "The text has the date in it, which a run freezes at its start, so that no prompt changes at midnight.",
+        True: "The text contains the date. A run keeps the date of its start, so that no prompt changes at midnight.",
         False: "The text is the same on every day.",
     },
     "options": {
         True: "Names that the template reads: set them with --template-option NAME=VALUE.",
-        False: "The template reads nothing that could be set.",
+        False: "The template reads no options.",
     },
     "generation_prompt": {
-        True: "What asks the model to speak; it is in every prompt, with loss mask 0.",
+        True: "The text that begins the model's turn; it is in every prompt, with loss mask 0.",
         False: "add_generation_prompt changes nothing: the model begins its own turn.",
     },
     "prompt_reasoning": {
-        PromptReasoning.LEFT_OPEN: "Whether a turn begins with a thought is up to the model.",
-        PromptReasoning.OPENED: "The prompt ends inside a reasoning block, so every turn begins with a thought, whose "
+        PromptReasoning.LEFT_OPEN: "The model decides whether a turn begins with reasoning.",
+        PromptReasoning.OPENED: "The prompt ends inside a reasoning block, so every turn begins with reasoning, whose "
         "opening the model did not sample.",
-        PromptReasoning.EMPTY: "The prompt ends with an empty reasoning block, which turns thinking off.",
+        PromptReasoning.EMPTY: "The prompt ends with an empty reasoning block, which turns reasoning off.",
     },
     "opened_twice": {
         True: "After some messages the assistant's turn is opened twice, which no model was trained on; such prompts "
         "are refused.",
-        False: "The assistant's turn is opened once, whatever came before.",
+        False: "The assistant's turn is opened once, after any message.",
     },
     "close": {
-        True: "What ends an answer once something follows it.",
-        False: "Nothing of its own ends an answer: the next message's opening does.",
+        True: "The text that ends an answer if a message follows.",
+        False: "An answer has no end mark: the opening of the next message ends it.",
     },
     "close_at_end": {
-        True: "What ends an answer while nothing follows it, as the model was trained to write it; where it is not the "
-        "close above, the sampled one stays and stands in its place.",
-        False: "While nothing follows, nothing ends an answer.",
+        True: "The text that ends an answer if nothing follows, as the model was trained to write it. If it differs "
+        "from the close above, the sampled one is kept and replaces that.",
+        False: "If nothing follows, an answer has no end mark.",
     },
     "close_after_call": {
-        True: "What ends a turn that called a tool: it has to be among the model's stop ids.",
-        False: "Nothing of its own ends a turn that called a tool, or the template shows no calls.",
+        True: "The text that ends a turn with calls: it must be one of the model's stop ids.",
+        False: "A turn with calls has no end mark, or the template shows no calls.",
     },
     "separator": {
         True: "The text between the close and the next message. The model never samples it; the bridge adds it, "
-        "also after another stop. Without a close, a stop takes its place.",
+        "also after another stop. Without a close, a stop replaces it.",
         False: "The next message follows the close directly.",
     },
     "stop_opens_next": {
         True: "A turn stops with the token that opens the next message, so that appending the whole message would "
         "write it twice; the bridge leaves it out.",
-        False: "What ends a turn is not what opens the next message.",
+        False: "The stop of a turn does not open the next message.",
     },
     "reasoning": {
         Reasoning.KEPT: _REASONING_KEPT,
-        Reasoning.ONLY_LAST: "Thoughts are dropped once a user follows, so a full render no longer begins with what "
-        "was sampled: append keeps them, fork follows the template.",
-        Reasoning.NOT_SHOWN: "Thoughts given as reasoning_content are not written at all.",
+        Reasoning.ONLY_LAST: "Reasoning is dropped once a user message follows, so a full render does not begin with "
+        "the sampled ids any more: append keeps it, fork follows the template.",
+        Reasoning.NOT_SHOWN: "Reasoning in reasoning_content is not written.",
     },
     "inline_reasoning": {
         Reasoning.KEPT: _REASONING_KEPT,
-        Reasoning.ONLY_LAST: "A <think> block inside a content is cut out once a user follows; ids that were sampled "
-        "are kept all the same.",
-        Reasoning.NOT_SHOWN: "A <think> block inside a content is cut out at once; ids that were sampled are kept all "
-        "the same.",
+        Reasoning.ONLY_LAST: "A <think> block in a content is removed once a user message follows; sampled ids are "
+        "kept in any case.",
+        Reasoning.NOT_SHOWN: "A <think> block in a content is always removed; sampled ids are kept in any case.",
     },
     "tools": {
-        ToolsPosition.FIRST: "The tools stand before the conversation and stay there.",
-        ToolsPosition.MOVES: "The tools are written before the last user message, so they move when a user speaks "
-        "again: then no prompt can begin with the one before.",
+        ToolsPosition.FIRST: "The tools are before the conversation and stay there.",
+        ToolsPosition.MOVES: "The tools are written before the last user message, and move with every new one: then no "
+        "prompt can begin with the one before.",
         ToolsPosition.NOT_SHOWN: "The model is not shown the tools: no environment with tools can be played.",
     },
     "calls_shown": {
@@ -268,13 +266,13 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         False: "A turn's calls are not written: no environment with tools can be played.",
     },
     "results_shown": {
-        True: "The model is shown what a tool returned.",
-        False: "The model is not shown what a tool returned: no environment with tools can be played.",
+        True: "The results of tools are written.",
+        False: "The results of tools are not written: no environment with tools can be played.",
     },
     "parallel_results": {
         ParallelResults.ONE_BY_ONE: "Results of parallel calls may be appended one after the other.",
-        ParallelResults.TOGETHER: "Results of parallel calls share a block: appended one by one they would give "
-        "another text, so they are appended together.",
+        ParallelResults.TOGETHER: "Results of parallel calls share a block, and would be another text if they were "
+        "appended one by one: they are appended together.",
         ParallelResults.NOT_SHOWN: "The template shows no parallel results.",
     },
     "arguments": {
@@ -284,34 +282,35 @@ _EXPLANATIONS: Mapping[str, Mapping[Any, str]] = {
         Arguments.NEITHER: "A call's arguments are not shown.",
     },
     "literals": {
-        Literals.JSON: "true and null stand in a call as JSON has them.",
-        Literals.PYTHON: "true and null are written as Python's True and None: a call that is rendered again is not "
-        "what a model wrote that speaks JSON, and trains on text that it never sampled.",
+        Literals.JSON: "true and null are written in a call as in JSON.",
+        Literals.PYTHON: "true and null are written as Python's True and None: if a model writes JSON, a call that is "
+        "rendered again is text that it never sampled.",
         Literals.NOT_SHOWN: "A call's arguments are not shown.",
     },
     "null_content": {
         NullContent.ACCEPTED: "A message with content null renders like an empty one.",
-        NullContent.RAISES: "A message with content null makes the template fail; here it is always given as text.",
+        NullContent.RAISES: "A message with content null makes the template fail; here content is always text.",
         NullContent.NEEDED: "Calls are shown only in messages whose content is null, so an empty content beside a call "
-        "is given as null.",
-        NullContent.WRITTEN: "A message with content null is shown as the word None; here it is always given as text.",
+        "becomes null.",
+        NullContent.WRITTEN: "A message with content null is shown as the word None; here content is always text.",
     },
     "system": {
-        SystemPosition.FIRST: "A system message stands before the conversation and stays there.",
-        SystemPosition.MOVES: "The system message is written before the last user message, so it moves when a user "
-        "speaks again: then no prompt can begin with the one before. Say it in the first user message.",
-        SystemPosition.DROPPED: "A system message is dropped without a word: say it in the first user message.",
-        SystemPosition.REFUSED: "A system message makes the template fail: say it in the first user message.",
+        SystemPosition.FIRST: "A system message is before the conversation and stays there.",
+        SystemPosition.MOVES: "The system message is written before the last user message, and moves with every new "
+        "one: then no prompt can begin with the one before. Put it into the first user message.",
+        SystemPosition.DROPPED: "A system message is dropped without an error: put it into the first user message.",
+        SystemPosition.REFUSED: "A system message makes the template fail: put it into the first user message.",
     },
     "system_mid_run": {
         SystemMidRun.KEPT: "A system message between the turns stays where it is.",
-        SystemMidRun.DROPPED: "A system message between the turns is dropped without a word: say it as a user.",
+        SystemMidRun.DROPPED: "A system message between the turns is dropped without an error: send it as a user "
+        "message.",
         SystemMidRun.MOVED: "A system message between the turns is written before them, so no prompt can begin with "
-        "the one before: say it as a user.",
-        SystemMidRun.REFUSED: "A system message between the turns makes the template fail: say it as a user.",
+        "the one before: send it as a user message.",
+        SystemMidRun.REFUSED: "A system message between the turns makes the template fail: send it as a user message.",
     },
     "trimmed": {
-        True: "Messages of these roles lose white space at their ends; what was sampled is never trimmed.",
-        False: "Contents are written as they are.",
+        True: "Messages of these roles lose white space at their ends; sampled text is never trimmed.",
+        False: "Contents are written unchanged.",
     },
 }

@@ -169,7 +169,7 @@ async def test_a_retry_after_longer_than_the_policy_takes_fails_at_once() -> Non
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        (refuses(401, "Incorrect API key"), "refuses what it is asked: HTTP 401: Incorrect API key"),
+        (refuses(401, "Incorrect API key"), "refuses the requests: HTTP 401: Incorrect API key"),
         (refuses(403, "not for you"), "HTTP 403: not for you"),
         (refuses(404, "The model `model` does not exist", "model_not_found"), "The model `model` does not exist"),
         (refuses(402, "pay first"), "HTTP 402: pay first"),

@@ -267,7 +267,7 @@ async def test_refusal_ends_the_run_at_its_first_episode(tmp_path: Path, status:
     troubles = [answers(status, "not you")] * 100
     async with asked(tmp_path, troubles=troubles) as (server, engine):
         run = Run(Plain(), engine, tasks=tasks(50), retries=3)
-        with pytest.raises(EngineDead, match=rf"{server.url} refuses what it is asked: .*{status}: not you"):
+        with pytest.raises(EngineDead, match=rf"{server.url} refuses the requests: .*{status}: not you"):
             await play(run)
         assert len(server.bodies) <= engine.places
         assert run.summary.retried == 0
