@@ -129,7 +129,8 @@ def play_again(case: Case, old: Mapping[str, Any], ways: Sequence[str]) -> dict[
         return new
     rows = [*new["rows"], *(row for row in old["rows"] if row["way"] not in ways)]
     order = [str(way) for way in Way]
-    all_again = {"changes_differ": set(ways) >= {Way.TWICE, Way.UNDER_TURNS, Way.TRANSFER}, "steps": False}
+    others = {row["way"] for row in old["rows"]} - set(ways)
+    all_again = {"changes_differ": set(ways) >= {Way.TWICE, Way.UNDER_TURNS, Way.TRANSFER}, "steps": not others}
     rows.sort(key=lambda row: order.index(row["way"]))
     return {**new, "rows": rows, **{name: again or old.get(name, False) for name, again in all_again.items()}}
 
