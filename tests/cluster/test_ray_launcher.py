@@ -232,7 +232,12 @@ async def test_workers_take_gpus_for_the_engines_of_other_agents_too(
 ) -> None:
     has_machines(ray, {"CPU": 4, "GPU": 8})
     judge = VllmEngine("a-judge", tensor_parallel_size=2)
-    others = {"judge": judge, "jury": judge, "user": ScriptedEngine("hi"), "shared": RayEngine(ScriptedEngine("hi"))}
+    others: dict[str, Any] = {
+        "judge": judge,
+        "jury": judge,
+        "user": ScriptedEngine("hi"),
+        "shared": RayEngine(ScriptedEngine("hi")),
+    }
     engine = RayEngines(VllmEngine("a-model", tensor_parallel_size=2), workers=1, gpus=gpus)
     run = Run(Dice, engine, engines=others)
     engine.sent(run._setup)

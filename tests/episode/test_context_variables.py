@@ -186,7 +186,7 @@ async def test_local_context_of_decimal_lasts_until_close() -> None:
 async def test_token_of_another_kind_of_hook_is_told_with_the_fix() -> None:
     class Crosses(Says):
         @reward
-        async def kept(self) -> bool:
+        async def kept(self) -> bool:  # type: ignore[override]  # either form is a reward
             WHO.reset(self.token)
             return True
 

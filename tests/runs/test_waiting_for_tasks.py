@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -66,12 +67,12 @@ async def until_said(run: Run, text: str) -> None:
 @pytest.mark.anyio
 async def test_start_that_waits_for_tasks_is_shown(released: threading.Event) -> None:
     class Waits(Plain):
-        def tasks(self) -> Iterable[Task]:
+        def tasks(self) -> Any:
             released.wait()
             return []
 
     class Yields(Plain):
-        def tasks(self) -> Iterable[Task]:
+        def tasks(self) -> Any:
             released.wait()
             yield Task(id="a", prompt="x")
 
@@ -89,7 +90,7 @@ async def test_start_that_waits_for_tasks_is_shown(released: threading.Event) ->
 @pytest.mark.anyio
 async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Event) -> None:
     class Waits(Plain):
-        def tasks(self) -> Iterable[Task]:
+        def tasks(self) -> Any:
             yield Task(id="a", prompt="x")
             released.wait()
 

@@ -11,7 +11,7 @@ import pytest
 from runner import BadModel, BadWeights
 from runner.training import weight_proof
 
-torch = pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 
 
 @pytest.fixture
@@ -117,7 +117,8 @@ def test_ids_that_a_model_does_not_have_are_refused(model: Any, ids: Any, said: 
 
 
 def test_ids_may_be_a_tensor_or_an_array(model: Any) -> None:
-    proofs = [weight_proof(model, ids=ids) for ids in (range(40), torch.arange(40), np.arange(40))]
+    forms: tuple[Any, ...] = (range(40), torch.arange(40), np.arange(40))
+    proofs = [weight_proof(model, ids=ids) for ids in forms]
     assert proofs[0].logprobs == proofs[1].logprobs == proofs[2].logprobs
 
 
@@ -131,7 +132,7 @@ def test_proof_of_something_else_than_a_model_is_refused(model: Any) -> None:
     assert weight_proof(Bare(model), ids=range(40)).logprobs == weight_proof(model, ids=range(40)).logprobs
 
 
-class Bare(torch.nn.Module):
+class Bare(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A wrapper of a model, without its configuration."""
 
     def __init__(self, model: Any) -> None:

@@ -149,11 +149,14 @@ def test_worker_knows_which_of_its_tensors_changed() -> None:
     worker = WeightWorker.__new__(WeightWorker)
     worker.model_runner = SimpleNamespace(model=model)
     assert worker.changed_tensors() is None
-    assert not any(worker.changed_tensors().values())
+    same = worker.changed_tensors()
+    assert same is not None
+    assert not any(same.values())
     with torch.no_grad():
         model[0].weight.copy_(model[0].weight.roll(3, 0))  # two halves swapped
         model[1].weight.copy_(model[1].weight.flip(1))
         model[1].bias[2] *= 1.01
         model.scale.mul_(0.5)
-    changed = {name for name, differs in worker.changed_tensors().items() if differs}
-    assert changed == {"0.weight", "1.weight", "1.bias", "scale"}
+    changed = worker.changed_tensors()
+    assert changed is not None
+    assert {name for name, differs in changed.items() if differs} == {"0.weight", "1.weight", "1.bias", "scale"}
