@@ -12,8 +12,9 @@ from runner.tokens.template import Renderer, TemplateRaised
 
 __all__ = ["TAKES_ALL", "SystemSupport", "system_support"]
 
-_FURTHER: Final = "zqfurtherz"
-_SECOND: Final[Message] = {"role": "system", "content": _FURTHER}
+_FURTHER: Final = ("zqfurtherz", "zqbesidesz")
+_MORE: Final[Sequence[Message]] = [{"role": "system", "content": text} for text in _FURTHER]
+"""Two more, since some templates show the first two alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class SystemSupport:
     one: bool
     """True if it shows a system message at the beginning, also while the result of a tool stands last."""
     several: bool
-    """True if it shows two of them there, in their order."""
+    """True if it shows three of them there, in their order."""
     user_rows: bool
     """True if it shows two user messages in a row."""
 
@@ -36,8 +37,8 @@ def system_support(renderer: Renderer) -> SystemSupport:
     """Find a template's support for system messages by rendering with tools and without."""
     one = {tools: _shows(renderer, [SYSTEM, QUESTION], [TOLD, ASKED], tools) for tools in (False, True)}
     # A template that shows no system message beside tools does not show a second one either.
-    several = all(
-        _shows(renderer, [SYSTEM, _SECOND, QUESTION], [TOLD, _FURTHER, ASKED], tools)
+    several = any(one.values()) and all(
+        _shows(renderer, [SYSTEM, *_MORE, QUESTION], [TOLD, *_FURTHER, ASKED], tools)
         for tools, shown in one.items()
         if shown
     )

@@ -264,6 +264,15 @@ async def test_a_system_message_is_a_users_where_a_template_takes_none(tmp_path:
     assert users == [f"{SYSTEM['content']}\n\nMore.\n\n{TASK['content']}", "And?\n\nLate.", "Then?"]
 
 
+@pytest.mark.parametrize(
+    ("shown", "several"),
+    [("messages", True), ("messages[:2] + messages[-1:]", False), ("messages[-1:]", False), ("messages[:1]", False)],
+)
+def test_several_system_messages_are_probed_with_three(shown: str, several: bool) -> None:
+    text = f"{{% for m in {shown} %}}{{{{ '<|im_start|>' + m.role + m.content }}}}{{% endfor %}}"
+    assert system_support(ChatTemplate(text, name="inline").renderer()).several is several
+
+
 @pytest.mark.parametrize("entry", sweeps.part(corpus(), 40), ids=lambda each: each.name)
 def test_leading_system_messages_reach_the_model_in_every_template(entry: Any) -> None:
     """Joined where they have to be: what one message shows, three show too."""
