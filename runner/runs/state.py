@@ -10,6 +10,7 @@ from typing import Final
 
 import anyio
 
+from runner.concurrency.clocks import loop_time
 from runner.episode.key import EpisodeKey
 from runner.episode.limits import Ending
 from runner.errors import DeltarunnerError, EngineDead
@@ -101,7 +102,7 @@ class RunState:
     @contextmanager
     def waiting_for(self, hook: str) -> Iterator[None]:
         """Note that the run waits for code of its author outside of episodes."""
-        self._awaited = hook, anyio.current_time()
+        self._awaited = hook, loop_time()
         try:
             yield
         finally:
@@ -111,7 +112,7 @@ class RunState:
     def waits_for(self) -> str:
         """Name of that code, such as "tasks()", once it has run for a while; else ""."""
         hook, since = self._awaited or ("", 0.0)
-        return hook if hook and anyio.current_time() - since > SHOWN_SECONDS else ""
+        return hook if hook and loop_time() - since > SHOWN_SECONDS else ""
 
     def add_fault(self, fault: str) -> None:
         """Record a problem that changed no outcome."""

@@ -109,7 +109,7 @@ def test_faults_outside_episodes_are_printed(capsys: pytest.CaptureFixture[str])
     summary = run(Ranked(), ScriptedEngine("hi"))
     assert summary.reward.count == 0
     said = capsys.readouterr().err
-    assert re.search(r"fault: group_reward rank\(\) of task '\d': TypeError: 'Group' object is not iterable", said)
+    assert re.search(r"fault: group_reward rank\(\) of task '\d': TypeError: a Group", said)
 
 
 @pytest.fixture
