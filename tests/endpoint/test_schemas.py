@@ -11,7 +11,7 @@ from runner import Endpoint, Outcome
 from runner.testing import call
 from tests.endpoint.serving import openai_client, served, user
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]  # an endpoint works on asyncio alone
 
 ODD: Any = {
     "type": "OBJECT",

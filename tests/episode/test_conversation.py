@@ -130,7 +130,7 @@ async def test_score_is_of_the_next_reply_and_records_nothing() -> None:
     trajectory = await talked(talk, engine)
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 2)
     expected = [[*turn.prompt_ids, *text.encode()] for turn in trajectory.turns for text in ("a", "ab", "c")]
-    assert asked == expected
+    assert sorted(asked) == sorted(expected)  # those of one call side by side, in any order
 
 
 async def test_score_that_the_engine_refuses_ends_the_episode() -> None:

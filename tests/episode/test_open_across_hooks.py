@@ -14,7 +14,8 @@ from runner.options import Concurrency
 from runner.testing import call
 from tests.episode.opening import ADDRESS, OPENED, SERVER, Loops, Opens, assert_unharmed, children, played
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cases_in_turns(3)]
+# On trio only what stands under a headline of its own.
+pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone, pytest.mark.cases_in_turns(3)]
 
 
 @pytest.fixture(scope="module", autouse=True)
