@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import pytest
 
 from runner import Run, ScriptedEngine, Task
 from runner.runs import state
+from runner.runs.event_loop import on_event_loop
 from runner.runs.live_stats import StatsReader, in_words
 from runner.runs.reporter import PlainReporter
+from runner.runs.summary import Summary
 from tests.playing import Plain
 
 
@@ -29,6 +33,28 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+def test_what_a_run_waits_for_is_known_outside_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Ctrl-C asks in a callback of the loop, and was lost where that raised."""
+    monkeypatch.setattr(state, "SHOWN_SECONDS", -1.0)
+    seen: list[str] = []
+
+    async def main() -> None:
+        run, asked = state.RunState(Summary()), anyio.Event()
+
+        def ask() -> None:
+            try:
+                seen.append(run.waits_for)
+            finally:
+                asked.set()
+
+        with run.waiting_for("tasks()"):
+            asyncio.get_running_loop().call_soon(ask, context=Context())
+            await asked.wait()
+
+    on_event_loop(main)
+    assert seen == ["tasks()"]
 
 
 class Said(PlainReporter):
