@@ -98,7 +98,7 @@ async def test_native_cancellation_waits_for_the_end_of_a_proof(holds: bool) -> 
         async def load_weights(checked: Any, version: str) -> None:
             """Only the proof waits."""
 
-        runtime.load_weights = load_weights  # type: ignore[method-assign]
+        runtime.load_weights = load_weights  # type: ignore[method-assign]  # so that the cancellation meets the proof
         await cancelled_at(runtime, "score", lambda: engine.update_weights(None, proof=proof))
         if holds:
             assert (engine.state, engine.weight_version) == (EngineState.RUNNING, "1")

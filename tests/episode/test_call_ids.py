@@ -57,7 +57,7 @@ READS_IDS = (
 )
 """The tool-capable templates of the corpus that show the ids of calls, or refuse some."""
 PLAYED = tuple(name for name in READS_IDS if name != "kerzgrr-Monostich-2-base")
-"""Those that also show definitions of tools; the other one is refused when a run starts."""
+"""The templates of `READS_IDS` that show definitions of tools. A run refuses the other one at its start."""
 
 
 @pytest.mark.whole

@@ -138,11 +138,6 @@ async def test_variable_is_set_and_reset_many_times() -> None:
             self.token = WHO.set("second")
             return WHO.get()
 
-        @tool
-        async def peek(self) -> str:
-            """Peek."""
-            return WHO.get()
-
         @reward
         def kept(self) -> bool:
             WHO.reset(self.token)

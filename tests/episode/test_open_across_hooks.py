@@ -131,17 +131,20 @@ async def test_what_cannot_be_closed_fails_its_episode_alone() -> None:
     assert not run.summary.faults
 
 
+class Crosses(Opens):
+    """Closes the outer one of two groups first."""
+
+    async def setup(self) -> None:
+        if self.task.id == "t1":
+            self.outer = await anyio.create_task_group().__aenter__()
+            self.inner = await anyio.create_task_group().__aenter__()
+
+    async def close(self) -> None:
+        if self.task.id == "t1":
+            await self.outer.__aexit__(None, None, None)
+
+
 async def test_groups_closed_out_of_order_fail_their_episode_alone() -> None:
-    class Crosses(Opens):
-        async def setup(self) -> None:
-            if self.task.id == "t1":
-                self.outer = await anyio.create_task_group().__aenter__()
-                self.inner = await anyio.create_task_group().__aenter__()
-
-        async def close(self) -> None:
-            if self.task.id == "t1":
-                await self.outer.__aexit__(None, None, None)
-
     trajectories, _ = await played(Crosses("anyio_group", "never", "never"))
     assert [each.outcome for each in trajectories] == [Outcome.COMPLETED, Outcome.ENV_ERROR, Outcome.COMPLETED]
     assert "what was opened last first" in trajectories[1].error
@@ -290,16 +293,6 @@ async def test_on_trio_what_cannot_be_closed_fails_its_episode_alone(opens: str,
 
 @ON_TRIO
 async def test_on_trio_groups_closed_out_of_order_name_the_fix() -> None:
-    class Crosses(Opens):
-        async def setup(self) -> None:
-            if self.task.id == "t1":
-                self.outer = await anyio.create_task_group().__aenter__()
-                self.inner = await anyio.create_task_group().__aenter__()
-
-        async def close(self) -> None:
-            if self.task.id == "t1":
-                await self.outer.__aexit__(None, None, None)
-
     trajectories, run = await played(Crosses("anyio_group", "never", "never"))
     assert [each.outcome for each in trajectories][::2] == [Outcome.COMPLETED] * 2
     said = trajectories[1].error + " ".join(run.summary.faults)

@@ -129,7 +129,8 @@ async def test_run_that_waits_for_the_next_task_is_shown(released: threading.Eve
         async with Run(environment(), ScriptedEngine("Yes")) as run:
             with anyio.fail_after(60):
                 async for _ in run:
-                    while "0 running (waiting for tasks())" not in list(in_words(StatsReader().read(run))):  # noqa: ASYNC110
+                    # The display reads the run at intervals too: no event tells it.
+                    while "0 running (waiting for tasks())" not in list(in_words(StatsReader().read(run))):  # noqa: ASYNC110  # as above
                         await anyio.sleep(0.01)
                     run.cancel()
         assert run.summary.episodes == 1

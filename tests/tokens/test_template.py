@@ -1,5 +1,6 @@
 """Chat templates: what is loaded, how it is rendered, and what is refused by name."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import runner
 from runner.errors import BadTemplate
@@ -319,3 +322,23 @@ def test_a_template_that_shows_no_call_is_given_it_as_it_is() -> None:
     hidden = renderer("{% for m in messages %}{{ m.content is none }}{% endfor %}")
     assert not hidden.text_arguments
     assert not hidden.null_content
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(value=_JSON)
+def test_tojson_writes_what_the_standard_library_writes(value: Any) -> None:
+    text = renderer("{{ messages[0].content }}{{ messages[0].value | tojson }}").render([USER | {"value": value}])
+    assert text == USER["content"] + json.dumps(value, ensure_ascii=False)
+
+
+def test_tojson_of_what_is_no_json_is_a_fault_of_the_template() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, {1, 2}, object()):
+        with pytest.raises(TemplateRaised):
+            renderer("{{ messages[0].value | tojson }}").render([USER | {"value": value}])

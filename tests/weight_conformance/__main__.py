@@ -48,7 +48,7 @@ SCRATCH: Final = re.compile(r"(/tmp|/dev/shm)/[\w.+@/-]+")
 
 
 COVERAGE: Final = {"changes_differ": True, "steps": True}
-"""What the trials cover that earlier ones did not: two different changes in a row, and ids that are scored in steps."""
+"""New parts of a trial: two different changes in a row, and ids that are scored in steps. Earlier trials lack them."""
 
 
 @dataclass(frozen=True, slots=True)
