@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -48,6 +49,11 @@ class OwnWorker(WeightWorker):
             raise RuntimeError("planted: the update dies between two tensors")
 
         self.reload_weights(weights_iterator=some())
+
+    def other_models(self) -> int:
+        """Return the number of models in memory besides the running one."""
+        model = self.model_runner.model
+        return sum(type(each) is type(model) and each is not model for each in gc.get_objects())
 
     def apply_no_adapter_to(self, module: str) -> None:
         """Leave a layer as if vLLM had not wrapped it for adapters."""

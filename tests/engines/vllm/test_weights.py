@@ -225,6 +225,18 @@ def test_a_transfer_engine_brings_the_same_weights(
     float32_engine.home.call(scenario)
 
 
+def test_each_update_frees_the_model_that_it_was_loaded_into(
+    float32_engine: PooledEngine, small_model_folder: Path
+) -> None:
+    async def scenario() -> None:
+        engine = cast("VllmEngine", float32_engine.inner)
+        for given in (small_model_folder, tensors_of(small_model_folder)):
+            await engine.update_weights(given)
+            assert await engine.vllm.llm.collective_rpc("other_models") == [0]
+
+    float32_engine.home.call(scenario)
+
+
 async def transfer_scenario(engine: VllmEngine, model: Path, new: dict[str, Any], folder: Path) -> None:
     first, meeting = await say(engine), {"folder": str(folder)}
     await engine.update_weights(new)  # the extension inherits from ours

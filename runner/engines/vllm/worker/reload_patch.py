@@ -10,6 +10,7 @@ memory of a second model during the load.
 from __future__ import annotations
 
 import enum
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ def _begin(model: Any) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    if not gc.get_freeze_count():
+        gc.freeze()  # as vLLM does on GPUs: the collection at the end looks at the second model alone
     config = get_current_vllm_config()
     with _own_layer_names(config.compilation_config), set_default_torch_dtype(config.model_config.dtype):
         second = initialize_model(config, model_class=type(model))
@@ -69,6 +72,10 @@ def _finish(model: Any, model_config: Any) -> None:
                 raise RuntimeError(f"the second model has a layer {name!r} that the running one does not have")
             copies.add(name, first_modules[name], module)
         copies.apply()
+    del second, copies, first_modules, module
+    # Layers and the loaders of their weights refer to each other, so only a collection frees the second model. By
+    # itself, none is due for many updates: new objects are counted, not their memory.
+    gc.collect()
 
 
 def _plain(name: str) -> str:
