@@ -72,13 +72,13 @@ class EnginePool:
         self._open = ExitStack()
 
     def engine(self, **options: Any) -> PooledEngine:
-        """The engine with these options; started if it is not the one that is alive.
+        """The engine with these options; started if it is another one, or has died.
 
         Raises:
             BadOption: this test already has an engine with other options.
         """
         __tracebackhide__ = True
-        if self._alive is None or options != self._options or not self._alive.inner.running:
+        if self._alive is None or options != self._options or not self._alive.inner.is_alive():
             if self._alive is not None and self._used_by == self._who():
                 raise BadOption(
                     f"real_engine({_written(options)}): this test has real_engine({_written(self._options or {})}) "

@@ -96,10 +96,12 @@ def test_two_in_one_test_are_refused(pool: EnginePool) -> None:
 
 def test_one_that_died_is_started_anew(pool: EnginePool, tests: Tests) -> None:
     first = pool.engine()
-    assert isinstance(first, PooledEngine)
-    first.inner.running = False
+    assert isinstance(first.inner, ScriptedEngine)
+    first.home.call(first.inner.entered_runtime.die, "a worker was killed")
     tests.name = "another"
-    assert pool.engine() is not first
+    second = pool.engine()
+    assert second is not first
+    assert play(Sums, second).text == "stop"
 
 
 def test_a_virtual_clock_is_not_for_it(pool: EnginePool) -> None:
