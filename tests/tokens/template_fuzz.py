@@ -35,8 +35,8 @@ class WrongBridge(AssertionError):
 
 
 @cache
-def _tokenizer() -> ByteTokenizer:
-    return ByteTokenizer()
+def _tokenizer(added: tuple[str, ...]) -> ByteTokenizer:
+    return ByteTokenizer(added_tokens=added)
 
 
 def check_bridges(case: Written, seen: Counter[str] | None = None) -> None:
@@ -47,15 +47,16 @@ def check_bridges(case: Written, seen: Counter[str] | None = None) -> None:
     """
     seen = Counter() if seen is None else seen
     renderer = ChatTemplate(case.template, name="drawn").renderer(now=datetime(2026, 1, 1))
-    stop = _tokenizer().encode(STOP)[0]
-    shared = Bridger(_tokenizer(), renderer, [stop])
+    tokenizer = _tokenizer(case.added)
+    stop = tokenizer.encode(STOP)[0]
+    shared = Bridger(tokenizer, renderer, [stop])
     for conversation in case.conversations:
         bridged = False
         for number, history, new in _turns(conversation):
             # The prompt of a turn is a bridge, or where there is none a render. If that is refused, since the template
             # hides what it answers, only the end of a bridge can be compared.
             asked = bridged or _asks(shared, history[:-1])
-            became = _check(renderer, shared, number, history, new, stop, asked=asked)
+            became = _check(renderer, tokenizer, shared, number, history, new, stop, asked=asked)
             seen[became] += 1
             bridged = became.startswith("exact")
 
@@ -76,6 +77,7 @@ def _asks(bridger: Bridger, messages: list[Message]) -> bool:
 
 def _check(
     renderer: Renderer,
+    tokenizer: ByteTokenizer,
     bridger: Bridger,
     number: int,
     history: list[Message],
@@ -87,18 +89,22 @@ def _check(
     try:
         whole = renderer.render([*history, *new], tools=TOOLS)
         prompt = renderer.render(history[:-1], tools=TOOLS)
-        turn = renderer.render(history, tools=TOOLS, generation_prompt=False)
     except TemplateRaised:
         return "raises"
+    try:
+        turn = renderer.render(history, tools=TOOLS, generation_prompt=False)
+    except TemplateRaised:  # as many do for calls without their results
+        turn = whole
     said, _, behind = turn.removeprefix(prompt).partition(STOP) if turn.startswith(prompt) else ("a", "", "")
-    if history[-1].get("tool_calls") and STOP in behind + STOP * ("add" in behind):
+    behind_stop = "add" not in said if turn is whole else STOP in behind or "add" in behind
+    if history[-1].get("tool_calls") and behind_stop:
         return "calls behind the stop"  # which no sampled turn could have had
-    sampled = [*_tokenizer().encode(said), stop]
+    sampled = [*tokenizer.encode(said), stop]
     try:
         bridge = bridger.bridge(history, new, TOOLS, sampled=sampled, stop=stop, turn=number)
     except Unbridgeable as refusal:
         return str(refusal.property)
-    text = _tokenizer().decode(bridge.ids)
+    text = tokenizer.decode(bridge.ids)
     if not whole.endswith(text):
         raise WrongBridge(f"{text!r} is appended, where the template writes {whole[-len(text) - 20 :]!r}")
     before = prompt + said + STOP

@@ -183,6 +183,7 @@ def of_loop(draw: st.DrawFn) -> str:
                     "loop.index0 == ns.count",
                     "loop.index0 > ns.last",
                     "loop.length > 3",
+                    "(m.role == 'user') != (loop.index0 % 2 == 0)",
                     f"loop.{beside} and loop.{beside}.role == 'tool'",
                     f"loop.{beside} is defined and loop.{beside}.role == m.role",
                     f"loop.{beside} and not loop.{beside}.content",
@@ -256,6 +257,13 @@ def statement(draw: st.DrawFn, depth: int = 2, *, asking: bool = False) -> str:
     return f"{{% filter {changed} %}}{draw(inner)}{{% endfilter %}}"
 
 
+def _refusal(test: str) -> str:
+    return "{% if " + test + " %}{{ raise_exception('no') }}{% endif %}"
+
+
+UNANSWERED = "messages[-1].tool_calls"
+"""What templates of Mistral and Nemotron Nano 2 refuse: a conversation that ends with calls."""
+
 CALLS = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments | tojson }}"
     "</tool_call>{% endfor %}",
@@ -303,6 +311,8 @@ def templates(draw: st.DrawFn) -> str:
         head += "{% set ns.flag = true %}{% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor %}"
     if draw(st.integers(0, 4)) == 0:
         head += "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    if draw(st.integers(0, 3)) == 0:
+        head += _refusal(draw(st.one_of(st.just(UNANSWERED), of_all())))
     content = draw(text_of())
     body = sometimes(st.sampled_from(THOUGHTS)) + "{{ " + content + " }}"
     if draw(st.integers(0, 3)) == 0:
@@ -318,6 +328,8 @@ def templates(draw: st.DrawFn) -> str:
         turn = "{% set whole %}" + turn + "{% endset %}{{ whole | trim }}"
     if draw(st.integers(0, 7)) == 0:
         turn = "{% if " + draw(condition()) + " %}{% continue %}{% endif %}" + turn
+    if draw(st.integers(0, 7)) == 0:
+        turn = _refusal(draw(condition())) + turn
     asks = sometimes(statement(asking=True))
     prompt = "<|im_start|>assistant\n" + sometimes(statement(asking=True))
     return (
@@ -362,14 +374,24 @@ _ARGUMENTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 )
 
 
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""What is a single id in some vocabularies."""
+
+
 @dataclass(frozen=True)
 class Written:
     """A template and conversations that it writes."""
 
     template: str
     conversations: list[list[Message]]
+    added: tuple[str, ...] = ()
+    """What is a single id, besides ChatML's control tokens."""
 
 
 @st.composite
 def written(draw: st.DrawFn) -> Written:
-    return Written(draw(templates()), draw(st.lists(conversations(), min_size=1, max_size=3)))
+    return Written(
+        draw(templates()),
+        draw(st.lists(conversations(), min_size=1, max_size=3)),
+        draw(st.sampled_from([(), (), ADDED[:2], ADDED])),
+    )
