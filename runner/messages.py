@@ -244,7 +244,9 @@ def _shortened(value: Any, depth: int) -> Any:
         return value if len(value) <= MAX_NOTE_STRING and not value.startswith("data:") else None
     if isinstance(value, Mapping):
         inner = {} if depth == 0 else {k: _shortened(v, depth - 1) for k, v in value.items() if k not in _DATA}
-        return {name: each for name, each in inner.items() if each not in (None, "", [], {})}
+        # Sorted, since a client may send a part again with its keys in another order.
+        ordered = sorted(inner.items(), key=lambda field: str(field[0]))
+        return {name: each for name, each in ordered if each not in (None, "", [], {})}
     if isinstance(value, list | tuple):
         return [] if depth == 0 else [each for v in value if (each := _shortened(v, depth - 1)) not in (None, [], {})]
     return value

@@ -16,6 +16,7 @@ from runner.endpoint.refusals import Reason, Refused
 from runner.endpoint.request_body import field_of
 from runner.endpoint.wire_form import Answered, AnswerWriter, Headers, TokenText, WireForm, WireRequest, cached_of
 from runner.engines.base import FinishReason
+from runner.history_cache import HistoryCache
 from runner.messages import canonical_json
 from runner.options import UNSET
 from runner.tokens.top_logprobs import TopLogprobs
@@ -29,21 +30,23 @@ class AnthropicMessages(WireForm):
 
     name = "anthropic"
 
-    def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
+    def read(self, body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any] | None = None) -> WireRequest:
         return WireRequest(
-            asked=asked_of(body, headers, form=self.name),
+            asked=asked_of(body, headers, seen or HistoryCache(), form=self.name),
             stream=field_of(body, "stream", bool, False),
             ids=field_of(body, "return_token_ids", bool, False),
             logprobs=field_of(body, "logprobs", bool, False),
         )
 
-    def read_to_count(self, body: Mapping[str, Any], headers: Headers) -> ChatCall:
+    def read_to_count(
+        self, body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any] | None = None
+    ) -> ChatCall:
         """Read a request to count the tokens of its prompt.
 
         Raises:
             Refused: a field cannot be used; the message has its name and the fix.
         """
-        return asked_of(body, headers, form=self.name, counting=True)
+        return asked_of(body, headers, seen or HistoryCache(), form=self.name, counting=True)
 
     def writer(self, request: WireRequest, model: str, text_of: TokenText) -> AnswerWriter:
         return _MessageWriter(request, model, text_of)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
@@ -24,6 +26,7 @@ from runner.endpoint.request_body import (
     with_constraint,
 )
 from runner.endpoint.wire_form import Headers
+from runner.history_cache import HistoryCache
 from runner.messages import note_of
 from runner.options import Sampling, ToolChoice
 
@@ -63,12 +66,15 @@ _TAKEN: Final = {
 _SESSION: Final = re.compile(r"session_([0-9A-Za-z-]+)\Z")
 
 
-def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: bool = False) -> ChatCall:
+def asked_of(
+    body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any], *, form: str, counting: bool = False
+) -> ChatCall:
     """Return the content of a request.
 
     Args:
         body: the request's body.
         headers: its headers.
+        seen: caches what was read from histories.
         form: name of the wire form.
         counting: True if only the prompt is counted, so that `max_tokens` is not required.
 
@@ -85,7 +91,7 @@ def asked_of(body: Mapping[str, Any], headers: Headers, *, form: str, counting: 
     note_unread(body, _KNOWN, not_granted)
     tools = _tools(body, not_granted)
     tool_choice = _tool_choice(body, tools, not_granted)
-    history = _history(body)
+    history = _history(body, seen)
     return ChatCall(
         messages=history.messages,
         tools=tools,
@@ -110,33 +116,40 @@ class _ReadHistory:
     handles: list[str] = field(default_factory=list)
 
 
-def _history(body: Mapping[str, Any]) -> _ReadHistory:
+def _history(body: Mapping[str, Any], seen: HistoryCache[_ReadHistory]) -> _ReadHistory:
     history = _ReadHistory()
     if body.get("system"):
         _add_system(history, _blocks(body, "system", "system"))
     messages = listed(body, "messages") or bad("messages: give at least one.")
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        blocks = _blocks(message, "content", f"{where}.content")
-        match message.get("role"):
-            case "user":
-                _add_user(history, blocks, strict=index == len(messages) - 1)
-            case "assistant":
-                _add_assistant(history, blocks)
-            case "system":
-                _add_system(history, blocks)
-            case other:
-                bad(f"{where}.role: give user, assistant or system, not {other!r:.60}.")
+    last = len(messages) - 1
+    read = [*seen.read(messages[:last], _read_message), _read_message(last, messages[last], strict=True)]
+    history.messages += chain.from_iterable(map(attrgetter("messages"), read))
+    history.handles += chain.from_iterable(map(attrgetter("handles"), read))
     previous = field_of(body, "diagnostics", dict, {}).get("previous_message_id")
     if isinstance(previous, str):
         history.handles.append(f"call_{previous.removeprefix('msg_')}")
     return history
 
 
+def _read_message(index: int, message: Mapping[str, Any], *, strict: bool = False) -> _ReadHistory:
+    read, where = _ReadHistory(), f"messages[{index}]"
+    blocks = _blocks(message, "content", f"{where}.content")
+    match message.get("role"):
+        case "user":
+            _add_user(read, blocks, strict=strict)
+        case "assistant":
+            _add_assistant(read, blocks)
+        case "system":
+            _add_system(read, blocks)
+        case other:
+            bad(f"{where}.role: give user, assistant or system, not {other!r:.60}.")
+    return read
+
+
 class _Block:
     """A block of a content."""
 
-    # Every request repeats its history, so a thousand of these may be made for one: the constructor does little.
+    # A thousand of these may be made for the first request of a history: the constructor does little.
     __slots__ = ("_index", "_path", "given", "kind")
 
     def __init__(self, given: Mapping[str, Any], path: str, index: int | None = None) -> None:

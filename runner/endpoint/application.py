@@ -183,10 +183,11 @@ class Application:
             if path == _END:
                 await _end(route, decode_body(raw), send, reward=False)
             elif path == _COUNT:
-                await _count(route, await self._parse(_to_count, raw, headers), receive, send)
+                asked = await self._parse(partial(_to_count, route), raw, headers)
+                await _count(route, asked, receive, send)
             else:
                 form = _FORMS[path]
-                request = await self._parse(partial(_request, form), raw, headers)
+                request = await self._parse(partial(_request, route, form), raw, headers)
                 await answer(form, request, route, receive, send)
 
     async def _parse(self, read: Callable[[bytes, Headers], T], raw: bytes, headers: Headers) -> T:
@@ -245,14 +246,14 @@ def _too_large() -> Refused:
     return Refused(Reason.TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB.")
 
 
-def _request(form: WireForm, raw: bytes, headers: Headers) -> WireRequest:
-    request = form.read(decode_body(raw), headers)
+def _request(route: EpisodeRoute, form: WireForm, raw: bytes, headers: Headers) -> WireRequest:
+    request = form.read(decode_body(raw), headers, route.seen[form.name])
     check_size(request.asked)
     return request
 
 
-def _to_count(raw: bytes, headers: Headers) -> ChatCall:
-    asked = _MESSAGES.read_to_count(decode_body(raw), headers)
+def _to_count(route: EpisodeRoute, raw: bytes, headers: Headers) -> ChatCall:
+    asked = _MESSAGES.read_to_count(decode_body(raw), headers, route.seen[_MESSAGES.name])
     check_size(asked)
     return asked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import anyio
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Reason, Refused, ended
+from runner.history_cache import HistoryCache
 from runner.trajectory import Turn
 from runner.turn_events import DeliverTurn, TurnEventSink
 
@@ -53,6 +55,8 @@ class EpisodeRoute:
         """Most ids of the model, prompt and answer together."""
         self.max_requests = max_requests
         """Most requests in flight."""
+        self.seen = defaultdict[str, HistoryCache[Any]](HistoryCache)
+        """Caches of what was read from histories, by the name of their wire form."""
         self.in_flight = 0
         """Number of requests in flight."""
         self._scopes: set[anyio.CancelScope] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
@@ -54,6 +55,8 @@ MAX_TOOL_BYTES: Final = 512 * 1024
 
 MAX_VALUES: Final = 500_000
 """Most JSON values of a body. A million of them take a second to parse, and nothing else runs during that time."""
+
+_CALLS_OF: Final = operator.methodcaller("get", "tool_calls")
 
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
 
@@ -127,8 +130,8 @@ def check_size(asked: ChatCall) -> None:
     """
     if len(asked.tools) > MAX_TOOLS:
         bad(f"tools: {len(asked.tools):,} of them, and a request has at most {MAX_TOOLS:,}: offer fewer.")
-    made = [message.get("tool_calls") for message in asked.messages if isinstance(message, dict)]
-    calls = sum(len(each) for each in made if isinstance(each, list))
+    made = map(_CALLS_OF, filter(dict.__instancecheck__, asked.messages))
+    calls = sum(map(len, filter(list.__instancecheck__, made)))
     if calls > MAX_CALLS:
         bad(f"the history has {calls:,} calls of tools, and at most {MAX_CALLS:,} are read: send a shorter one.")
     for index, tool in enumerate(asked.tools):
@@ -159,9 +162,9 @@ def _whole(value: Any) -> Any:
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return a list of objects; null is an empty one."""
     values = field_of(body, name, list, [])
-    for index, value in enumerate(values):
-        if not isinstance(value, dict):
-            bad(f"{name}[{index}]: give an object, not {value!r:.60}.")
+    if not all(map(dict.__instancecheck__, values)):
+        index, value = next((index, value) for index, value in enumerate(values) if not isinstance(value, dict))
+        bad(f"{name}[{index}]: give an object, not {value!r:.60}.")
     return values
 
 

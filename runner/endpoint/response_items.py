@@ -11,12 +11,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 from runner.chat_requests import UnknownReference
 from runner.endpoint.refusals import refusal_of
 from runner.endpoint.request_body import bad
 from runner.endpoint.wire_form import arguments_text
+from runner.history_cache import HistoryCache
 from runner.messages import note_of
 
 __all__ = [
@@ -100,6 +103,8 @@ class ReadItems:
     """The messages."""
     handles: list[str] = field(default_factory=list)
     """Handles of turns among the items, in order."""
+    is_complete: bool = True
+    """True if no further item belongs to the last turn."""
 
 
 class _ItemKind(enum.IntEnum):
@@ -157,30 +162,44 @@ class _SaidItems:
         return message
 
 
-def read_items(items: Sequence[Mapping[str, Any]]) -> ReadItems:
+def read_items(items: Sequence[Mapping[str, Any]], seen: HistoryCache[ReadItems]) -> ReadItems:
     """Return the messages of these items.
+
+    Args:
+        items: the items.
+        seen: caches what was read from histories.
 
     Raises:
         Refused: an item cannot be put before a model; the message has its index.
     """
-    reader = _ItemReader()
-    for index, item in enumerate(items):
-        reader.read(item, f"input[{index}]", is_last=index == len(items) - 1)
-    return reader.end()
+    reader, last = _ItemReader(), len(items) - 1
+    read = seen.read_on(items[:-1], reader.read, attrgetter("is_complete"))
+    read += [reader.read(last, items[last], is_last=True), reader.end()] if items else []
+    return ReadItems(
+        list(chain.from_iterable(map(attrgetter("messages"), read))),
+        list(dict.fromkeys(chain.from_iterable(map(attrgetter("handles"), read)))),
+    )
 
 
 class _ItemReader:
     def __init__(self) -> None:
         self._read = ReadItems()
         self._said: _SaidItems | None = None
-        self._handles: dict[str, None] = {}
 
     def end(self) -> ReadItems:
+        """Finish the last turn, and return its message."""
+        self._read = ReadItems()
         self._finish_turn()
-        self._read.handles = list(self._handles)
         return self._read
 
-    def read(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
+    def read(self, index: int, item: Mapping[str, Any], *, is_last: bool = False) -> ReadItems:
+        """Read an item, and return the messages that are complete with it."""
+        self._read = ReadItems()
+        self._read_item(item, f"input[{index}]", is_last=is_last)
+        self._read.is_complete = self._said is None
+        return self._read
+
+    def _read_item(self, item: Mapping[str, Any], where: str, *, is_last: bool) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
         match kind:
             case "message":
@@ -254,7 +273,7 @@ class _ItemReader:
         """Return the collected items of the turn that this item belongs to."""
         handle = _handle_of(item)
         if handle:
-            self._handles[handle] = None
+            self._read.handles.append(handle)
         if self._said is None or not self._said.takes(handle, kind):
             self._finish_turn()
             self._said = _SaidItems(handle, kind)

@@ -31,6 +31,7 @@ from runner.endpoint.response_events import ResponseWriter
 from runner.endpoint.response_items import ReadItems, read_items
 from runner.endpoint.response_tools import read_tool_choice, read_tools
 from runner.endpoint.wire_form import AnswerWriter, Headers, TokenText, WireForm, WireRequest
+from runner.history_cache import HistoryCache
 from runner.sampling_fields import MAX_LOGPROBS
 
 __all__ = ["Responses"]
@@ -64,12 +65,12 @@ class Responses(WireForm):
 
     name = "responses"
 
-    def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
+    def read(self, body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any] | None = None) -> WireRequest:
         for name, fix in _NOT_KEPT.items():
             if body.get(name):
                 bad(f"{name}: {fix}")
         offered = read_tools(listed(body, "tools"))
-        read = _input(body)
+        read = _input(body, seen or HistoryCache())
         previous = field_of(body, "previous_response_id", str, "")
         not_granted = _not_granted(body)
         if offered.dropped:
@@ -122,12 +123,12 @@ class Responses(WireForm):
         return openai_error(refused)
 
 
-def _input(body: Mapping[str, Any]) -> ReadItems:
+def _input(body: Mapping[str, Any], seen: HistoryCache[ReadItems]) -> ReadItems:
     given = body.get("input")
     if isinstance(given, str):
         read = ReadItems([{"role": "user", "content": given}])
     elif isinstance(given, list):
-        read = read_items(listed(body, "input"))
+        read = read_items(listed(body, "input"), seen)
     else:
         bad(f"input: give a string or a list of items, not {given!r:.60}.")
     instructions = field_of(body, "instructions", str, "")

@@ -13,6 +13,7 @@ import orjson
 
 from runner.chat_requests import ChatCall
 from runner.endpoint.refusals import Refused
+from runner.history_cache import HistoryCache
 from runner.messages import canonical_json
 from runner.parsing.events import ContentPiece, ReasoningPiece
 from runner.tokens.top_logprobs import TopLogprobs
@@ -225,8 +226,13 @@ class WireForm(ABC):
     """Its name in the records of requests."""
 
     @abstractmethod
-    def read(self, body: Mapping[str, Any], headers: Headers) -> WireRequest:
+    def read(self, body: Mapping[str, Any], headers: Headers, seen: HistoryCache[Any] | None = None) -> WireRequest:
         """Read a request.
+
+        Args:
+            body: its body.
+            headers: its headers.
+            seen: cache of the histories of this form in the requests to an episode; None for a request alone.
 
         Raises:
             Refused: a field cannot be used; the message has its name and the fix.

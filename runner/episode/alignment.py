@@ -117,7 +117,7 @@ def align(
 
 def _depth(match: HistoryMatch, request_node: RequestNode) -> int:
     """Return how many messages of the history lead to the answer of a request."""
-    return next(index for index, point in enumerate(match.points, 1) if point is request_node.said)
+    return 0 if request_node.said is None else match.points.index(request_node.said) + 1
 
 
 def _parent(match: HistoryMatch, named: RequestNode | None, label: str) -> RequestNode | None:
@@ -202,7 +202,7 @@ def _named_elsewhere(match: HistoryMatch, histories: HistoryTree) -> RequestNode
     naming = (match.messages[index] for index in reversed(match.naming))
     spoken = (histories.named(message.handles) for message in naming if message.role == "assistant")
     named = next((turn for turn in spoken if turn is not None), None)
-    if named is None or named.node is None or any(named.said is point for point in match.points):
+    if named is None or named.node is None or named.said in match.points:
         return None
     return named
 
@@ -294,12 +294,12 @@ def _given_anew(
 
 def _changed(match: HistoryMatch, parent: RequestNode | None) -> frozenset[Tolerated]:
     """Return the differences that a client made to the turns in its history."""
-    before, begin, changed = match.compared, 0, set[Tolerated]()
-    path = [] if parent is None else list(parent.path())
-    if before is not None and before.parent in path:
-        begin, path = before.messages, path[: path.index(before.parent)]
-        changed.update(before.changed)
-    said = {id(each.said): each for each in path}
+    before, begin, changed, said = match.compared, 0, set[Tolerated](), dict[int, RequestNode]()
+    for each in () if parent is None else parent.path():
+        if before is not None and each is before.parent:
+            begin, changed = before.messages, set(before.changed)
+            break
+        said[id(each.said)] = each
     for received, point in zip(match.messages[begin:], match.points[begin:], strict=True):
         turn = said.get(id(point))
         if turn is None or turn.node is None:

@@ -23,7 +23,7 @@ from runner.chat_requests import Again, ChatCall, ChatRequest, Delivery, Tolerat
 from runner.concurrency.clocks import Asking
 from runner.concurrency.threads import Job
 from runner.episode.alignment import RequestAlignment, align
-from runner.episode.client_messages import as_taken, several_systems
+from runner.episode.client_messages import as_taken, has_references, several_systems
 from runner.episode.history_replacement import before
 from runner.episode.history_tree import HistoryTree, RequestNode
 from runner.episode.key import MAIN
@@ -320,7 +320,7 @@ class ChatService:
         if not isinstance(messages, list) or len(messages) <= MAX_ITEMS_ON_LOOP:
             return
         until = time.perf_counter() + LOOP_SLICE_SECONDS
-        told = [each for each in messages if not (isinstance(each, dict) and "refers" in each)]
+        told = [each for each in messages if not has_references([each])] if has_references(messages) else messages
         for _ in self._histories.reader.read_ahead(told):
             if time.perf_counter() > until:
                 await anyio.lowlevel.checkpoint()
@@ -414,7 +414,7 @@ class ChatService:
             purpose=asked.purpose,
             parent_agent="" if parent is None else parent.agent,
             parent_turn=None if parent is None else parent.number,
-            tolerated=tuple(each for each in Tolerated if each in found.tolerated),
+            tolerated=tuple(each for each in Tolerated if each in found.tolerated) if found.tolerated else (),
             volatile=match.volatile,
             messages=len(asked.messages),
             size=match.size,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import re
-from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -14,25 +14,23 @@ import orjson
 
 from runner.chat_requests import Tolerated
 from runner.errors import BadMessage
+from runner.history_cache import HistoryCache
 from runner.messages import Message, Role, as_messages, canonical_json, note_of
 from runner.tokens.bridging.history import canonical, normalize
 from runner.tokens.system_support import SystemSupport
 
 __all__ = [
-    "MAX_RECENT_HISTORIES",
     "UNPARSED",
     "MessageReader",
     "ReadMessage",
     "as_taken",
+    "has_references",
     "is_object",
     "joined",
     "several_systems",
     "thought_of",
     "with_thought_apart",
 ]
-
-MAX_RECENT_HISTORIES: Final = 8
-"""Most histories of an episode that are cached after reading and matching: one for each active client."""
 
 VOLATILE: Final = ("x-anthropic-billing-header:",)
 """Beginnings of lines in a system message that differ from request to request, and are not instructions."""
@@ -69,8 +67,6 @@ class ReadMessage:
     """Differences that the client made in any case."""
     volatile: int = 0
     """Number of volatile lines that were removed from it."""
-    given: Mapping[str, Any] | None = None
-    """The message as it came, if it consists of strings alone."""
     # Computed once, not at every look at a history.
     role: str = field(init=False)
     call_ids: tuple[str, ...] = field(init=False)
@@ -94,7 +90,7 @@ class MessageReader:
 
     def __init__(self) -> None:
         self._known: dict[bytes, ReadMessage] = {}
-        self._recent = deque[list[ReadMessage]](maxlen=MAX_RECENT_HISTORIES)
+        self._recent = HistoryCache[ReadMessage]()
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ReadMessage]:
         """Read the messages of a request.
@@ -104,31 +100,19 @@ class MessageReader:
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise BadMessage(f"expected a list of messages, the whole history, got {type(messages).__name__}.")
-        # Comparing strings in place takes a fifth of the time of looking up their bytes.
-        before = next((each for each in reversed(self._recent) if _goes_on(each, messages)), [])
-        read = [
-            known if known.given is not None and known.given == message else self._read(index, message)
-            for index, (known, message) in enumerate(zip(before, messages, strict=False))
-        ]
-        read += [self._read(index, messages[index]) for index in range(len(before), len(messages))]
+        read = self._recent.read(messages, self._read)
         if read and read[-1].role == "user" and Tolerated.NOT_TEXT in read[-1].tolerated:
             # A bad message is refused in the new part; in the past, a note replaces it.
             _strictly(len(read) - 1, messages[-1])
-        self._recent.append(read)
         return read
 
-    def read_ahead(self, messages: Sequence[Any]) -> Iterator[None]:
+    def read_ahead(self, messages: Sequence[Any]) -> Iterator[object]:
         """Read the messages that are not cached one by one, so that other tasks may run in between.
 
         Raises:
             BadMessage: an item is not a message, or has content that is not text; the error has its index.
         """
-        before = next((each for each in reversed(self._recent) if _goes_on(each, messages)), [])
-        read = list(before)
-        for index in range(len(before), len(messages)):
-            read.append(self._read(index, messages[index]))
-            yield
-        self._recent.append(read)
+        return self._recent.steps(messages, self._read)
 
     def read_one(self, message: Mapping[str, Any]) -> ReadMessage:
         """Read a message that this episode made, apart from any history."""
@@ -146,25 +130,9 @@ class MessageReader:
         return known
 
 
-def _goes_on(before: Sequence[ReadMessage], messages: Sequence[Any]) -> bool:
-    """Return True if a history may extend one that was read. Its last message nearly always decides."""
-    length = len(before)
-    return 0 < length <= len(messages) and before[-1].given is not None and before[-1].given == messages[length - 1]
-
-
-class _NotOfStrings(Exception):
-    """A value does not consist of strings alone."""
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a value that consists of strings alone. Equal copies have the same JSON."""
-    if value is None or type(value) is str:
-        return value
-    if type(value) is list:
-        return [_copied(each) for each in value]
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {key: _copied(each) for key, each in value.items()}
-    raise _NotOfStrings
+def has_references(messages: Sequence[Any]) -> bool:
+    """Return True if a message is there by the id of its turn alone."""
+    return any(map(operator.contains, filter(dict.__instancecheck__, messages), itertools.repeat("refers")))
 
 
 def _read(index: int, given: Any, size: int) -> ReadMessage:
@@ -185,11 +153,8 @@ def _read(index: int, given: Any, size: int) -> ReadMessage:
         message["content"] = "".join(kept)
     if volatile:
         found.add(Tolerated.VOLATILE_LINES)
-    own: Mapping[str, Any] | None = None
-    with suppress(_NotOfStrings):
-        own = _copied(given)  # a copy, since the caller may change the original
     handle = handle if isinstance(handle, str) and role == "assistant" else ""
-    return ReadMessage(message, key_of(message), size, frozenset(found), volatile, own, handle)
+    return ReadMessage(message, key_of(message), size, frozenset(found), volatile, handle)
 
 
 def _strictly(index: int, given: Mapping[str, Any]) -> Message:
@@ -273,9 +238,7 @@ def said_by_user(read: ReadMessage) -> ReadMessage:
     if read.role != "system":
         return read
     message: Message = {**read.message, "role": "user"}
-    return replace(
-        read, message=message, given=None, key=key_of(message), tolerated=read.tolerated | {Tolerated.SYSTEM_AS_USER}
-    )
+    return replace(read, message=message, key=key_of(message), tolerated=read.tolerated | {Tolerated.SYSTEM_AS_USER})
 
 
 def thought_of(message: Message) -> str:
@@ -292,7 +255,7 @@ def with_thought_apart(read: ReadMessage) -> ReadMessage:
     content = read.message["content"][found.end() :]
     message: Message = {**read.message, "content": content, "reasoning_content": found["thought"].strip()}
     tolerated = read.tolerated | {Tolerated.REASONING_IN_CONTENT}
-    return replace(read, message=message, given=None, key=key_of(message), tolerated=tolerated)
+    return replace(read, message=message, key=key_of(message), tolerated=tolerated)
 
 
 def several_systems(messages: Sequence[ReadMessage]) -> bool:

@@ -16,9 +16,9 @@ import anyio
 from runner.chat_requests import ChatRequest, Delivery, Tolerated, UnknownReference
 from runner.engines.base import FinishReason
 from runner.episode.client_messages import (
-    MAX_RECENT_HISTORIES,
     MessageReader,
     ReadMessage,
+    has_references,
     joined,
     thought_of,
     with_thought_apart,
@@ -26,6 +26,7 @@ from runner.episode.client_messages import (
 from runner.episode.state import ConversationState
 from runner.episode.turn_comparison import begins, changed_around
 from runner.episode.turn_tree import Cursor, TurnNode
+from runner.history_cache import MAX_RECENT_HISTORIES
 from runner.messages import AnsweredCalls, CallIndex
 
 __all__ = ["HistoryMatch", "HistoryNode", "HistoryTree", "RequestNode"]
@@ -157,16 +158,10 @@ class HistoryMatch:
 
     def copied(self) -> HistoryMatch:
         """Return a copy that can be extended."""
-        return replace(
-            self,
-            messages=list(self.messages),
-            points=list(self.points),
-            answers=list(self.answers),
-            tolerated=set(self.tolerated),
-            thoughts=list(self.thoughts),
-            naming=list(self.naming),
-            sent=dict(self.sent),
-        )
+        match = HistoryMatch(list(self.messages), list(self.points), list(self.answers), set(self.tolerated))
+        match.thoughts, match.naming, match.sent = list(self.thoughts), list(self.naming), dict(self.sent)
+        match.size, match.volatile, match.compared = self.size, self.volatile, self.compared
+        return match
 
     def add(self, message: ReadMessage, point: HistoryNode, answered: CallIndex | None) -> None:
         """Add a message."""
@@ -276,7 +271,7 @@ class HistoryTree:
             BadMessage: an item is not a message, or has content that is not text.
             UnknownReference: an id does not belong to a turn of the episode.
         """
-        refers = any(isinstance(each, dict) and "refers" in each for each in messages)
+        refers = has_references(messages)
         read = self.reader.read([self._referred(each) for each in messages] if refers else messages)
         if not previous:
             return read, refers

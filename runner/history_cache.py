@@ -1,0 +1,136 @@
+"""Caches what was read from the items of recent histories, since clients send a history again and again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress, count
+from typing import Any, Final, Generic, TypeVar
+
+from runner.messages import canonical_json
+
+__all__ = ["MAX_RECENT_HISTORIES", "HistoryCache"]
+
+T = TypeVar("T")
+
+MAX_RECENT_HISTORIES: Final = 8
+"""Most histories of an episode that are cached after reading and matching: one for each active client."""
+
+
+class HistoryCache(Generic[T]):
+    """Reads histories. If one is similar to a recent one, only the items that differ are read.
+
+    The others are compared by loops in C. Several threads may use the cache.
+    """
+
+    def __init__(self) -> None:
+        self._recent: tuple[_CachedHistory[T], ...] = ()  # the latest first
+
+    def read(self, items: Sequence[Any], read_item: Callable[[int, Any], T]) -> list[T]:
+        """Read a history.
+
+        Args:
+            items: its items, which the caller may change afterwards.
+            read_item: reads the item at an index. Its result depends on the JSON of the item alone.
+        """
+        *_, read = self.steps(items, read_item)
+        return read
+
+    def steps(self, items: Sequence[Any], read_item: Callable[[int, Any], T]) -> Iterator[list[T]]:
+        """Read a history as `read` does, and yield after each item that is read; at the end, yield the result."""
+        before = self._similar_to(items)
+        history = before.cut(len(items))
+        for index in compress(count(), map(operator.ne, history.items, items)):
+            history.read[index], history.items[index] = read_item(index, items[index]), _copied(items[index])
+            yield history.read
+        for index in range(len(history.read), len(items)):
+            history.add(items[index], read_item(index, items[index]))
+            yield history.read
+        self._keep(history, before)
+        yield list(history.read)
+
+    def read_on(
+        self, items: Sequence[Any], read_item: Callable[[int, Any], T], is_complete: Callable[[T], bool]
+    ) -> list[T]:
+        """Read a history in which the result for an item may depend on those before it.
+
+        All items are read from the first one that differs on, and those before it back to the last complete result,
+        after which results do not depend on what is before it.
+        """
+        before = self._similar_to(items)
+        same = min(len(before.items), len(items))
+        same = next(compress(count(), map(operator.ne, before.items, items)), same)
+        while same and not is_complete(before.read[same - 1]):
+            same -= 1
+        history = before.cut(same)
+        for index in range(same, len(items)):
+            history.add(items[index], read_item(index, items[index]))
+        self._keep(history, before)
+        return list(history.read)
+
+    def _similar_to(self, items: Sequence[Any]) -> _CachedHistory[T]:
+        for each in self._recent:
+            if each.is_similar(items):
+                return each
+        return _CachedHistory([], [])
+
+    def _keep(self, history: _CachedHistory[T], before: _CachedHistory[T]) -> None:
+        others = [each for each in self._recent if each is not before]
+        self._recent = (history, *others[: MAX_RECENT_HISTORIES - 1])
+
+
+@dataclass(slots=True, eq=False)
+class _CachedHistory(Generic[T]):
+    """A history that was read."""
+
+    items: list[Any]
+    """Copies of its items, which equal items with the same JSON."""
+    read: list[T]
+    """The result for each item."""
+
+    def add(self, item: Any, read: T) -> None:
+        """Add an item."""
+        self.items.append(_copied(item))
+        self.read.append(read)
+
+    def cut(self, length: int) -> _CachedHistory[T]:
+        """Return a copy of the first items."""
+        return _CachedHistory(self.items[:length], self.read[:length])
+
+    def is_similar(self, items: Sequence[Any]) -> bool:
+        """Return True if a history is probably this one, extended, cut, or with marks on other items.
+
+        Two neighbouring items near the end decide: a single one, such as "Continue.", may be equal in any history.
+        """
+        end = min(len(self.items), len(items))
+        ends = (end, end - 1, end - 2)
+        return any(self.items[max(0, at - 2) : at] == list(items[max(0, at - 2) : at]) for at in ends if at > 0)
+
+
+class _Spelled:
+    """A JSON value that equals only values with the same spelling: in Python, True, 1 and 1.0 are equal."""
+
+    __slots__ = ("_json",)
+
+    def __init__(self, value: Any) -> None:
+        self._json = canonical_json(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self._json == canonical_json(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it is an item of a list or a value of a dict
+
+
+_PLAIN: Final = frozenset({str, type(None), list, dict})
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a JSON value that equals the same JSON. Objects of strings may have their keys in any order."""
+    if value is None or type(value) is str:
+        return value
+    if type(value) is list and _PLAIN.issuperset(map(type, value)):
+        return [_copied(each) for each in value]
+    if type(value) is dict and {str}.issuperset(map(type, value)) and _PLAIN.issuperset(map(type, value.values())):
+        return {key: _copied(each) for key, each in value.items()}
+    return _Spelled(value)
