@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import trio.testing
 from hypothesis import settings
@@ -30,6 +31,10 @@ from tests.engines.small_model import small_model
 # A machine that is busy with something else fails no test.
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("whole", deadline=None)
+
+_process = psutil.Process()
+_memory = 0
+"""Memory of this process after the last collection between two tests, in bytes."""
 
 
 # --- how much is played
@@ -184,6 +189,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """
     if _shared_by(item) and nextitem is not None and _shared_by(nextitem) != _shared_by(item):
         item.session._setupstate.teardown_exact(None)  # private, and as pytest 8 and 9 have it
+
+
+def pytest_runtest_logfinish() -> None:
+    """Free models in reference cycles: by itself, the collector waits for new objects, not for new memory."""
+    global _memory
+    if _process.memory_info().rss > _memory + 2**29:
+        gc.collect()
+        _memory = _process.memory_info().rss
 
 
 def _shared_by(item: pytest.Item) -> str:

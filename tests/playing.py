@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
+
 from runner import Conversation, Environment, Run, Task, Trajectory, reward
 from runner.engines.scripted.replies import Replies
 from runner.testing import ScriptedEngine, play_many_async
@@ -20,6 +22,7 @@ __all__ = [
     "talking",
     "tasks",
     "twice",
+    "until",
     "until_end",
 ]
 
@@ -93,3 +96,10 @@ async def twice(conversation: Conversation) -> None:
     await conversation.generate()
     conversation.add("And twice that?")
     await conversation.generate()
+
+
+async def until(true: Callable[[], object], *, seconds: float = 600) -> None:
+    """Wait for what no event tells: processes, connections, an engine's figures."""
+    with anyio.fail_after(seconds):
+        while not true():  # noqa: ASYNC110  # no event tells of these
+            await anyio.sleep(0.005)

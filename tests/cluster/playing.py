@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 from anyio.lowlevel import checkpoint
 
 from runner import Conversation, Environment, Group, Run, Task, Trajectory, group_reward, reward
@@ -15,7 +14,7 @@ from runner.engines.scripted.script import Latency, ModelCall
 from runner.testing import ScriptedEngine
 from tests.cluster.in_process import InProcess, in_process
 
-__all__ = ["WATCHDOG", "Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played", "until"]
+__all__ = ["WATCHDOG", "Dice", "Grouped", "Judged", "compared", "dice_engine", "fleet", "game_tasks", "played"]
 
 
 WATCHDOG = 600.0
@@ -88,13 +87,6 @@ async def played(
             told(trajectory)
             got.append(trajectory)
         return got
-
-
-async def until(true: Callable[[], object], *, within: float = WATCHDOG) -> None:
-    """Wait until something is so."""
-    with anyio.fail_after(within):
-        while not true():  # noqa: ASYNC110  # it looks at what workers do, who tell nobody
-            await anyio.sleep(0.01)
 
 
 def compared(trajectories: list[Trajectory]) -> dict[tuple[str, str], Any]:

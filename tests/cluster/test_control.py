@@ -26,7 +26,8 @@ from runner.engines.state import EngineState
 from runner.testing import ScriptedEngine, VirtualClock
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played
+from tests.playing import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -192,7 +193,7 @@ def test_workers_catch_up_in_parallel_and_updates_do_not_wait(joiners: int) -> N
             await anyio.sleep(10)
             await engine.update_weights("newer")
             assert anyio.current_time() - began < 11
-            await until(lambda: len(engine.workers()) == joiners + 1, within=200)
+            await until(lambda: len(engine.workers()) == joiners + 1)
             # Sixty seconds for what they were overtaken by, and sixty for what is newest.
             assert 120 <= anyio.current_time() - began < 130
             assert {worker.worker.engine.weight_version for worker in launcher.alive} == {"2"}
@@ -228,7 +229,7 @@ def test_worker_overtaken_while_starting_has_the_remaining_adapters() -> None:
             await engine.remove_adapter("clerk")
             await engine.add_adapter("poet", "folder")
             await engine.add_adapter("judge", "folder")
-            await until(lambda: len(engine.workers()) == 2, within=200)
+            await until(lambda: len(engine.workers()) == 2)
             here, info = (launcher.workers[number].worker.engine.adapters for number in (0, 2))
             assert dict(info) == dict(here)
             assert set(info) == {"poet", "judge"}

@@ -15,7 +15,8 @@ from runner.cluster.protocol import WorkerLost
 from runner.options import Concurrency
 from runner.testing import VirtualClock, assert_exact
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import WATCHDOG, Dice, compared, dice_engine, fleet, game_tasks, played, until
+from tests.cluster.playing import WATCHDOG, Dice, compared, dice_engine, fleet, game_tasks, played
+from tests.playing import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

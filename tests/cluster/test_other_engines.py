@@ -11,7 +11,8 @@ import pytest
 from runner import BadModel, BadOption, ChatEngine, Outcome, Run, RunFile
 from runner.runs.live_stats import StatsReader
 from runner.testing import ScriptedEngine, VirtualClock
-from tests.cluster.playing import Dice, Judged, compared, dice_engine, fleet, played, until
+from tests.cluster.playing import Dice, Judged, compared, dice_engine, fleet, played
+from tests.playing import until
 
 pytestmark = pytest.mark.anyio
 

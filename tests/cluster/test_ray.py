@@ -40,10 +40,11 @@ from runner.cli.app import app
 from runner.cli.run import run_command
 from runner.cli.settings import RunSettings
 from runner.cluster.ray.launcher import RayLauncher
-from tests.cluster.playing import Dice, until
+from tests.cluster.playing import Dice
 from tests.cluster.ray_cluster import Standing, children, family, require_ray, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Leased, Sworn, crowd, slow_crowd
 from tests.faults.comparing import by_key, stored
+from tests.playing import until
 from tests.repository import ROOT
 from tests.sweeps import random_of
 

@@ -15,9 +15,9 @@ import pytest
 
 from runner import Outcome, RayEngines, Run, Trajectory, VllmEngine
 from runner.engines.vllm.cleanup_process import FOLDER, shared_memory_of
-from tests.cluster.playing import until
 from tests.cluster.ray_cluster import Standing, family, until_gone
 from tests.cluster.ray_games import TalksLong
+from tests.playing import until
 from tests.repository import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.engine, pytest.mark.apart, pytest.mark.whole]

@@ -7,7 +7,7 @@ import pickle
 import random
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.cluster.ray_cluster import Standing, actors, family, require_ray, sen
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hungry, crowd, slow_crowd
 from tests.cluster.test_ray import ANNOUNCED, WATCHDOG, announcing, played, without_attempts
 from tests.faults.comparing import by_key, differing, stored
+from tests.playing import until
 from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
@@ -46,12 +47,6 @@ def _nothing_is_left() -> Iterator[None]:
     used = {name for process in Path("/proc").glob("[0-9]*") for name in shared_memory_of(int(process.name))}
     # What goes meanwhile was somebody else's.
     assert not {name for name in made - used if Path("/dev/shm", name).exists()}
-
-
-async def until(true: Callable[[], object]) -> None:
-    with anyio.fail_after(WATCHDOG):
-        while not true():  # noqa: ASYNC110  # nobody tells
-            await anyio.sleep(0.05)
 
 
 async def assert_as_one_process(

@@ -16,10 +16,11 @@ from runner.cluster.broadcast import GRACE_SECONDS
 from runner.runs.player import IdleReason
 from tests import sweeps
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played
 from tests.cluster.rehearsed_trainer import Parts
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, members, of_version, unranked
 from tests.cluster.test_control import asked_of, state_of, versions
+from tests.playing import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.cases_in_turns(3)]
 

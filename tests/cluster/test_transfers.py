@@ -19,11 +19,12 @@ from runner.cluster.transfers import _on_a_free_port
 from runner.engines.vllm.worker.file_transfer import FileTransferInfo
 from runner.engines.weights import Checkpoint, read_folder
 from tests.cluster.in_process import InProcess, InProcessWorker
-from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played, until
+from tests.cluster.playing import Dice, compared, dice_engine, fleet, game_tasks, played
 from tests.cluster.rehearsed_trainer import Info, Parts, part
 from tests.cluster.sending import KINDS, by_virtual_time, either, elsewhere, here, inits, members, of_version, sizes
 from tests.cluster.test_control import asked_of, state_of, versions
 from tests.engines.small_weights import Source
+from tests.playing import until
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import httpx
 import openai
 import orjson
@@ -17,7 +16,7 @@ from runner.turn_events import TurnProgress
 from tests.episode.awkward import misspelling
 from tests.playing import Plain, play_all, recording
 
-__all__ = ["RUN", "ImmediateSink", "chat_body", "events_of", "http", "openai_client", "served", "until", "user"]
+__all__ = ["RUN", "ImmediateSink", "chat_body", "events_of", "http", "openai_client", "served", "user"]
 
 RUN: Any = {
     "type": "function",
@@ -84,13 +83,6 @@ async def http(endpoint: Endpoint, **settings: Any) -> AsyncIterator[httpx.Async
 
 def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-
-
-async def until(true: Callable[[], bool], *, seconds: float = 50) -> None:
-    """Wait for what no event tells: processes, connections, an engine's figures."""
-    with anyio.fail_after(seconds):
-        while not true():  # noqa: ASYNC110  # no event tells of these
-            await anyio.sleep(0.005)
 
 
 def chat_body(messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:

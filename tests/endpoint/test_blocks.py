@@ -15,9 +15,9 @@ from runner.chat_requests import Delivery
 from runner.endpoint import application
 from runner.engines.scripted.script import Latency
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
+from tests.endpoint.serving import RUN, chat_body, events_of, http, served, user
 from tests.endpoint.test_programs import python
-from tests.playing import Plain, play, play_all, tasks
+from tests.playing import Plain, play, play_all, tasks, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 

@@ -15,8 +15,9 @@ from anyio.abc import SocketStream
 from runner import Endpoint
 from runner.endpoint import server
 from runner.testing import Latency, ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, served, until, user
+from tests.endpoint.serving import RUN, chat_body, served, user
 from tests.endpoint.test_server import address_of, probed, raw
+from tests.playing import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 

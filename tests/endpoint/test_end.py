@@ -11,9 +11,9 @@ import pytest
 from runner import Endpoint, Outcome
 from runner.endpoint import endpoint as endpoint_module
 from runner.testing import Latency, ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, http, served, until, user
+from tests.endpoint.serving import RUN, chat_body, http, served, user
 from tests.endpoint.test_programs import python
-from tests.playing import Plain, play_all
+from tests.playing import Plain, play_all, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 

@@ -20,8 +20,8 @@ from runner.episode.client_messages import MessageReader
 from runner.errors import BadMessage
 from runner.messages import AnsweredCalls, CallIndex, Message, check_answers
 from runner.tools.external_tools import tool_of
-from tests.endpoint.serving import RUN, chat_body, http, served, until, user
-from tests.playing import recording
+from tests.endpoint.serving import RUN, chat_body, http, served, user
+from tests.playing import recording, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 

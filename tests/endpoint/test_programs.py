@@ -17,8 +17,8 @@ from runner import BadOption, Conversation, Endpoint, FinishedProgram, Limits, O
 from runner.endpoint import endpoint as endpoint_module
 from runner.endpoint import programs
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import served, until
-from tests.playing import Plain
+from tests.endpoint.serving import served
+from tests.playing import Plain, until
 
 pytestmark = [
     pytest.mark.asyncio_alone,

@@ -19,8 +19,8 @@ from anyio.abc import SocketStream
 from runner import BadOption, Conversation, Endpoint
 from runner.endpoint import application, server
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, http, served, until, user
-from tests.playing import Plain, play_all
+from tests.endpoint.serving import RUN, chat_body, http, served, user
+from tests.playing import Plain, play_all, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 

@@ -20,8 +20,8 @@ from runner.endpoint import chat_completions, response_events, streaming
 from runner.endpoint.wire_form import AnswerWriter
 from runner.engines.scripted.script import Fault, Latency, Reply
 from runner.testing import ScriptedEngine
-from tests.endpoint.serving import RUN, chat_body, events_of, http, served, until, user
-from tests.playing import Plain, play_all
+from tests.endpoint.serving import RUN, chat_body, events_of, http, served, user
+from tests.playing import Plain, play_all, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.asyncio_alone]
 

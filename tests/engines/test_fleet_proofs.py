@@ -9,8 +9,9 @@ import pytest
 
 from runner import BadControl, BadOption, BadWeights, WeightProof
 from tests.cluster.in_process import InProcessWorker
-from tests.cluster.playing import WATCHDOG, dice_engine, fleet, until
+from tests.cluster.playing import WATCHDOG, dice_engine, fleet
 from tests.engines.test_proofs import IDS, Model
+from tests.playing import until
 
 pytestmark = pytest.mark.anyio
 

@@ -23,8 +23,7 @@ from runner.testing import Latency, ScriptedEngine
 from runner.testing.engine_pool import PooledEngine
 from runner.training import weight_proof
 from tests import sweeps
-from tests.cluster.playing import until
-from tests.playing import Plain, tasks
+from tests.playing import Plain, tasks, until
 
 pytestmark = pytest.mark.anyio
 

@@ -32,7 +32,7 @@ from runner.testing import Latency, Reply
 from runner.testing.engine_pool import PooledEngine
 from runner.tokens.bridging.bridge import Bridger
 from runner.tokens.log import Source
-from tests.playing import Plain, play, play_all, recording, talked, talking, tasks
+from tests.playing import Plain, play, play_all, recording, talked, talking, tasks, until
 
 pytestmark = pytest.mark.anyio
 
@@ -294,8 +294,7 @@ async def test_a_turn_that_the_rollout_left_behind_ends_with_its_episode(tmp_pat
             await conversation.generate()
             conversation.add("And then?")
             left.append(asyncio.create_task(conversation.generate()))
-            await asyncio.sleep(0.05)
-            assert engine.stats().open == 1
+            await until(lambda: engine.stats().open == 1)
 
     file = tmp_path / "run.db"
     async with ScriptedEngine(["Yes", "word " * 50], latency=Latency(between=30), tick=0.01) as engine:

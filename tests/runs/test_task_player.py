@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,11 @@ from runner import (
     reward,
 )
 from runner.testing import Fault, ScriptedEngine, no_leaks
-from tests.playing import Plain, assert_nothing_open, recording, tasks
+from tests.playing import Plain, assert_nothing_open, recording, tasks, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
 FIRST, SECOND = tasks(2)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await checkpoint()
 
 
 async def test_player_plays_a_group_of_each_task() -> None:
