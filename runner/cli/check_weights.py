@@ -17,14 +17,19 @@ from runner.cli.name_values import parse_values
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import make_console
 from runner.errors import BadOption
-from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightReport, check_weights_async
+from runner.training.weight_check import CheckedTensor, TensorVerdict, Way, WeightReport, check_weights_async
 
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
 
 WRONG_WEIGHTS_CODE = 7
 """Exit code if new weights are wrong, or the check ended early."""
 LOG = Path("runs/check-weights.log")
-_STYLES = {Verdict.RIGHT: "green", Verdict.WRONG: "bold red", Verdict.UNSEEN: "yellow", Verdict.REFUSED: "yellow"}
+_STYLES = {
+    TensorVerdict.RIGHT: "green",
+    TensorVerdict.WRONG: "bold red",
+    TensorVerdict.UNSEEN: "yellow",
+    TensorVerdict.REFUSED: "yellow",
+}
 
 
 def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], options: Sequence[str], as_json: bool) -> int:
@@ -61,7 +66,7 @@ def show(report: WeightReport, console: Console) -> None:
         table.add_row(row.way, row.tensor, Text(row.verdict, style=_STYLES[row.verdict]), *figures, row.reason)
     console.print(table)
     counts = Counter(row.verdict for row in report.rows)
-    counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in TensorVerdict if counts[verdict])
     console.print(f"\n{report.model} in {report.dtype}: {counted}; with its first weights {report.baseline}")
     if report.note:
         console.print(Text(f"note: {report.note}", style="yellow"))

@@ -20,7 +20,7 @@ from runner.training.sample_rows import InexactRows, SampleRow, SegmentChoice, s
 from runner.training.selection import Selection, grouped
 from runner.training.token_masks import RecordedMasks, TokenMasks
 from runner.training.tree import Saving, TokenTree
-from runner.training.weight_check import CheckedTensor, Verdict, Way, WeightReport, check_weights
+from runner.training.weight_check import CheckedTensor, TensorVerdict, Way, WeightReport, check_weights
 from runner.training.weight_proof import weight_proof
 
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
     "SegmentChoice",
     "Selection",
     "SequenceMean",
+    "TensorVerdict",
     "TokenMasks",
     "TokenTree",
     "TrainingBatch",
     "TrainingTensors",
-    "Verdict",
     "Way",
     "WeightReport",
     "by_turn",

@@ -45,7 +45,7 @@ from runner.training.check_inputs import (
 from runner.training.tiny_model import float_tensors, save_tiny_model, tensor_kind
 from runner.training.weight_proof import weight_proof
 
-__all__ = ["CheckedTensor", "Verdict", "Way", "WeightReport", "check_weights", "check_weights_async"]
+__all__ = ["CheckedTensor", "TensorVerdict", "Way", "WeightReport", "check_weights", "check_weights_async"]
 
 ID_COUNT: Final = 96
 """Number of random ids whose log-probabilities are compared."""
@@ -90,7 +90,7 @@ IN_A_ROW: Final = (Way.TWICE, Way.TRANSFER)
 """Ways that update twice with different changes, each of which is checked."""
 
 
-class Verdict(enum.StrEnum):
+class TensorVerdict(enum.StrEnum):
     """Result of one update."""
 
     RIGHT = "right"
@@ -111,7 +111,7 @@ class CheckedTensor:
     """Name of the tensors, with * for the numbers of layers and experts."""
     way: Way
     """Way of the update."""
-    verdict: Verdict
+    verdict: TensorVerdict
     """Result of the update."""
     median: float | None = None
     """Median difference from transformers, in nats; None if refused."""
@@ -141,7 +141,7 @@ class WeightReport:
     @property
     def wrong(self) -> list[CheckedTensor]:
         """Rows with wrong results."""
-        return [row for row in self.rows if row.verdict is Verdict.WRONG]
+        return [row for row in self.rows if row.verdict is TensorVerdict.WRONG]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON."""
@@ -354,13 +354,13 @@ class _Trial:
         try:
             row = await (self._checked_adapter(kind) if way is Way.ADAPTER else self._checked_update(kind, way))
         except EngineError as error:
-            row = CheckedTensor(kind, way, Verdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
+            row = CheckedTensor(kind, way, TensorVerdict.WRONG, reason=f"the engine died of it: {one_line(error)}")
         except BadInput as error:
-            row = CheckedTensor(kind, way, Verdict.REFUSED, reason=one_line(error))
+            row = CheckedTensor(kind, way, TensorVerdict.REFUSED, reason=one_line(error))
         finally:
             self.reference.load_state_dict(self._first)
         # A refusal may come while it is asleep or has no weights.
-        self._is_broken = row.verdict is Verdict.WRONG or self.engine.state is not EngineState.RUNNING
+        self._is_broken = row.verdict is TensorVerdict.WRONG or self.engine.state is not EngineState.RUNNING
         return row
 
     async def _checked_update(self, kind: str, way: Way) -> CheckedTensor:
@@ -370,7 +370,7 @@ class _Trial:
             proof = await self._proof()
             await self._give(way)
             row = self._judged(kind, way, proof, await self._scores(proof))
-            if row.verdict is not Verdict.RIGHT:
+            if row.verdict is not TensorVerdict.RIGHT:
                 break
         if way is Way.AFTER_SLEEP and not row.reason and "cpu" in await self.engine.devices():
             row = replace(row, reason="on a CPU vLLM only pauses in sleep, and keeps its memory")
@@ -406,9 +406,9 @@ class _Trial:
     def _judged(self, kind: str, way: Way, proof: WeightProof, scores: ScoresByPass) -> CheckedTensor:
         figures = self._compared(proof, scores[ScoredPass()], self._accepted)
         why = self._reason(proof, scores, figures, self._accepted)
-        verdict = Verdict.WRONG if why else Verdict.RIGHT
+        verdict = TensorVerdict.WRONG if why else TensorVerdict.RIGHT
         if not why and way is not Way.SAME and not shows_arrival(figures) and not self._shows(proof):
-            verdict = Verdict.UNSEEN
+            verdict = TensorVerdict.UNSEEN
         return CheckedTensor(kind, way, verdict, figures.median, figures.largest, why)
 
     def _shows(self, proof: WeightProof) -> bool:

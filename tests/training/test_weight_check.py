@@ -22,7 +22,7 @@ from runner.cli.check_weights import WRONG_WEIGHTS_CODE, show
 from runner.engines.proof_history import ProofHistory
 from runner.engines.proofs import Accepted, ScoredPass
 from runner.testing import Latency, ScriptedEngine
-from runner.training import CheckedTensor, Verdict, Way, WeightReport, check_weights, weight_check, weight_proof
+from runner.training import CheckedTensor, TensorVerdict, Way, WeightReport, check_weights, weight_check, weight_proof
 from runner.training.check_inputs import adapter_on, check_memory, linear_kinds, local_transfer
 from runner.training.tiny_model import float_tensors, random_model, tensor_kind, tiny_config
 from runner.training.weight_check import _Trial
@@ -149,9 +149,11 @@ def test_report_has_a_row_for_each_tensor_and_a_count() -> None:
     tolerance = ProofTolerance(5e-4, 0.05)
     report = WeightReport("tiny", "float32", ProofFigures(95, 1e-6, 4e-6, tolerance))
     report.rows += [
-        CheckedTensor("model.norm.weight", Way.FOLDER, Verdict.RIGHT, 1e-6, 4e-6),
-        CheckedTensor("lm_head.weight", Way.FOLDER, Verdict.WRONG, 0.2, 1.5, "its scores are those of the old weights"),
-        CheckedTensor("lm_head.weight", Way.ADAPTER, Verdict.REFUSED, reason="PEFT is not installed"),
+        CheckedTensor("model.norm.weight", Way.FOLDER, TensorVerdict.RIGHT, 1e-6, 4e-6),
+        CheckedTensor(
+            "lm_head.weight", Way.FOLDER, TensorVerdict.WRONG, 0.2, 1.5, "its scores are those of the old weights"
+        ),
+        CheckedTensor("lm_head.weight", Way.ADAPTER, TensorVerdict.REFUSED, reason="PEFT is not installed"),
     ]
     written = io.StringIO()
     show(report, Console(file=written, width=200))
@@ -189,7 +191,7 @@ def test_an_engine_that_takes_no_weights_refuses_every_way_by_name(llama: Path) 
     ways = [way for way in Way if way is not Way.FOLDER]
     extension = "tests.engines.stale_worker.PlainWorker"
     report = check_weights(llama, tiny=True, ways=ways, dtype="float32", worker_extension_cls=extension)
-    assert {row.verdict for row in report.rows} == {Verdict.REFUSED}
+    assert {row.verdict for row in report.rows} == {TensorVerdict.REFUSED}
     assert {row.way for row in report.rows} == set(ways)
     assert all("WeightWorker" in row.reason for row in report.rows)
 
@@ -305,8 +307,8 @@ def test_movement_that_is_not_the_trainers_is_unseen(share: float, seen: bool, t
         scores = first + share * change + rng.normal(0, 0.04, size)
         proof = WeightProof(range(96), first + change, **fields)
         verdicts.add(trial._judged("norm", Way.FOLDER, proof, {ScoredPass(): scores.tolist()}).verdict)
-    assert Verdict.WRONG not in verdicts if seen else Verdict.RIGHT not in verdicts
-    assert (Verdict.RIGHT if seen else Verdict.UNSEEN) in verdicts
+    assert TensorVerdict.WRONG not in verdicts if seen else TensorVerdict.RIGHT not in verdicts
+    assert (TensorVerdict.RIGHT if seen else TensorVerdict.UNSEEN) in verdicts
 
 
 # --- an engine without vLLM, whose weights are those of a torch model
@@ -375,7 +377,7 @@ def test_stale_weights_of_the_steps_alone_are_wrong(
     engine = TorchEngine(small_llama, takes=2)
     engine.stale_steps = True
     (row,) = check_with([engine], small_llama, [Way.AFTER_SLEEP], tmp_path, monkeypatch).rows
-    assert row.verdict is Verdict.WRONG
+    assert row.verdict is TensorVerdict.WRONG
     assert row.reason.startswith("in steps, as turns sample ids, and not in a prompt: the engine's log-probabilities")
 
 
@@ -386,9 +388,9 @@ def test_rows_stay_where_an_engine_does_not_start_again(
     report = check_with(engines, small_llama, [Way.STATE_DICT], tmp_path, monkeypatch)
     verdicts = [(row.tensor, row.verdict) for row in report.rows]
     assert verdicts == [
-        ("model.embed_tokens.weight", Verdict.RIGHT),
-        ("model.layers.*.self_attn.q_proj.weight", Verdict.RIGHT),
-        ("model.layers.*.self_attn.k_proj.weight", Verdict.WRONG),
+        ("model.embed_tokens.weight", TensorVerdict.RIGHT),
+        ("model.layers.*.self_attn.q_proj.weight", TensorVerdict.RIGHT),
+        ("model.layers.*.self_attn.k_proj.weight", TensorVerdict.WRONG),
     ]
     assert report.failure == (
         "the last 9 rows are missing, from model.layers.*.self_attn.v_proj.weight (state-dict) on: BadModel: no memory "
@@ -406,7 +408,7 @@ def test_rows_after_a_wrong_one_are_those_of_a_new_engine(
     engines = [TorchEngine(small_llama, takes=2), TorchEngine(small_llama, takes=9)]
     report = check_with(engines, small_llama, [Way.STATE_DICT], tmp_path, monkeypatch)
     verdicts = [row.verdict for row in report.rows]
-    assert verdicts == [*[Verdict.RIGHT] * 2, Verdict.WRONG, *[Verdict.RIGHT] * 9]
+    assert verdicts == [*[TensorVerdict.RIGHT] * 2, TensorVerdict.WRONG, *[TensorVerdict.RIGHT] * 9]
 
 
 def test_tiny_model_of_a_quantized_one_says_that_it_is_not(
@@ -442,21 +444,23 @@ def test_check_that_ended_early_has_the_exit_code_of_wrong_weights(
 
 
 @pytest.mark.parametrize("way", [Way.TWICE, Way.TRANSFER])
-@pytest.mark.parametrize(("takes", "verdict"), [(0, Verdict.WRONG), (1, Verdict.WRONG), (2, Verdict.RIGHT)])
+@pytest.mark.parametrize(
+    ("takes", "verdict"), [(0, TensorVerdict.WRONG), (1, TensorVerdict.WRONG), (2, TensorVerdict.RIGHT)]
+)
 def test_each_of_two_updates_in_a_row_is_checked(
-    way: Way, takes: int, verdict: Verdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: Way, takes: int, verdict: TensorVerdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = check_with([TorchEngine(small_llama, takes=takes)], small_llama, [way], tmp_path, monkeypatch)
     assert [row.verdict for row in report.rows] == [verdict]
 
 
-@pytest.mark.parametrize(("between", "verdict"), [(1, Verdict.RIGHT), (0, Verdict.REFUSED)])
+@pytest.mark.parametrize(("between", "verdict"), [(1, TensorVerdict.RIGHT), (0, TensorVerdict.REFUSED)])
 def test_update_under_turns_needs_turns_with_ids_of_both_weights(
-    between: int, verdict: Verdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    between: int, verdict: TensorVerdict, small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn without ticks between its ids is over before the update."""
     engine = TorchEngine(small_llama, takes=1, between=between)
     report = check_with([engine], small_llama, [Way.UNDER_TURNS], tmp_path, monkeypatch)
     (row,) = report.rows
     assert row.verdict is verdict
-    assert ("no turn had ids of the old and the new weights" in row.reason) == (verdict is Verdict.REFUSED)
+    assert ("no turn had ids of the old and the new weights" in row.reason) == (verdict is TensorVerdict.REFUSED)

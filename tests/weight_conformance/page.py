@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from runner.training import Verdict, Way
+from runner.training import TensorVerdict, Way
 
 __all__ = ["page"]
 
@@ -36,7 +36,7 @@ def page(results: Mapping[str, Any]) -> str:
         [
             INTRODUCTION,
             f"{len(architectures)} architectures in {len(played)} cases: "
-            + ", ".join(f"{verdicts[verdict]:,} {verdict}" for verdict in Verdict if verdicts[verdict])
+            + ", ".join(f"{verdicts[verdict]:,} {verdict}" for verdict in TensorVerdict if verdicts[verdict])
             + ".",
             "",
             "| case | " + " | ".join(f"`{way}`" for way in Way) + " |",
@@ -74,7 +74,9 @@ def _coverage(result: Mapping[str, Any]) -> str:
 
 def _cell(rows: Sequence[Mapping[str, Any]], way: Way) -> str:
     counts = Counter(row["verdict"] for row in rows if row["way"] == way)
-    parts = [f"{counts[verdict]} {verdict}" if verdict != Verdict.RIGHT else f"{counts[verdict]}" for verdict in counts]
+    parts = [
+        f"{counts[verdict]} {verdict}" if verdict != TensorVerdict.RIGHT else f"{counts[verdict]}" for verdict in counts
+    ]
     return ", ".join(parts) or "-"
 
 
@@ -82,7 +84,7 @@ def _reasons(played: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]
     found: dict[tuple[str, str, str], list[str]] = {}
     for key, rows in played.items():
         for row in rows:
-            if row["verdict"] != Verdict.RIGHT:
+            if row["verdict"] != TensorVerdict.RIGHT:
                 found.setdefault((key, row["verdict"], _short(row["reason"])), []).append(
                     f"{row['tensor']} ({row['way']})"
                 )
