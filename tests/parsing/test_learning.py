@@ -135,7 +135,7 @@ def said_in(form: CallFormat, name: str) -> st.SearchStrategy[list[ProbeCall]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sweeps.part(EXACT, 16))
-@settings(max_examples=sweeps.times(50, 20))
+@settings(max_examples=20)
 @given(data=st.data())
 def test_renders_of_exact_templates_are_read_exactly(name: str, data: st.DataObject) -> None:
     form, prober, whole = calls_of(name), prober_of(name), learnt_of(name).format

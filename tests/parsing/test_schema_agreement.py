@@ -79,7 +79,7 @@ def test_grammar_of_an_official_case_agrees_with_its_check(case: SuiteCase) -> N
         assert unenforced or not accepts(enforced, as_json(value)), value
 
 
-@settings(max_examples=sweeps.times(3000, 60), deadline=None)
+@settings(max_examples=sweeps.times(1000, 60), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_random_grammar_allows_all_valid_values(schema: Any, seed: int) -> None:
     unenforced = not_enforced(schema)
@@ -87,7 +87,7 @@ def test_random_grammar_allows_all_valid_values(schema: Any, seed: int) -> None:
         assert unenforced or fits(schema, json.loads(text)), (text, unenforced)
 
 
-@settings(max_examples=sweeps.times(3000, 60), deadline=None)
+@settings(max_examples=sweeps.times(1000, 60), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_random_valid_value_has_a_shape(schema: Any, seed: int) -> None:
     made = modern(schema).schema
@@ -187,7 +187,7 @@ def lost(form: Any, arguments: dict[str, Any], schema: Any) -> bool:
 
 @pytest.mark.cases_in_turns(3)
 @every_class
-@settings(max_examples=sweeps.times(300, 8), deadline=None)
+@settings(max_examples=sweeps.times(100, 8), deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_random_call_of_a_grammar_passes_validation(name: str, schema: Any, seed: int) -> None:
     form, tool = form_of(name), tool_of({**schema, "type": "object"})

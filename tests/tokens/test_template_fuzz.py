@@ -125,7 +125,7 @@ def test_templates_that_look_at_words_get_no_wrong_bridge(name: str) -> None:
 
 
 AS_OFTEN = settings(
-    max_examples=sweeps.times(3000, 150),
+    max_examples=sweeps.times(1000, 150),
     deadline=None,
     suppress_health_check=ANY_SIZE,
 )
