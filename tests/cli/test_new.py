@@ -102,7 +102,7 @@ def test_what_is_written_passes_its_own_tests(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio"],
         cwd=project,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{project}"},
+        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": f"{ROOT}:{project}"},
         capture_output=True,
         text=True,
         check=False,
