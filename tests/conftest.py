@@ -217,9 +217,7 @@ def demo_model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def small_model_folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fifth of the demo model, for tests to which it does not matter what is said; in whole sweeps all of it."""
-    if sweeps.whole():
-        return demo_model_folder
+    """A fifth of the demo model, for tests to which it does not matter what is said."""
     return small_model(tmp_path_factory.mktemp("small-model"), demo_model_folder)
 
 
