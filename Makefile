@@ -13,7 +13,7 @@ help:
 	@echo "make run     play 64 episodes of the calculator environment on the demo model"
 	@echo "make check   format, lint, layers, plain English and types: some seconds"
 	@echo "make test-quick  the quick tests, without an engine: for while one works, under 3 minutes"
-	@echo "make test    format, lint, layers, types and tests, with the real engine: some 18 minutes on two cores"
+	@echo "make test    format, lint, layers, types and tests, with the real engine: some 17 minutes on two cores"
 	@echo "make test-all  the same with whole sweeps, both event loops, wheels, the site and test-interop: before a release"
 	@echo "make test-clients  agent programs from PyPI and npm play, unmodified; 2.8 GB at its first time"
 	@echo "make test-interop  data sets and games of other projects play, with the real packages"
