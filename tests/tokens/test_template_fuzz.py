@@ -188,3 +188,20 @@ def test_many_of_the_drawn_conversations_get_a_bridge() -> None:
 
 def _exact(seen: Counter[str]) -> int:
     return sum(count for what, count in seen.items() if what.startswith("exact"))
+
+
+ONLY_ODD = (
+    "{% if messages | length % 2 == 0 %}{{ raise_exception('not after a turn') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n.<|im_end|>\n{{ m.content.lstrip('a') }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that shows no turn alone, and writes the words of a message after its close."""
+
+
+def test_the_close_of_the_next_message_is_not_taken_for_the_turns() -> None:
+    conversation: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "a"},
+    ]
+    check_bridges(Written(template=ONLY_ODD, conversations=[conversation]))

@@ -50,6 +50,15 @@ class TurnClosers:
             return next((token_id for token_id in ids if token_id in self._tokenizer.control_ids), None)
         return None
 
+    @cached_property
+    def _first(self) -> frozenset[int]:
+        """The control tokens before the first question, except one that ends a user's text or a turn."""
+        with suppress(Unbridgeable):
+            text = self._renderer.render([QUESTION], ()).partition(QUESTION["content"])[0]
+            ids = self._tokenizer.control_ids.intersection(self._tokenizer.encode(text))
+            return ids.difference(self.of_turn, () if self.of_user is None else (self.of_user,))
+        return frozenset()
+
     def opens_a_role(self, token_id: int) -> bool:
         """True if the token opens messages of some role, as those of GLM do: only one of that role may follow it."""
         if token_id not in self._opening:
@@ -66,8 +75,11 @@ class TurnClosers:
         with suppress(Unbridgeable):
             tail = self._tail(turn, message, past=past)
             before = tail.text.partition(message["content"])[0]
-            close = self._before_question(turn, past) if tail.alone is None else tail.alone
-            if self._holds(before, token_id) and not self._holds(close, token_id):
+            if tail.alone is not None:
+                opens = not self._holds(tail.alone, token_id)
+            else:
+                opens = token_id in self._first or not self._holds(self._before_question(turn, past), token_id)
+            if opens and self._holds(before, token_id):
                 return True
             second: Message = {**message, "content": words(1)[0]}
             behind = self._tail(turn, message, second, past=past).text.partition(message["content"])[2]
@@ -76,7 +88,7 @@ class TurnClosers:
         return False
 
     def _before_question(self, turn: Message, past: Sequence[Message]) -> str:
-        """The text between a turn and a question: what ends the turn, where the template shows no turn alone."""
+        """The text between a turn and a question: it contains what ends the turn, and may open the question."""
         with suppress(Unbridgeable):
             return self._tail(turn, AGAIN_ASKED, past=past).text.partition(AGAIN_ASKED["content"])[0]
         return ""
